@@ -177,7 +177,7 @@ def keys(
     list_all: Annotated[bool, Option("--all", help="Every setting.")] = False,
     schema: Annotated[bool, Option("--schema", help="All as a JSON schema, for editors.")] = False,
 ) -> None:
-    """Describe the basic settings, or those that match WHAT."""
+    """Describe the basic settings, or the settings matching WHAT."""
     from asyncrl.config.load import describe_keys, schema_text
 
     typer.echo(schema_text().rstrip() if schema else describe_keys(what, lists_all=list_all))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.messages.records import GroupId
 
@@ -26,13 +27,15 @@ class Lognormal:
     """Rollouts of lognormal length with mean `tokens` and shape `sigma`.
 
     `prompt_share` of the variance of the logarithm belongs to the prompt: long for all its rollouts, and
-    again when it is requeued. With `tool_s` > 0 the reward waits for a tool, lognormal with mean `tool_s`.
+    again when it is requeued. With `tool_s` > 0 the reward waits for a tool, lognormal with mean `tool_s`
+    and shape `tool_sigma`.
     """
 
     sigma: float
     tokens: float = 1.0
     prompt_share: float = 0.0
     tool_s: float = 0.0
+    tool_sigma: float = 1.0
     group_size: int = 1
     seed: int = 0
 
@@ -48,7 +51,7 @@ class Lognormal:
         if not self.tool_s:
             return 0.0
         draw = random.Random(f"tool {self.seed}/{prompt}/{num_requeued}/{sample_index}").gauss()
-        return self.tool_s * math.exp(draw - 0.5)
+        return self.tool_s * math.exp(self.tool_sigma * draw - self.tool_sigma**2 / 2)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,18 +102,25 @@ class Simulation:
         train_s: float,
         publish_s: float = 0.0,
         max_requeues: int = 3,
+        auto: LookAhead | None = None,
     ) -> None:
         """A batch trains for `train_s`, and its version is served `publish_s` later; versions that come
         during a push are skipped. A requeued prompt starts before any new one, `max_requeues` times at most.
+        `auto` sets the look-ahead.
         """
         self.rule = rule
         self.workload = workload
         self.train_s = train_s
         self.publish_s = publish_s
         self.max_requeues = max_requeues
+        self.auto = auto
         self.now_s = 0.0
         self.batches: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         """(index, (group id, oldest version) of each group) of every batch."""
+        self.taken_s: list[float] = []
+        """When each batch was taken."""
+        self.look_aheads: list[int] = []
+        """In force when each batch was taken."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # heap; numbered in the order of calls
         self._numbers = count()
         self._groups: dict[GroupId, _Group] = {}
@@ -159,6 +169,9 @@ class Simulation:
         self._fill()
         self._take_if_formed()
         self._fill()
+        if self.auto is not None:
+            lacks = not self._is_training and self.rule.lacks_groups
+            self.auto.note(self.now_s, self.rule.num_running, lacks=lacks)
 
     def _fill(self) -> None:
         """Give free slots to waiting rollouts, then to new groups."""
@@ -226,6 +239,8 @@ class Simulation:
         if self._is_training or rule.next_batch == rule.num_batches or rule.waits_for is not None:
             return
         self._waited_s += self.now_s - self._waits_since_s
+        self.look_aheads.append(rule.look_ahead)
+        self.taken_s.append(self.now_s)
         choice = rule.take_nowait()
         taken = [(group_id, self._groups.pop(group_id)) for group_id in choice.group_ids]
         for _, group in taken:
@@ -233,6 +248,8 @@ class Simulation:
         self.batches.append((choice.version, tuple((group_id, group.oldest) for group_id, group in taken)))
         for group_id in choice.requeued:
             self._requeue(group_id)
+        if self.auto is not None:
+            rule.set_look_ahead(self.auto.batch_taken(self.now_s, rule.num_groups, rule.num_ready))
         self._is_training = True
         self._after(self.train_s, self._trained)
 

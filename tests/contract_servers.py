@@ -199,5 +199,5 @@ async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[
 
 def vllm_client(server: Server, caller: Caller, policy_version: int = 0) -> VllmServer:
     model, most = str(server.folder / "model"), server.traits.max_length
-    needed = VllmRequirements(model, "float32", SLOTS, most, (), "cpu", canary_limit=1e-3, chunk_bytes=16384)
+    needed = VllmRequirements(model, "float32", SLOTS, most, (), "cpu", canary_limit=1e-3)
     return VllmServer(caller, needed, policy_version=policy_version)

@@ -18,8 +18,10 @@ from safetensors.numpy import save_file
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient
+from asyncrl.messages.codec import spans_of
 from asyncrl.messages.digest import weights_digest
 from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateRequest, GenerateResponse
+from asyncrl.messages.records import VersionSpan
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl_servers.engine_routes import GenerateBody
@@ -182,6 +184,18 @@ def check_whole(answer: GenerateResponse, server: Server) -> None:
 def said(answer: GenerateResponse) -> tuple[object, ...]:
     """All but the name of the request."""
     return answer.token_ids, answer.logprobs, answer.version_spans
+
+
+def joined(chunks: list[GenerateResponse], last: GenerateResponse) -> GenerateResponse:
+    parts = [*chunks, last]
+    token_ids = [token for part in parts for token in part.token_ids]
+    logprobs = [logprob for part in parts for logprob in part.logprobs]
+    versions = [
+        span.version for part in parts for span in part.version_spans for _ in range(span.start, span.end)
+    ]
+    marks = [(at, version) for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
+    spans = [VersionSpan(*span) for span in spans_of(marks, 0, len(versions))]
+    return last.model_copy(update={"token_ids": token_ids, "logprobs": logprobs, "version_spans": spans})
 
 
 def versions_of(answer: GenerateResponse) -> list[int]:

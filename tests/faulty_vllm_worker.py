@@ -14,11 +14,13 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from asyncrl_servers.vllm.loader import Loader, Staged
-from asyncrl_servers.vllm.reload import Reload, can_have_twin
+from torch import Tensor
+
+from asyncrl_servers.vllm.loader import Loader
+from asyncrl_servers.vllm.reload import Reload
 from asyncrl_servers.vllm.worker_extension import WeightLoader
 
-FAULTS = ("stale_head", "skip_chunk_unseen", "swap_names", "no_twin", "")
+FAULTS = ("stale_head", "skip_chunk_unseen", "swap_names", "poison", "")
 
 
 class FaultyReload(Reload):
@@ -35,35 +37,32 @@ class FaultyReload(Reload):
 
 
 class FaultyLoader(Loader):
-    """skip_chunk_unseen: the second chunk is not loaded. swap_names: two tensors of one shape
-    change places after they were hashed. no_twin: weights are loaded where those
-    lie that serve; what an update that was given up leaves there is no number.
+    """skip_chunk_unseen: the second fifth of the tensors is not loaded. swap_names: two tensors of one shape
+    change places after they were hashed. poison: an abandoned update leaves NaN in the layer norms.
     """
 
     fault = os.environ.get("ASYNCRL_TEST_FAULT", "")
     reload_class = FaultyReload
 
-    @staticmethod
-    def can_have_twin(model: Any) -> bool:
-        return FaultyLoader.fault != "no_twin" and can_have_twin(model)
-
     def _abandon(self, why: str) -> None:
         super()._abandon(why)
-        if self.fault == "no_twin":
+        if self.fault == "poison":
             for name, parameter in self.model.named_parameters():
                 if "layernorm" in name:
                     parameter.data.fill_(math.nan)
 
-    def _chunks(self, staged: Staged, chunk_bytes: int) -> Iterable[list[tuple[str, Any]]]:
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        given = dict(tensors)
         if self.fault == "swap_names":
-            first, second = self._alike(staged.tensors)
-            staged.tensors[first], staged.tensors[second] = staged.tensors[second], staged.tensors[first]
-        for index, chunk in enumerate(super()._chunks(staged, chunk_bytes)):
-            if index != 1 or self.fault != "skip_chunk_unseen":
-                yield chunk
+            first, second = self._alike(given)
+            given[first], given[second] = given[second], given[first]
+        if self.fault == "skip_chunk_unseen":
+            for name in [*given][len(given) // 5 : 2 * len(given) // 5]:
+                del given[name]
+        super().add(given.items())
 
     @staticmethod
-    def _alike(tensors: dict[str, Any]) -> tuple[str, str]:
+    def _alike(tensors: dict[str, Tensor]) -> tuple[str, str]:
         """Two layers' tensors of one shape, both matrices."""
         first = next(name for name, tensor in tensors.items() if tensor.dim() == 2 and ".layers.0." in name)
         return first, first.replace(".layers.0.", ".layers.1.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import math
 import os
@@ -77,18 +76,6 @@ async def cancels_itself(task: Task, session: Session) -> float:
 
 async def no_session(task: Task) -> float:
     return 1.0
-
-
-async def sleeps(task: Task, session: Session) -> float:
-    await asyncio.sleep(3600.0)
-    return 1.0
-
-
-async def swallows(task: Task, session: Session) -> float:
-    """Retries for ever, whatever happens."""
-    while True:
-        with contextlib.suppress(BaseException):
-            await asyncio.sleep(3600.0)
 
 
 class Judge:

@@ -19,7 +19,7 @@ from asyncrl.base.http import Answer
 from asyncrl.config import SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.status import reported
+from asyncrl.job.report import reported
 from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Prompt

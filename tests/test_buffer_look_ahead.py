@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from buffer_simulation import Simulation
-from buffer_workload import Lognormal, SimulatedMachine
+from buffer_simulation import Lognormal, Simulation
 
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
@@ -16,19 +15,20 @@ from asyncrl.config.generation import OnOverdue
 
 FREE = 10**6
 MAX_STALENESS, NUM_BATCHES = 8, 100
-WORKLOADS: dict[str, tuple[SimulatedMachine, dict[str, Any]]] = {
-    "training is slower than a rollout": (SimulatedMachine(FREE, train_s=2.0), {}),
-    "a rollout takes four steps": (SimulatedMachine(FREE, train_s=0.25), {}),
+WORKLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "training is slower than a rollout": ({"slots": FREE, "train_s": 2.0}, {}),
+    "a rollout takes four steps": ({"slots": FREE, "train_s": 0.25}, {}),
     "groups of eight, their slowest takes several steps": (
-        SimulatedMachine(FREE, train_s=0.5),
+        {"slots": FREE, "train_s": 0.5},
         {"group_size": 8},
     ),
-    "generation is the limit": (SimulatedMachine(24, train_s=0.25), {}),
+    "generation is the limit": ({"slots": 24, "train_s": 0.25}, {}),
     "rollouts wait for tools": (
-        SimulatedMachine(128, train_s=0.3),
+        {"slots": 128, "train_s": 0.3},
         {"tokens": 0.2, "tool_s": 0.4, "group_size": 4},
     ),
 }
+"""(arguments of the simulation, arguments of the workload)."""
 
 
 class DrawnOnce(Lognormal):
@@ -39,7 +39,7 @@ class DrawnOnce(Lognormal):
 
 
 def simulate(
-    machine: SimulatedMachine, workload: Lognormal, on_overdue: OnOverdue, look_ahead: int | None
+    machine: dict[str, Any], workload: Lognormal, on_overdue: OnOverdue, look_ahead: int | None
 ) -> Simulation:
     """Run for NUM_BATCHES batches, without the end of the run, which waits for stragglers."""
     auto = LookAhead(MAX_STALENESS) if look_ahead is None else None
@@ -50,7 +50,7 @@ def simulate(
         on_overdue=on_overdue,
         look_ahead=auto.current if auto is not None else look_ahead or 0,
     )
-    simulation = Simulation(rule, workload, machine, auto=auto)
+    simulation = Simulation(rule, workload, **machine, auto=auto)
     simulation.run()
     return simulation
 

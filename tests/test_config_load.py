@@ -1,4 +1,4 @@
-"""Reading a config: what is right is kept, what is wrong is named with the closest right key."""
+"""Configs load with their types, and a wrong key is named with the closest valid one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.config.load import BASIC, OTHER_NAMES, all_keys, name_of_config, sections
+from asyncrl.config.load import OTHER_NAMES, all_keys, name_of_config
 
 GOOD = """
 model: {path: some/model}
@@ -116,13 +116,10 @@ def test_override_changes_only_its_section_of_a_yaml_anchor(good: Path, aliased:
 
 MISSPELT = """
 buffer.max-stalenes=4 -> buffer.max_staleness
-group_size=4 -> rollout.group_size
 bufer.max_staleness=1 -> buffer
 trainer.lr=1 -> trainer.learning_rate
-trainer.output_dir=x -> --run-dir
 trainer.max_staleness=2 -> buffer.max_staleness
 eval.steps=5 ->
-rollout.batch_size=8 ->
 """
 
 
@@ -151,21 +148,8 @@ def test_all_problems_are_told_at_once_each_with_its_value(good: Path) -> None:
     assert "write task.files=[mine.jsonl]" in message
 
 
-def test_every_key_has_a_meaning() -> None:
-    assert not [key.name for _, _, keys in sections() for key in keys if len(key.meaning) < 8]
-
-
-def test_basic_settings_are_settings() -> None:
-    assert not BASIC - {key.name for _, _, keys in sections() for key in keys}
-
-
 @pytest.mark.parametrize(
     ("path", "name"), [("configs/quickstart.yaml", "quickstart"), ("runs/mine/config.yaml", "mine")]
 )
 def test_config_of_a_run_directory_is_named_after_the_run(path: str, name: str) -> None:
     assert name_of_config(Path(path)) == name
-
-
-def test_a_config_beside_one_is_called_as_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert name_of_config(Path("config.yaml")) == tmp_path.name

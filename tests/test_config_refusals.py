@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
-from asyncrl.config.weight_sync import choose_transport, refuse_transport
+from asyncrl.config.weight_sync import refuse_transport
 from asyncrl.launch.devices import place
 from asyncrl.launch.machine import Machine
 from asyncrl.launch.nodes import single_node
@@ -34,80 +34,57 @@ task.reward=none -> task.reward is missing
 model.path=none -> give one of model.path
 model.path=none model.scratch={characters: ab, architecture: {}} model.revision=v1 -> model.scratch has none
 generator.python=a:b generator.command=[c] -> give at most one of python, command, verifiers, remote
-generator.env={A: b} -> generator.env={'A': 'b'} is for command, and the generator is a single turn
 generator.python=a:b generator.stop=[x] -> is for a single turn, and the generator is python; remove it
 generator.give_answer=true -> give_answer=True is for python or command or
-generator.command=[c] generator.env={A: b} generator.pass_env=[A] -> env and pass_env both give A
 generator.python=a:b generator.outcomes=none task.reward=none -> no harness returns a reward
-eval.task.files=[x] -> eval.task.reward is missing
 task.share=0 -> Input should be greater than 0
 task.name=a.b -> task.name='a.b'
 task.python=a:b task.files=none task.reward=none task.digest=x -> task.digest is of the data of task.files
 TWO task.size=3 -> say which one, and its key: 0, 1, c
-TWO task.c=3 -> say which one, and its key: 0, 1, c
-TWO task.c.siz=3 -> task.1.siz in
 TWO task.0.share=2 -> task.share is given for 1 of 2 tasks
 TWO task.0.share=0.123456 task.c.share=1 -> repeat after 17554 prompts, above the limit of 10000
 TWO task.c.name=B -> two of `task` are called B; give each a different task.name
-TWO task.c.python=none task.c.files=[x] -> task.c.reward is missing
-eval=[{task: {python: 'a:B'}}, {task: {python: 'c:B'}}] -> two of `eval` are called B
 eval=[{task: {python: 'a:B'}}, {engine: own, task: {python: 'c:D'}}] -> the same; set it to auto in each
 eval.engine=rollout eval.task.python=a:b placement.eval=cpu -> set placement.eval=auto, or eval.engine=own
-eval.task.python=a:b eval.task.share=2 -> eval.task.share is not for evaluations
 eval.task.python=a:b eval.name=task -> an evaluation cannot be called task
 eval.task.python=a:b checkpoint.keep_best=x -> checkpoint.keep_best=x is no evaluation of this run
 EVALS checkpoint.keep_best=often checkpoint.every=6 -> checkpoint.every=6 must divide eval.every=5
 OWN generator.verifiers=x eval.task.verifiers=true -> cannot be evaluated
 eval.task.python=a:b eval.samples=2 -> all the same at eval.temperature=0
 trainer.mini_batches=3 -> trainer.mini_batches=3 must divide trainer.num_groups=8
-trainer.world_size=65 -> above the 64 sequences
 trainer.cpu_offload=true placement.trainer=cpu -> needs a CUDA device
 rollout.group_size=1 -> algorithm.advantage=grpo compares the rollouts of a prompt
 checkpoint.keep_best=true -> must divide eval.every=None
 checkpoint.keep_every=7 -> keep_every=7 is not a multiple of every=50
 algorithm.overlong_tokens=900 -> above rollout.max_tokens=256
 algorithm.kl_coefficient=0.1 algorithm.kl_in=reward -> set algorithm.kl_estimator=k1
-algorithm.distill_weight=1 -> without the section `teacher`: set teacher.path and a weight above 0, or neither
 teacher.path=a/b -> algorithm.distill_weight=0.0 with a section `teacher`: set
-algorithm.reward_weight=0 -> reward_weight=0 with distill_weight=0 leaves nothing to learn from
 TAUGHT buffer.filter=equal_rewards -> could learn from; set buffer.filter=none
-TAUGHT rollout.engine=simulated -> rollout.engine=simulated has no model
 algorithm.router_replay=true rollout.engine=simulated -> which rollout.engine=simulated does not report
-algorithm.router_replay=true generator.python=a:b -> not available with a harness
 TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> a penalty in the reward has no effect
 rollout.simulated.sigma=0 -> rollout.simulated is for rollout.engine=simulated
-rollout.engine=simulated trainer.logprob_gap_limit=0.1 -> logprob_gap_limit compares logprobs
 rollout.vllm={block-size: 32} -> rollout.vllm is for rollout.engine=vllm, and rollout.engine=embedded; set
 HERE rollout.num_engines=2 -> name each server once, or set rollout.num_engines=1
-rollout.engine=vllm rollout.urls=[] -> set rollout.num_engines=0
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1/'] rollout.num_engines=2 -> rollout.num_engines=1
 rollout.num_engines={min: 3, max: 2} -> {'min': 3, 'max': 2} is no range: min must be at most max
-rollout.num_engines={min: 1} -> rollout.num_engines.max is missing
-rollout.num_engines={max: 2, most: 3} -> rollout.num_engines.most
 HERE rollout.num_engines={max: 2} -> rollout.num_engines is a range, and the run neither starts nor ends
 rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> set rollout.num_engines=2, or
 rollout.urls=['http://host:8000/v1'] -> write a server like http://10.0.0.7:8000, without a path
 HERE model.path=none model.scratch={architecture: {}, characters: ab} -> which is made at the start
-HERE placement.rollout=trainer buffer.max_staleness=0 -> remove rollout.urls
 rollout.engine=vllm weight_sync.canary_limit=0 -> weight_sync.canary_limit
 weight_sync.transport=disk -> give a folder that trainer and engines share
 weight_sync.transport=shm weight_sync.disk_dir=/data -> disk writes each version there, and no other does
 HERE weight_sync.transport=nccl -> needs engines that the run itself starts
-HERE trainer.lora={rank: 4} weight_sync.transport=lora -> needs engines that the run itself starts
 rollout.engine=vllm rollout.urls=['http://10.0.0.7:8000'] -> which http://10.0.0.7:8000 cannot read
 weight_sync.transport=lora -> set trainer.lora={rank: 16}
-weight_sync.transport=ipc -> a CUDA IPC handle names memory of a CUDA device
 rollout.engine=simulated weight_sync.transport=nccl -> device to device, and rollout.engine=simulated has no
 """
 TAKEN = r"""
 rollout.num_engines={min: 2, max: 4}
 rollout.engine=vllm rollout.vllm={max-num-batched-tokens: 4096} rollout.tensor_parallel=2
-rollout.engine=vllm weight_sync.canary_limit=none
 TAUGHT algorithm.reward_weight=0 rollout.group_size=1
-rollout.engine=embedded weight_sync.transport=nccl
 TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7
 EVALS checkpoint.keep_best=seldom checkpoint.every=10
-weight_sync.canary_limit=0.01 rollout.num_engines=2
 rollout.engine=vllm rollout.urls=['http://[::1]:1']
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.transport=disk weight_sync.disk_dir=/data
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.disk_dir=/data
@@ -149,23 +126,6 @@ def test_local_transport_is_refused_on_two_nodes(path: Path, line: str) -> None:
         refuse_transport(config, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)
     assert says in str(caught.value)
     assert "set weight_sync.transport=stream" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "transport"),
-    [
-        ("seed=1", "stream"),
-        ("rollout.engine=vllm", "stream"),
-        ("weight_sync.disk_dir=/data", "disk"),
-        ("rollout.engine=vllm weight_sync.transport=nccl", "stream"),
-    ],
-)
-def test_auto_transport_on_two_nodes_is_network_or_given_disk(path: Path, line: str, transport: str) -> None:
-    config = load_config(path, settings(line))
-    chosen = choose_transport(config, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)[0]
-    assert chosen == transport
-    for given in (settings(line), [*settings(line), f"weight_sync.transport={chosen}"]):
-        refuse_transport(load_config(path, given), ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)
 
 
 @pytest.mark.parametrize("line", TAKEN.strip().splitlines())

@@ -15,6 +15,7 @@ from engine_contract import (
     contract,
     flip_last_bit,
     health,
+    joined,
     prepare,
     refused,
     said,
@@ -26,7 +27,7 @@ from engine_contract import (
 
 from asyncrl.base.errors import RequestRefused
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.engine_api import Interrupt
+from asyncrl.messages.engine_api import GenerateResponse, Interrupt
 
 pytest_plugins = ["engine_under_test"]
 
@@ -44,6 +45,27 @@ async def test_an_answer_is_whole_and_its_seed_decides_it(server: Server, engine
     first, again, other = [await engine.generate_segment(server.request(seed=seed)) for seed in (11, 11, 12)]
     assert (first.token_ids, first.logprobs) == (again.token_ids, again.logprobs)
     assert first.token_ids != other.token_ids, "20 draws from 50 tokens"
+
+
+@contract
+async def test_a_streamed_answer_is_bit_for_bit_the_other(server: Server, engine: EngineClient) -> None:
+    settings = [(1, 1.0, 1.0), (2, 0.7, 1.0), (41, 0.0, 1.0)]
+    settings += [(300, 1.0, 1.0), (310, 1.0, 0.9), (400, 1.3, 1.0)]
+    requests = [
+        server.request(max_tokens=tokens, seed=tokens, temperature=temperature, top_p=top_p)
+        for tokens, temperature, top_p in settings
+    ]
+    whole = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
+    came: list[list[GenerateResponse]] = [[] for _ in requests]
+    streams = (
+        engine.generate_segment(one, on_chunk=to.append) for one, to in zip(requests, came, strict=True)
+    )
+    for expected, chunks, last in zip(whole, came, await asyncio.gather(*streams), strict=True):
+        check_whole(last, server)
+        assert joined(chunks, last) == expected
+        assert last.token_ids, "the token that ends an answer comes with its finish_reason"
+    few = 5 if server.kind == "fake" else 1  # other kinds sample by the clock
+    assert all(len(chunks) > few for chunks in came[3:])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -127,26 +149,33 @@ async def test_a_client_that_leaves_frees_a_slot(server: Server, engine: EngineC
 async def test_a_commit_between_tokens(server: Server, engine: EngineClient, interrupt: Interrupt) -> None:
     old = engine.policy_version
     max_tokens = server.traits.waited if interrupt == "wait" else server.traits.kept
-    requests = [server.request(max_tokens=max_tokens, seed=seed) for seed in range(SLOTS)]
-    tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
+    chunks: list[list[GenerateResponse]] = [[] for _ in range(SLOTS)]
+    tasks = []
+    for seed in range(SLOTS):  # every second one is streamed
+        on_chunk = chunks[seed].append if seed % 2 else None
+        request = server.request(max_tokens=max_tokens, seed=seed)
+        tasks.append(asyncio.create_task(engine.generate_segment(request, on_chunk=on_chunk)))
     await until_decoding(engine, SLOTS)
     queued = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
-    await until(engine, lambda now: now.num_queued == 1)
+    await until(engine, lambda now: now.num_queued == 1 and all(chunks[1::2]))
     digest = await prepare(engine, server, old + 1, scale=1.25)
-    num_commits = engine.num_commits
     swapped = await engine.commit(old + 1, digest, interrupt)
     assert (swapped.version, swapped.digest) == (old + 1, digest)
     assert swapped.pause_s >= 0.0
-    assert engine.num_commits == num_commits + 2, "begun and ended"
     assert engine.policy_version == (await health(engine)).policy_version == old + 1
     num_aborted = SLOTS + server.traits.aborts_queued
     expected = {"abort": num_aborted, "keep": SLOTS, "keep_kv": SLOTS, "wait": 0}
     assert swapped.num_interrupted == expected[interrupt]
-    for answer in await asyncio.gather(*tasks):
+    for seed, task in enumerate(tasks):
+        answer = joined(chunks[seed], await task)
         check_whole(answer, server)
-        assert versions_of(answer) == ([old, old + 1] if interrupt.startswith("keep") else [old])
-        assert answer.finish_reason == ("abort" if interrupt == "abort" else "length")
-        assert (len(answer.token_ids) == max_tokens) == (interrupt != "abort")
+        is_ended = interrupt == "abort" or (
+            interrupt.startswith("keep") and seed % 2 == 1 and not server.traits.keeps_streams
+        )
+        is_kept = interrupt.startswith("keep") and not is_ended
+        assert versions_of(answer) == ([old, old + 1] if is_kept else [old])
+        assert answer.finish_reason == ("abort" if is_ended else "length")
+        assert (len(answer.token_ids) == max_tokens) == (not is_ended)
     is_aborted = interrupt == "abort" and server.traits.aborts_queued
     assert versions_of(await queued) == ([] if is_aborted else [old + 1])
     assert versions_of(await engine.generate_segment(server.request())) == [old + 1]

@@ -75,9 +75,7 @@ async def test_sleep_aborts_what_runs_and_keeps_what_queues(server: Server, engi
     await until_decoding(engine, SLOTS)
     queued = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
     await until(engine, lambda now: now.num_queued == 1)
-    num_commits = engine.num_commits
     await engine.sleep(BOTH)
-    assert engine.num_commits > num_commits, "so that the pool knows why its requests were interrupted"
     for answer in await asyncio.gather(*running):
         check_whole(answer, server)
         assert answer.finish_reason == "abort"

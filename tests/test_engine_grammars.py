@@ -192,13 +192,6 @@ def test_bad_grammar_is_refused_and_others_go_on(engine: Engine, monkeypatch: py
         begun.result()
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    return schema
-
-
 def doubling(depth: int) -> dict[str, Any]:
     defs: dict[str, Any] = {str(depth): {"type": "integer"}}
     for number in range(depth):
@@ -208,8 +201,6 @@ def doubling(depth: int) -> dict[str, Any]:
 
 
 BOMBS: dict[str, tuple[dict[str, Any], str]] = {
-    "deep": (nested(100), "recursion limit"),
-    "large": ({"enum": [f"value {number}" for number in range(30_000)]}, "bytes"),
     "doubling": (doubling(30), "."),
     "repeated": ({"type": "string", "pattern": "^(((a{0,999}b?){0,999}c?){0,999}d?){0,999}$"}, "ok"),
     "not a schema": ({"type": "nonsense"}, "nonsense"),
@@ -226,8 +217,3 @@ def test_schema_bombs_are_refused_or_cheap(engine: Engine, name: str) -> None:
         return
     with pytest.raises(Refused, match=reason):
         answers(engine, asking(schema))
-
-
-DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}}
-DIGITS |= {"minItems": 500, "maxItems": 500}
-"""Some 2,200 tokens: time for a story to interrupt them."""

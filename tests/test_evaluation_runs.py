@@ -94,18 +94,6 @@ class House:
 
 
 @virtual
-async def test_first_last_and_multiple_versions_are_evaluated() -> None:
-    house = House()
-    await house.live()
-    assert house.versions == [0, 3, 6, 9, 10]
-    requests = [request.request_id.split("/")[0] for request in house.eval_engine.requests]
-    assert requests == [f"eval-v{version}" for version in house.versions for _ in range(12)]
-    assert all(len(result.samples) == 12 for result in house.results)
-    assert house.evaluation.stats().finished == 5
-    assert (house.kept, house.troubles) == ([], [])
-
-
-@virtual
 async def test_several_evaluations_follow_their_schedules() -> None:
     house = House(every={"often": 2, "seldom": 5}, last=7)
     post, loaded = house.eval_engine.post, list[int]()

@@ -11,9 +11,11 @@ from fakes import FakeEngine, FakeScorer
 from rollout_cases import single_turn, virtual
 
 from asyncrl.base.errors import EngineError
+from asyncrl.config import EvalConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.rollouts.evaluation import EvalResult, HeldOut, Sample
 from asyncrl.rollouts.rollout import derive_seed
+from asyncrl.tasks.from_config import build_task, read_eval_task
 
 
 def prompt(number: int, text: str = "") -> Prompt:
@@ -78,3 +80,13 @@ def test_the_standard_error_counts_prompts_and_not_samples() -> None:
     counts = [metrics[f"eval/{name}"] for name in ("version", "length_mean", "failed", "seconds", "skipped")]
     assert counts == [4, 3, 1, 2.5, 3]
     assert "eval/standard_error" not in EvalResult(0, samples[:2]).metrics()
+
+
+def test_eval_prompts_are_the_first_of_the_task() -> None:
+    task = {"python": "asyncrl.tasks.toy:Letters", "size": 20}
+    few, all_of_them = (EvalConfig.model_validate({"task": task, "num_prompts": num}) for num in (5, 20))
+    eval_task, prompts = read_eval_task(few)
+    assert [prompt.prompt_id for prompt in prompts] == [f"0/{number}" for number in range(5)]
+    assert prompts == read_eval_task(all_of_them)[1][:5]
+    trained_on = build_task(few.task, 0)
+    assert any(trained_on.prompt(number) != eval_task.prompt(number) for number in range(20))

@@ -1,6 +1,4 @@
-"""The agents under examples/ do what their pages say: their tools, their rewards, and that their configs are
-configs.
-"""
+"""The agents under examples/ do what their pages say, and their configs load."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from harness_gateway import open_gateway
+from sandbox_cases import need_bubblewrap
 
 from asyncrl.agents import Outcome, Task
 from asyncrl.agents.endpoint.tool_families import find_tool_format
@@ -33,7 +32,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(text: str | None, tool: str = "", **arguments: Any) -> Any:
-    """An answer of the model, as the openai client has it; with a call of `tool`."""
+    """Make an answer as the openai client returns it, with a call of `tool`."""
     function = SimpleNamespace(name=tool, arguments=json.dumps(arguments))
     calls = [SimpleNamespace(id="call-0", function=function)] if tool else None
     return SimpleNamespace(content=text, tool_calls=calls)
@@ -42,8 +41,10 @@ def said(text: str | None, tool: str = "", **arguments: Any) -> Any:
 Asked = list[dict[str, Any]]
 
 
-def run_agent(agent: str, question: str, answer: Any, *says: Any, **args: Any) -> tuple[Outcome, Asked]:
-    """What it made of a model that says this, and the calls that it made."""
+def run_agent(
+    agent: str, question: str, answer: Any, *says: Any, info: Any = None, **args: Any
+) -> tuple[Outcome, Asked]:
+    """Run the agent on these answers; return its outcome and its calls."""
     answers, asked = iter(says), Asked()
 
     async def create(**body: Any) -> Any:
@@ -55,7 +56,7 @@ def run_agent(agent: str, question: str, answer: Any, *says: Any, **args: Any) -
 
     completions = SimpleNamespace(completions=SimpleNamespace(create=create))
     session = SimpleNamespace(model="policy", client=SimpleNamespace(chat=completions))
-    task = Task("p", ({"role": "user", "content": question},), answer=answer)
+    task = Task("p", ({"role": "user", "content": question},), info or {}, answer=answer)
     return asyncio.run(load_object(agent, "generator.python")(task, session, **args)), asked
 
 
@@ -152,3 +153,16 @@ def test_the_agents_configs_load_and_their_prompts_fit(name: str) -> None:
     build_harness(GeneratorConfig(python=python, args=config.generator.args))
     code = (ROOT / python.partition(":")[0].replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
     assert config.generator.give_answer == ("task.answer" in code), "it is given what it reads, and no more"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sort-lines", "word-count"])
+def test_only_a_solution_gets_the_reward_of_harbor(name: str) -> None:
+    need_bubblewrap()
+    folder = ROOT / "examples/harbor/tasks" / name
+    solution = (folder / "solution/solve.sh").read_text(encoding="utf-8")
+    work = partial(run_agent, "examples.harbor.agent:run", "work", None, info={"folder": str(folder)})
+    outcome, asked = work(said(None, "bash", command=solution), said("Done."))
+    assert (outcome.reward, outcome.metrics["calls"]) == (1, 1)
+    assert asked[1]["messages"][-1]["content"] == "\n[exit code 0]"
+    assert work(said("Done."))[0].reward == 0

@@ -46,7 +46,7 @@ from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.export import LazyWeights, export_weights, named_weights
-from asyncrl.weights.make_transport import make_transport
+from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import digest_tensors, pieces_of, stored_pieces, weights_of
 from asyncrl.weights.transport import Exported, TrainerEnd
 from asyncrl_servers.embedded.build_engine import build_engine
@@ -100,7 +100,7 @@ def test_every_way_out_names_experts_alike(tmp_path: Path) -> None:
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], one) for name, one in whole.items())
     assert chunks[-1][0].whole_digest == answer.digest
-    broadcast = make_transport("nccl", TrainerEnd(torch.device("cpu"), torch.float32, 10_000))
+    broadcast = BroadcastTransport(TrainerEnd(torch.device("cpu"), torch.float32, 10_000))
     held = broadcast.begin(Exported(1, step._lazy_weights), tmp_path).result()
     assert (held.digest, held.num_tensors) == (answer.digest, answer.num_tensors)
 

@@ -11,7 +11,6 @@ import anthropic
 import pytest
 from gateway_cases import HI, ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, num_forked
 
-from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.messages.records import Outcome
 
 ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
@@ -34,12 +33,6 @@ class Claude:
             return await self.client.messages.create(**given)
         async with self.client.messages.stream(**given) as stream:
             return await stream.get_final_message()
-
-    async def events(self, **more: Any) -> list[Any]:
-        stream = await self.client.messages.create(
-            model="m", max_tokens=200, messages=HI, stream=True, **more
-        )
-        return [event async for event in stream]
 
     def prompts(self) -> list[str]:
         """Return the text of each prompt that reached the engine."""
@@ -117,38 +110,6 @@ async def test_coding_agent_loop_is_one_branch_trained_once(streamed: bool) -> N
         assert (calls, num_forked(talk.world)) == (3, 0), "what is counted is no call"
 
 
-@in_loop
-async def test_stream_has_ordered_events_without_marks() -> None:
-    text = f"<think>\nHm, <3.\n</think>\n\nOh <t see.\n{use('add', {'a': 1})}"
-    async with claude(text, text) as talk:
-        events = await talk.events(tools=[ADD])
-        kinds = [event.type for event in events]
-        assert events[0].message.content == []
-        assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
-        blocks = [event for event in events if event.type == "content_block_start"]
-        assert [(each.index, each.content_block.type) for each in blocks] == [
-            (0, "thinking"),
-            (1, "text"),
-            (2, "tool_use"),
-        ]
-        told = {"thinking_delta": "", "text_delta": "", "signature_delta": "", "input_json_delta": ""}
-        num_text = 0
-        for event in events:
-            if event.type == "content_block_delta":
-                kind = event.delta.type
-                name = {"input_json_delta": "partial_json"}.get(kind, kind.removesuffix("_delta"))
-                told[kind] += getattr(event.delta, name)
-                num_text += kind == "text_delta"
-        assert told["thinking_delta"] == "Hm, <3."
-        assert told["text_delta"] == "Oh <t see."
-        assert num_text > 1, "it came in pieces"
-        assert told["signature_delta"] == signature_of("Hm, <3.")
-        assert json.loads(told["input_json_delta"]) == {"a": 1}
-        whole = await talk.ask(tools=[ADD])
-        assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
-        assert events[-2].usage.output_tokens == whole.usage.output_tokens == len(text.encode()) + 1
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
 async def test_stop_reason_names_the_stop_sequence(streamed: bool) -> None:
@@ -203,6 +164,10 @@ async def test_thinking_and_parallel_calls_can_be_turned_off() -> None:
             assert (status, answer["content"]) == (200, [{"type": "text", "text": "Yes."}])
             prompt = engine.tokenizer.decode(engine.requests[0].prompt_ids.tolist())
             assert prompt.endswith("</think>\n\n") == is_off
+    async with gateway_world(ScriptedEngine(lambda _: "Yes.", tokenizer=Switching())) as world:
+        await world.ask(chat_template_kwargs={"enable_thinking": False})
+        prompt = world.engine.tokenizer.decode(world.engine.requests[0].prompt_ids.tolist())
+        assert prompt.endswith("</think>\n\n")
     async with claude(by=lambda _: use("add", {"a": 1}) + use("add", {"a": 2})) as talk:
         choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
         answer = await talk.ask(tools=[ADD], tool_choice=choice)

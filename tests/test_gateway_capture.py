@@ -1,6 +1,4 @@
-"""Which ids a call's prompt is made of, on a character-level template: the tree of a session's completions;
-and what each token of its branches answers for.
-"""
+"""Prompt ids, branches and credits of a session's completions, on a character-level template."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_capture_cases import END, START, CharRenderer, Message, Play, assistant, completion, plan, user
+from gateway_capture_cases import END, CharRenderer, Message, Play, assistant, completion, plan, user
 
 from asyncrl.agents.harness import OUTCOME
 from asyncrl.base.errors import RolloutFailure
@@ -51,25 +49,6 @@ def test_other_tools_are_another_chat() -> None:
     chat = [user("hi"), assistant("yo"), user("more")]
     assert plan(play.capture, chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how == "extended"
     assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "edited"
-
-
-def test_end_of_a_turn_is_written_once() -> None:
-    class TwoEnds(CharRenderer):
-        end_ids = frozenset({ord(END), ord("\ue002")})
-
-    class Spaced(CharRenderer):
-        def render(self, *args: object, **kwargs: object) -> str:
-            return super().render(*args, **kwargs).replace(END, " " + END)  # type: ignore[arg-type]
-
-    for renderer, end, begin in ((TwoEnds(), "\ue002", END), (Spaced(), END, f"\n{START}user")):
-        play = Play(renderer)
-        play.ask([user("a")], "1" + end, message=assistant("1"))
-        planned = plan(play.capture, [user("a"), assistant("1"), user("b")])
-        assert planned.how == "realigned"
-        new = play.renderer.decode(
-            planned.prompt_ids.tolist()[planned.num_reused :], skip_special_tokens=False
-        )
-        assert new.startswith(begin)
 
 
 def test_prompt_of_ids_continues_the_longest_recorded_ids() -> None:
@@ -120,9 +99,7 @@ def test_last_text_belongs_to_the_call_planned_last() -> None:
 
 
 def forked_play() -> Play:
-    """Ids chatcmpl-0..3: `1`, then `2`, then `3` on the chat that an edit began anew, then `4` which goes on
-    from `1` too.
-    """
+    """Record `1`, `2`, `3` after an edit, and `4` which continues from `1`, as chatcmpl-0 to chatcmpl-3."""
     play = Play()
     play.ask([user("a")], f"1{END}")
     play.ask([user("a"), assistant("1"), user("b")], f"2{END}")
@@ -137,19 +114,6 @@ def credited(play: Play, branch: Trajectory) -> list[tuple[str, float, int]]:
     assert covered == np.flatnonzero(branch.loss_mask).tolist()
     decode = play.renderer.decode
     return [(decode(branch.token_ids[c.start : c.end].tolist()), c.reward, c.unit) for c in branch.credits]
-
-
-def test_token_is_trained_in_its_first_branch() -> None:
-    play = forked_play()
-    play.ask([user("a"), assistant("1"), user("d")], "")  # without a token of its own: it is no branch
-    branches = play.capture.rollout(7, Outcome(metrics={"turns": 4.0}), 0.5)
-    trained = [play.renderer.decode(each.token_ids[each.loss_mask].tolist()) for each in branches]
-    assert trained == ["12", "4", "3"]
-    assert [branch.branch for branch in branches] == [0, 1, 2]
-    assert [branch.is_truncated for branch in branches] == [False, False, True]
-    for branch in branches:
-        assert (branch.sample_index, branch.reward, branch.metrics) == (7, 0.5, {"turns": 4.0})
-        assert branch.credits == ()
 
 
 def test_rewards_by_turn_or_branch_define_the_units() -> None:

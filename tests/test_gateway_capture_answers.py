@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from gateway_capture_cases import END, Message, Play, assistant, completion, plan, user
@@ -14,7 +12,7 @@ from test_gateway_capture_matrix import renderers
 from asyncrl.agents.endpoint.prefix_match import left_out
 from asyncrl.agents.endpoint.reasoning import THINKING
 from asyncrl.base.errors import ConfigError, RolloutFailure
-from asyncrl.messages.records import Completion, Outcome, SamplingRequest
+from asyncrl.messages.records import Outcome
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 Renderers = Callable[..., HFChatTokenizer]
@@ -73,34 +71,6 @@ def test_equal_answers_are_told_apart_by_their_thoughts() -> None:
     assert apart.parent is not None
     assert lost.parent is not None
     assert (apart.parent.name, lost.parent.name) == ("chatcmpl-1", "chatcmpl-0")
-
-
-def test_realigned_prompt_has_the_thought_that_the_template_strips(renderer_for: Renderers) -> None:
-    renderer = renderer_for("qwen3")
-    play = Play(renderer)
-    first = play.ask([user("2+2?")], f"{THOUGHT}Four.{IM_END}")
-    second = plan(play.capture, [user("2+2?"), assistant(f"{THOUGHT}Four."), user("Sure?")])
-    asked, text = (
-        renderer.decode(each.prompt_ids.tolist(), skip_special_tokens=False) for each in (first, second)
-    )
-    assert second.how == "realigned"
-    assert text == f"{asked}{THOUGHT}Four.{IM_END}\n<|im_start|>user\nSure?{IM_END}\n<|im_start|>assistant\n"
-
-
-def test_branch_begins_where_the_history_was_edited() -> None:
-    play = Play()
-    play.ask([user("a")], f"1{END}")
-    play.ask([user("a"), assistant("1"), user("b")], f"2{END}")
-    planned = plan(play.capture, [user("a"), assistant("1"), user("b"), assistant("edited"), user("c")])
-    assert planned.how == "edited"
-    assert planned.parent is not None
-    assert planned.parent.name == "chatcmpl-0", "what comes before the edit keeps its ids"
-
-
-def test_template_without_a_place_to_cut_starts_a_branch(renderer_for: Renderers) -> None:
-    play = Play(renderer_for("shouts"))  # it writes answers in capitals
-    play.ask([user("a")], f"One.{IM_END}")
-    assert plan(play.capture, [user("a"), assistant("One."), user("b")]).how == "uncut"
 
 
 CALL = '{"name": "add", "arguments": {"a": 1}}'
@@ -234,70 +204,11 @@ def test_rollout_without_trained_tokens_fails() -> None:
 # ---- over HTTP
 
 
-@dataclass
-class SaysInTurn:
-    """An engine that says these texts, one a call."""
-
-    tokenizer: HFChatTokenizer
-    texts: list[str]
-    prompts: list[str] = field(default_factory=list)
-
-    async def generate(self, request: SamplingRequest, **_: Any) -> Completion:
-        self.prompts.append(self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False))
-        return completion(self.tokenizer.encode(self.texts[len(self.prompts) - 1]))
-
-
-def gemma_call(text: str) -> list[tuple[str, str]] | None:
-    """A tool format of one's own."""
-    return [("add", '{"a": 1}')] if "call:add" in text else None
-
-
-@in_loop
-async def test_tool_result_follows_the_call_of_a_gemma(renderer_for: Renderers) -> None:
-    renderer = renderer_for("gemma4")
-    engine = SaysInTurn(renderer, ["I should add.<|tool_call>call:add{a:1}<tool_call|>", "It is 42."])
-    function = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
-    tools = [{"type": "function", "function": function}]
-    tool_format = f"{__name__}:gemma_call"
-    async with gateway_world(engine, tokenizer=renderer, tool_format=tool_format) as world:
-        chat = [user("What is 1+1?")]
-        _, answer = await world.post({"messages": chat, "tools": tools})
-        message = answer["choices"][0]["message"]
-        result = {
-            "role": "tool",
-            "tool_call_id": message["tool_calls"][0]["id"],
-            "content": "THE TOOL SAYS 42",
-        }
-        status, _ = await world.post({"messages": [*chat, message, result], "tools": tools})
-        behind = engine.prompts[1].removeprefix(engine.prompts[0] + engine.texts[0])
-        assert (status, world.gateway.stats().realigned) == (200, 1)
-        quoted = '<|"|>THE TOOL SAYS 42<|"|>'
-        assert behind == "<|tool_response>response:add{value:" + quoted + "}<tool_response|>"
-
-
 @in_loop
 async def test_message_that_the_template_omits_gets_400(renderer_for: Renderers) -> None:
     renderer = renderer_for("qwen3_vl")
-    async with gateway_world(SaysInTurn(renderer, []), tokenizer=renderer) as world:
+    async with gateway_world(tokenizer=renderer) as world:
         chat = [user("Hi."), {"role": "developer", "content": "Secret."}]
         status, answer = await world.post({"messages": chat})
         assert (status, answer["error"]["param"]) == (400, "messages")
         assert "the chat template leaves out what messages[1] says" in answer["error"]["message"]
-
-
-@in_loop
-async def test_thought_of_a_gemma_may_return_in_every_form(renderer_for: Renderers) -> None:
-    renderer = renderer_for("gemma4")
-    for thoughts in ("inline", "apart"):
-        engine = SaysInTurn(renderer, ["<|channel>thought\nhm\n<channel|>Four.<turn|>", *["Yes.<turn|>"] * 4])
-        config = {"tokenizer": renderer, "tool_format": "gemma4", "thoughts": thoughts}
-        async with gateway_world(engine, **config) as world:
-            chat = [user("2+2?")]
-            _, answer = await world.post({"messages": chat})
-            got = answer["choices"][0]["message"]
-            assert ("hm" in got["content"]) == (thoughts == "inline")
-            for back in (got, assistant("Four."), assistant("Four.", reasoning_content="hm")):
-                await world.post({"messages": [*chat, back, user("Sure?")]})
-            await world.post({"messages": [*chat, assistant("Four.", reasoning_content="no"), user("Sure?")]})
-            stats = world.gateway.stats()
-            assert (stats.extended + stats.realigned, stats.edited) == (3, 1)

@@ -12,16 +12,11 @@ from typing import Any
 import pytest
 from gateway_cases import HI, ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, until
 
-from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.engine_route import LONG_TEXT
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.messages.records import Outcome
 
 GATEWAY = "asyncrl.agents.endpoint.gateway"
-
-
-def with_messages(*messages: Any) -> bytes:
-    return json.dumps({"messages": messages}).encode()
 
 
 def with_fields(**fields: Any) -> bytes:
@@ -197,21 +192,3 @@ async def test_internal_error_is_a_500_without_the_key(caplog: pytest.LogCapture
         assert branch.num_sampled == 13
         assert "ZeroDivisionError" in caplog.text
         assert world.session.key not in caplog.text
-
-
-@pytest.mark.parametrize("prompt", [[1] * 9000, "x" * 9000])
-@in_loop
-async def test_far_too_many_ids_are_not_compared(monkeypatch: pytest.MonkeyPatch, prompt: Any) -> None:
-    monkeypatch.setattr("asyncrl.agents.endpoint.engine_route.LONG_TEXT", 0)
-    compared: list[int] = []
-    plan_ids = Capture.plan_ids
-    monkeypatch.setattr(
-        Capture, "plan_ids", lambda self, ids: (compared.append(len(ids)), plan_ids(self, ids))[1]
-    )
-    async with gateway_world(max_prompt_tokens=2000) as world:
-        status, answer = await world.post({"prompt": prompt}, path="/v1/completions")
-        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-        assert not compared
-        assert world.session.overflow is not None
-        status, _ = await world.post({"prompt": prompt[:10]}, path="/v1/completions")
-        assert (status, compared) == (200, [10])

@@ -45,19 +45,6 @@ async def talking(engine: Any = None, **config: Any) -> AsyncIterator[Talk]:
 
 
 @in_loop
-async def test_conversation_is_one_branch_trained_once() -> None:
-    async with talking() as talk:
-        messages = list(HI)
-        for _ in range(3):
-            answer = await talk.ask(messages)
-            messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
-        (trajectory,) = talk.world.session.rollout(0, Outcome(), 1.0)
-        assert trajectory.loss_mask.sum() == 39
-        assert {span.version for span in trajectory.version_spans} == {4, 5}
-        assert talk.world.gateway.stats().extended == 2
-
-
-@in_loop
 async def test_stream_is_whole_across_a_push_and_stops() -> None:
     async with talking(ScriptedEngine(lambda _: "Grüße 🙂🙂 an alle <stop> nie gezeigt")) as talk:
         usage = {"include_usage": True}

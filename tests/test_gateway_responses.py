@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, num_forked
+from gateway_cases import ScriptedEngine, World, gateway_world, in_loop, num_forked
 
 from asyncrl.messages.records import Outcome
 
@@ -91,48 +91,6 @@ async def test_tool_loop_is_one_branch(by: str, streamed: bool) -> None:
 
 
 @in_loop
-async def test_stream_has_numbered_events_of_each_item() -> None:
-    async with responding(by=lambda _: THINKS) as talk:
-        events = await talk.events(tools=[ADD])
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        kinds = [event.type.removeprefix("response.") for event in events]
-        once = [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
-
-        def part(text: str) -> list[str]:
-            return ["content_part.added", f"{text}.delta", f"{text}.done", "content_part.done"]
-
-        def item(*inner: str) -> list[str]:
-            return ["output_item.added", *inner, "output_item.done"]
-
-        call = item("function_call_arguments.delta", "function_call_arguments.done")
-        assert once == [
-            "created",
-            "in_progress",
-            *item(*part("reasoning_text")),
-            *item(*part("output_text")),
-            *call,
-            *call,
-            "completed",
-        ]
-        assert kinds.count("output_text.delta") > 1, "it came in pieces"
-        for kind, whole in (("reasoning_text", "Two sums."), ("output_text", "Let me add.")):
-            deltas = [event.delta for event in events if event.type == f"response.{kind}.delta"]
-            (done,) = [event.text for event in events if event.type == f"response.{kind}.done"]
-            assert "".join(deltas) == done == whole
-        done = [event.item for event in events if event.type == "response.output_item.done"]
-        assert done == events[-1].response.output
-        assert [event.output_index for event in events if event.type == "response.output_item.done"] == [
-            0,
-            1,
-            2,
-            3,
-        ]
-        for event in events:
-            if getattr(event, "item_id", None):
-                assert event.item_id == done[event.output_index].id
-
-
-@in_loop
 async def test_response_repeats_the_request_and_can_be_continued() -> None:
     async with responding(by=lambda _: "Hello there.") as talk:
         asked: dict[str, Any] = {"metadata": {"a": "b"}, "instructions": "x", "tools": [ADD]}
@@ -162,21 +120,6 @@ async def test_responses_branch_and_return_requested_logprobs() -> None:
         told = await talk.ask("Say", include=["message.output_text.logprobs"])
         (part,) = told.output[0].content
         assert len(part.logprobs) == told.usage.output_tokens
-
-
-@in_loop
-async def test_format_becomes_a_grammar_of_the_engine() -> None:
-    wanted = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}}
-    async with responding(by=lambda _: '{"a": 1}') as talk:
-        response = await talk.ask(text=wanted)
-        assert (json.loads(response.output_text), response.text.format.name) == ({"a": 1}, "n")
-        body = {
-            "messages": HI,
-            "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
-        }
-        assert (await talk.world.post(body, path="/v1/messages"))[0] == 200
-        first, second = (request.grammar for request in talk.world.engine.requests)
-        assert first == second is not None
 
 
 CODEX_TOOLS: list[Any] = [

@@ -17,16 +17,11 @@ from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewayCall, GatewaySes
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
     Completion,
-    GroupId,
     Outcome,
-    Prompt,
     Rollout,
     SamplingRequest,
     VersionSpan,
-    Work,
 )
-from asyncrl.rollouts.generators import HarnessGenerator
-from asyncrl.rollouts.rollout import RolloutAttempt
 
 SESSIONS = "asyncrl.agents.endpoint.sessions"
 
@@ -336,57 +331,6 @@ async def test_forgotten_conversations_of_a_user_stay_truncated() -> None:
         assert 0 < len(session._cut) <= session.num_completions
         assert forgotten
         assert all(branch.is_truncated for rollout in forgotten for branch in rollout)
-
-
-class TalkingWorker:
-    """A work queue whose worker calls until it is refused, then fails; and a task with reward 0.25."""
-
-    def scores(self, prompt: Any) -> bool:
-        return True
-
-    def __init__(self, world: World, *, is_stubborn: bool) -> None:
-        self._world, self._is_stubborn = world, is_stubborn
-
-    async def run(self, work: Work, *, started: Any) -> Outcome:
-        started()
-        messages, headers = [*HI], {"Authorization": f"Bearer {work.key}"}
-        while True:
-            status, answer = await self._world.post({"messages": messages}, headers=headers)
-            if status == 200:
-                messages += [answer["choices"][0]["message"], *HI]
-            elif not self._is_stubborn:
-                raise RolloutFailure("exit code 1")
-
-    def shows_special(self, prompt: Any) -> bool:
-        return True
-
-    async def score(self, prompt: Prompt, completion: str) -> float:
-        assert completion == "Hello there."
-        return 0.25
-
-
-@pytest.mark.parametrize("is_stubborn", [False, True])
-@pytest.mark.parametrize("limit", [{"max_prompt_tokens": 80}, {"max_calls": 2}, {"max_rollout_tokens": 80}])
-@in_loop
-async def test_harness_at_a_limit_leaves_a_scored_rollout(
-    limit: dict[str, int], is_stubborn: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    limit = {"max_calls": 3} | limit
-    async with gateway_world(**limit) as world:
-        worker: Any = TalkingWorker(world, is_stubborn=is_stubborn)
-
-        async def attempt(on_overflow: Any) -> Rollout:
-            about = RolloutAttempt(f"g0/{on_overflow}", GroupId(0), Prompt("p0", tuple(HI)), 0)
-            generator = HarnessGenerator(world.gateway, worker, worker, on_overflow=on_overflow)
-            score = await generator.sample(about)
-            return await score()
-
-        rollout: Rollout = await attempt("truncate")
-        assert [(branch.reward, branch.is_truncated) for branch in rollout] == [(0.25, True)]
-        assert rollout[0].num_sampled >= 2 * 13
-        assert ("kept calling after a limit" if is_stubborn else "exit code 1") in caplog.text
-        with pytest.raises(RolloutFailure, match=r"limit|exit code 1"):
-            await attempt("fail")
 
 
 @pytest.mark.parametrize(

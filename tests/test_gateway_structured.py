@@ -1,6 +1,4 @@
-"""Structured output through the gateway: what a call asks of the form of its answer is what it gets, from a
-real engine; and which of it is trained.
-"""
+"""Structured output through the gateway and a real engine, and its logprobs in the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from engine_in_process import make_qwen3, running_engine
 from engine_replies import Reply
@@ -190,42 +187,6 @@ def test_grammar_accepts_what_was_asked_for_and_nothing_else(
         if not (may_think and text == "<think>"):
             with pytest.raises(GrammarError):
                 accepted(texts, grammar, text)
-
-
-@in_loop
-async def test_model_with_a_token_for_thoughts_may_think_first(engine: InProcess, tmp_path: Path) -> None:
-    """So nothing is written for it."""
-    tokenizer = byte_level()
-    tokenizer.add_special_tokens(["<think>", "</think>"])
-    thinking = save(tokenizer, tmp_path)
-    for tokenizer_now, starts in ((thinking, "start: (<["), (engine.tokenizer, "start: (call")):
-        async with world_of(engine, tokenizer=tokenizer_now) as world:
-            engine.requests.clear()
-            await world.ask(tools=TOOLS, tool_choice=NAMED, max_tokens=1)
-            (request,) = engine.requests
-            assert (request.grammar or "").startswith(starts)
-            prompt = tokenizer_now.decode(np.asarray(request.prompt_ids).tolist())
-            assert ("<tool_call>" in prompt.partition("assistant")[2]) == (tokenizer_now is engine.tokenizer)
-
-
-@in_loop
-async def test_wrong_formats_are_refused(engine: InProcess) -> None:
-    wrong: list[Any] = [
-        "json",
-        {"type": "xml"},
-        {"type": "json_schema"},
-        {"type": "json_object", "schema": {}},
-    ]
-    wrong += [{"type": "json_object", "schema": {}}]
-    wrong += [schema_format(each) for each in ([1], {"type": 7}, {"$ref": "#/nowhere"})]
-    async with world_of(engine) as world:
-        for asked in wrong:
-            status, answer = await world.ask(response_format=asked)
-            assert (status, answer["error"]["param"][:15]) == (400, "response_format"), asked
-        status, answer = await world.ask(top_logprobs=3)
-        assert (status, answer["error"]["param"]) == (400, "top_logprobs")
-        status, answer = await world.ask(top_logprobs=21, logprobs=True)
-        assert (status, answer["error"]["param"]) == (400, "top_logprobs")
 
 
 def test_response_format_with_tools_needs_a_grammar(engine: InProcess) -> None:

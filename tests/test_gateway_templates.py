@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_capture_cases import Message, assistant, check_trained, completion, user
+from gateway_capture_cases import check_trained, completion, user
 from gateway_cases import World, gateway_world, in_loop, num_forked
 from test_gateway_capture_matrix import (
     NO_TEXT,
@@ -24,9 +24,7 @@ from test_gateway_capture_matrix import (
 )
 from text_tokenizers import byte_level, save
 
-from asyncrl.agents.endpoint.reasoning import close_thought
 from asyncrl.agents.endpoint.tool_families import find_tool_format
-from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.records import Completion, Outcome, SamplingRequest
 from asyncrl.messages.token_grammars import TokenGrammars
@@ -70,52 +68,11 @@ def world_of(engine: Told, template: str, **config: Any) -> Any:
     return gateway_world(engine, tool_format="auto", template=template, **sizes, **config)
 
 
-def thinking(tool_format: ToolFormat, prompt: str, rest: str) -> str:
-    """The rest behind a thought, as this model writes one."""
-    opens, closes = tool_format.thinking
-    if opens == "<think>":
-        rest = rest.lstrip().removeprefix("<think>").lstrip().removeprefix("</think>").lstrip()
-        return ("" if prompt.rstrip().endswith(opens) else f"{opens}\n") + f"hm\n{closes}\n\n{rest}"
-    if closes == "<channel|>":
-        return f"{opens}\nhm\n{closes}{rest}"
-    return f"{' ' if opens.startswith('to=') else ''}{opens}hm{closes}<|start|>assistant{rest}"
-
-
 def check_one_branch(world: World, engine: Told) -> None:
     assert num_forked(world) == 0
     rollout = world.session.rollout(0, Outcome(), 1.0)
     assert len(rollout) == 1
     check_trained(rollout, engine.sampled)
-
-
-@pytest.mark.parametrize("name", KNOWING)
-@in_loop
-async def test_tool_loop_with_thoughts_is_one_branch(name: str, renderer_for: Renderers) -> None:
-    renderer = renderer_for(name)
-    tool_format = find_tool_format("auto", TEMPLATES[name])
-    engine = Told(renderer)
-    chat: list[Message] = []
-    sent: list[Message] = []
-    async with world_of(engine, TEMPLATES[name], thoughts="apart") as world:
-        for new, message in (
-            (user("go"), called(0)),
-            (result(0), assistant("Done.")),
-            (user("more"), assistant("Six.")),
-        ):
-            chat.append(new)
-            calls = sent[-1].get("tool_calls") if sent else None
-            sent.append(new if not calls else {**new, "tool_call_id": calls[0]["id"]})
-            then, last = (result(0), "70") if "tool_calls" in message else (user("more"), message["content"])
-            said = Teller(renderer, chat, TOOLS).answer(message, then, last=last)
-            engine.answers.append(thinking(tool_format, renderer.render(chat, tools=TOOLS), said))
-            status, answer = await world.post({"messages": sent, "tools": TOOLS})
-            assert status == 200, answer
-            told = answer["choices"][0]["message"]
-            assert (told["reasoning_content"], "tool_calls" in told) == ("hm", "tool_calls" in message)
-            sent.append(told)
-            chat.append({**message, "reasoning_content": "hm"})
-            assert new["content"] in engine.prompt() or json.dumps(new["content"])[1:-1] in engine.prompt()
-        check_one_branch(world, engine)
 
 
 NAMED = {"type": "function", "function": {"name": "add"}}
@@ -181,13 +138,3 @@ async def test_forced_call_with_a_grammar_follows_the_opened_thought(
             assert grammars.begin(engine.grammar, ids[:-1]).allowed()[ids[-1]], "all of it is allowed"
             with pytest.raises(GrammarError):
                 grammars.begin(engine.grammar, renderer.encode("</think>I say"))
-
-
-def test_thought_is_closed_as_the_prompt_opened_it() -> None:
-    for prompt, closed in (
-        ("<|assistant|><think>", "</think>"),  # GLM 4.7, DeepSeek V3.2
-        ("<|im_start|>assistant\n<think>\n", "\n</think>\n\n"),  # Qwen 3.5, MiniMax M2
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
-        ("<|im_start|>assistant\n", ""),
-    ):
-        assert close_thought(prompt, ("<think>", "</think>")) == closed

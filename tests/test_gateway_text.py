@@ -1,10 +1,9 @@
-"""The text of an answer while its tokens come in: however they are cut, the same text, and none that changes
-later.
-"""
+"""Streamed text does not depend on the pieces of an answer and never changes later."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,9 +20,9 @@ from asyncrl.agents.endpoint.requests import ChatRequest
 from asyncrl.agents.endpoint.tool_families import find_tool_format
 from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 from asyncrl.messages.records import Completion, VersionSpan
+from asyncrl.messages.stop_watch import StopWatch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.random_init import make_character_tokenizer
-from asyncrl_servers.embedded.sequence import StopWatch
 
 MARKER = "<tool_call>"
 MAKERS = {make.__name__: make for make in (byte_level, byte_fallback, metaspace)}
@@ -41,7 +40,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pieces(answer: AnswerText, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
-    """What comes out when `ids` go in by lengths `cuts`, and the rest at once."""
+    """Feed `ids` in pieces of lengths `cuts`, then the rest; return the texts."""
     out, at = [], 0
     for length in cuts:
         out.append(answer.feed(ids[at : at + length]))
@@ -50,9 +49,7 @@ def pieces(answer: AnswerText, ids: Sequence[int], cuts: Sequence[int]) -> list[
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Read a character at a time: the first end of `text` so far that is a stop string goes, the longest of
-    those that are.
-    """
+    """Cut the text at the first stop string, or at the longest if several end there."""
     for end in range(len(text) + 1):
         if found := [entry for entry in stop if entry and text[:end].endswith(entry)]:
             return text[: end - max(map(len, found))]
@@ -206,7 +203,10 @@ def test_client_and_engine_stop_at_the_same_text(
     parts: list[str], stop: list[str], cuts: list[int], shows_special: bool
 ) -> None:
     tokenizer = _saved["byte_level"]
-    watch = StopWatch(stop, AutoTokenizer.from_pretrained(tokenizer.model_path), [])
+    engine_tokenizer = AutoTokenizer.from_pretrained(tokenizer.model_path)
+    added = engine_tokenizer.added_tokens_decoder.items()
+    stop_ids = [index for index, token in added if token.special and str(token) in stop]
+    watch = StopWatch(stop, partial(engine_tokenizer.decode, skip_special_tokens=True), stop_ids=stop_ids)
     sampled: list[int] = []
     is_stopped = False
     for token in tokenizer.encode("".join(parts)):

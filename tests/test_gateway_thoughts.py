@@ -1,4 +1,4 @@
-"""Thoughts are cut from an answer while it comes: however it is cut into pieces, the same two texts."""
+"""Thoughts are split from a streamed answer, whatever its pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_l
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.prefix_match import Chain
 from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, sealed, signature_of, unsealed
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Outcome
@@ -169,23 +168,3 @@ async def test_conversation_survives_a_late_equal_answer(
         assert num_forked(world) == 1, "the late one"
         branches = world.session.rollout(0, Outcome(), 1.0)
         assert sorted(sum(each.token_ids == 257) for each in branches) == [2, 6]
-
-
-@pytest.mark.parametrize("thoughts", ["inline", "apart"])
-@in_loop
-async def test_name_of_an_answer_begins_no_branch(thoughts: str) -> None:
-    engine = ScriptedEngine(lambda _: "<think>\nHm.\n</think>\n\nYes.")
-    async with gateway_world(engine, thoughts=thoughts) as world:
-        messages = list(HI)
-        for _ in range(3):
-            assert (await world.post({"messages": messages}))[0] == 200
-            messages.append({"role": "assistant", "name": "agent", "content": "Yes."})
-            messages.append({"role": "user", "content": "More"})
-        assert len(world.session.rollout(0, Outcome(), 1.0)) == 1
-
-
-def test_names_tell_messages_of_others_apart() -> None:
-    said = {"role": "assistant", "content": "Yes."}
-    names = ({}, {"name": "a"}, {"name": "b"})
-    keys = {Chain([*HI, {**said, **name}], None, MARKS).answers[0] for name in names}
-    assert len(keys) == 3

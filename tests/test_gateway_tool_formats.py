@@ -1,6 +1,4 @@
-"""Tool formats: what a chat template or a vendor writes for a call is read back as that call, and anything
-malformed stays text.
-"""
+"""Calls in the formats of templates and vendors are parsed; malformed calls stay text."""
 
 from __future__ import annotations
 
@@ -14,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_cases import RULES, ScriptedEngine, gateway_world, in_loop
+from gateway_cases import gateway_world, in_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.requests import RequestReader
-from asyncrl.agents.endpoint.tool_families import NO_TOOLS, families, find_tool_format
+from asyncrl.agents.endpoint.tool_families import families, find_tool_format
 from asyncrl.agents.endpoint.tool_formats import ParsedAnswer, ToolFormat
 from asyncrl.agents.endpoint.tool_markup import ToolCall, typed
 from asyncrl.base.errors import ConfigError, RolloutFailure
@@ -327,14 +324,6 @@ def test_channels_show_only_the_text_for_the_user() -> None:
     assert found("gptoss").parse("Hello") == ParsedAnswer("Hello")
 
 
-def test_format_without_tools_keeps_marks_of_thoughts() -> None:
-    plain = found("gemma4").without_tools()
-    assert plain.thinking == ("<|channel>thought", "<channel|>")
-    assert {"<|channel>", "<channel|>"} <= set(plain.opens)
-    text = written("gemma4", CASES["plain"])
-    assert plain.parse(text) == ParsedAnswer(text)
-
-
 # ---- types
 
 
@@ -344,23 +333,15 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"type": "integer"}, "5", 5),
     ({"type": "integer"}, "5.0", 5),
     ({"type": "integer"}, "five", "five"),
-    ({"type": "integer"}, "5.5", "5.5"),
-    ({"type": "number"}, " 5 ", 5),
     ({"type": "number"}, "1e999", "1e999"),
-    ({"type": "number"}, "NaN", "NaN"),
     ({"type": "boolean"}, "True", True),
     ({"type": ["string", "null"]}, "None", None),
     ({"type": "object"}, '{"a": 1}', {"a": 1}),
-    ({"type": "object"}, "[1]", "[1]"),
     ({"enum": ["1", "2"]}, "1", "1"),
-    ({"const": 3}, "3", 3),
-    (NESTED, "7", "7"),
     (NESTED, "null", None),
     ({"$ref": "#/nowhere"}, "7", 7),
     ({"anyOf": [{"$ref": "#/properties/key"}] * 9}, "7", 7),
-    ({}, "7", 7),
     ({}, '"7"', '"7"'),
-    ({}, "True", "True"),
     ({}, "[" * 10**5, "[" * 10**5),
 ]
 
@@ -416,10 +397,7 @@ MALFORMED = [
     call_text("f", '{"x": NaN}'),
     call_text("f", '{"x": 1e999}'),
     call_text("f", '{"x": "\\ud800"}'),
-    call_text("f", "[1]"),
-    call_text("no such name", "{}"),
     '{"name": ["f"], "arguments": {}}',
-    f"[{X}",
     "",
     "{" * 100_000,
     call_text("f", '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"),
@@ -435,51 +413,7 @@ def test_answer_with_a_malformed_call_stays_text(call: str) -> None:
         assert LLAMA.parse(text) == ParsedAnswer(text)
 
 
-def test_read_call_can_be_sent_back() -> None:
-    for name, arguments in (("f", {"x": [{"</tool_call>": "é ;"}, 1.5, None]}), ("a.b-c", {})):
-        (call,) = HERMES.parse(hermes(call_text(name, json.dumps(arguments, indent=2)))).tool_calls
-        function = {"name": call.name, "arguments": call.arguments}
-        calls = [{"id": "c", "type": "function", "function": function}]
-        answer = {"role": "assistant", "content": None, "tool_calls": calls}
-        (message,) = RequestReader(RULES).chat({"messages": [answer]}).messages
-        assert message["content"] == "", "SmolLM2's template and others take no message without"
-        assert message["tool_calls"][0]["function"] == {"name": name, "arguments": arguments}
-
-
-def test_only_a_possible_marker_is_held_back() -> None:
-    for tool_format, shown, held in (
-        (HERMES, "a <b>", " <tool"),
-        (HERMES, "a", " \n"),  # white space goes if a call follows
-        (LLAMA, "", ' {"'),
-        (LLAMA, 'a {"name":', " "),
-    ):
-        assert tool_format.show(shown + held) == (shown, len(shown))
-
-
 # ---- selection, and parsers of others
-
-
-def test_auto_reads_the_format_from_the_chat_template() -> None:
-    for shown, name in (
-        ("within <tool_call></tool_call>:\\n<tool_call>\\n{name}", "hermes"),
-        ('Environment: ipython. Respond like {"name": name, "parameters": dictionary}.', "llama"),
-        ("<tool_call>\n<function=example>\n<parameter=x>", "qwen3_coder"),
-        ('<TOOLCALL>[{"name": ...}]</TOOLCALL>', "toolcall"),
-        ("functools[...]", "none"),
-        ('<|python_tag|> <function=example>{"example": 1}</function> "parameters"', "none"),
-    ):
-        assert find_tool_format("auto", shown).name == name
-
-
-def test_refusal_of_tools_says_why() -> None:
-    for name in ("gemma3", "phi3", "deepseekv3", "cohere"):
-        for setting in ("auto", "none", "hermes"):
-            assert find_tool_format(setting, template(name)).refusal == NO_TOOLS
-    unknown = find_tool_format("auto", "{{ tools }}").refusal
-    assert "gateway.tool_format=auto does not know" in unknown
-    assert find_tool_format("none", template("qwen3")).refusal == "gateway.tool_format is none."
-    for name in ("hermes", "auto"):
-        assert find_tool_format(name, template("qwen3")).refusal == ""
 
 
 FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -559,18 +493,3 @@ def test_unknown_format_is_refused_at_the_start() -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             find_tool_format(name, "")
-
-
-@in_loop
-async def test_schema_of_the_call_types_its_arguments() -> None:
-    values = "\n".join(f"<parameter={key}>\n1\n</parameter>" for key in "xy")
-    text = f"So:\n<tool_call>\n<function=f>\n{values}\n</function>\n</tool_call>"
-    parameters = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string"}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    async with gateway_world(ScriptedEngine(lambda _: text), tool_format="qwen3_coder") as world:
-        _, told = await world.ask(tools=tools)
-        message = told["choices"][0]["message"]
-        assert message["content"] == "So:"
-        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"x": 1, "y": "1"}
-        _, told = await world.ask("Hello")
-        assert told["choices"][0]["message"]["content"] == text, "without tools it is text"

@@ -9,11 +9,11 @@ import pickle
 from typing import Any
 
 import pytest
-from gateway_cases import in_loop, in_virtual_time
+from gateway_cases import in_loop
 from harness_gateway import open_gateway
 
 from asyncrl.agents import Outcome, Session, Task
-from asyncrl.agents.harness import GRACE_S, AnyTask, as_outcome, build_harness, make_http_client
+from asyncrl.agents.harness import AnyTask, as_outcome, build_harness, make_http_client
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
 
@@ -47,20 +47,6 @@ def test_outcomes_are_taken_and_all_else_fails() -> None:
     ):
         with pytest.raises(RolloutFailure, match=said):
             run(name)
-
-
-@in_virtual_time
-async def test_endless_functions_are_given_up_and_end_the_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("asyncrl.base.user_code.MAX_ABANDONED", 1)
-    harness: Any = build_harness(GeneratorConfig(python="harnesses_for_test:swallows"))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(harness.run(TASK, SESSION), 10.0)
-    assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
-    assert harness.calls.num_abandoned == 1
-    with pytest.raises(ConfigError, match=r"1 call of generator.python=.*:swallows kept running"):
-        await harness.run(TASK, SESSION)
 
 
 def test_uncallable_function_is_refused_before_any_rollout() -> None:

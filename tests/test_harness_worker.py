@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 from gateway_cases import in_loop
 from harness_gateway import WORKER_KEY, TestGateway, open_gateway, processes_of, settled
-from typer.testing import CliRunner
 
 from asyncrl.agents import Harness, Outcome, Session, Task
 from asyncrl.agents.harness import AnyTask, build_harness
-from asyncrl.agents.worker import Worker, WorkerSpec, gateway_url
+from asyncrl.agents.worker import Worker, WorkerSpec
 from asyncrl.base.errors import ConfigError, RolloutFailure, RoomError
 from asyncrl.base.http import Caller
 from asyncrl.base.message import WORKER_KEY_ENV
-from asyncrl.cli import app
 from asyncrl.config import GeneratorConfig
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.work import WorkerHealth
@@ -241,20 +239,3 @@ def token(environment: Path) -> str:
     lines = environment.read_text().splitlines() if environment.exists() else []
     marks = [line.partition("=")[2] for line in lines if line.startswith("ASYNCRL_COMMAND=")]
     return marks[0] if marks else "nothing"
-
-
-def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(WORKER_KEY_ENV, raising=False)
-    key = ["--key", "k"]
-    for said, arguments in (
-        ("no worker key", []),
-        ("greater than or equal to 1", [*key, "--slots", "0", "--command", "c"]),
-        ("one harness", key),
-        ("--args is a JSON object", [*key, "--python", "a:b", "--args", "[]"]),
-    ):
-        refused = CliRunner().invoke(app, ["work", "http://127.0.0.1:9", *arguments])
-        assert isinstance(refused.exception, ConfigError)
-        assert said in str(refused.exception)
-    with pytest.raises(ConfigError, match="is not the address of a gateway"):
-        gateway_url("localhost:8700")
-    assert gateway_url("http://host:1/v1/") == "http://host:1"

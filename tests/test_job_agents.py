@@ -13,16 +13,7 @@ from typing import Any
 import forked_processes
 import pytest
 from hostile_agents_for_test import BODIES, WAYS
-from job_runs import (
-    ROOT,
-    environment,
-    read_lines,
-    run,
-    start,
-    variant,
-    wait_until,
-    write_config,
-)
+from job_runs import ROOT, environment, read_lines, run, start, variant, wait_until, write_config
 
 from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.journal.read import read_batch, reading

@@ -70,7 +70,7 @@ def test_one_planted_token_makes_the_comparison_fail(whole: Path, tmp_path: Path
     assert any(difference.startswith("weights") for difference in found)
 
 
-def test_what_the_run_leaves_is_whole(whole: Path, on_policy: Path) -> None:
+def test_finished_run_leaves_whole_files(whole: Path, on_policy: Path) -> None:
     assert violations(read_evidence(whole), promise_of(on_policy), num_steps=NUM_STEPS) == []
     summary = json.loads((whole / "summary.json").read_text())
     assert (summary["state"], summary["warnings"]) == ("done", [])

@@ -37,9 +37,7 @@ LONG = "trainer.num_steps=100000"
 PATIENCE_S = 240.0
 
 
-def test_run_survives_losses_until_restarts_are_used_up(
-    tmp_path: Path,
-) -> None:
+def test_run_survives_losses_until_restarts_are_used_up(tmp_path: Path) -> None:
     """One after the other: the eval engine is killed, the trainer is killed, an engine is frozen, and killed
     once it is back.
     """
@@ -177,9 +175,7 @@ def logits(model: Any) -> torch.Tensor:
         return torch.log_softmax(model(input_ids=torch.arange(3, 19)[None]).logits.float(), dim=-1)
 
 
-def test_adapter_run_leaves_merged_weights_and_adapters(
-    tmp_path: Path,
-) -> None:
+def test_adapter_run_leaves_merged_weights_and_adapters(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
         buffer={"max_staleness": 2, "look_ahead": 2, "on_overdue": "mask"},

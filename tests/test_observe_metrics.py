@@ -21,8 +21,7 @@ from stuck_runs import play
 
 from asyncrl.config import load_config
 from asyncrl.config.load import all_keys
-from asyncrl.job.report import Reporter
-from asyncrl.job.status import gauges
+from asyncrl.job.report import Reporter, gauges
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import plain_line

@@ -72,18 +72,6 @@ class House:
 
 
 @virtual
-async def test_free_slot_goes_to_a_waiting_rollout_first() -> None:
-    async with House(capacity=5) as house:
-        await all_blocked()
-        assert house.admitted == [0, 1, 2]
-        assert (house.count("inflight"), house.producers.num_sampling) == (5, 5)
-        await asyncio.sleep(1.0)
-        await all_blocked()
-        assert house.admitted == [0, 1, 2, 3, 4]
-        assert [group.group_id for group in house.sink.finished] == [0, 1]
-
-
-@virtual
 async def test_ticket_is_requested_only_for_free_slots() -> None:
     async with House(num_tickets=0, capacity=2) as house:
         await all_blocked()
@@ -159,20 +147,6 @@ async def test_failed_prompt_returns_at_a_later_version() -> None:
         assert sorted(house.trained) == ["p0", "p1", "p2", "p3"]
         assert len({request.seed for request in engine.requests}) == 6
         assert (house.requeued, house.count("given_up")) == ([1, 1], 0)
-
-
-@virtual
-async def test_always_failing_prompt_is_given_up() -> None:
-    scorer = FakeScorer(lambda prompt, _: "no" if prompt.prompt_id in ("p1", "p2") else 1.0)
-    engine = FakeEngine()
-    async with House(engine=engine, scorer=scorer, num_tickets=0, capacity=1, **ALONE) as house:
-        for version in range(10):
-            house.sink.start_version = engine.policy_version = version
-            house.sink.allow(4)
-            await asyncio.sleep(5.0)
-        assert (len(house.trained), len(house.sink.failed), house.count("given_up")) == (32, 8, 2)
-        assert sorted(house.requeued, key=str) == [1, 1, 2, 2, 3, 3, None, None]
-        assert house.producers.prompts_out() == []
 
 
 @virtual

@@ -76,7 +76,7 @@ def ran(arguments: list[str], folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_what_the_page_shows_runs_and_reads(tmp_path: Path) -> None:
+def test_python_page_runs_and_reads(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "script.py").write_text(SCRIPT)
     said = ran([sys.executable, "script.py"], tmp_path).splitlines()

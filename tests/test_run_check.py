@@ -198,7 +198,7 @@ def test_run_and_gateway_refuse_the_same_configs_before_the_start(
     assert not (here / "run").exists()
 
 
-def test_what_needs_the_network_is_told_and_not_looked_at(here: Path, monkeypatch: Any) -> None:
+def test_hub_parts_are_listed_as_unchecked(here: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
     model, task = {"scratch": None, "path": "who/model"}, {**FILES, "files": None, "dataset": "who/data"}
     found = validate(load_config(write_config(here, model=model, task=task)))
@@ -229,7 +229,7 @@ def test_truncated_file_in_the_hub_cache_is_refused(here: Path, monkeypatch: Any
         assert re.match(r"remove /\S+/model\.safetensors, and", refusal.value.way_out)
 
 
-def test_a_shard_that_is_lacking_after_the_download_is_refused(here: Path, monkeypatch: Any) -> None:
+def test_missing_shard_after_the_download_is_refused(here: Path, monkeypatch: Any) -> None:
     cache(here / "half", "0" * 40, monkeypatch, name="half")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"model\.path=who/half lacks model-2-of-2\.safetensors"):

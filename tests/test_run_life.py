@@ -58,7 +58,7 @@ def test_a_secret_is_printed_and_never_logged(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 @pytest.mark.parametrize("begin", [run_job, serve_gateway])
-def test_a_controller_whose_agents_run_beside_it_hides_its_memory(
+def test_controller_of_agents_hides_its_memory(
     begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     libc, get_dumpable, set_dumpable = ctypes.CDLL(None), 3, 4

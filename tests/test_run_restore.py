@@ -16,8 +16,7 @@ from journal_cases import asked, make_group, make_partial, make_rollout, open_jo
 from test_trainer_supervision import batch_at, weights_of
 
 from asyncrl.base.errors import JournalError, TaskError, TrainerError
-from asyncrl.config import CheckpointConfig, SupervisionConfig
-from asyncrl.job.checkpointer import recover_trainer
+from asyncrl.config import SupervisionConfig
 from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, Whole
@@ -298,23 +297,3 @@ def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:
     pending.trainer_dir.mkdir()
     (pending.trainer_dir / "weights").write_text(str(version))
     checkpoints.finish(pending, version, {})
-
-
-@pytest.mark.parametrize("saved", [(), (1, 2)])
-def test_new_trainer_gets_its_checkpoint_and_answered_batches(tmp_path: Path, saved: tuple[int, ...]) -> None:
-    async def story(life: Life) -> None:
-        await life.run_steps(3)
-        life.finish(life.admit(), life.admit())
-        await life.take_step(is_trained=False)  # batch 3 is in the journal, and its step was never answered
-        checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-        for version in saved:
-            save_checkpoint(checkpoints, version)
-            life.worker.states[str(checkpoints.root / f"step_{version}" / "trainer")] = weights_of(version)
-        unfinished = checkpoints.begin()
-        life.worker.restart()
-        await recover_trainer(life.trainer, 3, journal=life.journal, checkpoints=checkpoints, num_batches=20)
-        assert life.worker.weights == weights_of(3), "batch 3 is asked for again by the call that waits"
-        assert life.worker.calls.count("/train") == 3 + 3 - max(saved, default=0)
-        assert unfinished.folder.exists(), "one may be in the making"
-
-    lives(tmp_path / "journal.sqlite", story)

@@ -198,10 +198,7 @@ def test_corrupt_weights_at_a_new_engine_end_the_run(live: Any) -> None:
     start=st.integers(1, 3),
 )
 def test_scaling_and_deaths_lose_or_double_no_token(
-    folder: Path,
-    moves: list[tuple[float, str, int]],
-    prepare_s: float,
-    start: int,
+    folder: Path, moves: list[tuple[float, str, int]], prepare_s: float, start: int
 ) -> None:
     (folder / WANTED_FILE).unlink(missing_ok=True)
 
@@ -229,14 +226,7 @@ def test_scaling_and_deaths_lose_or_double_no_token(
         assert {fake.policy_version for fake in house.fakes[:num]} == {house.announced[-1]}
         assert (sum(house.pool.load.values()), house.capacities[-1]) == (0, num)
 
-    play(
-        House,
-        story,
-        folder=folder,
-        start=start,
-        prepare_s=prepare_s,
-        max_restarts=1000,
-    )
+    play(House, story, folder=folder, start=start, prepare_s=prepare_s, max_restarts=1000)
 
 
 # ---- what is asked for

@@ -232,7 +232,7 @@ def test_local_worker_key_stays_out_of_files(tmp_path: Path, monkeypatch: pytest
     ids=["they leave", "one stays", "stopped", "its own"],
 )
 @virtual
-async def test_a_run_that_is_over_waits_for_its_workers_elsewhere(
+async def test_finished_run_waits_for_remote_workers(
     is_over: bool, is_remote: bool, leaves_s: float, waited_s: float
 ) -> None:
     loop = asyncio.get_running_loop()

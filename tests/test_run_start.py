@@ -69,20 +69,6 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     assert (held_out.slots, held_out.tensor_parallel) == (7, 1)
 
 
-def test_vllm_runs_under_its_own_python(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 0\n")
-    python.chmod(0o755)
-    own = [VLLM, f"rollout.vllm_python={python}", "rollout.num_engines=2"]
-    for engine in maker(tmp_path, *own).engines():
-        child = engine.child
-        assert isinstance(child, ChildProcess)
-        assert child.spec.module == "asyncrl_servers.vllm"
-        assert child.spec.python is not None
-        assert child.spec.python() == python
-        assert json.loads(child.spec.spec)["name"] == child.name
-
-
 @pytest.mark.parametrize("num_cuda", [0, 3])
 def test_process_sees_only_its_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cuda: int
@@ -147,9 +133,7 @@ TWO_NODES = (
 )
 
 
-def test_nodes_hold_parts_and_ranks_know_their_store(
-    tmp_path: Path,
-) -> None:
+def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
     machine = Machine((), 8, 2**34, has_bfloat16=False)
     nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
     config = load(*TWO_NODES)
@@ -205,12 +189,7 @@ async def test_server_is_ready_when_its_client_answers() -> None:
     ("error", "dies_s", "kind", "says"),
     [
         (EngineLost("engine-0", "no answer"), 31.0, RoomError, "engine-0: killed by SIGKILL"),
-        (
-            EngineError("engine-0", "not ready"),
-            99.0,
-            RoomError,
-            "did not start: not ready; the end",
-        ),
+        (EngineError("engine-0", "not ready"), 99.0, RoomError, "did not start: not ready; the end"),
         (ConfigError("engine-0 lacks --logprobs-mode"), 99.0, ConfigError, "lacks --logprobs-mode"),
     ],
 )
@@ -242,19 +221,10 @@ class Mortal:
 
 @pytest.mark.parametrize(
     ("codes", "max_restarts", "num_warned"),
-    [
-        ([-9, -15, None], 3, 2),
-        ([-9, -9, -9, -9], 3, 3),
-        ([-9], 0, 0),
-        ([1], 3, 0),
-    ],
+    [([-9, -15, None], 3, 2), ([-9, -9, -9, -9], 3, 3), ([-9], 0, 0), ([1], 3, 0)],
 )
 @virtual
-async def test_killed_start_is_repeated(
-    codes: list[int | None],
-    max_restarts: int,
-    num_warned: int,
-) -> None:
+async def test_killed_start_is_repeated(codes: list[int | None], max_restarts: int, num_warned: int) -> None:
     killed: Any = Mortal(*codes)
     other: Any = Mortal(*[None] * len(codes))
     warned, forgotten = list[str](), list[None]()
@@ -299,9 +269,7 @@ async def test_rollout_urls_use_the_environment_key_and_no_process(
 
 @pytest.mark.parametrize("are_ours", [True, False])
 @virtual
-async def test_unknown_weights_are_replaced_before_sampling(
-    are_ours: bool,
-) -> None:
+async def test_unknown_weights_are_replaced_before_sampling(are_ours: bool) -> None:
     fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
     targets = [EngineServer(fake)]
     publisher = PushLoop(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)

@@ -9,9 +9,8 @@ import pytest
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
+from asyncrl.tasks import PromptSource, TaskPrompts, build_task
 from asyncrl.tasks.sources import math_reward
-from asyncrl.tasks.task import RowTask
 from asyncrl.tasks.toy import Letters
 
 # reasoning-gym
@@ -105,10 +104,3 @@ CASES = [
 @pytest.mark.parametrize(("answer", "completion", "reward"), CASES)
 def test_same_mathematics_is_right(answer: object, completion: str, reward: float) -> None:
     assert math_reward(Prompt("0/0", ()), completion, answer) == reward
-
-
-def test_math_runs_in_processes_by_default() -> None:
-    task = RowTask([], str, lambda prompt, completion: 0.0, prompt_column="prompt", answer_column=None)
-    for settings, is_process in (({}, True), ({"reward_pool": "thread"}, False), ({"reward": "m:f"}, False)):
-        config = TaskConfig(**{"files": ["x.jsonl"], "reward": "math", **settings})
-        assert (TaskScorer(task, config, seed=0)._processes is not None) == is_process

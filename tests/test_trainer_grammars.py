@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from trainer_cases import DeviceReads
 from trainer_cases import make_spec as make_trainer_spec
 
 from asyncrl.messages.records import Batch, GrammarSpan, Group, GroupId, Prompt, Trajectory, VersionSpan
-from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.trainer.model import policy
 from asyncrl.trainer.model.policy import head_scores
 from asyncrl.trainer.model.support_mask import AllowedRows
@@ -92,29 +90,6 @@ def batch(folder: Path) -> Batch:
             )
         groups.append(Group(GroupId(number), Prompt(f"p{number}", ()), tuple(trajectories)))
     return Batch(version=0, groups=tuple(groups), min_version=0)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 4096], ids=["alone", "packed"])
-def test_trainer_finds_the_logprobs_of_the_engine(
-    folder: Path, batch: Batch, tmp_path: Path, max_tokens: int
-) -> None:
-    """Compare the gap before the first step with the gap without grammars."""
-    header, arrays = unpack_batch(pack_batch(*pack_groups(batch)))
-    assert len(header.grammars) == 1, "each text once"
-    gaps = {}
-    for name, told in (
-        ("exact", header),
-        ("blind", header.model_copy(update={"trajectories": [_without(one) for one in header.trajectories]})),
-    ):
-        settings = {"trainer": {"micro_batch_tokens": max_tokens}, "measures_gap": True}
-        spec = make_trainer_spec(folder, tmp_path / name, temperature=1.0, **settings)
-        gaps[name] = TrainStep(spec).train(told, arrays)["policy/logprob_gap_mean"]
-    assert gaps["exact"] < 1e-5
-    assert gaps["blind"] > 0.5, "most tokens of an object are forced"
-
-
-def _without(entry: Any) -> Any:
-    return entry.model_copy(update={"grammars": []})
 
 
 def test_token_that_its_grammar_forbids_is_not_trained(

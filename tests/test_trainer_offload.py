@@ -109,23 +109,6 @@ def test_call_that_needs_an_offloaded_part_is_refused(make_step: MakeStep, tmp_p
     step.train(*make_batch())
 
 
-def test_checkpoint_may_hold_offloaded_parts(make_step: MakeStep, tmp_path: Path) -> None:
-    step = make_step(dtype="bfloat16")
-    for version in range(2):
-        step.train(*make_batch(version=version, seed=version))
-    digest = step.weights_digest()
-    step.offload(("optimizer",))
-    step.begin_save_state(tmp_path / "away")
-    step.onload(("optimizer",))
-    step.wait_save_state()
-    step.train(*make_batch(version=2, seed=2))
-    again = make_step(dtype="bfloat16")
-    again.load_state(tmp_path / "away")
-    assert again.weights_digest() == digest
-    again.train(*make_batch(version=2, seed=2))
-    assert again.weights_digest() == step.weights_digest()
-
-
 @pytest.mark.gpu
 def test_device_parts_come_back_to_the_bit(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step(device="cuda", dtype="bfloat16")

@@ -16,13 +16,11 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.serving import Refused
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, unpack_batch
-from asyncrl.observe.metrics import GAUGES
 from asyncrl.trainer.model import loading
 from asyncrl.trainer.model.optimizer import learning_rate_at
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import (
     MIN_ENGINE_TOKENS,
-    PHASES,
     Gap,
     gap_fault,
 )
@@ -301,14 +299,3 @@ def test_engine_past_the_gap_limit_is_named(make_step: MakeStep) -> None:
         step.train(header, arrays)
     assert "trainer.logprob_gap_limit=0.15" in caught.value.body.rule
     assert (step.policy_version, step.weights_digest()) == (0, before)
-
-
-def test_step_tells_where_its_time_went(make_step: MakeStep) -> None:
-    step = make_step(algorithm={"kl_coefficient": 0.1})
-    found = step.train(*make_batch())
-    parts = {phase: found[f"perf/{phase}_s"] for phase in PHASES}
-    assert all(parts.values())
-    assert sum(parts.values()) <= found["perf/train_s"]
-    assert found["perf/device_tokens_per_s"] > 0
-    assert not {"perf/mfu", "perf/device_memory_bytes"} & found.keys(), "nothing is made up of a CPU"
-    assert not [name for name in found if name.startswith("perf/") and name not in GAUGES]

@@ -48,9 +48,9 @@ class House:
         folder.mkdir()
         return stage_file(tensors, 0, folder).model_dump(exclude={"version"}, exclude_defaults=True)
 
-    def stage(self, version: int, chunk_bytes: int = 100_000, **request: Any) -> dict[str, Any]:
+    def stage(self, version: int, **request: Any) -> dict[str, Any]:
         """Ask until it is staged, or refused."""
-        asked = request | {"version": version, "chunk_bytes": chunk_bytes}
+        asked = request | {"version": version}
         while (answer := self.server.rpc("asyncrl_stage", **asked)).get("state") == "staging":
             time.sleep(0.01)
         return answer
@@ -58,11 +58,11 @@ class House:
     def load(self, version: int, digest: str) -> dict[str, Any]:
         return self.server.rpc("asyncrl_load", version=version, digest=digest)
 
-    def push(self, tensors: dict[str, torch.Tensor], chunk_bytes: int = 100_000) -> dict[str, Any]:
+    def push(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Stage and load; the answer of the load, or a refusal before it."""
         version = next(self.versions)
         request = self.write(tensors)
-        staged = self.stage(version, chunk_bytes, **request)
+        staged = self.stage(version, **request)
         return self.load(version, request["digest"]) if "error" not in staged else staged
 
     def plant(self, fault: str) -> None:
@@ -97,16 +97,13 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 only_tied = pytest.mark.parametrize("house", [True], ids=["tied"], indirect=True)
 
 
-@pytest.mark.parametrize("how", ["", "no_twin"])
-def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server(house: House, how: str) -> None:
+def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server(house: House) -> None:
     assert house.fresh["B"] != house.fresh["A"]
-    house.plant(how)
-    for chunk_bytes in (1, 100_000, 10**9):
-        for model in ("B", "A"):
-            answer, weights = house.push(house.weights[model], chunk_bytes), house.weights[model]
-            num_bytes = sum(tensor.nbytes for tensor in weights.values())
-            assert answer == {"ok": True, "num_tensors": len(weights), "num_bytes": num_bytes}
-            assert outputs_of(house.server) == house.fresh[model]
+    for model in ("B", "A", "B"):
+        weights = house.weights[model]
+        num_bytes = sum(tensor.nbytes for tensor in weights.values())
+        assert house.push(weights) == {"ok": True, "num_tensors": len(weights), "num_bytes": num_bytes}
+        assert outputs_of(house.server) == house.fresh[model]
 
 
 @only_tied
@@ -115,7 +112,7 @@ def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server(house: House, how: 
 )
 def test_incomplete_weights_leave_a_server_without_a_version(house: House, name: str) -> None:
     house.serve("A")
-    house.plant("no_twin")
+    house.plant("poison")
     answer = house.push({key: tensor for key, tensor in house.weights["B"].items() if key != name})
     layer = name.removesuffix(".weight").replace("k_proj", "qkv_proj")
     assert layer in answer["error"]

@@ -44,7 +44,7 @@ class House:
 
     def facts(self, **changes: Any) -> VllmRequirements:
         facts = VllmRequirements(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
-        return replace(facts, chunk_bytes=40_000, **changes)
+        return replace(facts, **changes)
 
     def run(
         self,

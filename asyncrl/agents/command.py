@@ -52,7 +52,7 @@ for round in 1 2 3 4 5 6 7 8; do
 done
 rm -rf "$2"
 """
-"""Wait for the worker's end, kill every process with the text $1 in its environment, and remove $2."""
+"""Wait for the worker's end, kill all processes with $1 in their environment, and remove $2."""
 
 
 class CommandHarness:
@@ -60,8 +60,8 @@ class CommandHarness:
 
     Waits: for its exit, then up to GRACE_S for the rest of its group.
 
-    Invariant: after run(), no process of the group, pipe or folder remains. A process that leaves the group
-    (setsid) ends with the worker or sandbox.
+    Invariant: after run(), no process of the group, pipe or folder remains. A process outside the group ends
+    with the worker or sandbox.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
@@ -76,8 +76,8 @@ class CommandHarness:
         program = shutil.which(self.command[0], path=self._env.get("PATH"))
         if program is None:
             what = f"generator.command: there is no program {command[0]}"
-            rule = f"it is looked up in {Path.cwd()} and on PATH={self._env.get('PATH', '')}"
-            raise ConfigError(what, rule=rule, way_out="correct the name, or make the file executable.")
+            rule = f"searched: {Path.cwd()} and PATH={self._env.get('PATH', '')}"
+            raise ConfigError(what, rule=rule, way_out="correct it, or make the file executable.")
         self.sandbox = find_sandbox(config, [program, *self.command])
         self.token = secrets.token_hex(8)
         self._folder: str | None = None
@@ -168,10 +168,7 @@ class CommandHarness:
 
 
 class _Process(asyncio.SubprocessProtocol):
-    """Output by file descriptor, at most MAX_OUTPUT_BYTES and one chunk each.
-
-    `ended`: exited or printed too much. `drained`: all pipes are closed, too.
-    """
+    """Output by file descriptor, at most MAX_OUTPUT_BYTES and one chunk each."""
 
     def __init__(self) -> None:
         self.output = {1: bytearray(), 2: bytearray()}
@@ -221,7 +218,7 @@ def _signal(group: int, number: int) -> bool:
 
 
 def passed_env(names: Sequence[str]) -> dict[str, str]:
-    """Return these variables. Raises ConfigError if one is unset or reserved."""
+    """Raises ConfigError if a variable is unset or reserved."""
     _refuse_own("generator.pass_env", names)
     if missing := [name for name in names if name not in os.environ]:
         what = f"generator.pass_env names {', '.join(missing)}, which this process does not have"
@@ -231,7 +228,7 @@ def passed_env(names: Sequence[str]) -> dict[str, str]:
 
 def _refuse_own(setting: str, names: Iterable[str]) -> None:
     if taken := sorted(name for name in names if name in ROLLOUT_ENV or name.startswith(OWN_PREFIX)):
-        rule = f"{', '.join(ROLLOUT_ENV)} are set for each rollout; {OWN_PREFIX}... are reserved for asyncrl"
+        rule = f"{', '.join(ROLLOUT_ENV)} are set for each rollout; {OWN_PREFIX}... are reserved"
         raise ConfigError(f"{setting} has {', '.join(taken)}", rule=rule, way_out="choose other names.")
 
 
@@ -251,5 +248,5 @@ def last_line_outcome(text: str) -> Outcome:
         return OUTCOME.validate_json(last) if last.startswith("{") else Outcome()
     except ValidationError as error:
         what = f"the command's last line is no outcome: {last[:200]!r}: {first_fault(error)}"
-        rule = 'it is a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or any other text'
+        rule = 'print a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or other text'
         raise RolloutFailure(what, rule=rule) from None

@@ -41,7 +41,7 @@ class MissingAnswerError(ConfigError, AttributeError):
 
 @dataclass(frozen=True, slots=True)
 class AnyTask:
-    """An attempt at a prompt. `info` comes from JSON: tuples become lists, keys strings.
+    """`info` comes from JSON: tuples become lists, keys strings.
 
     `seed`, in [0, 2**63), differs for each attempt, and is equal in a repeated run.
     """
@@ -60,7 +60,7 @@ class AnyTask:
     def __getattr__(self, name: str) -> Any:
         if name != "answer":
             raise AttributeError(f"a task has no {name}")
-        way_out = "set generator.give_answer=true, or leave the reward to the task (return nothing)."
+        way_out = "set generator.give_answer=true, or return nothing and let the task score."
         raise MissingAnswerError("the harness reads task.answer, which it is not given", way_out=way_out)
 
 
@@ -75,7 +75,7 @@ class Task(AnyTask):
 class Session:
     """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI client, or `client`.
 
-    After the attempt, every call gets 410. `outcome_key`: set if the program posts its outcome.
+    After the attempt, every call gets 410.
     """
 
     base_url: str
@@ -109,7 +109,7 @@ def _openai() -> Any:
     try:
         return importlib.import_module("openai")
     except ModuleNotFoundError as error:
-        way_out = f"{install_extra('harness')}, where the worker runs; or use session.base_url yourself."
+        way_out = f"{install_extra('harness')}, where the worker runs; or use session.base_url."
         raise ConfigError(f"session.client needs the package openai: {error}", way_out=way_out) from error
 
 
@@ -119,7 +119,7 @@ class Harness(Protocol):
     async def run(self, task: AnyTask, session: Session) -> Any:
         """Return a reward, an Outcome, or None for the task's reward.
 
-        After the end, also by cancellation, nothing of the rollout may run.
+        Nothing of the rollout may run after the end or cancellation.
         """
         ...
 
@@ -137,9 +137,8 @@ def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness
 class PythonHarness:
     """Call `function(task, session, **args)`.
 
-    An async function that blocks the worker's event loop stops all rollouts and, beyond
-    gateway.lease_timeout_s, loses them. A plain function has its own thread: after a timeout it runs until
-    its next model call, which is refused.
+    An async function that blocks the event loop stops all rollouts and, beyond gateway.lease_timeout_s, loses
+    them. A plain function runs in its own thread until its next model call is refused.
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
@@ -163,7 +162,7 @@ class PythonHarness:
         call = functools.partial(self._function, task, session, **self._args)
         self.calls.check()
         value = call() if self._is_async else await self.calls.run(asyncio.to_thread(_in_thread, call))
-        # a plain function may return an awaitable (a partial, a decorator)
+        # a plain function may return an awaitable
         return await self.calls.run(value) if inspect.isawaitable(value) else value
 
 
@@ -189,7 +188,7 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
     except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
             what = f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s"
-            rule = "that is what was left of rollout.timeout_s, the limit of all attempts together"
+            rule = "rollout.timeout_s limits all attempts together"
             error = RolloutTimeout(what, rule=rule)
         elif not isinstance(error, RolloutFailure):
             log.warning("%s attempt %d failed", item.rollout_id, item.attempt, exc_info=True)
@@ -206,7 +205,7 @@ def as_outcome(value: object) -> Outcome:
         what = (
             f"the harness returned no outcome: {value!r:.80} ({type(value).__name__}): {first_fault(error)}"
         )
-        rule = "it returns a finite number, an Outcome of such, or None for the task's own reward"
+        rule = "return a finite number, an Outcome, or None for the task's own reward"
         raise RolloutFailure(what, rule=rule) from error
     if (size := len(OUTCOME.dump_json(outcome))) > MAX_OUTCOME_BYTES:
         rule = f"{MAX_OUTCOME_BYTES} is the limit"

@@ -1,6 +1,6 @@
 """Run a command in bubblewrap: read-only system files, private folders, no network except the gateway.
 
-The first program inside passes a listening socket to the worker, which forwards connections to the gateway.
+The first program inside passes a listening socket to the worker, which forwards connections.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ class Sandbox:
     max_bytes: int = 0
 
     def around(self, command: Sequence[str], folder: Path, channel: int) -> list[str]:
-        """Return the command line.
-
-        `folder` contains `work`, `tmp` and `shm`. The file descriptor `channel` gets the listening socket.
-        """
+        """`folder` contains `work`, `tmp` and `shm`; file descriptor `channel` gets the socket."""
         binds = {HOME: folder / "work", "/tmp": folder / "tmp", "/dev/shm": folder / "shm"}
         shown = {path: path for path in (sys.base_prefix, sys.prefix, *self.paths)}
         first = [os.path.realpath(sys.executable), "-I", "-S", "-c", _FIRST]
@@ -93,9 +90,7 @@ def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], fold
 
 
 def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | None:
-    """Return the sandbox of generator.sandbox; it can read files named in `command`. Raises ConfigError if
-    bubblewrap fails here.
-    """
+    """Raises ConfigError if bubblewrap fails here."""
     if config.sandbox == "none":
         return None
     for path in config.sandbox_paths:
@@ -113,7 +108,7 @@ def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | N
         why = f"{shlex.join(TRIAL)} failed with code {done.returncode}: {done.stderr.strip()[:300]}"
     raise ConfigError(
         f"generator.sandbox=bubblewrap: {why}",
-        rule="no command runs without the sandbox that the config asks for",
+        rule="commands need the sandbox of the config",
         way_out="install bubblewrap (apt-get install bubblewrap), or set generator.sandbox=none.",
     )
 

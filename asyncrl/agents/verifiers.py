@@ -66,7 +66,7 @@ class VerifiersHarness:
         try:
             yield
         finally:
-            self.num_users -= 1  # before the wait: a cancelled rollout is gone, too
+            self.num_users -= 1  # a cancelled rollout is gone, too
             async with self._changing:
                 if self._is_open and self.num_users == 0:
                     self._is_open = False
@@ -96,7 +96,7 @@ class VerifiersHarness:
         if len(traces) > 1 or not trace.agent.trainable:
             what = f"ran its agent {self._seat} {len(traces)} times, trainable={trace.agent.trainable}"
             rule = "an episode is one rollout of the trained agent"
-            way_out = "use rollout.group_size for several attempts; give other agents a client."
+            way_out = "set rollout.group_size; give other agents a client."
             raise ConfigError(f"{self._name}: an episode {what}", rule=rule, way_out=way_out)
         if missing := [name for name, reward in trace.rewards.items() if reward is None]:
             what = f"gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
@@ -147,7 +147,7 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"{shown} cannot be loaded with generator.args={dict(args)}: {why}",
             rule=f"an installed package, or one in {here}, exports a Taskset in __all__",
-            way_out=f"install or correct the environment; `vf-eval {identifier}` tests it alone.",
+            way_out=f"install or correct the environment; `vf-eval {identifier}` tests it.",
         ) from error
 
 
@@ -161,7 +161,7 @@ def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
 
 def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the environment and the name of its only agent that calls the session. Raises ConfigError for a
-    second one, which would be trained as the policy.
+    second one, which would be trained.
     """
     env, vf = load_environment(identifier, args), _library(identifier)
     agents = {name: value for name, value in env.config if isinstance(value, vf.AgentConfig)}
@@ -170,14 +170,12 @@ def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]
     if [agent.model for agent in trained.values()] != [None]:
         found = ", ".join(f"{name} (model={agent.model})" for name, agent in trained.items()) or "none"
         what = f"of its agents {', '.join(agents)} these have no client of their own: {found}"
-        rule = (
-            "exactly one agent, without client and model, is trained; others, such as a judge, need a client"
-        )
+        rule = "exactly one agent, without client and model, is trained; others need a client"
         raise ConfigError(f"{shown}: {what}", rule=rule, way_out="set `client` in generator.args.")
     ((seat, agent),) = trained.items()
     for place, retries in (("", env.config.retries), (f"{seat}.", agent.retries)):
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
-            rule = "a retry inside the environment would sample into the trained rollout"
+            rule = "its retries would be trained, too"
             way_out = "remove them; rollout.retries retries failed rollouts."
             raise ConfigError(f"{shown}: generator.args has {place}retries", rule=rule, way_out=way_out)
     return env, seat
@@ -187,7 +185,7 @@ def _library(identifier: str) -> Any:
     try:
         import verifiers.v1
     except ModuleNotFoundError as error:
-        what = f"generator.verifiers={identifier} needs the package verifiers, of version 0.4: {error}"
+        what = f"generator.verifiers={identifier} needs the package verifiers 0.4: {error}"
         way_out = f"{install_extra('verifiers')}, where the run is started and where its workers run."
         raise ConfigError(what, way_out=way_out) from error
     return verifiers.v1

@@ -1,7 +1,7 @@
 """Worker process: take work items from a gateway, run them in the harness, post the results. `python -m
 asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
 
-A child answers GET /health in a separate thread, so that a blocked event loop costs only its rollouts.
+A child answers GET /health in a separate thread.
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ class Worker:
         )
 
     async def run(self) -> None:
-        """Work until cancelled, or until the run is done.
-
-        Raises ConfigError if the gateway refuses this worker or the harness cannot run, RoomError after
+        """Raises ConfigError if the gateway refuses this worker or the harness cannot run, RoomError after
         `give_up_s`.
         """
         try:
@@ -163,7 +161,7 @@ class Worker:
         except asyncio.CancelledError:
             self._free(item)
             raise
-        self._free(item)  # the worker reports the held item and ends
+        self._free(item)
 
     def _free(self, item: wire.WorkItem) -> None:
         del self._running[item.item_id]
@@ -252,9 +250,7 @@ class WorkerSpec(Message):
 def work(
     harness: Harness, spec: WorkerSpec, key: str, begun: Callable[[Worker], None] = lambda worker: None
 ) -> int:
-    """Work until a signal and return its number, or until the run is done and return 0; a second signal exits
-    at once.
-    """
+    """Return 0 when the run is done, or a signal's number; a second signal exits at once."""
 
     async def live() -> int:
         caller = Caller("gateway", spec.url, key)
@@ -363,12 +359,12 @@ def run_worker(
     Ctrl-C.
 
     `key` None: read it from `key_file` or the environment. `harness` has one option of HARNESSES, `args` is a
-    JSON object, `env` has NAME=VALUE. Raises ConfigError for invalid options, and errors of Worker.run.
+    JSON object, `env` has NAME=VALUE. Raises ConfigError, and errors of Worker.run.
     """
     worker_key = key or (_key_in(key_file) if key_file is not None else os.environ.get(WORKER_KEY_ENV))
     os.environ.pop(WORKER_KEY_ENV, None)
     if not worker_key:
-        way_out = f"set {WORKER_KEY_ENV}, or give --key-file FILE: the run's gateway.json, say."
+        way_out = f"set {WORKER_KEY_ENV}, or give --key-file FILE, like the run's gateway.json."
         raise ConfigError("`asyncrl work` has no worker key", way_out=way_out)
     given = {kind: text for kind, text in harness.items() if text}
     try:
@@ -385,7 +381,7 @@ def run_worker(
         spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=config, give_up_s=give_up_s)
     except ValueError as error:
         options = ", ".join(f"--{kind} {each.metavar}" for kind, each in HARNESSES.items())
-        way_out = f"give it one harness, one of {options}; --args is a JSON object, --env NAME=VALUE."
+        way_out = f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE."
         raise ConfigError(f"`asyncrl work` got {given}, {args=}: {error}", way_out=way_out) from error
     _log_to_stderr()
     hide_memory()
@@ -411,7 +407,7 @@ def _key_in(path: Path) -> str:
         return str(json.loads(text)["worker_key"]) if text.startswith("{") else text
     except (OSError, ValueError, KeyError) as error:
         what = f"--key-file {path} cannot be read: {type(error).__name__}: {error}"
-        raise ConfigError(what, rule="it contains only the key, or is the gateway.json of a run") from error
+        raise ConfigError(what, rule="give a file with only the key, or a run's gateway.json") from error
 
 
 if __name__ == "__main__":

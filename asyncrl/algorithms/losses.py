@@ -4,18 +4,17 @@ Surrogates, including user losses (algorithm.loss=module:function), have the sig
 
     surrogate(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings) -> (loss_M, stats)
 
-`current_M`: logprobs by the trained weights, with gradient; `anchor_M`: logprobs by the policy in the
-ratio's denominator (algorithm.ratio); `behaviour_M`: as reported by the engine; `sequence_M` int64, 0 to
-S-1, ascending; `settings`: asyncrl.config.AlgorithmConfig. loss_M is float32 [M] with gradient, undivided:
-token_weights divides. stats are sums over the M tokens by name, without gradient; the caller divides them
-by the number of loss tokens.
+`current_M`: logprobs by the trained weights, with gradient; `anchor_M`: by the policy in the ratio's
+denominator (algorithm.ratio); `behaviour_M`: by the engine; `sequence_M` int64, 0 to S-1, ascending;
+`settings`: asyncrl.config.AlgorithmConfig. loss_M is float32 [M], undivided: token_weights divides. stats
+are sums over the M tokens by name, without gradient; the caller divides them by the number of loss tokens.
 
-Corrections weight each token's loss for data from another policy than the proximal one:
+Corrections weight each token's loss for data from another policy than the proximal one, without gradient:
 
     correction(log_weight_M, advantage_M, sequence_M, settings) -> weight_M
 
-`log_weight_M` = proximal - behaviour; w = exp(log_weight) is the importance weight. No gradients. All but
-m2po work on any subset of the sequences.
+`log_weight_M` = proximal - behaviour; w = exp(log_weight) is the importance weight. All but m2po work on
+any subset of the sequences.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ LARGEST_LOG_RATIO = 20.0
 by 0."""
 SMALLEST_LOG = math.log(1e-8)
 """Replaces the log of a weight of 0."""
-
-# ---- surrogates
 
 
 def ppo_clip(
@@ -107,9 +104,8 @@ def vespo(
     """-phi(W) A current, phi(W) = W^k exp(lambda (1 - W)) without gradient; W = exp(sum(current - anchor)),
     the ratio of the whole sequence.
 
-    k reduces small ratios, lambda large ones, both by the sign of A. sequence_weight is phi. A correction
-    is part of W: the caller subtracts it from anchor. https://arxiv.org/abs/2602.10693; the bounds of log W
-    are TRL's.
+    k reduces small ratios, lambda large ones, both by the sign of A. A correction is part of W: the caller
+    subtracts it from anchor. https://arxiv.org/abs/2602.10693; the bounds of log W are TRL's.
     """
     log_w_M = sequence_sum(current_M.detach() - anchor_M, sequence_M).clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
     is_negative_M = advantage_M < 0
@@ -157,9 +153,6 @@ def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) ->
         is_clipped_M |= (ratio_M > settings.clip_delta) & (advantage_M < 0)
         plain_M = ratio_M.clamp(max=settings.clip_delta) * advantage_M
     return -torch.minimum(plain_M, clipped_M), {"clip_fraction": is_clipped_M.sum()}
-
-
-# ---- corrections
 
 
 def tis(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig) -> Tensor:
@@ -214,9 +207,9 @@ def icepop(
 def m2po(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig) -> Tensor:
     """1 or 0: masks tokens of largest (log w)^2 until the mean of the rest is at most M2_LIMIT.
 
-    Counts and masks only tokens that moved in the direction of their advantage: a step on any other token
-    reverts its move. Needs all M tokens of an optimizer step. https://arxiv.org/abs/2510.01161; token
-    selection from https://github.com/Infini-AI-Lab/M2PO.
+    Only tokens that moved in the direction of their advantage count: steps on the others revert their move.
+    Needs all M tokens of an optimizer step. https://arxiv.org/abs/2510.01161; token selection from
+    https://github.com/Infini-AI-Lab/M2PO.
     """
     (counted_K,) = (log_weight_M.sign() * advantage_M.sign() > 0).nonzero(as_tuple=True)
     moment_K, order_K = log_weight_M[counted_K].double().square().sort(stable=True)
@@ -264,9 +257,6 @@ def top_entropy_mask(entropy_M: Tensor, share: float) -> Tensor:
     return (entropy_M >= entropy_M.kthvalue(below + 1).values).float()
 
 
-# ---- KL, and interpolated policies
-
-
 def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
     """Return a token-level estimate of KL(current || reference), float32 [M] in nats, with gradient only
     through current_M.
@@ -288,9 +278,9 @@ def weighted_kl(current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, estima
     """Return kl() times r = exp(current - anchor), float32 [M]: on the anchor's tokens it estimates
     KL(current || reference) and its gradient.
 
-    With d = reference - current the gradient of r k3 is -r d times current's, which is the KL's; the
-    gradient of r k1 is r (1 - d), whose 1 has mean 0. k2 has -d already, so there r has no gradient.
-    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1; TRL's use_bias_correction_kl.
+    With d = reference - current the gradient of r k3 is -r d times current's; the gradient of r k1 is r (1
+    - d), whose 1 has mean 0. k2 has -d already, so there r has no gradient. DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556, section 3.1; TRL's use_bias_correction_kl.
     """
     ratio_M = exp_ratio(current_M - anchor_M)
     return kl(current_M, reference_M, estimator) * (ratio_M.detach() if estimator == "k2" else ratio_M)
@@ -327,9 +317,6 @@ def interpolate(behaviour_M: Tensor, current_M: Tensor, staleness_M: Tensor) -> 
     """
     share_M = torch.where(staleness_M > 0, 1.0 / staleness_M.clamp(min=1), 0.0)
     return torch.lerp(current_M.detach(), behaviour_M, share_M)
-
-
-# ---- ratios, sums over a sequence, and weights
 
 
 def exp_ratio(log_ratio_M: Tensor) -> Tensor:

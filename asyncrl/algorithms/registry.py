@@ -106,7 +106,7 @@ def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
         raise _refused(what, rule, "set algorithm.ratio=proximal, or algorithm.correction=none")
     if recipe.surrogate in WITHIN_RATIO and correction not in {"none", "tis", "mis", "icepop"}:
         what = f"algorithm.loss={config.loss} with correction={correction}"
-        rule = "it multiplies the weights of a sequence's tokens, so each token needs one of its own"
+        rule = "it multiplies the weights of a sequence's tokens, so each token needs a separate weight"
         raise _refused(what, rule, "set algorithm.correction to none, tis, mis or icepop")
 
 

@@ -5,23 +5,23 @@ AsyncrlError                the failure with its values, the rule, the way out
 ├── RoomError               a part of the run is broken; ends the run (exit code 1)
 │   ├── NodeLost            a machine is gone: the run waits, or continues without it
 │   ├── EngineError         an engine server died, refuses, or gives invalid answers
-│   │   └── EngineLost      it does not answer: its supervisor restarts it
-│   ├── TrainerError        the trainer worker refused a batch
-│   │   └── TrainerLost     it died or does not answer: restarted and brought up to date
+│   │   └── EngineLost      it does not answer: restarted
+│   ├── TrainerError        the trainer refused a batch
+│   │   └── TrainerLost     it does not answer: restarted and brought up to date
 │   ├── PublishError        weights did not arrive as sent
 │   │   └── WeightsLost     the trainer was lost with them: a new one exports again
 │   ├── JournalError        the journal cannot be written, or is damaged, foreign or in use
-│   └── TaskError           no further prompt can be made, or no rollout can be scored
+│   └── TaskError           no further prompt or score is possible
 ├── CallbackError           a callback of asyncrl.run raised
 ├── CheckpointError         a checkpoint cannot be written (the run continues) or read
-│   └── CheckpointDamaged   a checkpoint is corrupt or incomplete: an older one is used
-├── HubError                the Hugging Face hub refuses an export, or cannot be reached
+│   └── CheckpointDamaged   it is corrupt or incomplete: an older one is used
+├── HubError                the Hugging Face hub refuses or is unreachable
 └── RolloutFailure          one bad rollout: data, not a crash; caught once, in rollouts/
-    ├── RolloutTimeout      it ran past rollout.timeout_s
+    ├── RolloutTimeout      it exceeded rollout.timeout_s
     ├── PromptUnusable      the prompt can never be sampled
-    ├── RewardFailure       the reward function raised, ran out of time or returned no finite number
-    └── RequestRefused      an engine server refused a request (too long, for example)
-WouldWait                   an x_nowait call would have to wait (no failure)
+    ├── RewardFailure       the reward function raised, timed out or returned no finite number
+    └── RequestRefused      an engine server refused a request
+WouldWait                   an x_nowait call would have to wait
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OF_TRAIN = frozenset(
 
 
 class AsyncrlError(Exception):
-    """A failure with its values, the broken rule, and the way out, which stay attributes."""
+    """A failure, the broken rule, and the way out."""
 
     exit_code = 1
 
@@ -61,20 +61,19 @@ class ConfigError(AsyncrlError):
 
 
 class CallbackError(AsyncrlError):
-    """A callback of asyncrl.run raised `error`. The run has ended and can be resumed."""
+    """A callback of asyncrl.run raised `error`. The run can be resumed."""
 
     error: Exception
 
 
 def without_train(module: str) -> ConfigError:
-    """Return the error for a missing `module` of OF_TRAIN."""
     what = f"this command needs the package {module}, which is not installed"
     return ConfigError(what, rule="the extra train brings it", way_out=f"{install_extra('train')}.")
 
 
 @contextlib.contextmanager
 def may_lack_train(name: str, unseen: list[str] | None) -> Iterator[None]:
-    """Add `name` to `unseen`, if given, when a package of the extra train is missing."""
+    """Add `name` to `unseen` when a package of the extra train is missing."""
     try:
         yield
     except ModuleNotFoundError as absent:
@@ -96,7 +95,7 @@ class HubError(AsyncrlError):
 
 
 class RoomError(AsyncrlError):
-    """A part of the run is broken, which ends the run. `fault` is the message without the name."""
+    """Ends the run. `fault` is the message without the name."""
 
     def __init__(self, room: str, what: str, *, rule: str = "", way_out: str = "") -> None:
         self.room, self.fault = room, what
@@ -112,7 +111,7 @@ class EngineError(RoomError):
 
 
 class EngineLost(EngineError):  # noqa: N818  a state of the server
-    """An engine server does not answer. `is_told`: its supervisor knows already."""
+    """`is_told`: its supervisor knows already."""
 
     def __init__(
         self, room: str, what: str, *, rule: str = "", way_out: str = "", is_told: bool = False
@@ -155,7 +154,7 @@ class RolloutTimeout(RolloutFailure):
 
 
 class PromptUnusable(RolloutFailure):
-    """The prompt is too long, or cannot be sent to a worker. It is not retried."""
+    pass
 
 
 class RewardFailure(RolloutFailure):
@@ -163,8 +162,6 @@ class RewardFailure(RolloutFailure):
 
 
 class RequestRefused(RolloutFailure):
-    """An engine server refused a request. `why` omits names of engines and requests, for clients."""
-
     def __init__(self, what: str, *, why: str = "", rule: str = "", way_out: str = "") -> None:
         super().__init__(what, rule=rule, way_out=way_out)
         self.why = why or what
@@ -175,7 +172,7 @@ class WouldWait(Exception):  # noqa: N818  no failure
 
 
 def first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error that is not itself a group, preferring AsyncrlError."""
+    """Return the first error that is no group, preferring AsyncrlError."""
     cause: BaseException = errors.subgroup(AsyncrlError) or errors
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]

@@ -20,7 +20,6 @@ _BLOCK = 2**16
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,18 +28,17 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file below a folder to disk, then all folder entries."""
     paths = list(folder.rglob("*"))
     for path in [*filter(Path.is_file, paths), *filter(Path.is_dir, paths), folder]:
         sync(path)
 
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line with its line end), last line first, reading only as far as needed."""
+    """Yield (offset, whole line), last line first, reading only as far as needed."""
     with path.open("rb") as file:
         begin, held = file.seek(0, os.SEEK_END), b""
         while begin:
-            size = min(begin, max(_BLOCK, len(held)))  # double the read for long lines
+            size = min(begin, max(_BLOCK, len(held)))
             begin -= size
             file.seek(begin)
             held = file.read(size) + held
@@ -64,7 +62,7 @@ def sha256_of(path: Path) -> str:
 
 
 def open_as(folder: Path, like: Path) -> None:
-    """Give a folder's files the mode of `like`: safetensors ignores the umask and uses 0600."""
+    """Give a folder's files the mode of `like`: safetensors uses 0600."""
     mode = stat.S_IMODE(like.stat().st_mode)
     for path in folder.iterdir():
         path.chmod(mode)
@@ -89,10 +87,7 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path for a new folder, which gets its final name at the end, or is removed on an error.
-
-    An older folder of that name is removed last, so one of the two survives a kill (settle_folder).
-    """
+    """Yield a path for a new folder, which gets its final name at the end, or is removed on an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -105,7 +100,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`, replacing an existing one."""
     old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -125,21 +119,21 @@ def settle_folder(folder: Path) -> None:
 
 
 TRIES, PAUSE_S = 3, 0.02
-"""`asyncrl status` takes the lock for an instant to check for a live run."""
+"""Retries, since `asyncrl status` takes the lock for an instant."""
 _ONE_WRITES = "one process at a time writes into a run directory"
 _held: set[Path] = set()
-"""Files locked by this process. NFS locks belong to the process: a second lock would succeed."""
+"""Locked files. NFS locks belong to the process: a second lock would succeed."""
 
 
 class RunLock:
-    """Exclusive right of a process to write into a run directory. Children do not inherit it."""
+    """Exclusive right of a process to write into a run directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
 
     def acquire(self) -> RunLock:
-        """Take the lock without waiting. Raises JournalError that names the holder."""
+        """Take the lock. Raises JournalError that names the holder."""
         key = self.path.resolve()
         if key in _held:
             raise self._refused(os.getpid())

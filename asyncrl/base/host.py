@@ -1,4 +1,4 @@
-"""Memory and cores of this process within its container's limits; hidden memory."""
+"""Memory and cores of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILE_PAGES = ("inactive_file", "active_file", "total_inactive_file", "total_act
 
 
 def available_memory() -> int:
-    """Return the bytes available: the host's, or the limit of control groups (v1 or v2) if lower."""
+    """Return available bytes, within the control groups' limit (v1 or v2)."""
     left = [psutil.virtual_memory().available]
     for folder in _groups("memory"):
         is_old = (folder / "memory.limit_in_bytes").exists()
@@ -30,7 +30,7 @@ def available_memory() -> int:
 
 
 def num_cores() -> int:
-    """Return usable cores: the affinity, or the control groups' quota, rounded up, if lower."""
+    """Return usable cores: the affinity, or the control groups' quota, rounded up."""
     cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for folder in _groups("cpu"):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
@@ -42,7 +42,6 @@ def num_cores() -> int:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Yield folders of the groups that limit this process, its own first."""
     for line in _text(MEMBERSHIP).splitlines():
         _, names, path = line.split(":", 2)
         if names == "" or controller in names.split(","):
@@ -71,9 +70,7 @@ def _text(path: Path) -> str:
 
 def hide_memory() -> None:
     """Hide environment and memory from other processes of this user, such as programs of a model. Linux
-    only.
-
-    Children are not hidden, because an exec undoes it.
+    only; undone by an exec.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE

@@ -1,4 +1,4 @@
-"""Client side of internal calls: a Caller calls one server with the run's secret (serving.py)."""
+"""Client side of internal calls with the run's secret (serving.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from asyncrl.base.message import ErrorBody
 
 OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""This machine is out of file descriptors; the server may be healthy."""
+"""This machine is out of file descriptors."""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -36,7 +36,7 @@ class CallLost(Exception):  # noqa: N818  a state of the call
 
 
 class CallGarbled(CallLost):
-    """The server answered with an invalid body, in `status` and `text`."""
+    """The server answered with an invalid body."""
 
     def __init__(self, server: str, path: str, why: str, *, status: int = 200, text: bytes = b"") -> None:
         self.status, self.text = status, text
@@ -70,7 +70,7 @@ class FrameSocket:
 
 
 class Caller:
-    """Calls one server at `url` (http://127.0.0.1:PORT). Connections open on first use, until aclose()."""
+    """Calls one server at `url`. Connections stay open until aclose()."""
 
     def __init__(self, name: str, url: str, secret: str) -> None:
         self.name = name
@@ -79,7 +79,7 @@ class Caller:
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
-        """GET. Raises CallRefused or CallLost. `timeout_s` None: wait until the server answers or is gone."""
+        """GET. Raises CallRefused or CallLost. `timeout_s` None: until the server answers or is gone."""
         return await self._call("GET", path, None, answer, timeout_s)
 
     async def post(self, path: str, body: Body, answer: type[Answer], *, timeout_s: float | None) -> Answer:
@@ -102,9 +102,8 @@ class Caller:
         raise self._refusal(path, response.status, text, answer)
 
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
-        """POST a message and yield whole lines of the answer as they arrive. Raises CallRefused, CallLost.
-
-        To stop early, close the generator (contextlib.aclosing).
+        """POST a message and yield lines of the answer as they arrive. Raises CallRefused, CallLost. To
+        stop early, close the generator.
         """
         try:
             async with await self._begin("POST", path, body) as response:

@@ -1,4 +1,4 @@
-"""Base class of all messages, the error body, and the last log line of a child process."""
+"""Base classes of messages and error answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SECRET_ENV = "ASYNCRL_SECRET"
 
 
 WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
-"""Environment variable with the worker key: command lines are public."""
+"""Environment variable with the worker key, since command lines are public."""
 
 
 class Message(BaseModel):
@@ -20,7 +20,7 @@ class Message(BaseModel):
 
 
 class ErrorBody(Message):
-    """Body of every answer with a status of 400 or above."""
+    """Body of every error answer."""
 
     error: str
     rule: str = ""
@@ -28,7 +28,7 @@ class ErrorBody(Message):
 
 
 FATAL_PREFIX = "asyncrl-error: "
-"""Prefix of a failing child's ErrorBody as JSON, on one line of its log."""
+"""Prefix of a failing child's ErrorBody as JSON, on one log line."""
 
 
 def fatal_line(error: ErrorBody) -> str:
@@ -36,7 +36,6 @@ def fatal_line(error: ErrorBody) -> str:
 
 
 def find_fatal(log: str) -> ErrorBody | None:
-    """Return the error in the last such line of a log, if any."""
     lines = [line for line in log.splitlines() if line.startswith(FATAL_PREFIX)]
     with contextlib.suppress(ValueError, IndexError):
         return ErrorBody.model_validate_json(lines[-1].removeprefix(FATAL_PREFIX))

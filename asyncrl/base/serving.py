@@ -1,8 +1,8 @@
 """Server side of internal calls: a child process serves an app on an inherited socket (http.Caller).
 
-A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its JSON spec, N a socket on which the
-parent listens already. Standard input is a pipe whose first line has the secrets; when it ends, the child
-exits. Without such a line, SECRET_ENV in the environment has the secret.
+A child is started as `python -m MODULE --spec FILE --fd N`, with a JSON spec and the parent's listening
+socket. Standard input is a pipe whose first line has the secrets, or else SECRET_ENV; when it ends, the
+child exits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Refused(Exception):  # noqa: N818  an answer, not a crash of the server
 
 
 def child_arguments() -> tuple[str, int]:
-    """Return (spec text, number of the inherited socket) of a child process."""
+    """Return (spec text, number of the inherited socket)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", required=True)
     parser.add_argument("--fd", required=True, type=int)
@@ -50,7 +50,7 @@ def child_arguments() -> tuple[str, int]:
 
 
 def secret_of(name: str) -> str:
-    """Return the named secret from the parent or the environment. Ends this child without one."""
+    """Return a secret from the parent or the environment. Ends this child without one."""
     secret = _secrets_from_parent().get(name) or os.environ.get(name)
     return secret or fail(f"its parent has not passed {name}", way_out="start it through asyncrl.")
 
@@ -62,18 +62,18 @@ def _secrets_from_parent() -> dict[str, str]:
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
-    secrets: dict[str, str] = json.loads(line or b"{}")  # no line: the parent is gone already
+    secrets: dict[str, str] = json.loads(line or b"{}")  # the parent is gone already
     return secrets
 
 
 def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
-    """End this child with an error that the parent shows."""
+    """End this child with an error for the parent."""
     print(fatal_line(ErrorBody(error=error, rule=rule, way_out=way_out)), file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
 def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
-    """Exit when standard input ends, and dump stacks on SIGUSR1. Call it before any slow import."""
+    """Exit when standard input ends; dump stacks on SIGUSR1. Call it before any slow import."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _secrets_from_parent()
 
@@ -94,7 +94,7 @@ def words_of(error: Exception) -> ErrorBody:
 
 def make_app(secret: str, *, words: Callable[[Exception], ErrorBody] = words_of) -> web.Application:
     """Return an app protected by the secret, with ErrorBody for every error; `words` describes unexpected
-    ones (500).
+    ones.
     """
     expected = f"Bearer {secret}".encode()
 
@@ -120,9 +120,7 @@ def make_app(secret: str, *, words: Callable[[Exception], ErrorBody] = words_of)
 
 
 def add_route(app: web.Application, method: str, path: str, act: Callable[..., Awaitable[BaseModel]]) -> None:
-    """Answer with the result of `act` as JSON. Its first parameter, if any, is the body: a message or raw
-    bytes.
-    """
+    """Answer with the result of `act` as JSON. Its first parameter, if any, is the body."""
     kinds = [kind for name, kind in get_type_hints(act).items() if name != "return"]
 
     async def handle(request: web.Request) -> web.Response:
@@ -151,9 +149,7 @@ def json_answer(body: BaseModel, status: int = 200) -> web.Response:
 def serve(
     app: web.Application, fd: int, *, handles_signals: bool = True, cancels_handlers: bool = False
 ) -> None:
-    """Serve on the inherited socket, until SIGTERM with `handles_signals`. `cancels_handlers`: of callers
-    that leave.
-    """
+    """Serve on the inherited socket, until SIGTERM with `handles_signals`."""
     web.run_app(
         app,
         sock=socket.socket(fileno=fd),

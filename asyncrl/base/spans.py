@@ -1,4 +1,4 @@
-"""Spans: timed activities of the run, reported to a listener (observe/timeline.py)."""
+"""Timed activities of the run, reported to a listener (observe/timeline.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SHORTEST_S = 0.0005
 
 
 class TimedSpan(NamedTuple):
-    """`lane`: actor; `kind`: activity, as in observe/page/lanes.py; times are time.monotonic; `number`:
-    batch or policy_version, or -1.
+    """`lane`: actor; `kind`: activity (observe/page/lanes.py); times are time.monotonic; `number`: batch or
+    policy_version, or -1.
     """
 
     lane: str
@@ -28,7 +28,7 @@ _listener: ContextVar[Callable[[TimedSpan], None] | None] = ContextVar("listener
 
 
 def listen_to_spans(listener: Callable[[TimedSpan], None]) -> None:
-    """Report spans of this task and its later child tasks to the listener."""
+    """Report spans of this task and its later child tasks."""
     _listener.set(listener)
 
 

@@ -1,7 +1,6 @@
 """Staging folders of weights, locked by their owner so that later processes can remove stale ones.
 
-Unlike a pid, the lock works across containers. On disk the name begins with the host's, because machines
-may not see each other's locks.
+Unlike a pid, the lock works across containers. On disk the name begins with the host's.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def shared_memory_root() -> Path:
 
 
 def disk_root(disk_dir: str | None) -> Path | None:
-    """Create and return weight_sync.disk_dir; None means shared memory. Raises ConfigError. Blocks."""
+    """Create and return weight_sync.disk_dir, or None. Raises ConfigError. Blocks."""
     if disk_dir is None:
         return None
     folder = Path(disk_dir).expanduser().absolute()
@@ -46,7 +45,7 @@ def disk_root(disk_dir: str | None) -> Path | None:
 
 
 def new_staging_dir(disk_dir: Path | None = None) -> Path:
-    """Make a staging folder, owned until removal or the end of this process. Raises RoomError. Blocks."""
+    """Make a staging folder, owned until the end of this process. Raises RoomError. Blocks."""
     while True:
         name = _pattern(disk_dir).replace("*", f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
         folder = (disk_dir or shared_memory_root()) / name
@@ -92,7 +91,7 @@ def _pattern(disk_dir: Path | None) -> str:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock the file; None if another process holds or removed it. Raises OSError if locks are unsupported."""
+    """Lock the file; None if another process holds or removed it. Raises OSError."""
     descriptor, is_ours = os.open(path, os.O_RDWR | os.O_CLOEXEC), False
     try:
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
@@ -105,7 +104,6 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(folder: Path, lock: int) -> None:
-    """Remove the folder, the lock last, so that an interrupted removal can be repeated."""
     try:
         with contextlib.suppress(OSError):
             if not folder.name.endswith(_GONE):

@@ -1,7 +1,5 @@
-"""User code: loaded by name (load_object), awaited with a limit (UserCalls).
-
-A coroutine that swallows CancelledError and a thread that never returns are abandoned: nothing waits for
-them.
+"""User code: loaded by name (load_object), awaited with a limit (UserCalls), abandoned if it cannot be
+ended.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure
 
 
 def find_here() -> str:
-    """Make modules of the working directory importable, as with `python -m`; return its path."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -35,7 +32,7 @@ def find_here() -> str:
 
 
 def load_object(spec: str, setting: str) -> Any:
-    """Import `module:attribute`, also from the working directory. Raises ConfigError about `setting`."""
+    """Import `module:attribute`. Raises ConfigError about `setting`."""
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{setting}={spec} is not module:name", way_out="write it like my_task:MyTask.")
@@ -92,13 +89,12 @@ def check_call(
 
 
 def raised(error: BaseException) -> str:
-    """Describe an error of user code and its place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {message_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
 
 
 def message_of(error: BaseException) -> str:
-    """Return the error's type and text; a user's __str__ may raise, too."""
+    """Return the error's type and text; a user's __str__ may raise."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
@@ -109,18 +105,17 @@ Result = TypeVar("Result")
 GRACE_S = 5.0
 """Seconds for a cancelled call to clean up."""
 MAX_ABANDONED = 64
-"""Maximum running abandoned calls of a function; then it is not called again."""
+"""Maximum running abandoned calls of a function."""
 
-WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit what is awaited."
+WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit every await."
 
 _abandoned: set[asyncio.Task[Any]] = set()
 """Abandoned tasks: destroying an unreferenced task would resume its coroutine."""
 
 
 class UserCalls:
-    """Awaits calls of one user function and abandons those that ignore cancellation.
+    """Awaits calls of one user function; abandons a call that ignores cancellation.
 
-    Waits: run waits for the call, until cancelled.
     Invariant: run returns at most grace_s after its cancellation, and at once after a second one.
     """
 
@@ -133,7 +128,7 @@ class UserCalls:
         grace_s: float | None = None,
         way_out: str = WAY_OUT,
     ) -> None:
-        """`error` makes the error that ends the run or worker; `warn` reports the first abandoned call."""
+        """`error` makes the fatal error; `warn` reports the first abandoned call."""
         self.name = name
         self._error = error
         self._warn = warn
@@ -143,7 +138,7 @@ class UserCalls:
         self.num_abandoned = 0
 
     def check(self) -> None:
-        """Raise `error` if too many abandoned calls are alive. Call it before the function."""
+        """Raise `error` if too many abandoned calls are alive."""
         if len(self._alive) >= MAX_ABANDONED:
             rule = f"at most {MAX_ABANDONED} may be left running, because nothing can end them"
             raise self._error(self._describe(len(self._alive)), rule=rule, way_out=self._way_out)
@@ -163,8 +158,8 @@ class UserCalls:
                     self.left_running(task)
             raise
         if task.cancelled():
-            rule = "nothing outside cancelled it: it cancelled itself, or what it awaited was cancelled"
-            way_out = "catch the CancelledError where it is raised, and raise another error instead."
+            rule = "nothing outside cancelled it: it cancelled itself, or an awaited task was cancelled"
+            way_out = "catch the CancelledError inside it, and raise another error."
             raise RolloutFailure(f"{self.name} raised CancelledError", rule=rule, way_out=way_out)
         result, error = task.result()
         if error is not None:
@@ -172,7 +167,6 @@ class UserCalls:
         return cast(Result, result)
 
     def left_running(self, call: asyncio.Future[Any]) -> None:
-        """Count an abandoned call until it ends."""
         self._alive.add(call)
         call.add_done_callback(self._alive.discard)
         self.num_abandoned += 1
@@ -185,7 +179,7 @@ class UserCalls:
 
 
 async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:
-    """Return a call's result and error: SystemExit or KeyboardInterrupt in a task would end the loop."""
+    """Return a call's result and error: SystemExit in a task would end the loop."""
     try:
         return await call, None
     except asyncio.CancelledError:
@@ -195,16 +189,14 @@ async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException 
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
-    """Unregister a task from asyncio, so that asyncio.run neither cancels nor awaits it."""
+    """Unregister a task, so that asyncio.run neither cancels nor awaits it."""
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
     asyncio.tasks._unregister_task(task)
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Daemon threads for asyncio.to_thread: hanging user calls block neither others nor the end of the
-    process.
-    """
+    """Daemon threads for asyncio.to_thread, which never block the end of the process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +231,7 @@ def _answer(future: Future[Any], call: Callable[[], Any]) -> None:
 
 
 async def cancel_remaining(main: Awaitable[Result]) -> Result:
-    """Await `main`, then cancel the loop's other tasks and abandon those still running after GRACE_S."""
+    """Await `main`, then cancel other tasks and abandon those still running after GRACE_S."""
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
     try:
         return await main
@@ -256,7 +248,7 @@ async def cancel_remaining(main: Awaitable[Result]) -> Result:
 
 @atexit.register
 def _leak_abandoned() -> None:
-    """Leak a reference to each abandoned task: Python's final cleanup would resume its coroutine."""
+    """Leak abandoned tasks: Python's final cleanup would resume their coroutines."""
     for task in _abandoned:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 

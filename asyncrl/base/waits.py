@@ -46,7 +46,7 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
 
 
 class OpenWait:
-    """A waiting task, from __enter__ to __exit__. Its text is computed on demand."""
+    """A waiting task. Its text is computed on demand."""
 
     __slots__ = ("_code", "_declared", "_table", "kind", "on", "outer", "since_s", "task", "what", "who")
     outer: OpenWait | None
@@ -77,7 +77,6 @@ class OpenWait:
         return self._code.co_qualname.replace(".<locals>", "")
 
     def _named(self) -> str:
-        """Return the task's name, or the class of the waiting method; rollouts share one name."""
         name = self.task.get_name() if self.task is not None else "Task-0"
         if name.startswith("rollout "):
             return "rollouts"
@@ -85,10 +84,10 @@ class OpenWait:
 
 
 class OpenWaits:
-    """Open waits of one loop, the innermost of each task, by kind. All operations take constant time."""
+    """Open waits of one loop, the innermost of each task, by kind, in constant time."""
 
     MAX_ASKED = 32
-    """Waits of a kind to check for the oldest; they are in order, except after an inner wait has ended."""
+    """Waits of a kind to check for the oldest."""
 
     def __init__(self) -> None:
         self.innermost: dict[asyncio.Task[Any] | None, OpenWait] = {}
@@ -134,12 +133,12 @@ _OPEN = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, OpenWaits]()
 
 
 def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWait:
-    """Declare a wait, such as "the optimizer step of batch 7" on "trainer-0"; `what` may be a function."""
+    """Declare a wait, such as "the optimizer step of batch 7" on "trainer-0"."""
     return OpenWait(what, on, who, sys._getframe(1).f_code)
 
 
 def open_waits() -> list[tuple[OpenWait, int]]:
-    """Return the innermost waits of the running loop's tasks: the oldest of each kind, and their number."""
+    """Return innermost waits: the oldest of each kind, and their number."""
     table = _OPEN.get(asyncio.get_running_loop())
     return [] if table is None else table.told()
 
@@ -152,7 +151,7 @@ def waits_of_tasks() -> dict[str, OpenWait]:
 
 
 class Computation(functools.partial[T]):
-    """A call without waits, which a virtual clock may run in place of a thread."""
+    """A call without waits, which a virtual clock may run inline."""
 
 
 async def computed(func: Callable[..., T], *args: Any) -> T:
@@ -165,7 +164,7 @@ _TURNS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
 @contextlib.asynccontextmanager
 async def loop_turn() -> AsyncIterator[None]:
-    """Run a block that wakes many tasks in its own iteration of the event loop."""
+    """Run a block that wakes many tasks in its own loop iteration."""
     lock = _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock())
     async with lock:
         yield
@@ -173,7 +172,6 @@ async def loop_turn() -> AsyncIterator[None]:
 
 
 def await_chain(awaitable: Any) -> Iterator[FrameType]:
-    """Yield frames from a coroutine down to its innermost wait."""
     names = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
     while found := next((pair for pair in names if hasattr(awaitable, pair[0])), None):
         if (frame := getattr(awaitable, found[0])) is not None:

@@ -28,7 +28,7 @@ MAX_FILTERED_GROUPS = 256
 
 
 class WaitMeter:
-    """Seconds of one wait by cause; a cause of None is no wait."""
+    """Seconds of one wait by cause (None: no wait)."""
 
     def __init__(self, now_s: float, cause: WaitCause | None, batch: int = -1) -> None:
         self._batch = batch
@@ -49,7 +49,7 @@ class WaitMeter:
 
 
 OnRequeued = Callable[[GroupId, Group | None, str], None]
-"""(group_id, the ready group or None if it still runs, "dropped" or "all_masked")."""
+"""(group_id, the ready group or None if it still runs, reason)."""
 
 
 class Buffer:
@@ -98,7 +98,7 @@ class Buffer:
         self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]
     ) -> tuple[GroupId, ...]:
         """Restore the state of a killed run, before any other call; batch `version` is next. Returns the
-        groups that no batch can use under changed settings, without `on_requeued`.
+        groups that no batch can use under changed settings.
         """
         starts = {ticket.group_id: ticket.start_version for ticket in running}
         versions = {group.group_id: _versions(group) for group in ready}

@@ -16,9 +16,7 @@ NUM_FIRST = 4
 MIN_LACK_FRACTION = 0.03
 """Fraction of the time that the trainer may lack groups."""
 BATCH_IN_HAND = 0.9
-"""Ready batches to keep: the fewest that keep the trainer 95 % busy in simulations (lognormal lengths, sigma
-0.5 to 1.5).
-"""
+"""Ready batches to keep: in simulations the fewest that keep the trainer 95 % busy."""
 SLACK = 0.3
 """Excess batches before lowering."""
 FIRST_HOLD = 96
@@ -58,7 +56,7 @@ class LookAhead:
         self._samples: deque[_Sample] = deque(maxlen=MEMORY)
         self._decide_at = WARM_UP + FIRST_WINDOW
         self._num_decisions = 0
-        # (look-ahead, mean time for a batch, its error as a fraction) before a raise on trial
+        # (look-ahead, mean time for a batch, its error) before a raise on trial
         self._trial_of: tuple[int, float, float] | None = None
         self._judge_at = 0
         self._limit, self._limit_until, self._raise_hold = max_staleness, 0, FIRST_HOLD

@@ -148,8 +148,8 @@ class StalenessRule:
     ) -> tuple[GroupId, ...]:
         """Restore the state of a killed run; batch `version` is next.
 
-        `running`: id -> start version, `ready`: id -> (oldest, newest) version. Returns and forgets the
-        groups that no batch can use under changed settings.
+        `running`: id -> start version, `ready`: id -> (oldest, newest). Returns and forgets the groups that
+        no batch can use under changed settings.
         """
         self.next_batch = self.served = version
         self.num_issued = next_group_id
@@ -232,9 +232,7 @@ class StalenessRule:
     def _late(
         self, deadlines: Mapping[GroupId, int], ready: Mapping[GroupId, tuple[int, int]]
     ) -> set[GroupId]:
-        """Return the fewest groups to drop so that invariants (2) and (3) hold; of equal deadlines, running
-        groups.
-        """
+        """Return the fewest groups to drop so that invariants (2) and (3) hold."""
         late: set[GroupId] = set()
         num_kept = 0
         for deadline, is_running, group_id in sorted((deadlines[i], i not in ready, i) for i in deadlines):

@@ -1,4 +1,4 @@
-"""The settings of a run, checked without torch and without looking at devices."""
+"""The settings of a run."""
 
 from asyncrl.config.generation import BufferConfig as BufferConfig
 from asyncrl.config.generation import EvalConfig as EvalConfig

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class FrozenConfig(BaseModel):
-    """Frozen; refuses unknown keys. Validators reject; they never repair."""
+    """Frozen; refuses unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
@@ -17,7 +17,7 @@ class FrozenConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _none_is_the_off_word(cls, values: Any) -> Any:
-        """Read `none` as null if the field allows null; otherwise it is text."""
+        """Read `none` as null if the field allows null."""
         if not isinstance(values, dict):
             return values
         fields = cls.model_fields.items()
@@ -25,12 +25,11 @@ class FrozenConfig(BaseModel):
         return {key: None if value == "none" and key in nullable else value for key, value in values.items()}
 
     def given(self, *names: str) -> list[str]:
-        """Return the names whose values differ from their defaults."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
 def tag_of(value: Any) -> str:
-    """Tag one form of a section. Brackets keep the tag out of errors."""
+    """Tag one form of a section, without the tag in errors."""
     return "[several]" if isinstance(value, list) else "[one]"
 
 
@@ -41,6 +40,6 @@ Device = Literal["auto", "cpu", "cuda"]
 """auto = CUDA if available, else CPU."""
 
 DType = Literal["auto", "float32", "bfloat16"]
-"""launch/capacity.py resolves auto; a process started by hand takes bfloat16 on CUDA, float32 on a CPU."""
+"""launch/capacity.py resolves auto."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]

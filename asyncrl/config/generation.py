@@ -26,41 +26,33 @@ EngineKind = Literal["embedded", "vllm", "simulated"]
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """Facts about an engine kind for settings and placement. `settings`: keys of `rollout` that only this
-    kind reads.
-    """
+    """Facts about an engine kind. `settings`: keys of `rollout` that only this kind reads."""
 
     settings: tuple[str, ...] = ()
     has_model: bool = True
     free_settings: tuple[str, ...] = ()
-    """Keys that may change when a run resumes."""
     package: str | None = None
     """Package in the servers' own Python: rollout.{package}_python."""
     receives_transfers: bool = False
     """Weights may be sent from device to device."""
     opens_chunks: bool = True
-    """When colocated, it opens the memory of the trainer's chunks."""
     stages_weights: bool = True
-    """On separate devices, it holds the next weights in addition to the current ones."""
+    """On separate devices, it holds two sets of weights."""
     sleeps_on_cpu: bool = True
     """When colocated, it can free its memory on a CPU."""
     keeps_turns: bool = False
-    """A second KV cache of equal size for agent conversations is available."""
+    """A second KV cache for agent conversations is available."""
     returns_routing: bool = False
-    """Can report the experts of each token."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
     """Kind of device that supports rollout.deterministic."""
     pages_kv: bool = False
-    """On CUDA, a sequence's KV cache grows as needed; a full cache makes the sequence wait."""
+    """On CUDA, sequences wait for a full KV cache."""
     kv_block: int = 1
-    """Tokens per KV cache block."""
     forward_tokens: int = 0
-    """Maximum tokens of a forward pass."""
     logit_copies: int = 0
-    """Float32 arrays of vocabulary size that a step makes per slot."""
+    """Float32 arrays of vocabulary size per slot in a step."""
 
     def kv_length(self, length: int) -> int:
-        """Return the KV cache tokens of a sequence of this length."""
         return -(-length // self.kv_block) * self.kv_block
 
 
@@ -94,12 +86,12 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
 
 
 class EngineRange(FrozenConfig):
-    """Limits of `asyncrl scale`, which changes the number of engines during a run."""
+    """Limits of `asyncrl scale`."""
 
     min: int = Field(default=1, ge=1)
     """Minimum number of running engines."""
     max: int = Field(ge=1)
-    """Maximum. Devices, memory and threads are planned for this number."""
+    """Maximum number of engines, used to plan devices, memory and threads."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -118,17 +110,17 @@ class RolloutConfig(FrozenConfig):
     num_engines: PositiveInt | EngineRange = 1
     """Engine servers: a number, or {min: 1, max: 8} to allow `asyncrl scale`."""
     engine: EngineKind = "embedded"
-    """embedded: torch, any Hugging Face causal model. vllm: vLLM's own server (docs/engines.md). simulated:
-    random tokens with a latency model, for load tests."""
+    """embedded: torch, any Hugging Face causal model. vllm: vLLM's server (docs/engines.md). simulated: a
+    latency model, for load tests."""
     simulated: LatencyModel = LatencyModel()
     """Latencies and completion lengths of the simulated engine."""
     vllm: dict[str, Any] = {}
-    """Arguments of `vllm serve` by name, passed unchanged. Arguments that the run sets itself are refused."""
+    """Arguments of `vllm serve` by name, except those that the run sets itself."""
     vllm_python: str = "auto"
     """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout)."""
     urls: list[str] | None = None
-    """URLs of num_engines running vLLM servers, whose key is in ASYNCRL_VLLM_KEY (none = the run starts its
-    own)."""
+    """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the run starts
+    its own)."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices per vLLM engine."""
     slots: int = Field(default=64, ge=1)
@@ -136,25 +128,23 @@ class RolloutConfig(FrozenConfig):
     max_tokens: int = Field(default=256, ge=1)
     """Maximum sampled tokens of a rollout."""
     max_prompt_tokens: int = Field(default=256, ge=1)
-    """Maximum prompt length in tokens. A longer prompt is a failed rollout, never cut."""
+    """Maximum prompt tokens. A longer prompt fails, and is never cut."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; logprobs on both sides are of the tempered distribution."""
+    """Sampling temperature, also of logprobs."""
     timeout_s: float | None = Field(default=600.0, gt=0)
-    """Timeout for a rollout with all its retries, in seconds. An agent's wait for a worker does not count
-    (none = off)."""
+    """Timeout for a rollout with all its retries, in seconds, without an agent's wait for a worker (none =
+    off)."""
     retries: int = Field(default=2, ge=0)
     """Retries of a failed rollout, within timeout_s."""
     max_failed_groups: int = Field(default=16, ge=1)
     """End the run after this number of consecutive groups without a usable rollout."""
     max_requeues: int = Field(default=3, ge=0)
-    """Times that a failed, overdue or fully masked prompt is sampled again, with other seeds, before it is
-    given up (rollout/given_up)."""
+    """Times that a failed, overdue or fully masked prompt is sampled again."""
     deterministic: Literal["auto"] | bool = "auto"
-    """Make a request's tokens depend only on its prompt, seed and weights. vLLM on CUDA may lose throughput
-    (auto = true for embedded on a CPU without experts, and for vLLM on CUDA at buffer.max_staleness=0; else
-    false)."""
+    """Make a request's tokens depend only on its prompt, seed and weights (auto = true for embedded on a
+    CPU without experts, and for vLLM on CUDA at buffer.max_staleness=0; else false)."""
     threads: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads of each engine server (auto = a quarter of the cores, at least 1)."""
+    """CPU threads of each engine server (auto = a quarter of the cores)."""
 
     @property
     def facts(self) -> EngineCapabilities:
@@ -162,7 +152,6 @@ class RolloutConfig(FrozenConfig):
 
     @property
     def engine_range(self) -> EngineRange:
-        """Minimum and maximum number of engines; a plain number is both."""
         num = self.num_engines
         return num if isinstance(num, EngineRange) else EngineRange(min=num, max=num)
 
@@ -172,12 +161,10 @@ class RolloutConfig(FrozenConfig):
 
     @property
     def max_engines(self) -> int:
-        """Maximum number of engines; each has a name, a place and a port."""
         return self.engine_range.max
 
     @property
     def max_length(self) -> int:
-        """Maximum tokens of prompt and completion together."""
         return self.max_prompt_tokens + self.max_tokens
 
     @field_validator("urls")
@@ -217,10 +204,10 @@ class BufferConfig(FrozenConfig):
     """The staleness bound, and how far generation runs ahead."""
 
     max_staleness: int = Field(default=1, ge=0)
-    """Hard bound, in policy versions, on the age of every token with a loss weight. 0 = on-policy."""
+    """Hard bound, in policy versions, on the age of every token with a loss weight (0 = on-policy)."""
     look_ahead: Literal["auto"] | NonNegativeInt = "auto"
-    """Batches that generation may run ahead, at most max_staleness (auto = the smallest value that keeps
-    the trainer busy)."""
+    """Batches that generation may run ahead, at most max_staleness (auto = the fewest that keep the trainer
+    busy)."""
     on_overdue: OnOverdue = "mask"
     """Overdue stragglers: train and mask old tokens, wait, or drop and regenerate."""
     filter: Literal["none", "equal_rewards"] = "none"
@@ -237,20 +224,18 @@ class BufferConfig(FrozenConfig):
 
 
 EVAL_SEED = 2**30
-"""Seed of evaluations; a run's seed would evaluate trained prompts."""
+"""Seed of evaluations, unlike the run's seed."""
 
 
 class EvalConfig(FrozenConfig):
-    """A held-out task, sampled at one fixed version. A list of sections gives several evaluations, which
-    run one after another.
-    """
+    """A held-out task, sampled at one version. A list of sections gives several evaluations."""
 
     name: Name | None = None
     """Name in metrics, and task.name of a harness (none = from its task's source)."""
     task: TaskConfig
     """Prompts and rewards, like the section `task`, in file order."""
     every: int = Field(default=20, ge=1)
-    """Evaluate after each multiple of this number of steps, and the last version."""
+    """Evaluate after multiples of this number of steps, and the last version."""
     at_start: bool = True
     """Also evaluate the initial weights."""
     engine: Literal["auto", "own", "rollout"] = "auto"
@@ -258,15 +243,15 @@ class EvalConfig(FrozenConfig):
     evaluation ends. auto = own on placement.eval, a free CUDA device, or the CPU if the rollout engines use
     it or the machine has no CUDA device; else rollout."""
     num_prompts: int = Field(default=64, ge=1)
-    """Prompts per evaluation: the first ones of the task."""
+    """Prompts per evaluation, from the task's first."""
     samples: int = Field(default=1, ge=1)
     """Completions per prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature (0 = greedy)."""
     slots: int = Field(default=32, ge=1)
-    """Samples of this evaluation that are decoded at once."""
+    """Samples that are decoded at once."""
     timeout_s: float = Field(default=1800.0, gt=0)
-    """Timeout for one evaluation, in seconds. On expiry it is abandoned, counted and reported."""
+    """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported."""
 
     @property
     def called(self) -> str:
@@ -276,7 +261,7 @@ class EvalConfig(FrozenConfig):
     def _its_task_is_only_evaluated(self) -> Self:
         if given := self.task.given("name", "share", "sampling"):
             raise ValueError(
-                f"eval.task.{given[0]} is not for evaluations, which sample the same prompts anew; remove it"
+                f"eval.task.{given[0]} is not for evaluations, which sample the same prompts again; remove it"
             )
         if self.called == "task":  # a task reports eval/task/NAME
             raise ValueError("an evaluation cannot be called task; set eval.name to another one")
@@ -286,7 +271,7 @@ class EvalConfig(FrozenConfig):
     def _samples_differ(self) -> Self:
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"eval.samples={self.samples} are all the same at eval.temperature=0; set one of them to 1"
+                f"eval.samples={self.samples} are all the same at eval.temperature=0; set either to 1"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Sections `generator` and `gateway`, and the kinds of harness."""
+"""Sections `generator` and `gateway`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ OnOverflow = Literal["truncate", "fail"]
 @dataclass(frozen=True, slots=True)
 class HarnessKind:
     """`place`: class in asyncrl/agents, made with (GeneratorConfig, is_worker=); raises ConfigError.
-
-    `checked_in`: process that makes one to check the config: the controller (here), a child (user code), or
-    None. `metavar`, `help` and `parse` describe the option of `asyncrl work`.
+    `checked_in`: process that makes one to check the config. `metavar`, `help`, `parse`: option of `asyncrl
+    work`.
     """
 
     place: str
@@ -39,18 +38,15 @@ HARNESSES: Mapping[str, HarnessKind] = {
     ),
     "verifiers": HarnessKind("verifiers:VerifiersHarness", None, "ID", "a verifiers environment."),
 }
-"""Harness kinds by their key of `generator` and option of `asyncrl work`."""
 
 
 def kind_of(config: GeneratorConfig) -> HarnessKind | None:
-    """Return the harness kind; None: a single turn, or remote workers."""
+    """Return the harness kind, None without a local harness."""
     return next((kind for name, kind in HARNESSES.items() if getattr(config, name)), None)
 
 
 class GeneratorConfig(FrozenConfig):
-    """Program of a rollout: `python`, `command`, `verifiers` or `remote`; without any, a rollout is
-    one prompt and one completion.
-    """
+    """Program of a rollout: `python`, `command`, `verifiers` or `remote` (none of these = one completion)."""
 
     python: str | None = None
     """`module:function` of an agent: async (task, session) -> reward, Outcome, or None for the task's
@@ -61,23 +57,20 @@ class GeneratorConfig(FrozenConfig):
     verifiers: str | None = None
     """Id of a verifiers environment, loaded with `args`; its dataset is the task (task.verifiers)."""
     remote: bool = False
-    """Rollouts are run by other machines: `asyncrl work URL`."""
+    """Other machines run the rollouts: `asyncrl work URL`."""
     args: dict[str, Any] = {}
     """Settings of the verifiers environment, or keyword arguments of the python function."""
     env: dict[str, str] = {}
-    """Environment variables of a command, in addition to PATH, HOME, LANG, TMPDIR and the OPENAI_
-    variables."""
+    """Environment variables of a command, in addition to PATH, HOME, LANG, TMPDIR and OPENAI_ variables."""
     pass_env: list[str] = []
-    """Variables of the run's environment that a command also gets, such as a judge's key; never written to
-    a file."""
+    """Variables of the run's environment that a command also gets; never written to a file."""
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """Isolation of a command. bubblewrap: no network except the gateway, and only system files, its work
+    """Isolation of a command. bubblewrap: no network except the gateway, and only system files, the work
     folder and sandbox_paths."""
     sandbox_paths: list[str] = []
-    """Files and folders that a sandboxed command can read, in addition to system files and those in
-    `command`."""
+    """Additional files and folders that a sandboxed command can read."""
     max_memory_mb: PositiveInt | None = None
-    """Memory of each process of a sandboxed command, in MiB (none = no limit)."""
+    """Memory per process of a sandboxed command, in MiB (none = no limit)."""
     outcomes: Outcomes = "returned"
     """Source of rewards. returned: the function's result, or the command's last line. posted: /v1/outcome,
     with a key per task. none: the task's reward function."""
@@ -90,10 +83,9 @@ class GeneratorConfig(FrozenConfig):
     workers: PositiveInt = 1
     """Processes that run the rollouts of `python`, `command` and `verifiers`."""
     concurrency: PositiveInt | Literal["auto"] = "auto"
-    """Concurrent rollouts (auto = rollout.slots * running engines; more if harnesses wait for other
-    things)."""
+    """Concurrent rollouts (auto = rollout.slots * running engines, or more for slow harnesses)."""
     stop: list[str] = []
-    """Texts that end a completion, in addition to the end-of-turn token. Single-turn rollouts only."""
+    """Texts that end a completion, besides the end-of-turn token. Single-turn rollouts only."""
 
     @property
     def is_harness(self) -> bool:
@@ -129,7 +121,7 @@ class GeneratorConfig(FrozenConfig):
         if self.sandbox == "none" and of_sandbox:
             raise ValueError(f"generator.{of_sandbox[0]} needs generator.sandbox=bubblewrap")
         if both := sorted(set(self.env) & set(self.pass_env)):
-            raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from one of them")
+            raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from either")
         return self
 
 
@@ -137,7 +129,7 @@ class GatewayConfig(FrozenConfig):
     """The OpenAI-compatible endpoint for harnesses and `asyncrl serve gateway`."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any address but 127.0.0.1 admits other machines, which still need keys."""
+    """Address to listen on. Any address but 127.0.0.1 admits other machines with keys."""
     port: Port | None = None
     """Port to listen on (none = any free one)."""
     public_url: str | None = None
@@ -153,9 +145,9 @@ class GatewayConfig(FrozenConfig):
     """Thoughts in /v1/chat/completions: in `content` (inline) or in `reasoning_content` (apart)."""
     max_calls: int = Field(default=256, ge=1)
     """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl serve gateway` has no
-    limit and keeps the newest 16 * max_calls conversations."""
+    limit."""
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
-    """Tokens of a rollout; shared context counts in each branch. At the limit the next call gets 429
+    """Tokens of a rollout; shared context counts in each branch. The next call gets 429
     (generator.on_overflow) (none = no limit)."""
     lease_timeout_s: float = Field(default=60.0, gt=0)
-    """Timeout without a heartbeat, in seconds, until a worker is lost and its rollouts fail."""
+    """Timeout without a heartbeat, in seconds, until a worker's rollouts fail."""

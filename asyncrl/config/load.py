@@ -1,4 +1,4 @@
-"""Read a config: YAML plus `key=value` overrides. Errors name the closest valid key."""
+"""Read a config: YAML plus `key=value` overrides."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ OTHER_NAMES = {
     "eval_steps": "eval.every",
     "output_dir": "--run-dir",
 }
-"""Other frameworks' names for our settings, by the last part of the key."""
+"""Other frameworks' names, by the last part of the key."""
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
-"""Alternatives that pydantic adds to an error's location."""
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """2024-13-45 and 0x_ raise ValueError, [[[[... raises RecursionError."""
 
@@ -55,32 +54,31 @@ class _KeysOnce(yaml.SafeLoader):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and check a YAML file with overrides as in config_from. Raises ConfigError."""
+    """Read and check a YAML file with overrides. Raises ConfigError."""
     try:
         values = _parse(Path(path).read_text(encoding="utf-8"), _KeysOnce, str(path))
     except (OSError, *_NO_YAML) as error:
         raise ConfigError(
             f"cannot read the config {path}: {error}",
-            way_out="give the path of a YAML file, like configs/quickstart.yaml, and correct what it names.",
+            way_out="give the path of a YAML file, like configs/quickstart.yaml, and correct the named keys.",
         ) from error
     return config_from(values, overrides, str(path))
 
 
 def name_of_config(path: Path) -> str:
-    """Return the name of its runs: the file's name, or the run directory's for config.yaml."""
     return path.resolve().parent.name if path.name == "config.yaml" else path.stem
 
 
 def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the config") -> RunConfig:
-    """Check a config mapping. `overrides` are `section.key=value`, the value as YAML. Raises ConfigError,
-    which names every wrong key and value, and the closest right key.
+    """Check a config mapping. `overrides` are `section.key=value`, the value as YAML. Raises ConfigError
+    for all errors at once.
     """
     for override in overrides:
         values = _with(values, override)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        lines = dict[str, str]()  # a union's alternatives report separately
+        lines = dict[str, str]()
         for problem in error.errors():
             key, separator, message = _explain(dict(problem), path).partition(f" in {path}: ")
             lines[key] = f"{lines[key][:-1]}, or: {message}" if key in lines else key + separator + message
@@ -89,16 +87,15 @@ def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the con
 
 
 def run_config_yaml(config: RunConfig) -> str:
-    """Return the resolved config as YAML that load_config reads back unchanged."""
     values = config.model_dump()
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    if re.search("[\x85\u2028\u2029]", text):  # Unicode line ends would be read back as plain ones
+    if re.search("[\x85\u2028\u2029]", text):  # would be read back as plain line ends
         text = yaml.safe_dump(values, sort_keys=False)
     return text
 
 
 def _parse(text: str, kind: type[yaml.SafeLoader], name: str) -> Any:
-    """Parse YAML text; `name` is its place in errors. Raises the errors of _NO_YAML."""
+    """Parse YAML text; `name` is its place in errors. Raises _NO_YAML."""
     loader = kind(text)
     loader.name = name
     try:
@@ -114,7 +111,7 @@ def _with(values: Any, override: str) -> dict[str, Any]:
         if not (separator and all(names)):
             raise ValueError("it is no key=value")
         plain = ".".join([names[0], *names[2:]]) if _is_of_several(values, names) else key
-        is_free = plain not in all_keys()  # as in task.args: no model defines none there
+        is_free = plain not in all_keys()  # as in task.args
         value = None if text == "none" and is_free else _parse(text, yaml.SafeLoader, key)
         found: dict[str, Any] = _set(values, names, value)
         return found
@@ -126,12 +123,11 @@ def _with(values: Any, override: str) -> dict[str, Any]:
 
 
 def _is_of_several(values: Any, names: Sequence[str]) -> bool:
-    """Return True if the key names one section of a list: task.0.size, or task.sums.size."""
+    """Return True for one section of a list: task.0.size, or task.sums.size."""
     return isinstance(values, dict) and isinstance(values.get(names[0]), list)
 
 
 def _set(section: Any, names: Sequence[str], value: Any) -> Any:
-    """Return a copy with that setting; YAML aliases stay unchanged elsewhere."""
     name, *inner = names
     if isinstance(section, list):
         called = [one.get("name") if isinstance(one, dict) else None for one in section]
@@ -162,9 +158,6 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
 
 
 def _closest(location: Sequence[str | int]) -> str | None:
-    """Return the nearest known key: another framework's name, the same name in another section, or similar
-    letters.
-    """
     known, wrong = all_keys(), ".".join(map(str, location))
     section, _, name = wrong.rpartition(".")
     other = OTHER_NAMES.get(name, "")
@@ -182,8 +175,6 @@ def _closest(location: Sequence[str | int]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A setting: full name, type as text, default as written, and meaning. A section's default is ''."""
-
     name: str
     type: str
     default: str
@@ -191,7 +182,6 @@ class Key:
 
 
 def all_keys() -> list[str]:
-    """Return every key by its full dotted name, sections included."""
     return [name for name, _ in _fields(RunConfig)]
 
 
@@ -211,13 +201,13 @@ BASIC = frozenset(
     "weight_sync.transport weight_sync.interrupt placement.trainer placement.rollout checkpoint.every "
     "observe.trackers".split()
 )
-"""Settings that `asyncrl keys` lists without --all."""
+"""Listed by `asyncrl keys` without --all."""
 REPEATED = ("eval.task.", "placement.rollout.")
-"""Listed only once, as `task.*`."""
+"""Sections that repeat the keys of another section."""
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
-    """Yield (section, description, keys) in config order. Section '' holds the top-level keys."""
+    """Yield (section, description, keys) in config order; '' is the top level."""
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
     models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
     tops = [key for key in all_known if "." not in key.name and models[key.name] is None]
@@ -230,15 +220,12 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
 
 
 def schema_text() -> str:
-    """Return the JSON schema of a config file (draft 2020-12), without rules across settings."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     return json.dumps(schema, indent=1) + "\n"
 
 
 def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
-    """Describe the basic or all settings, a section, a setting by its dotted name, or settings that match a
-    word. Raises ConfigError if nothing matches.
-    """
+    """Describe settings: basic, all, a section, a key, or matches of a word. Raises ConfigError."""
     word = (wanted or "").lower()
     if wanted is None and not lists_all:
         num_all = sum(len(keys) for _, _, keys in sections())
@@ -312,7 +299,6 @@ def _type_text(kind: Any) -> str:
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a section or of a list of sections, otherwise None."""
     return next(_models_in(info.annotation), None)
 
 

@@ -13,7 +13,7 @@ class ScratchConfig(FrozenConfig):
     """A small model with random weights, seeded by `seed`."""
 
     architecture: dict[str, Any]
-    """Keys of a transformers config, `model_type` included; vocab_size and token ids are filled in."""
+    """Keys of a transformers config, `model_type` included, without vocab_size and token ids."""
     characters: str = Field(min_length=2)
     """Alphabet of the character-level tokenizer, one token per character."""
     has_tool_role: bool = False
@@ -28,14 +28,14 @@ class ModelConfig(FrozenConfig):
     revision: str | None = None
     """Branch, tag or commit of a hub id (none = main). A resumed run keeps its first commit."""
     scratch: ScratchConfig | None = None
-    """Architecture and alphabet of a model with random weights, instead of `path`."""
+    """Architecture and alphabet of a random model, instead of `path`."""
     dtype: DType = "auto"
-    """Dtype of the weights in engines and trainer (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or
-    amx_bf16, else float32). A resumed run keeps the choice."""
+    """Dtype of the weights (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or amx_bf16, else
+    float32). A resumed run keeps the choice."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template, such as enable_thinking: false; a harness may set them in a call."""
+    """Variables of the chat template, such as enable_thinking: false; calls may override them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -47,7 +47,6 @@ class ModelConfig(FrozenConfig):
 
     @property
     def source(self) -> str | None:
-        """Return model.path with its revision, None from scratch."""
         return self.path if self.revision is None else f"{self.path}@{self.revision}"
 
 
@@ -69,7 +68,7 @@ class TaskConfig(FrozenConfig):
     split: str = "train"
     """Split of `dataset`."""
     reasoning_gym: str | None = None
-    """Name of a reasoning-gym task; `args` are its own settings, `size` the number of prompts."""
+    """Name of a reasoning-gym task, with settings `args` and number of prompts `size`."""
     verifiers: bool = False
     """Tasks and rewards of the environment in generator.verifiers."""
     size: int = Field(default=1000, ge=1)
@@ -94,12 +93,12 @@ class TaskConfig(FrozenConfig):
     """Digest of `files` or `dataset`, printed by `asyncrl check`; other data are refused (none = any)."""
     reward_pool: Literal["auto", "inline", "thread", "process"] = "auto"
     """Execution of the reward function: inline on the event loop, in threads, or in processes, which can be
-    killed when they hang (auto = process for `math`, else thread)."""
+    killed (auto = process for `math`, else thread)."""
     reward_workers: int = Field(default=4, ge=1)
     """Rewards computed at once in `thread` and `process`."""
     special_tokens: Literal["visible", "stripped"] = "visible"
     """Special tokens in sampled answers. visible: as text, such as <unk>, except the end-of-turn token.
-    stripped: removed, so a model can collect reward with hidden tokens."""
+    stripped: removed; hidden tokens can collect reward."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Timeout for a reward, in seconds. On expiry the rollout fails."""
 
@@ -109,7 +108,6 @@ class TaskConfig(FrozenConfig):
 
     @property
     def has_score(self) -> bool:
-        """Return whether a completion's text can be scored; if not, the harness returns rewards."""
         return self.reward is not None or (self.scores_itself and not self.verifiers)
 
     @property
@@ -133,7 +131,7 @@ class TaskConfig(FrozenConfig):
         names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
         sources = self.given(*names)
         if len(sources) != 1:
-            given = ", ".join(sources) or "none of them"
+            given = ", ".join(sources) or "none"
             raise ValueError(f"give exactly one of {', '.join(names)} (given: {given})")
         if self.scores_itself and self.reward is not None:
             raise ValueError(f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward")

@@ -15,8 +15,7 @@ class NodesConfig(FrozenConfig):
     nodes: Literal["all"] | PositiveInt
     """Number of machines; all = every machine with the devices of `gpus`."""
     gpus: Literal["auto", "all"] | NonNegativeInt = "auto"
-    """CUDA devices per node; all = every device, 0 = the CPU (auto = all, or the CPU without CUDA devices).
-    """
+    """CUDA devices per node; 0 = the CPU (auto = all, or the CPU without CUDA devices)."""
 
     def __str__(self) -> str:
         gpus = "" if self.gpus == "auto" else f", gpus: {self.gpus}"
@@ -24,14 +23,13 @@ class NodesConfig(FrozenConfig):
 
 
 Devices = Literal["auto", "cpu", "all"] | NonNegativeInt | str | list[NonNegativeInt] | NodesConfig
-"""auto, cpu, all, a CUDA device number, a list of numbers, a range like 0-3, or a number of nodes. Real
-devices are counted later."""
+"""auto, cpu, all, a CUDA device number, a list of numbers, a range like 0-3, or a number of nodes."""
 
 DEVICE_WORDS = ("auto", "cpu", "all")
 
 
 def device_numbers(devices: Any) -> list[int] | None:
-    """Return the listed device numbers, or None if the text has another form."""
+    """Return the listed device numbers, if the text has this form."""
     if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
         devices = [*range(int(match[1]), int(match[2]) + 1)]
     numbers = devices if isinstance(devices, list) else [devices]
@@ -95,8 +93,8 @@ class CheckpointConfig(FrozenConfig):
     keep_every: PositiveInt | None = None
     """Keep checkpoints at multiples of this number of batches forever (none = off)."""
     keep_best: bool | str = False
-    """Also keep the checkpoint with the best eval/reward_mean (needs the section `eval`, with the same
-    `every` or a multiple of it): true for the first evaluation, or a name."""
+    """Also keep the checkpoint with the best eval/reward_mean: true for the first evaluation, or a name
+    (needs `eval` with the same `every` or a multiple of it)."""
 
     @model_validator(mode="after")
     def _multiples_exist(self) -> Self:
@@ -111,7 +109,7 @@ class JournalConfig(FrozenConfig):
     """The journal, journal.sqlite."""
 
     keep: Literal["checkpoint", "all"] = "checkpoint"
-    """Keep tokens of trained batches as long as a checkpoint before them, or always."""
+    """Keep tokens of trained batches since the oldest checkpoint, or always."""
 
 
 class SupervisionConfig(FrozenConfig):
@@ -122,7 +120,7 @@ class SupervisionConfig(FrozenConfig):
     backoff_s: float = Field(default=1.0, ge=0)
     """Delay of a process's first restart, in seconds; doubled each time, 30 at most."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout for a process's first answer, in seconds, in addition to reading its model (vLLM: three times
+    """Timeout for a process's first answer, in seconds, after reading its model (vLLM: three times
     longer)."""
     watchdog_s: float = Field(default=900.0, gt=0)
     """Seconds without progress until the run reports who waits for whom, with stacks in the log."""
@@ -151,13 +149,13 @@ class ObserveConfig(FrozenConfig):
     status_host: str = "127.0.0.1"
     """Address of the status port (0.0.0.0 = all of this machine, without TLS)."""
     samples_per_step: int = Field(default=3, ge=0, le=100)
-    """Rollouts per batch in samples.jsonl: the best, the worst, and random ones (0 = none). The first 20 MB
-    and the newest 20 to 40 MB are kept."""
+    """Rollouts per batch in samples.jsonl: the best, the worst, and random ones (0 = none). Long files lose
+    middle parts."""
     readable_by: Literal["owner", "group", "all"] = "owner"
     """Readers of the run directory, which contains the config, the logs and every conversation."""
     heartbeat_s: float = Field(default=60.0, gt=0)
-    """Timeout without a heartbeat, in seconds, until an engine, trainer or worker process is restarted. A
-    lost eval engine is not restarted: the run continues without evaluation."""
+    """Timeout without a heartbeat, in seconds, until an engine, trainer or worker is restarted. Without the
+    eval engine the run continues."""
 
     @model_validator(mode="after")
     def _trackers_are_known(self) -> Self:

@@ -1,5 +1,3 @@
-"""The whole config of a run."""
-
 from __future__ import annotations
 
 import itertools
@@ -34,7 +32,7 @@ MAX_CYCLE = 10_000
 
 
 class RunConfig(FrozenConfig):
-    """All settings of a run, written to config.yaml in the run directory."""
+    """All settings of a run."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of random weights, the shuffle and every sampled token."""
@@ -76,7 +74,7 @@ class RunConfig(FrozenConfig):
 
     @property
     def tasks(self) -> Mapping[str, TaskConfig]:
-        """Return tasks by name, as in Prompt.task; a single task may be ''."""
+        """Return tasks by name; a single task may be ''."""
         return _by_name("task", self.task if isinstance(self.task, list) else [self.task])
 
     @property
@@ -87,7 +85,6 @@ class RunConfig(FrozenConfig):
 
     @property
     def eval_engine(self) -> str:
-        """Return eval.engine, the same for all evaluations; rollout without evaluations."""
         return next((one.engine for one in self.evals.values()), "rollout")
 
     @property
@@ -96,7 +93,7 @@ class RunConfig(FrozenConfig):
 
     @property
     def shares(self) -> Mapping[str, int]:
-        """Return the prompts of each task in one cycle of all tasks, in lowest terms."""
+        """Return the prompts of each task in one cycle."""
         parts = {name: Fraction(str(task.share or 1)) for name, task in self.tasks.items()}
         whole = math.lcm(*(part.denominator for part in parts.values()))
         counts = {name: int(part * whole) for name, part in parts.items()}
@@ -104,20 +101,15 @@ class RunConfig(FrozenConfig):
 
     @property
     def best_eval(self) -> str | None:
-        """Return the evaluation that decides the best checkpoint, if any."""
         named = self.checkpoint.keep_best
         return named if isinstance(named, str) else next(iter(self.evals), None)
 
     @property
     def evaluates_agent(self) -> bool:
-        """Return True if evaluations run the generator's harness. A verifiers environment has only its own
-        tasks.
-        """
         return self.eval is not None and self.generator.is_harness and self.generator.verifiers is None
 
     @property
     def interrupt(self) -> Interrupt:
-        """Return the effect of a weight swap on running requests."""
         asked = self.weight_sync.interrupt
         return "abort" if asked == "auto" else asked
 
@@ -126,9 +118,7 @@ class RunConfig(FrozenConfig):
         return self.rollout.facts.keeps_turns and self.generator.is_harness
 
     def is_deterministic(self, device: str, *, has_experts: bool = False) -> bool:
-        """Return True if tokens of an engine on `device` do not depend on concurrent work. Above
-        max_staleness 0 the sampling weights of vLLM depend on time anyway.
-        """
+        """Return True if an engine's tokens do not depend on concurrent work."""
         if self.rollout.deterministic != "auto":
             return self.rollout.deterministic
         kind = "cuda" if device.startswith("cuda") else "cpu"
@@ -220,10 +210,7 @@ class RunConfig(FrozenConfig):
         best = self.best_eval
         if best is not None and best not in self.evals:
             known = ", ".join(filter(None, self.evals)) or "there are none"
-            yield (
-                f"checkpoint.keep_best={best} is no evaluation of this run; give true, or one of several: "
-                f"{known}"
-            )
+            yield (f"checkpoint.keep_best={best} is no evaluation of this run; give true, or a name: {known}")
             return
         saved = self.checkpoint.every
         every = None if best is None else self.evals[best].every
@@ -304,12 +291,11 @@ class RunConfig(FrozenConfig):
 
 
 def key_of(section: str, name: str) -> str:
-    """Return the name in errors: `task`, or `task.sums` if there are several."""
+    """Return `task`, or `task.sums` if there are several."""
     return f"{section}.{name}" if name else section
 
 
 def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
-    """Raise ValueError for duplicate names."""
     found = {one.called if len(given) > 1 else "": one for one in given}
     if len(found) < len(given):
         names = [one.called for one in given]

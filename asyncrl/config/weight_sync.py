@@ -26,21 +26,17 @@ TO_SHM = "set weight_sync.transport=shm"
 
 @dataclass(frozen=True, slots=True)
 class TransportCapabilities:
-    """A transport. By default, the trainer writes all weights to one file in shared memory, which engines
-    read during generation.
-    """
+    """Facts about a transport. By default, all weights are one file in shared memory."""
 
     sends_adapters: bool = False
     is_transfer: bool = False
-    """Tensors are sent from device to device."""
     is_collective: bool = False
     """The trainer holds the only newest export and sends the weights itself."""
     shares_device: bool = False
     """When colocated, engines open the chunks in the trainer's device memory."""
     is_file_shared: bool = False
-    """Exports are files in weight_sync.disk_dir and use no memory of this machine."""
+    """Exports are files in weight_sync.disk_dir."""
     is_fetched: bool = False
-    """Nodes other than the trainer's fetch its file into their shared memory."""
     bound: str = ""
     """Why engines cannot be on other nodes, or ''."""
 
@@ -64,9 +60,9 @@ class WeightSyncConfig(FrozenConfig):
     """auto = on CUDA devices nccl (separate devices) or ipc (colocated); elsewhere disk if disk_dir is
     given, else shm; on several nodes disk or stream. shm: a safetensors file in shared memory. stream: the
     file, downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl: one broadcast
-    to all engines (gloo on the CPU). ipc: chunks in memory of the shared CUDA devices."""
+    to all engines. ipc: chunks in memory of shared devices."""
     disk_dir: str | None = None
-    """Folder for transport=disk, on a file system that trainer and engines share under one path."""
+    """Folder for transport=disk, under one path for trainer and engines."""
     interrupt: Literal["auto"] | Interrupt = "auto"
     """Running requests during a swap: abort and resume them from their tokens, keep them with a recomputed
     KV cache, keep them with the old KV cache, or wait until they finish. auto = abort, the fastest."""
@@ -81,13 +77,12 @@ class WeightSyncConfig(FrozenConfig):
 
     @property
     def settled(self) -> TransportName:
-        """Return the transport, after launch/capacity.py has resolved auto."""
-        assert self.transport != "auto", "resolve_auto() comes before anything that moves weights"
+        assert self.transport != "auto", "resolve_auto() precedes every weight sync"
         return self.transport
 
     @property
     def facts(self) -> TransportCapabilities:
-        """Return this transport's facts; an unresolved auto has those valid on any device."""
+        """Return this transport's facts; for auto the common ones."""
         return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
 
     @property
@@ -105,7 +100,6 @@ class WeightSyncConfig(FrozenConfig):
 
 
 def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
-    """Return True if, on several nodes, files of weights are fetched by other nodes."""
     facts = config.weight_sync.facts
     return facts.is_fetched or (facts.is_collective and has_eval_engine)
 
@@ -113,8 +107,8 @@ def fetches_files(config: RunConfig, *, has_eval_engine: bool) -> bool:
 def choose_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> tuple[TransportName, str]:
-    """Return the transport of `auto` between these devices and nodes, and the reason. Never lora: vLLM
-    computes differently with unmerged adapters.
+    """Return the transport of `auto`, and the reason. Never lora: vLLM computes differently with unmerged
+    adapters.
     """
     sync, rollout = config.weight_sync, config.rollout
     if sync.disk_dir is not None:
@@ -133,7 +127,7 @@ def choose_transport(
         return "shm", f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
     if shared := _used_twice(engines):
         return "shm", f"several engines are on {', '.join(shared)}, where NCCL connects no two processes"
-    return "nccl", "trainer and engines are on CUDA devices of their own"
+    return "nccl", "trainer and engines are on separate CUDA devices"
 
 
 def _used_twice(devices: Sequence[str]) -> list[str]:
@@ -143,9 +137,7 @@ def _used_twice(devices: Sequence[str]) -> list[str]:
 def refuse_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> None:
-    """Raise ConfigError if this transport cannot serve these engines. `is_turns`: trainer and engines share
-    their devices.
-    """
+    """Raise ConfigError if this transport cannot serve these engines. `is_turns`: colocated."""
     facts, sync = config.weight_sync.facts, config.weight_sync
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
     _refuse_engine(config, name)
@@ -196,7 +188,6 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
 
 
 def transport_words(config: RunConfig, *, is_on_cuda: bool) -> str:
-    """Return the transport during generation, and the reason."""
     sync = config.weight_sync
     if sync.facts.is_collective:
         library = "NCCL" if is_on_cuda else "gloo"

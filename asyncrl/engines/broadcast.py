@@ -31,10 +31,6 @@ async def _at_once() -> None:
     """Return at once."""
 
 
-def step_timeout_s(timeout_s: float) -> float:
-    return min(timeout_s, max(MIN_STEP_S, STEP_FRACTION * timeout_s))
-
-
 @dataclass
 class Broadcast:
     """A broadcast with one GroupMember per engine; the first of `members` asks the trainer to send.
@@ -87,7 +83,8 @@ class BroadcastGroup:
         """`send` raises TrainerError; `wait_up` returns once the trainer can send. `folder`: private folder
         for the group's file. `store`: ADDRESS:PORT of the trainer instead, for processes on several nodes.
         """
-        self._send_all, self._folder, self._timeout_s = send, folder, step_timeout_s(timeout_s)
+        self._send_all, self._folder = send, folder
+        self._timeout_s = min(timeout_s, max(MIN_STEP_S, STEP_FRACTION * timeout_s))
         self._store, self._wait_up = store, wait_up
         self._version = -1
         self._expected: dict[str, int] = {}

@@ -41,8 +41,8 @@ class EngineClient(Protocol):
     """Client of an engine server: EngineServer (ours) or VllmServer.
 
     Calls raise EngineError, EngineLost if the process is gone or was given up, and RequestRefused for a
-    request that the server cannot serve. `num_commits` counts the starts and ends of swaps and sleeps.
-    `policy_version` is the last confirmed version.
+    request that the server cannot serve. `policy_version` is the last
+    confirmed version.
 
     - disconnect_nowait: give the process up; all its calls raise EngineLost. Idempotent.
     - reset_nowait: the client belongs to a new process with the initial weights. Idempotent.
@@ -56,7 +56,6 @@ class EngineClient(Protocol):
     """
 
     name: str
-    num_commits: int
 
     @property
     def policy_version(self) -> int: ...
@@ -176,7 +175,6 @@ class EngineServer:
         self._expected: ExportResponse | None = None
         """Prepared weights that arrive with the commit."""
         self.policy_version = self._offered_version = self._start_version = policy_version
-        self.num_commits = 0
         self._line = CallScope(caller)
         self._link: Link | None = None
 
@@ -242,17 +240,12 @@ class EngineServer:
         if expected is not None:
             await self._receive(expected)
         self._offered_version = max(self._offered_version, version)
-        self.num_commits += 1
-        try:
-            request = CommitRequest(version=version, digest=digest, interrupt=interrupt)
-            answer = await self._post("/commit", request, CommitResponse)
-        finally:
-            self.num_commits += 1
+        request = CommitRequest(version=version, digest=digest, interrupt=interrupt)
+        answer = await self._post("/commit", request, CommitResponse)
         self.policy_version = version
         return answer
 
     async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
-        self.num_commits += 1
         return await self._post("/sleep", SleepRequest(parts=list(parts)), TransferStats)
 
     async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:

@@ -13,7 +13,7 @@ import numpy as np
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.segment_check import EmptySegments, RoutedTokens
+from asyncrl.engines.segment_check import RoutedTokens
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest, TopLogprobs, VersionSpan
 
@@ -164,7 +164,6 @@ class EnginePool:
         """
         index = charge.index
         server = self.servers[index]
-        empty = EmptySegments(server, join.request.request_id)
 
         def on_chunk(part: GenerateResponse) -> None:
             join.add(part, index)
@@ -173,7 +172,6 @@ class EnginePool:
         def on_interrupted(part: GenerateResponse) -> bool:
             if self._router.moves(charge):
                 return False
-            empty.count(len(part.token_ids))
             on_chunk(part)
             return True
 
@@ -181,7 +179,6 @@ class EnginePool:
         sent = self._sent[index]
         while True:
             request = join.next_request()
-            num_before = len(join.token_ids)
             sent[request.request_id] = None
             self._busy_s[index] -= clock()
             try:
@@ -195,7 +192,6 @@ class EnginePool:
             on_chunk(rest)
             if join.is_finished or charge.index != index or self._router.moves(charge):
                 return
-            empty.count(len(join.token_ids) - num_before)
 
     async def _abort(self, index: int, request_ids: list[str], timeout_s: float) -> None:
         """Abort requests. Waiting calls detect a lost server."""

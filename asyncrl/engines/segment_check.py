@@ -1,25 +1,20 @@
-"""Checks of engine answers: segments, empty segments, and experts of tokens."""
+"""Checks of engine answers, and the experts of tokens."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from asyncrl.base.errors import EngineError
 from asyncrl.messages.engine_api import NO_EXPERT, GenerateRequest, GenerateResponse
 
-if TYPE_CHECKING:
-    from asyncrl.engines.engine import EngineClient
-
-MAX_EMPTY_SEGMENTS = 32
 _UNKNOWN = NO_EXPERT.to_bytes(2, "little")
-_LOGPROB_SLACK = 1e-3
-"""Maximum float32 rounding of a logprob above 0."""
+LOGPROB_SLACK = 1e-3
+"""Maximum float32 rounding of a logprob above 0, in nats."""
 
 
 def is_sampled(token_id: int, logprob: float) -> bool:
     """Return whether a token id and its logprob are possible."""
-    return token_id >= 0 and math.isfinite(logprob) and logprob <= _LOGPROB_SLACK
+    return token_id >= 0 and math.isfinite(logprob) and logprob <= LOGPROB_SLACK
 
 
 class SegmentCheck:
@@ -51,7 +46,7 @@ class SegmentCheck:
             raise self._wrong(wrong, "each token has one logprob")
         # The first test is 5 times faster than the loop, which finds the token to report.
         if token_ids and not (
-            min(token_ids) >= 0 and all(map(math.isfinite, logprobs)) and max(logprobs) <= _LOGPROB_SLACK
+            min(token_ids) >= 0 and all(map(math.isfinite, logprobs)) and max(logprobs) <= LOGPROB_SLACK
         ):
             for token_id, logprob in zip(token_ids, logprobs, strict=True):
                 if not is_sampled(token_id, logprob):
@@ -100,30 +95,6 @@ class SegmentCheck:
         request = self._request
         what = f"answered request {request.request_id} of {request.max_tokens} tokens with {answered}"
         return EngineError(self._name, what, rule=rule, way_out=f"read {self._name}'s log.")
-
-
-class EmptySegments:
-    """Counts consecutive segments without a token and without a push."""
-
-    def __init__(self, server: EngineClient, request_id: str) -> None:
-        self._server = server
-        self._request_id = request_id
-        self._num_empty = 0
-        self._commits_seen = server.num_commits
-
-    def count(self, num_tokens: int) -> None:
-        """Count a segment. Raises EngineError at MAX_EMPTY_SEGMENTS."""
-        server = self._server
-        is_explained = num_tokens > 0 or server.num_commits != self._commits_seen
-        self._num_empty = 0 if is_explained else self._num_empty + 1
-        self._commits_seen = server.num_commits
-        if self._num_empty >= MAX_EMPTY_SEGMENTS:
-            raise EngineError(
-                server.name,
-                f"aborted request {self._request_id} {self._num_empty} times in a row without a token",
-                rule="without a push, an interrupted request gets at least one more token",
-                way_out=f"read {server.name}'s log; no other client may abort its requests.",
-            )
 
 
 class RoutedTokens:

@@ -9,14 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
-from asyncrl.base.http import Caller, CallLost, CallRefused
+from asyncrl.base.http import Caller, CallRefused
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import CallScope
+from asyncrl.engines.segment_check import LOGPROB_SLACK
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
-
-LOGPROB_SLACK = 1e-3
-"""Maximum float32 rounding of a logprob above 0, in nats."""
 
 
 class Teacher:
@@ -107,10 +105,6 @@ class Teacher:
         async with self._line.calls():
             try:
                 return await self._caller.post("/score", request, ScoreResponse, timeout_s=self._timeout_s)
-            except CallLost as failure:
-                what = f"({self._caller.url}) gave no answer to {failure.path}: {failure.why}"
-                rule = f"an answer may take at most {self._timeout_s:g} s"
-                raise self._line.lost(what, rule=rule) from failure
             except CallRefused as refusal:
                 if refusal.status != 400:
                     raise

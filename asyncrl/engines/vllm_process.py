@@ -178,7 +178,7 @@ class VllmRequirements:
 
     `end_ids`: the only tokens that end a completion. `special_ids`: tokens without text, by name, for stop
     strings. `starts_fresh`: it has the initial weights; an external server's are replaced first. `stays`: it
-    keeps its memory during sleep. `canary_limit` in nats. `chunk_bytes`: of a file that is loaded at once.
+    keeps its memory during sleep. `canary_limit` in nats.
     """
 
     model_path: str
@@ -192,7 +192,6 @@ class VllmRequirements:
     stays: bool = False
     returns_routing: bool = False
     canary_limit: float = math.inf
-    chunk_bytes: int = 2**28
 
 
 def check_settings(name: str, info: ServerInfo, needed: VllmRequirements) -> None:
@@ -262,7 +261,12 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
     await process.set_label(ours)
     process.label = ours
     with _refusal_means(f"{there} has no {GENERATE}", "start it with --enable-scale-out.", 403, 404):
-        await _warm_up(process, ours)
+        # vLLM compiles once for each: greedy, prompt logprobs, seeded sampling.
+        greedy = {"max_tokens": 1, "temperature": 0.0}
+        seeded = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}
+        for number, sampling in enumerate((greedy, greedy | {"prompt_logprobs": 0}, seeded)):
+            body = vllm_request([1, 2, 3], f"warm-up-{number}", ours, None, **sampling)
+            await process.tell(GENERATE, body)
 
 
 @contextlib.contextmanager
@@ -286,11 +290,3 @@ async def _until_up(process: VllmProcess) -> None:
             raise
         except CallLost:
             await asyncio.sleep(_ASK_AGAIN_S)
-
-
-async def _warm_up(process: VllmProcess, label: str) -> None:
-    """Trigger vLLM's one-time compilation: seeded sampling, logprobs and prompt logprobs."""
-    greedy = {"max_tokens": 1, "temperature": 0.0}
-    seeded = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}
-    for number, sampling in enumerate((greedy, greedy | {"prompt_logprobs": 0}, seeded)):
-        await process.tell(GENERATE, vllm_request([1, 2, 3], f"warm-up-{number}", label, None, **sampling))

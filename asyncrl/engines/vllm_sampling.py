@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,16 +20,15 @@ from asyncrl.engines.engine import refused
 from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.engines.vllm_process import GRAMMARS, Segment, VllmProcess, VllmRequirements
 from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, TopLogprob, vllm_request
-from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, GenerateRequest, GenerateResponse
+from asyncrl.messages.codec import request_fault
+from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 from asyncrl.messages.records import TopLogprobs, VersionSpan
+from asyncrl.messages.stop_watch import Decode, StopWatch
 
-Decode = Callable[[Sequence[int]], str]
 _NO_LOGPROB = -9999.0
 """vLLM's value for NaN and any smaller logprob."""
 _MIN_TEMPERATURE = 0.01
 """vLLM raises smaller positive temperatures to this."""
-_SLACK = 8
-"""Tokens checked beyond the longest stop string's bytes; special tokens have no bytes."""
 
 
 def check_request(process: VllmProcess, request: GenerateRequest, requirements: VllmRequirements) -> None:
@@ -41,22 +40,8 @@ def check_request(process: VllmProcess, request: GenerateRequest, requirements: 
         whole = f"{process.name} refused request {request.request_id}: {what}"
         raise RequestRefused(whole, why=what, rule=rule, way_out=way_out)
 
-    num_prompt = len(request.prompt_ids)
-    num_tokens = num_prompt + request.max_tokens
-    if num_tokens > requirements.max_length:
-        sizes = f"{num_prompt} prompt tokens + {request.max_tokens} new ones = {num_tokens}"
-        refuse(
-            f"{sizes}, a slot holds {requirements.max_length}",
-            "prompt and completion share a slot",
-            "shorten the prompt, or raise rollout.max_prompt_tokens or .max_tokens.",
-        )
-    for token in ids_of(request):
-        if not 0 <= token < process.vocab_size:
-            refuse(
-                f"it has token id {token}",
-                f"the model knows ids 0..{process.vocab_size - 1}",
-                "encode the prompt with the model's own tokenizer.",
-            )
+    if fault := request_fault(request, requirements.max_length, process.vocab_size):
+        refuse(fault.error, fault.rule, fault.way_out)
     if request.grammar is not None and not process.resumes_grammars:
         config = json.dumps({"backend": "guidance", "reasoning_parser_plugin": GRAMMARS})
         refuse(
@@ -64,8 +49,6 @@ def check_request(process: VllmProcess, request: GenerateRequest, requirements: 
             "our plugin continues an interrupted grammar",
             f"start that server with --structured-outputs-config '{config}'.",
         )
-    if request.top_logprobs > MAX_TOP_LOGPROBS:
-        refuse(f"top_logprobs {request.top_logprobs}", f"at most {MAX_TOP_LOGPROBS}", "ask for fewer.")
     if 0.0 < request.temperature < _MIN_TEMPERATURE:
         refuse(
             f"temperature {request.temperature}",
@@ -175,7 +158,7 @@ class SampledSegment:
         if part.usage is not None:
             self._num_cached = (part.usage.prompt_tokens_details or {}).get("cached_tokens") or 0
 
-    async def stream(self, body: dict[str, Any], watch: JointWatch | None) -> None:
+    async def stream(self, body: dict[str, Any], watch: StopWatch | None) -> None:
         """Stream to the end, even after a stop string: the end has the weight labels."""
         process, segment = self._process, self._segment
         num_wanted: int | None = None
@@ -184,8 +167,11 @@ class SampledSegment:
                 num_before = len(self._token_ids)
                 self.add(part)
                 if watch is not None and num_wanted is None:
-                    taken = watch.take(self._token_ids[num_before:])
-                    num_wanted = None if taken is None else num_before + taken
+                    # Past its window no stop string reaches back.
+                    for at in range(num_before, min(len(self._token_ids), watch.window)):
+                        if watch.is_complete(self._token_ids[at]):
+                            num_wanted = at + 1
+                            break
                     if num_wanted is not None and self._finish is None:
                         await process.abort([segment.wire_id])
                 if self._finish is None and num_wanted is None and process.is_certain(segment):
@@ -300,32 +286,8 @@ def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
     return found
 
 
-class JointWatch:
-    """Finds stop strings that begin before a segment; vLLM searches only new text.
-
-    Life: made with the resumed ids -> take() for new ones, in order.
-    """
-
-    def __init__(self, stop: Sequence[str], decode: Decode, resumed_ids: Sequence[int]) -> None:
-        self._stop, self._decode = [text for text in stop if text], decode
-        self._window = max(len(text.encode()) for text in self._stop) + _SLACK
-        self._tail = list(resumed_ids[-self._window :])
-        self._num_taken = 0
-
-    def take(self, token_ids: Sequence[int]) -> int | None:
-        """Return the number of tokens that complete a stop string, or None. Past the window no
-        stop string reaches back.
-        """
-        for index, token_id in enumerate(token_ids[: self._window - self._num_taken]):
-            self._tail.append(token_id)
-            self._num_taken += 1
-            text = self._decode(self._tail)
-            if any(stop in text for stop in self._stop):
-                return index + 1
-        return None
-
-
-def joint_watch(request: GenerateRequest, decode: Decode | None) -> JointWatch | None:
+def joint_watch(request: GenerateRequest, decode: Decode | None) -> StopWatch | None:
+    """Return a watch for stop strings that begin before a segment; vLLM searches only new text."""
     if decode is None or not request.num_resumed or not any(request.stop):
         return None
-    return JointWatch(request.stop, decode, ids_of(request)[-request.num_resumed :])
+    return StopWatch(request.stop, decode, ids_of(request)[-request.num_resumed :])

@@ -15,7 +15,7 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.vllm_process import Segment, VllmProcess, VllmRequirements, make_ready
 from asyncrl.engines.vllm_routes import LabelInfo, Text
-from asyncrl.engines.vllm_sampling import Decode, check_request, sample
+from asyncrl.engines.vllm_sampling import check_request, sample
 from asyncrl.engines.vllm_weights import Commit, Load, load_of
 from asyncrl.messages.engine_api import (
     CommitResponse,
@@ -27,6 +27,7 @@ from asyncrl.messages.engine_api import (
     LoadChunkRequest,
     TransferStats,
 )
+from asyncrl.messages.stop_watch import Decode
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
@@ -58,7 +59,6 @@ class VllmServer:
         self._caller = caller
         self.name = caller.name
         self.needed = needed
-        self.num_commits = 0
         self._start_version = policy_version
         self._decode = decode
         self._mark = mark
@@ -141,7 +141,7 @@ class VllmServer:
     async def prepare(self, manifest: ExportResponse) -> str:
         self._check_weights_awake(f"policy_version {manifest.version} cannot be prepared")
         self._staged = None
-        load = load_of(self.name, manifest, self.needed, self._group)
+        load = load_of(self.name, manifest, self._group)
         async with self._process.calls():
             digest = await load.stage(self._process)
         self._staged = load
@@ -174,14 +174,12 @@ class VllmServer:
                 way_out="prepare this version first.",
             )
         commit = Commit(process, load, self.needed)
-        self.num_commits += 1
         if process.state == "serving":
             process.state = "paused"
         report = None
         try:
             report = await commit.run(interrupt)
         finally:
-            self.num_commits += 1
             if process.state == "paused":
                 process.state = "serving"
             process.change_nowait()
@@ -201,7 +199,6 @@ class VllmServer:
         vLLM pauses instead and clears its prefix cache.
         """
         process, started = self._process, asyncio.get_running_loop().time()
-        self.num_commits += 1
         asleep_before = set(process.asleep)
         process.asleep |= set(parts)
         if "weights" in parts:

@@ -65,22 +65,16 @@ class Load:
         await process.rpc("asyncrl_finish_chunks", {"version": self.version, "digest": self.digest})
 
 
-def load_of(
-    name: str, manifest: ExportResponse, needed: VllmRequirements, group: BroadcastGroup | None
-) -> Load:
+def load_of(name: str, manifest: ExportResponse, group: BroadcastGroup | None) -> Load:
     if group is not None and manifest.is_held:
         return BroadcastLoad(name, manifest, group)
     if manifest.kind == "lora":
         return AdapterLoad(name, manifest)
-    return FileLoad(name, manifest, needed.chunk_bytes)
+    return FileLoad(name, manifest)
 
 
 class FileLoad(Load):
     """Transport shm or disk: a whole set of weights in one file."""
-
-    def __init__(self, name: str, manifest: ExportResponse, chunk_bytes: int) -> None:
-        super().__init__(name, manifest)
-        self._chunk_bytes = chunk_bytes
 
     async def stage(self, process: VllmProcess) -> str:
         """Poll the workers until the file is staged; they hash it in a thread, and a blocking call would stop
@@ -88,7 +82,7 @@ class FileLoad(Load):
         """
         wait_s = _ASK_AGAIN_S
         names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
-        request = self.manifest.model_dump(include=names) | {"chunk_bytes": self._chunk_bytes}
+        request = self.manifest.model_dump(include=names)
         await process.rpc("asyncrl_drop", {})  # else a staged file is not read again
         while True:
             workers = await process.rpc("asyncrl_stage", request)

@@ -1,4 +1,4 @@
-"""Run rollouts with a harness (gateway, work queue, workers) or as single turns, and try agents."""
+"""Run rollouts with a harness or as single turns, and try agents."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 NO_WORKER_S = 30.0
 GOODBYE_S = 5.0
-"""Limit on waiting for remote workers after a run. Busy workers learn of the end at their next heartbeat."""
+"""Limit on waiting for remote workers after a run."""
 TASK_SEED_TURN = -1
 """Turn in the seed of a harness's own draws."""
 
@@ -78,7 +78,7 @@ def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialToke
 
 
 def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
-    """Return the number of concurrent rollouts (`num_engines` None: all engines)."""
+    """Return the concurrent rollouts (`num_engines` None: all engines)."""
     concurrency = config.generator.concurrency
     num = config.rollout.max_engines if num_engines is None else num_engines
     return config.rollout.slots * num if concurrency == "auto" else concurrency
@@ -92,7 +92,7 @@ def make_gateway(
     *,
     is_for_users: bool = False,
 ) -> tuple[Gateway, RolloutQueue]:
-    """Build the gateway, not open yet, and the work queue on its port."""
+    """Build the gateway, not open yet, and the work queue."""
     from asyncrl.agents.endpoint.gateway import Gateway
     from asyncrl.agents.endpoint.work_routes import RolloutQueue
 
@@ -168,7 +168,7 @@ class AgentRuntime:
         )
 
     def _worker(self, job: Lifecycle, number: int) -> Server:
-        """Create a worker with its own secret: programs of a harness must not see the run's."""
+        """Create a worker whose secret differs from the run's."""
         config = job.config
         num_slots = num_rollouts(config) + (config.eval_slots if config.evaluates_agent else 0)
         name = f"worker-{number}"
@@ -185,7 +185,7 @@ class AgentRuntime:
         return Server(child, Caller(name, "", secret), WorkerHealth, config.supervision.start_timeout_s)
 
     async def open(self, job: Lifecycle) -> None:
-        """Open the gateway and wait until the workers answer; `job` closes both."""
+        """Open the gateway and start the workers."""
         from asyncrl.agents.endpoint.listener import collect_less
 
         job.log.activity("starting the gateway and its workers")
@@ -265,7 +265,6 @@ class UserKey:
         queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
 
     def close(self) -> None:
-        """Record the unfinished rollout. Raises RoomError if writing fails."""
         self._session.end_nowait("the gateway was ended")
         try:
             rollout = self._session.rollout(0, Outcome(), 0.0)
@@ -323,7 +322,6 @@ def shape_text(rollout: Rollout) -> str:
 
 
 def sampled_text(rollout: Rollout, tokenizer: HFChatTokenizer) -> str:
-    """Decode the newest branch from its first sampled token."""
     branch = rollout[-1]
     first = int(branch.loss_mask.argmax())
     text = tokenizer.decode(branch.token_ids[first:].tolist(), skip_special_tokens=False)
@@ -339,7 +337,7 @@ async def try_rollouts(
     recorder: RolloutRecorder,
     tokenizer: HFChatTokenizer,
 ) -> bool:
-    """Run, print and record `num_tried` rollouts. Return True if any succeeded."""
+    """Run, print and record rollouts. Return True if any succeeded."""
     rollout = life.config.rollout
     slots = Slots(num_rollouts(life.config))
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)

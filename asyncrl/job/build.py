@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl.base.errors import WeightsLost
+from asyncrl.base.errors import RoomError, WeightsLost
 from asyncrl.base.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import RunConfig
+from asyncrl.config.generation import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts, special_tokens
 from asyncrl.job.check import check_everything
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
-from asyncrl.job.evaluate import make_eval_generator, make_eval_sets
 from asyncrl.job.fleet import Fleet
 from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.scale import EngineScale, ScaledEngine
@@ -39,17 +39,17 @@ from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.observe.run_dir import read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation
-from asyncrl.rollouts.generators import DistillingGenerator
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
+from asyncrl.rollouts.generators import DistillingGenerator, HarnessGenerator
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner
+from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.publisher import ColocatedPush, Publisher, PushLoop, at_once
 from asyncrl.sync.push import Locate, in_place
 from asyncrl.tasks.from_config import EvalTask, make_prompt_source, read_eval_task
 from asyncrl.tasks.pinned_data import DataPin
 from asyncrl.tasks.prompt_source import PromptSource
-from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.scorer import Scorers, TaskScorer
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 
@@ -89,7 +89,6 @@ class Components:
     harnessing: AgentRuntime | None
 
     def write_pins(self) -> None:
-        """Record model and data files. Raises OSError."""
         for pin in self.pins:
             pin.write()
 
@@ -103,9 +102,7 @@ async def build(
     may_change: tuple[bool, bool],
     num_first: int,
 ) -> Components:
-    """Build and start all components; `life` closes them. `may_change`: whether (model, data) may differ from
-    the start of the run.
-    """
+    """Build and start all components; `life` closes them. `may_change`: (model, data)."""
     config = life.config
     log = life.log
     journal, staging_dir = await _open_journal(life)
@@ -237,7 +234,7 @@ def _make_evaluation(
     checkpoints: Checkpoints,
     listener: RunListener,
 ) -> Evaluation:
-    """Build the evaluation, on the eval engine or the rollout engines."""
+    """Evaluate on the eval engine or the rollout engines."""
     config = life.config
     target = fleet.eval_client
     engine = fleet.engines.counted_apart()
@@ -246,8 +243,30 @@ def _make_evaluation(
     earlier = by_evaluation(read_evaluations(life.run_dir, []))
     for line in earlier.get(config.best_eval or "", []):
         checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
-    generator_of = partial(make_eval_generator, config, engine, tokenizer, harnessing)
-    sets = make_eval_sets(life, eval_tasks, generator_of, earlier)
+    sets = list[HeldOut]()
+    for name, settings in config.evals.items():
+        task, prompts = eval_tasks[name]
+        broken = list[RoomError]()
+        scorer = TaskScorer(task, settings.task, seed=EVAL_SEED, warn=life.log.warn)
+        life.closes("eval rewards", scorer.aclose)
+        sets.append(
+            HeldOut(
+                generator=_eval_generator(
+                    config, engine, tokenizer, harnessing, settings.temperature, scorer, broken
+                ),
+                prompts=prompts,
+                samples=settings.samples,
+                slots=settings.slots,
+                name=name,
+                every=settings.every,
+                last=config.trainer.num_steps,
+                at_start=settings.at_start,
+                timeout_s=settings.timeout_s,
+                rollout_timeout_s=config.rollout.timeout_s,
+                broken=broken,
+                evaluated=max((int(line["policy_version"]) for line in earlier.get(name, [])), default=None),
+            )
+        )
 
     def evaluated(result: EvalResult) -> None:
         if result.name == config.best_eval:
@@ -264,6 +283,29 @@ def _make_evaluation(
     )
 
 
+def _eval_generator(
+    config: RunConfig,
+    engine: EnginePool,
+    tokenizer: HFChatTokenizer,
+    harnessing: AgentRuntime | None,
+    temperature: float,
+    scorer: TaskScorer,
+    broken: list[RoomError],
+) -> Generator:
+    if harnessing is None or not config.evaluates_agent:
+        rollout = config.rollout.model_copy(update={"temperature": temperature})
+        sampling = config.model_copy(update={"seed": EVAL_SEED, "rollout": rollout})
+        return make_generator(sampling, engine, tokenizer, scorer, None)
+    host = harnessing.gateway.add_route(
+        engine, temperature=temperature, seed_of=_seed_of, on_broken=broken.append
+    )
+    return HarnessGenerator(host, harnessing.queue, scorer, on_overflow=config.generator.on_overflow)
+
+
+def _seed_of(prompt: str, sample: int, attempt: int, call: int) -> int:
+    return derive_seed(EVAL_SEED, prompt, sample, call, attempt)
+
+
 def _make_scheduler(
     life: Lifecycle,
     fleet: Fleet,
@@ -272,7 +314,6 @@ def _make_scheduler(
     evaluation: Evaluation | None,
     listener: RunListener,
 ) -> WeightScheduler:
-    """Build the pushes and their scheduler."""
     config = life.config
     sync = config.weight_sync
     files = fleet.node_files

@@ -51,15 +51,15 @@ from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, 
 
 NUM_PROMPTS = 100
 NUM_SCRATCH_PROMPTS = 1000
-"""Prompts of a Python task to compare with a scratch model's alphabet. Rows are all compared."""
+"""Prompts of a Python task to compare with a scratch model's alphabet."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 FINE = 64
-"""Exit code after loading everything, unlikely in user code."""
+"""Exit code after loading everything."""
 
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """Lines to print, notes to warn of, and loaded tasks. Tasks that only a start may read are missing."""
+    """Lines to print, notes to warn of, and loaded tasks."""
 
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
 
 
 async def check_everything(life: Lifecycle, *, is_needed: bool = True) -> Found:
-    """Validate the config of a run. `is_needed`: also read tasks that only a start may read."""
+    """Validate a run's config. `is_needed`: read tasks that only a start may read."""
     life.log.activity("checking the config")
     found = await asyncio.to_thread(validate, life.config)
     for note in found.notes:
@@ -106,9 +106,7 @@ async def check_everything(life: Lifecycle, *, is_needed: bool = True) -> Found:
 
 
 def validate(config: RunConfig, unchecked: list[str] | None = None) -> Found:
-    """Load everything except weights. Raises ConfigError. Parts that lack the extra train go into
-    `unchecked`.
-    """
+    """Load everything except weights. Parts that lack the extra train go into `unchecked`."""
     resolve(config.algorithm)
     found = Found()
     if not config.rollout.facts.has_model:
@@ -166,7 +164,6 @@ def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
 
 
 def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer | None) -> None:
-    """Check characters and lengths of prompts."""
     by_task = dict[str, list[Prompt]]()
     num_prompts = NUM_PROMPTS if config.model.scratch is None else NUM_SCRATCH_PROMPTS
     if len(found.tasks) == len(config.tasks):
@@ -247,7 +244,7 @@ def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
 def _refuse_outside_alphabet(
     by_task: Mapping[str, Sequence[Prompt]], tasks: Mapping[str, PromptTask], characters: str
 ) -> None:
-    """Check these prompts and all rows of tasks against a scratch model's alphabet."""
+    """Check these prompts and all rows of tasks."""
     chats = {name: [prompt.messages for prompt in prompts] for name, prompts in by_task.items()}
     for name, task in tasks.items():
         if isinstance(task, RowTask):
@@ -266,7 +263,7 @@ def _refuse_outside_alphabet(
 def _check_lengths(
     name: str, prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, config: RunConfig
 ) -> list[str]:
-    """Return a note on prompts that are too long. Raises ConfigError if all are."""
+    """Return notes. Raises ConfigError if all prompts are too long."""
     limit = config.rollout.max_prompt_tokens
     with _refusing(config, f"a prompt of the {name}"):
         lengths = [len(tokenizer.encode_chat(prompt.messages)) for prompt in prompts]
@@ -317,7 +314,6 @@ def _check_in_child(config: RunConfig) -> None:
 
 
 def load_in_child(config: RunConfig) -> None:
-    """Load everything that only trainer and workers load."""
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss)
     if ":" in config.algorithm.advantage:
@@ -351,7 +347,7 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
 
 
 def main() -> None:
-    """Check the config on stdin; exit without waiting for threads of user modules."""
+    """Check stdin; exit without waiting for threads of user modules."""
     code = 1
     try:
         load_in_child(RunConfig.model_validate(yaml.safe_load(sys.stdin.read())))

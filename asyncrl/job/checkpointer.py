@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and the recovery of a restarted trainer from them."""
+"""Checkpoints of a run, and recovery from them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ logger = logging.getLogger("asyncrl.job.checkpointer")
 async def recover_trainer(
     client: TrainerClient, version: int, *, journal: Journal, checkpoints: Checkpoints, num_batches: int
 ) -> None:
-    """Bring a restarted trainer to `version` from the newest whole checkpoint and the journal. Raises
-    JournalError, CheckpointError or TrainerError.
-    """
+    """Bring a restarted trainer to `version` by checkpoint and journal."""
     # A checkpoint that completes during recovery would prune this one and its journaled batches.
     async with checkpoints.in_use:
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
@@ -83,7 +81,6 @@ class Checkpointer:
             self._writing = self._life.spawn(self._finish(*begun), name=f"checkpoint {version}")
 
     async def make_last(self, version: int) -> None:
-        """Make the final checkpoint."""
         if self._checkpoints.config.every is None or version == 0:
             return
         if self._writing is not None:
@@ -107,7 +104,7 @@ class Checkpointer:
         began_s = asyncio.get_running_loop().time()
         try:
             await self._trainer.wait_save_state()
-            # a trainer that had died goes back first
+            # a dead trainer goes back first
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
                     folder = await asyncio.to_thread(

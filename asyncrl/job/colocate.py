@@ -32,7 +32,6 @@ class Disaggregated:
         self._are_ours = are_ours
 
     async def start(self, version: int) -> None:
-        """Make the engines serve `version` before the first batch."""
         must_push = version > 0 or not self._are_ours
         if must_push:
             self.publisher.start_before_nowait(version)
@@ -44,16 +43,16 @@ class Disaggregated:
         """Return at once."""
 
     async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
-        """Return once the copy of the weights has begun; the publisher finishes in the background."""
+        """Return once the copy of the weights has begun."""
         if version < self._num_steps:
             await self.publisher.wait_exported_or_busy(version)
 
     def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Return a block in which a new engine process may start."""
+        """Return a block in which a new engine may start."""
         return contextlib.nullcontext()
 
     async def bring_up(self, name: str) -> None:
-        """Send the announced weights to a new engine, inside room_for_engine."""
+        """Send the announced weights to a new engine."""
         with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
             await self.publisher.bring_up(name)
 
@@ -109,14 +108,12 @@ class Colocated:
         self._changed = asyncio.Event()
         self._num_phases = 0
         self.last: dict[Side, TransferStats] = {}
-        """Last handover in each direction."""
 
     def status(self) -> dict[str, Any]:
         lease = self.lease
         return {"state": lease.state, "phase": lease.phase, "num_handovers": lease.num_handovers}
 
     def gauges(self) -> dict[str, float]:
-        """Return metrics of the handovers around a step."""
         seconds = {side: report.seconds for side, report in self.last.items()}
         return {
             "turns/phases": self._num_phases,
@@ -126,7 +123,7 @@ class Colocated:
         }
 
     async def start(self, version: int) -> None:
-        """Begin with the engines' turn, after a push of newer weights."""
+        """Begin with the engines' turn."""
         async with self._handover:
             await self.lease.hand_to("engines" if version == 0 else "trainer")
         if version > 0:
@@ -141,7 +138,7 @@ class Colocated:
                     self.last = {"trainer": await self._hand_to_trainer()}
 
     async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
-        """Hand the devices to the engines and announce the weights. Raises RoomError like to_trainer."""
+        """Hand the devices to the engines and announce the weights."""
         with waiting("the engines' turn", on="trainer and engines"):
             async with self._handover:
                 if self._export_for_evaluation is not None:
@@ -166,7 +163,7 @@ class Colocated:
                 await self._changed.wait()
 
     async def bring_up(self, name: str) -> None:
-        """Run an empty turn: all engines sleep and get the served weights. Shielded from cancellation."""
+        """Let all engines sleep and get the served weights again."""
         self.publisher.up_nowait(name)
 
         async def empty_turn() -> None:
@@ -178,7 +175,7 @@ class Colocated:
             raise cancelled
 
     async def wait_room_for_trainer(self) -> None:
-        """Return when the engines have no turn, or a handover waits for the trainer."""
+        """Return when the engines have no turn, or a handover waits."""
         with waiting("the engines to leave the devices, to start the trainer", on="the train loop"):
             while self.lease.state in ("generating", "handover") and not self._num_needing:
                 await self._changed.wait()
@@ -198,7 +195,7 @@ class Colocated:
         return {"trainer": self._needing(ask(call.parts))}
 
     async def _ask(self, engine: EngineClient, call: Call) -> TransferStats:
-        """Call an engine, skipping a lost one: it holds no device memory."""
+        """Call an engine; a lost one is skipped."""
         if not self.publisher.is_down(engine.name):
             try:
                 if call.verb == "sleep":

@@ -53,9 +53,7 @@ class Embedded:
     """Embedded engine, base of the other kinds."""
 
     python: Callable[[], Path] | None = None
-    """Finds the server's Python on its node (None: this Python)."""
     package: Callable[[], dict[str, str]] | None = None
-    """Finds the required package and version on its node."""
     canary_tokens = 0
     """Tokens whose logprobs each push compares; 0: none."""
 
@@ -102,7 +100,7 @@ class Embedded:
         return EngineServer(server.caller, broadcast_group=broadcast_group)
 
     def usage(self, sampling: Body, url: str, model_path: Path) -> tuple[str, Body, str]:
-        """Return (path, body) of a sampling call, and a hint for users."""
+        """Return (path, body) of a sampling call, and a hint."""
         body = {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
         return "/generate", body, "  its messages are described in asyncrl/messages/engine_api.py"
 
@@ -175,7 +173,6 @@ class Vllm(Embedded):
             stays=placement.resident and not is_eval,
             returns_routing=config.algorithm.router_replay and not is_eval,
             canary_limit=limit,
-            chunk_bytes=config.weight_sync.chunk_bytes,
         )
         client = VllmServer(
             server.caller,
@@ -196,7 +193,6 @@ class Vllm(Embedded):
 
 
 def _special_ids(tokenizer: HFChatTokenizer) -> dict[str, int]:
-    """Return ids of non-text tokens by name."""
     special = [number for number in range(tokenizer.vocab_size) if number not in tokenizer.text_ids]
     names = {tokenizer.decode([number], skip_special_tokens=False): number for number in special}
     return {name: number for name, number in names.items() if name}

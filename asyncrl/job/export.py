@@ -25,12 +25,11 @@ from asyncrl.observe.verdict import PLOT_FILE, write_reward_plot
 from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model, hub_source
 
 MARK = "asyncrl.json"
-"""Record of an export's policy_version and files."""
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 REPO_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
-"""Files of an earlier push that the hub removes if this export lacks them."""
+"""Files of an earlier push that may have to go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class BaseModel:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Weights to write. `folder`: a checkpoint or, with `is_final`, final/."""
+    """Weights to write from `folder`."""
 
     run_dir: Path
     config: RunConfig
@@ -141,7 +140,6 @@ def _free(run_dir: Path, out: Path, *, overwrite: bool) -> Path:
 
 
 def _base_model(config: RunConfig, commit: str | None, run_dir: Path, base: str | None) -> BaseModel:
-    """Return the initial model. `base`: the user's name for it."""
     path = config.model.path
     if base is not None:
         return BaseModel(base, base if HUB_ID.fullmatch(base) else Path(base).name)
@@ -234,7 +232,7 @@ def _load(export: Export, path: Path, tell: Callable[[str], None]) -> None:
 
 
 def _copy(export: Export, path: Path, tell: Callable[[str], None]) -> None:
-    """Copy final/, or adapter/ with the tokenizer and the name of its base."""
+    """Copy final/, or adapter/ with the tokenizer."""
     source = export.folder.with_name("adapter") if export.is_adapter else export.folder
     tell(f"copying {source}")
     shutil.copytree(source, path)
@@ -248,7 +246,7 @@ def _copy(export: Export, path: Path, tell: Callable[[str], None]) -> None:
 
 
 def _write_card(export: Export, folder: Path, name: str) -> None:
-    """Write README.md, without local paths and task settings, and the reward curve."""
+    """Write README.md, without local paths, and the reward curve."""
     from huggingface_hub import ModelCard, ModelCardData
 
     config = export.config
@@ -316,7 +314,7 @@ def _failures_named(export: Export, out: Path) -> Iterator[None]:
 
 
 def open_repo(name: str, *, is_public: bool) -> str:
-    """Create the repository if missing; return its id. Raises HubError or ConfigError."""
+    """Create the repository if missing. Raises HubError or ConfigError."""
     from huggingface_hub import HfApi, get_token
 
     if not REPO_NAME.fullmatch(name):
@@ -337,7 +335,7 @@ def open_repo(name: str, *, is_public: bool) -> str:
 
 
 def push_folder(repo: str, folder: Path, version: int) -> str:
-    """Upload and tag the folder; return its address. Raises HubError."""
+    """Upload and tag the folder. Raises HubError."""
     from huggingface_hub import HfApi
 
     api: Any = HfApi()

@@ -1,4 +1,4 @@
-"""Processes of a run with their clients and supervisors."""
+"""Processes of a run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ from asyncrl.sync.node_files import NodeFiles
 from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 TEACHER_TIMEOUT_S = 120.0
-"""Seconds without an answer until the teacher counts as lost."""
 
 
 class Fleet:
-    """Trainer ranks, engines, eval engine and teacher, with their clients. The eval engine has no supervisor:
-    the run survives its loss. `on_lost` reports a lost engine to its supervisor (None: the call ends the
-    run).
+    """Trainer ranks, engines, eval engine and teacher, with their clients. Only the loss of the eval engine
+    never ends the run.
     """
 
     def __init__(
@@ -115,7 +113,6 @@ class Fleet:
         self._forget_rendezvous()
 
     def _forget_rendezvous(self) -> None:
-        """Remove the rendezvous file of ended ranks."""
         (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
         if self._group is not None:
             self._group.sender_gone_nowait()
@@ -126,12 +123,11 @@ class Fleet:
 
     @property
     def side_servers(self) -> list[Server]:
-        """Return the eval engine and the teacher, if any."""
         return [server for server in (self.eval_server, self.teacher_server) if server is not None]
 
     async def start(self, num_engines: int, hash_model: Awaitable[object], *, is_new: bool) -> None:
-        """Start the processes and wait until they answer; a kill by a signal restarts all. A resumed run (not
-        `is_new`) first awaits `hash_model`, which may refuse the model.
+        """Start the processes; a kill by a signal restarts all. A resumed run first awaits `hash_model`,
+        which may refuse.
         """
         warn = self.life.log.warn
         for server in (*self.servers, *self.side_servers):
@@ -189,7 +185,7 @@ class Fleet:
 
 
 def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFiles | None:
-    """Return None if all nodes read the trainer's files in place."""
+    """Return None if all nodes read files in place."""
     has_eval = placement.evaluation is not None
     if placement.num_nodes == 1 or not fetches_files(life.config, has_eval_engine=has_eval):
         return None
@@ -206,7 +202,7 @@ def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFile
 
 
 async def _close(server: Server, warn: Callable[[str], None]) -> None:
-    """End a server, and warn of survivors: they may hold a GPU."""
+    """Warn of survivors: they may hold a GPU."""
     await server.aclose()
     if server.child.left:
         warn(server.child.left)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
-from asyncrl.base.files import write_whole
+from asyncrl.base.files import RunLock, write_whole
 from asyncrl.base.staging import clear_own_staging
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
@@ -37,7 +37,6 @@ logger = logging.getLogger("asyncrl.job.lifecycle")
 CLOSE_TIMEOUT_S = 15.0
 MAX_WARNINGS = 100
 FEW_FILES = 256
-"""Open files of a run without rollouts."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -59,7 +58,6 @@ class Interrupts:
                 self._receive(number)
 
     def receive_by(self, receive: Callable[[int], None] | None) -> None:
-        """Pass kept and future signals to `receive` (None: keep them)."""
         with self._lock:
             self._receive = receive
             while self._kept and receive is not None:
@@ -131,18 +129,17 @@ class Lifecycle:
         self.log = log
         self.launcher = launcher
         self.servers: Sequence[Server] = ()
-        """Servers whose deaths replace the failed calls that they cause."""
+        """Their deaths replace the failed calls that they cause."""
         self.stack = AsyncExitStack()
         self.stop = asyncio.Event()
         self.can_stop = False
         self.signal: int | None = None
         self.interrupts: Interrupts | None = None
-        """Signals from a caller outside the main thread."""
         self._ending = ending
         self._on_end = on_end
         self._on_exit = on_exit
         self._group: asyncio.TaskGroup | None = None
-        self._tasks = weakref.WeakSet[asyncio.Task[None]]()  # the group holds running tasks
+        self._tasks = weakref.WeakSet[asyncio.Task[None]]()
         self._broken: Future[None] = Future()
 
     async def run(self, live: Callable[[], Awaitable[int]]) -> int:
@@ -210,7 +207,6 @@ class Lifecycle:
         return code
 
     def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Start a task; if it raises, everything ends."""
         assert self._group is not None, "tasks are started while run() is under way"
         task = self._group.create_task(coro, name=name)
         self._tasks.add(task)
@@ -227,7 +223,6 @@ class Lifecycle:
         self.stack.push_async_callback(close_within, CLOSE_TIMEOUT_S, name, close)
 
     def on_broken(self, error: RoomError) -> None:
-        """Report a broken part that answers clients."""
         if not self._broken.done():
             self._broken.set_exception(error)
 
@@ -297,11 +292,16 @@ def make_run_dir(folder: Path, mode: int) -> None:
 
 
 @contextlib.contextmanager
-def removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove a new directory if ConfigError is raised before a group is admitted."""
+def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
+    """Make and lock the directory. A new one is removed by a ConfigError before the first group."""
     is_new = not folder.exists()
     try:
-        yield
+        make_run_dir(folder, mode)
+        lock = RunLock(folder / "run.lock").acquire()
+        try:
+            yield
+        finally:
+            lock.release()
     except ConfigError:
         if is_new and not has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -309,7 +309,7 @@ def removed_if_refused(folder: Path) -> Iterator[None]:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Return True if a group was admitted or a checkpoint made."""
+    """Return whether a group was admitted or a checkpoint made."""
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
     journal = run_dir / "journal.sqlite"

@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncrl.agents.command import passed_env
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
-from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.spans import span
 from asyncrl.base.user_code import cancel_remaining
@@ -26,19 +26,17 @@ from asyncrl.job.lifecycle import (
     Interrupts,
     Lifecycle,
     RunLog,
+    locked_run_dir,
     logging_to,
-    make_run_dir,
     new_run_dir,
     rare_collections,
     refuse_few_files,
-    removed_if_refused,
     run_again,
     run_id,
 )
-from asyncrl.job.report import Reporter
+from asyncrl.job.report import Reporter, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
 from asyncrl.job.scale import first_wanted
-from asyncrl.job.status import processes, reported
 from asyncrl.journal.checkpoints import set_aside
 from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.devices import Placement
@@ -54,9 +52,9 @@ from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
 
 STATUS_PERIOD_S = 1.0
 GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")
-"""Prefixes of tasks that run until the weights are saved."""
+"""Tasks that run until the weights are saved, by prefix."""
 EVALUATING = ("publisher", "evaluation")
-"""Prefixes of tasks that the last evaluation also needs."""
+"""Tasks that the last evaluation needs."""
 
 logger = logging.getLogger("asyncrl.job.loop")
 
@@ -108,27 +106,21 @@ def run_job(
 def _opened_run_dir(
     config: RunConfig, folder: Path, resume: ResumeMode, allow_change: Sequence[str]
 ) -> Iterator[tuple[Path, ResumePoint | None]]:
-    """Lock the directory; yield it with the point to resume from. Raises ConfigError."""
+    """Yield the locked directory and the point to resume from."""
     if resume == "must" and not folder.exists():
         find_resume(folder, config, resume)  # raises ConfigError
-    with removed_if_refused(folder):
-        make_run_dir(folder, config.observe.dir_mode)
-        lock = RunLock(folder / "run.lock").acquire()
-        try:
-            # before any refusal
-            is_ours = settle_saved(folder)
-            point = find_resume(folder, config, resume, allow_change)
-            if is_ours and point is None:  # a failed start
-                shutil.rmtree(folder / "model", ignore_errors=True)
-                for name in (MODEL_PIN, DATA_PIN):
-                    (folder / name).unlink(missing_ok=True)
-            run_id(folder)  # before the config: only a run's directory has an id
-            if point is None:
-                write_whole(folder / "config.yaml", run_config_yaml(config))
-            with logging_to(folder):
-                yield folder, point
-        finally:
-            lock.release()
+    with locked_run_dir(folder, config.observe.dir_mode):
+        is_ours = settle_saved(folder)  # before any refusal
+        point = find_resume(folder, config, resume, allow_change)
+        if is_ours and point is None:  # a failed start
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            for name in (MODEL_PIN, DATA_PIN):
+                (folder / name).unlink(missing_ok=True)
+        run_id(folder)  # before the config: only a run's directory has an id
+        if point is None:
+            write_whole(folder / "config.yaml", run_config_yaml(config))
+        with logging_to(folder):
+            yield folder, point
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +134,6 @@ class Job:
     placement: Placement
     point: ResumePoint | None
     num_first: int
-    """Engines at the start."""
 
     @property
     def config(self) -> RunConfig:
@@ -184,7 +175,6 @@ class Job:
         return 0 if life.signal is None else 128 + life.signal
 
     def _start_guards(self, run: Components) -> None:
-        """Start supervision, until the weights are saved."""
         watchdog = self._make_watchdog(run)
         self.life.spawn(watchdog.run(), name="watchdog")
         self.life.spawn(self._report_status(run, watchdog), name="status")
@@ -227,7 +217,7 @@ class Job:
         )
 
     async def _catch_up(self, run: Components) -> Sequence[UnfinishedGroup]:
-        """Restore a killed run; return the groups that continue."""
+        """Return the groups that continue."""
         point = self.point
         if point is None:
             run.write_pins()
@@ -306,7 +296,6 @@ class Job:
             stopping.cancel()
 
     async def _end(self, run: Components) -> None:
-        """Save after the last step or a stop."""
         if self.life.signal is not None:
             self.life.cancel_tasks(all_but=GUARDS)
             self.log.activity("writing a checkpoint")

@@ -1,4 +1,4 @@
-"""Turn component numbers into step metrics, status and the summary."""
+"""Turn component numbers into step metrics, status, the watchdog's input and the summary."""
 
 from __future__ import annotations
 
@@ -18,26 +18,21 @@ from asyncrl.base.spans import listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.build import Components
 from asyncrl.job.lifecycle import RunLog, run_again, run_id, system_error
-from asyncrl.job.status import gauges, status_of, totals_in
 from asyncrl.journal.checkpoints import sync_records
+from asyncrl.launch.server import Server
+from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Batch, GroupId, Prompt
-from asyncrl.messages.trainer_api import TrainResponse
+from asyncrl.messages.trainer_api import TrainerHealth, TrainResponse
+from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
-from asyncrl.observe.metrics import Totals, gauge_of, is_total
+from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total
 from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
-from asyncrl.observe.run_numbers import (
-    Steps,
-    by_evaluation,
-    duration,
-    evaluation_text,
-    several,
-    skipped_text,
-)
+from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter, write_trace
 from asyncrl.observe.trackers import TrackedRun, Tracker, make_trackers
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
-from asyncrl.observe.watchdog import Wait
+from asyncrl.observe.watchdog import Reported, Wait
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -49,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncrl.job.report")
 
 TRACKER_CLOSE_S = 30.0
-"""Seconds for trackers to send their remaining data."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned")
 
 
@@ -89,13 +83,11 @@ class Reporter:
         self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
         self._new_evaluations: dict[str, dict[str, float]] = {}
-        """Since the last step, by evaluation."""
         self._totals = Totals()
         self._before: dict[int, dict[str, float]] = {}
         """Totals by step, for steps about to be repeated."""
         self._journaled: dict[str, float] = {}
         self._slots_at: tuple[float, float] | None = None
-        """End of the last step, and busy slot seconds until then."""
         self._has_skipped_step = False
         self._is_to_resume = goes_on
 
@@ -112,7 +104,7 @@ class Reporter:
         self._console.start()
 
     def status_server(self) -> StatusServer | None:
-        """Return the server of observe.status_port, with its port bound. Raises ConfigError."""
+        """Raises ConfigError if the port is unavailable."""
         observe = self.config.observe
         if observe.status_port is None:
             return None
@@ -170,7 +162,6 @@ class Reporter:
         return {name: self._counted({name: run.engines.gauges()[name]})[name]}
 
     def step(self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
-        """Report an optimizer step. `found`: its batch_metrics."""
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
         metrics = self._metrics(run, batch, report, found)
         for of_evaluation in self._new_evaluations.values():
@@ -185,7 +176,6 @@ class Reporter:
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
     ) -> None:
-        """Write the first failures after each step as samples."""
         self._show_samples(partial(self._samples.failed, group_id, prompt, failed, tokenizer))
 
     def _show_samples(self, write: Callable[[], list[ShownRollout]]) -> None:
@@ -242,7 +232,6 @@ class Reporter:
             self.log.warn_once("skipped", text)
 
     def status(self, run: Components, waits: Sequence[Wait]) -> None:
-        """Replace status.json."""
         self._note_slots(run)
         now = self._now = self._counted(gauges(run))
         missing = run.harnessing.missing_workers() if run.harnessing is not None else None
@@ -273,7 +262,6 @@ class Reporter:
             self._trackers.tell("close", state)
 
     async def aclose(self) -> None:
-        """Wait at most TRACKER_CLOSE_S for the trackers."""
         await self._trackers.wait_closed(TRACKER_CLOSE_S, self._console.say)
 
     def _finish(self, state: str, why: str) -> None:
@@ -309,7 +297,6 @@ class Reporter:
         self._console.close()
 
     def _count_on(self) -> None:
-        """Continue time_s from the last step."""
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _metrics(
@@ -338,6 +325,75 @@ class Reporter:
         return metrics
 
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace process totals by run totals."""
         counted = {name: value for name, value in found.items() if is_total(name)}
         return {**found, **self._totals.add(counted)}
+
+
+def processes(run: Components) -> tuple[Server, ...]:
+    workers = () if run.harnessing is None else run.harnessing.workers
+    servers = (*run.fleet.servers, *run.fleet.side_servers)
+    return (*(server for server in servers if server.name not in run.scale.parked), *workers)
+
+
+def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
+    """Return all numbers by name, and by source if a new process restarts them."""
+    harnessing = run.harnessing
+    sources: list[Any] = [run.buffer, run.producers, run.engines, run.publisher, run.scorer]
+    sources += [run.trainer, run.scheduler, run.checkpointer, run.scale, run.evaluation, run.fleet.teacher]
+    if harnessing is not None:
+        sources += [harnessing.gateway, harnessing.queue]
+    found = dict[str, float | Mapping[str, float]]()
+    for source in sources:
+        found |= {} if source is None else source.gauges()
+    healths = {server.name: server.health for server in processes(run)}
+    engines = {name: health for name, health in healths.items() if isinstance(health, EngineHealth)}
+    trained_on = {server.name for server in run.fleet.engine_servers}
+    found |= {
+        "engine/tokens": sum(health.tokens_generated for health in engines.values()),
+        "engine/decode_s": {name: engines[name].decode_s for name in engines if name in trained_on},
+        "engine/restarts": sum(supervisor.num_restarts for supervisor in run.engine_supervisors),
+        "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
+    }
+    if run.fleet.teacher is not None:
+        found["teacher/restarts"] = run.fleet.supervisors[run.fleet.teacher.name].num_restarts
+    if harnessing is not None:
+        found["harness/restarts"] = sum(one.num_restarts for one in harnessing.supervisors)
+        workers = {name: health for name, health in healths.items() if isinstance(health, WorkerHealth)}
+        found["harness/abandoned"] = {name: health.num_abandoned for name, health in workers.items()}
+    return found
+
+
+def reported(run: Components) -> Reported:
+    marks = {
+        name: value
+        for name, value in gauges(run).items()
+        if name in PROGRESS and not isinstance(value, Mapping)
+    }
+    supervisors = (run.trainer, *run.fleet.supervisors.values())
+    return Reported(marks, tuple(run.producers.oldest()), any(one.is_starting for one in supervisors))
+
+
+def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the components' section of status.json."""
+    buffer = ("ready", "running", "look_ahead", "served")
+    rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
+    engines = {
+        server.name: run.scale.state_of(server.name)
+        or ("down" if server.name in run.engines.down else f"policy_version {server.policy_version}")
+        for server in run.engines.servers
+    }
+    return {
+        "buffer": {name: now[f"buffer/{name}"] for name in buffer},
+        "rollouts": {name: now[f"rollout/{name}"] for name in rollouts},
+        "weight_sync": {"version": now["publish/version"], "skipped": now["weight_sync/skipped"]},
+        "engines": engines,
+        "engines_wanted": None if run.scale.is_fixed else run.scale.wanted,
+        "turns": run.scheduler.status() or None,
+        "evaluation": run.evaluation and asdict(run.evaluation.stats()),
+        "oldest_rollouts": [list(entry) for entry in run.producers.oldest()],
+        "last_failure": run.producers.last_failure,
+    }
+
+
+def totals_in(line: Mapping[str, Any]) -> dict[str, float]:
+    return {name: num for name, num in line.items() if is_total(name) and isinstance(num, int | float)}

@@ -59,7 +59,6 @@ MODEL_KEYS = ("model.path", "model.revision")
 TRANSPORT = "weight_sync.transport"
 """Only lora changes the engines' bits: vLLM then computes with unmerged adapters."""
 SAVED = ("final", "adapter")
-"""Weight folders of a finished run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,6 @@ def as_resume_mode(text: str) -> ResumeMode:
 
 
 def resumed_dtype(run_dir: Path | None) -> str | None:
-    """Return model.dtype of a run that has begun."""
     with contextlib.suppress(AsyncrlError):
         if run_dir is not None and (run_dir / "config.yaml").exists() and has_begun(run_dir):
             return load_config(run_dir / "config.yaml").model.dtype
@@ -138,7 +136,7 @@ def _refused(
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return section.key -> (old, new) for keys whose YAML differs."""
+    """Return section.key -> (old, new); values compare as YAML."""
     then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
     changed = [key for key in keys if yaml.safe_dump(then.get(key)) != yaml.safe_dump(new.get(key))]
@@ -159,7 +157,6 @@ def _keys(config: RunConfig) -> dict[str, Any]:
 
 
 def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path) -> list[str]:
-    """Return the allowed changes as text."""
     changes = changed_keys(before, now)
     found = {
         key: values
@@ -250,7 +247,7 @@ async def restore(
     restored()
     if is_journal_new:
         journal.began_at_nowait(point.version, *before)
-    for group_id, (prompt, why) in ended.items():  # not failed: keep the same seeds
+    for group_id, (prompt, why) in ended.items():  # keep the same seeds
         journal.group_ended_nowait(group_id, "requeued", why, requeued=prompt.num_requeued)
     return unfinished
 

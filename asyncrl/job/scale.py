@@ -68,7 +68,7 @@ class EngineScale:
         return {} if self.is_fixed else {"engine/up": num_up}
 
     def state_of(self, name: str) -> str:
-        """Return an engine's state for `asyncrl status`; empty if it should work and does."""
+        """Return an engine's state; empty if it should work and does."""
         if self.wants(name):
             return "" if name in self._working else "starting"
         return "parked" if name in self.parked else "leaving"
@@ -91,7 +91,7 @@ class EngineScale:
         self.changed_nowait()
 
     def give_up_nowait(self, name: str, error: AsyncrlError) -> None:
-        """Want only the engines before `name`, which does not start."""
+        """Want only the engines before `name`."""
         num = self._number[name]
         if num < self.wanted:
             self._log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
@@ -104,7 +104,7 @@ class EngineScale:
         self.parked.discard(name)
 
     async def wait_leave(self, name: str) -> None:
-        """Wait until this engine may leave, and give it no new work."""
+        """Wait until this engine may leave."""
         while self.wants(name) or not self._may_leave(name):
             await self._changed.wait()
         self.pool.down_nowait(name)
@@ -151,7 +151,6 @@ class ScaledEngine(EngineSupervisor):
             self._leave_nowait()
 
     async def run(self) -> None:
-        """Watch, park and start. Raises the RoomError that ends the run."""
         while True:
             await self._scale.wait_wanted(self.name)
             try:
@@ -192,7 +191,6 @@ class ScaledEngine(EngineSupervisor):
 
 
 async def _until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any, None], name: str) -> None:
-    """Run `work` until it or `left` ends."""
     working = asyncio.create_task(work, name=f"watch {name}")
     leaving = asyncio.create_task(left, name=f"watch {name}")
     try:
@@ -234,7 +232,6 @@ def _in_range(asked: object, limits: EngineRange) -> int:
 
 
 def write_wanted(run_dir: Path, num: int) -> None:
-    """Ask for `num` engines."""
     write_whole(run_dir / WANTED_FILE, json.dumps({KEY: num}) + "\n")
 
 

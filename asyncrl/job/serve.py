@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.command import passed_env
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.files import RunLock, write_whole
+from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import RunConfig, run_config_yaml
@@ -32,15 +32,7 @@ from asyncrl.job.agent_runtime import (
 )
 from asyncrl.job.build import load_tokenizer
 from asyncrl.job.check import check_everything
-from asyncrl.job.lifecycle import (
-    Lifecycle,
-    RunLog,
-    logging_to,
-    make_run_dir,
-    new_run_dir,
-    refuse_few_files,
-    removed_if_refused,
-)
+from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to, new_run_dir, refuse_few_files
 from asyncrl.job.servers import Servers
 from asyncrl.launch.capacity import resolve_auto
 from asyncrl.launch.devices import place
@@ -77,14 +69,12 @@ def serve_gateway(
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
-    """Serve one engine until Ctrl-C; return the exit code."""
     with _opened_lifecycle(config, run_dir, name) as life:
         return asyncio.run(cancel_remaining(life.run(partial(_live_engine, life))))
 
 
 @contextmanager
 def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Iterator[Lifecycle]:
-    """Lock the directory; yield a lifecycle with the config settled for this machine."""
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
         num_engines = config.rollout.engine_range.min
@@ -101,16 +91,11 @@ def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Ite
                 rule="the model and logs are written there",
                 way_out="choose another --run-dir, or omit it.",
             )
-        with removed_if_refused(folder):
-            make_run_dir(folder, config.observe.dir_mode)
-            lock = RunLock(folder / "run.lock").acquire()
-            try:
-                shutil.rmtree(folder / "model", ignore_errors=True)
-                write_whole(own, run_config_yaml(config))
-                with logging_to(folder):
-                    yield Lifecycle(config, folder, log, launcher)
-            finally:
-                lock.release()
+        with locked_run_dir(folder, config.observe.dir_mode):
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            write_whole(own, run_config_yaml(config))
+            with logging_to(folder):
+                yield Lifecycle(config, folder, log, launcher)
 
 
 async def _make_servers(life: Lifecycle) -> tuple[Servers, HFChatTokenizer]:
@@ -125,7 +110,6 @@ async def _make_servers(life: Lifecycle) -> tuple[Servers, HFChatTokenizer]:
 
 
 async def _start(life: Lifecycle, servers: Sequence[Server]) -> None:
-    """Start processes, wait until they answer, and watch them."""
     life.log.activity(f"loading the model in {', '.join(server.name for server in servers)}")
     life.servers = servers
     for server in servers:
@@ -159,7 +143,6 @@ async def _live_engine(life: Lifecycle) -> int:
 
 
 async def _live_gateway(life: Lifecycle, path: Path | None, num_rollouts: int | None) -> int:
-    """Serve a gateway for users, or run `num_rollouts` rollouts."""
     tasks = (await check_everything(life, is_needed=num_rollouts is not None)).tasks
     servers, tokenizer = await _make_servers(life)
     engines = servers.engines()

@@ -55,9 +55,9 @@ class Servers:
         self.secret = secrets.token_hex(32)
         self.kind = engine_kind(config)
         self.rank_store = ""
-        """Where ranks meet, if not in the staging folder."""
+        """Where ranks meet, unless in the staging folder."""
         self.weights_store = ""
-        """Where trainer and engines meet for a broadcast, if not in the staging folder."""
+        """Where trainer and engines meet for a broadcast."""
 
     def trainers(self, staging_dir: Path) -> list[Server]:
         """Return the trainer's ranks; the first takes requests."""
@@ -75,7 +75,6 @@ class Servers:
         return [other for other, device in enumerate(ranks) if device.node == ranks[rank].node]
 
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
-        """Return a rank's spec. It sees the devices of its node's ranks."""
         config = self.config
         placement = self.placement
         node = placement.trainer[rank].node
@@ -163,7 +162,7 @@ class Servers:
     def client(
         self, server: Server, tokenizer: HFChatTokenizer, group: BroadcastGroup | None = None
     ) -> EngineClient:
-        """Create the client of an engine server; it also asks the server's health."""
+        """Create an engine's client, which also asks its health."""
         client = self.kind.client(server, self.placement, self.model_path, tokenizer, group)
         server.client_health = lambda timeout_s: client.health(timeout_s=timeout_s)
         return client
@@ -204,9 +203,7 @@ class Servers:
         return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
     async def hold(self, staging_dir: Path | None = None) -> None:
-        """Reserve resources on nodes that can read the files, and find meeting addresses. Raises ConfigError
-        or RoomError.
-        """
+        """Reserve resources on the nodes. Raises ConfigError or RoomError."""
         placement = self.placement
         has_engines = self.config.rollout.urls is None
         parts = placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
@@ -226,7 +223,6 @@ class Servers:
             self.weights_store = f"{address}:{await self.launcher.free_port(first)}"
 
     def _needs(self, node: int, staging_dir: Path | None) -> NodeRequirements:
-        """Return the files and packages that a node's processes need. Blocks."""
         config = self.config
         placement = self.placement
         is_training = staging_dir is not None

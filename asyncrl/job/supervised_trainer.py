@@ -57,7 +57,7 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         }
 
     async def wait_up(self) -> None:
-        """Return once the processes are restored. Raises RoomError if they never will be."""
+        """Raises RoomError if the processes never come back."""
         with waiting("the trainer to be back", on="watch trainer"):
             while not self.is_up:
                 if self._over is not None:
@@ -75,7 +75,6 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         return moved
 
     async def run(self) -> None:
-        """Watch and restart. Raises the RoomError that ends the run."""
         try:
             await super().run()
         except RoomError as error:
@@ -107,7 +106,6 @@ class SupervisedTrainer(Supervisor, TrainerClient):
         await self._may_start()
 
     async def _bring_back(self) -> None:
-        """Recover the newest answered version and repeat offloads."""
         client = TrainerClient(self._caller, policy_version=self.policy_version, timeout_s=self._timeout_s)
         await self._catches_up(client, self.policy_version)
         self._reached(client.policy_version)

@@ -136,7 +136,7 @@ class TeacherSupervisor(Supervisor):
 
 
 def check_teacher(config: RunConfig, tokenizer: HFChatTokenizer | None) -> list[str]:
-    """Describe the teacher. Raises ConfigError for other tokens than the model's."""
+    """Describe the teacher. Raises ConfigError for other tokens."""
     if config.teacher is None:
         return []
     path = config.teacher.path
@@ -157,7 +157,6 @@ def find_teacher(config: RunConfig, tokenizer: HFChatTokenizer) -> Path | None:
 
 
 def _refuse_other_tokens(path: str, folder: Path, tokenizer: HFChatTokenizer) -> None:
-    """Raise ConfigError unless token ids mean the same to teacher and model."""
     theirs = read_vocabulary(folder)
     ours = tokenizer.vocabulary
     if theirs == ours:

@@ -1,1 +1,1 @@
-"""Ordered record of a run in one SQLite file, complete enough to resume a killed run."""
+"""Ordered record of a run in one SQLite file."""

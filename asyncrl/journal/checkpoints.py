@@ -1,4 +1,4 @@
-"""RUN_DIR/checkpoints. A manifest with the size and sha256 of every file identifies whole checkpoints."""
+"""RUN_DIR/checkpoints. A manifest with sizes and digests identifies whole checkpoints."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from asyncrl.config import CheckpointConfig
 CONTROLLER, TRAINER, MANIFEST = "controller.json", "trainer", "manifest.json"
 FORMAT = 1
 RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl", "samples.jsonl")
-"""Records of the run before the checkpoint, which a resumed run does not write again."""
+"""Records before the checkpoint, which a resumed run does not write again."""
 CHECK_DISK = "check its disk, its permissions and the limit of open files, then start again."
 
 
 def sync_records(run_dir: Path) -> None:
-    """Sync the records of the run directory. Raises OSError."""
     for name in RECORDS:
         with contextlib.suppress(FileNotFoundError):
             sync(run_dir / name)
@@ -35,9 +34,8 @@ def sync_records(run_dir: Path) -> None:
 
 
 class ControllerState(BaseModel, frozen=True):
-    """controller.json, used to resume without the journal.
-
-    `feed`: PromptSource.state(). `out`: num_requeued of each drawn prompt that is in no batch yet, by id.
+    """controller.json, used to resume without the journal. `out`: num_requeued of drawn prompts in no batch
+    yet, by id.
     """
 
     feed: dict[str, Any]
@@ -51,7 +49,7 @@ class FileEntry(BaseModel, frozen=True, extra="forbid"):
 
 
 class Manifest(BaseModel, frozen=True):
-    """Files of a checkpoint by relative path. `version`: number of trained batches."""
+    """Files by relative path. `version`: number of trained batches."""
 
     format: int = FORMAT
     version: int
@@ -71,7 +69,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A checkpoint that matches its manifest. `controller`: argument of finish()."""
+    """`controller`: argument of finish()."""
 
     version: int
     folder: Path
@@ -89,7 +87,7 @@ class Damaged:
 
 
 def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
-    """Rename damaged checkpoints to damaged_step_N; return a sentence about each. Call it after a resume."""
+    """Rename damaged checkpoints; return a sentence about each."""
     sentences = []
     for found in passed_over:
         aside = found.folder.with_name(f"damaged_{found.folder.name}")
@@ -107,8 +105,7 @@ class Checkpoints:
     """Checkpoints of one run directory. All methods block.
 
     Life: begin() -> the trainer writes -> finish() syncs, writes the manifest and renames; or abandon().
-    Waits: hold `in_use` around finish(), and from newest_whole() until its result is no longer needed;
-    never while a trainer writes, since it may have to load a checkpoint first.
+    Waits: hold `in_use` around finish() and while using newest_whole(); never while a trainer writes.
     Invariant: a folder was whole when it was named step_N.
     """
 
@@ -118,11 +115,9 @@ class Checkpoints:
         self._rewards: dict[int, float] = {}
 
     def evaluated(self, version: int, reward_mean: float) -> None:
-        """Note the reward of a version for keep_best."""
         self._rewards[version] = reward_mean
 
     def versions(self) -> list[int]:
-        """Return the versions with a folder, oldest first, unchecked."""
         return _versions_in(self.root.glob("step_*"))
 
     def begin(self) -> Pending:
@@ -151,13 +146,10 @@ class Checkpoints:
         return final
 
     def abandon(self, pending: Pending) -> None:
-        """Remove the unfinished checkpoint. Idempotent."""
         shutil.rmtree(pending.folder, ignore_errors=True)
 
     def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[Damaged]]:
-        """Return the newest whole checkpoint and newer damaged ones. Raises CheckpointError for an
-        unreadable one.
-        """
+        """Return the newest whole checkpoint and newer damaged ones. Raises CheckpointError."""
         passed_over: list[Damaged] = []
         for version in reversed(self._settled(keep_unfinished)):
             folder = self.root / f"step_{version}"
@@ -168,7 +160,7 @@ class Checkpoints:
         return None, passed_over
 
     def _settled(self, keep_unfinished: bool) -> list[int]:
-        """Return the versions after removing unfinished work. Unlike a glob, this raises for an unreadable
+        """Return versions after removing unfinished work. Unlike a glob, this raises for an unreadable
         folder.
         """
         try:
@@ -182,9 +174,7 @@ class Checkpoints:
             raise CheckpointError(what, way_out=CHECK_DISK) from error
 
     def oldest_version(self) -> int:
-        """Return the oldest of the keep_last newest, or 0 if fewer exist: resumes may need the journal
-        since.
-        """
+        """Return the oldest version from which resumes may need the journal."""
         versions = self.versions()
         return versions[-self.config.keep_last] if len(versions) >= self.config.keep_last else 0
 
@@ -198,7 +188,7 @@ class Checkpoints:
             stay.add(max(evaluated, key=lambda version: (self._rewards[version], version)))
         for folder in (self.root / f"step_{version}" for version in versions if version not in stay):
             with contextlib.suppress(OSError):
-                # first, so that a partly removed checkpoint does not look whole
+                # a partly removed checkpoint must not look whole
                 (folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -216,7 +206,7 @@ def _versions_in(folders: Iterable[Path]) -> list[int]:
 
 
 def write_manifest(folder: Path, version: int) -> None:
-    """Sync every file of `folder`, then write its manifest. Raises OSError."""
+    """Sync every file, then write the manifest. Raises OSError."""
     sync_tree(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:
@@ -274,7 +264,7 @@ def _read_json(folder: Path, name: str) -> Any:
 
 
 def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
-    """Return damage for a missing file, another error for an unreadable one, which may be whole."""
+    """Return damage for a missing file, another error for an unreadable one."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return _damaged(folder, f"{name} cannot be read: {error.strerror}")
     return CheckpointError(

@@ -23,16 +23,15 @@ EPOCH = "epoch/"
 
 
 decided_s: ContextVar[float] = ContextVar("decided_s")
-"""Time of the decision, in seconds since the epoch."""
 
 
 def text(given: object) -> str:
-    """Return text that SQLite can hold: lone surrogates are escaped."""
+    """Escape lone surrogates, which SQLite cannot hold."""
     return str(given).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> None:
-    """Record that the group runs. A resumed run may repeat this."""
+    """Record that the group runs. Repeatable."""
     key = (ticket.group_id, text(prompt.prompt_id), ticket.start_version)
     same = "group_id = ? AND prompt_id = ? AND start_version = ? AND state = 'running'"
     if connection.execute(f"SELECT 1 FROM groups WHERE {same}", key).fetchone():
@@ -55,8 +54,7 @@ def began_at(
 ) -> None:
     """Begin a new journal for a run that resumes from a checkpoint without its old one.
 
-    `num_drawn` prompts had been drawn; those in `out` are sampled again, with that num_requeued. `memory`:
-    PromptSource.memory.
+    `num_drawn` prompts had been drawn; those in `out` are sampled again, with that num_requeued.
     """
     before = {"version": version, "num_drawn": num_drawn, "out": out, "next_group_id": next_group_id}
     before["memory"] = memory
@@ -64,14 +62,11 @@ def began_at(
 
 
 def order(connection: sqlite3.Connection, what: Mapping[str, Any]) -> None:
-    """Record the settings that determine the prompt order, which a resumed run must share."""
     connection.execute("INSERT OR REPLACE INTO meta VALUES ('order', ?)", (json.dumps(what),))
 
 
 def epoch(connection: sqlite3.Connection, task: str, number: int, what: str) -> None:
-    """Record an epoch of a task sampled by difficulty; `what`: its prompts, for Epochs.load_epoch.
-    Repeatable.
-    """
+    """Record an epoch of a task sampled by difficulty; `what`: its prompts. Repeatable."""
     key = f"{EPOCH}{number}/{task}"
     connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(what)))
 
@@ -84,7 +79,6 @@ def segment(
     turn: int,
     partial: Completion,
 ) -> None:
-    """Replace the rollout's unfinished completion."""
     state, has_ended, before = _rollout(connection, group_id, sample_index)
     if state != "running" or has_ended:
         return
@@ -99,7 +93,6 @@ def segment(
 
 
 def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout) -> None:
-    """Record all branches of the rollout and delete its segments."""
     sample_index = rollout[0].sample_index
     state, has_ended, attempt = _rollout(connection, group_id, sample_index)
     if state != "running":
@@ -127,7 +120,6 @@ def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout:
 def rollout_failed(
     connection: sqlite3.Connection, group_id: GroupId, sample_index: int, num_attempts: int, why: str
 ) -> None:
-    """Record a failed rollout and delete its segments."""
     state, has_ended, _ = _rollout(connection, group_id, sample_index)
     if state != "running":
         return
@@ -142,9 +134,7 @@ def rollout_failed(
 def tokens_lost(
     connection: sqlite3.Connection, group_id: GroupId, num_tokens: int, sample_index: int | None = None
 ) -> None:
-    """Count sampled tokens outside any trajectory. With `sample_index`, also drop the unfinished
-    completion.
-    """
+    """Count sampled tokens outside any trajectory. With `sample_index`, drop the unfinished completion."""
     more = "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?"
     connection.execute(more, (num_tokens, group_id))
     if sample_index is not None:
@@ -159,7 +149,6 @@ def group_ended(
     *,
     requeued: int | None = None,
 ) -> None:
-    """End a running group, or requeue a ready one. `requeued`: the prompt's num_requeued, if repeated."""
     found = _state(connection, group_id)
     if found != "running" and (found, state) != ("ready", "requeued"):
         raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
@@ -171,7 +160,6 @@ def group_ended(
 
 
 def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken", "replayed"]:
-    """Record a batch, its ordered groups and their new state atomically."""
     version, group_ids = batch.version, [group.group_id for group in batch.groups]
     found = connection.execute(
         "SELECT min_version, mask_older, json_group_array(group_id) FROM"
@@ -204,7 +192,7 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken"
 
 
 def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, float]) -> None:
-    """Record that the batch was trained (policy_version is now version + 1). Repeated after a resume."""
+    """Record that the batch became policy_version version + 1. Repeatable."""
     loss = metrics.get("policy/loss")
     changed = connection.execute(
         "UPDATE batches SET trained_s = ?, loss = ? WHERE version = ?",
@@ -214,7 +202,6 @@ def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, 
 
 
 def published(connection: sqlite3.Connection, version: int, digest: str) -> None:
-    """Record that every engine serves the version. Repeated after a resume."""
     connection.execute(
         "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, decided_s.get())
     )
@@ -223,7 +210,7 @@ def published(connection: sqlite3.Connection, version: int, digest: str) -> None
 def checkpointed(
     connection: sqlite3.Connection, version: int, path: Path | str, beside: Sequence[int] = ()
 ) -> None:
-    """Record a whole checkpoint; other checkpoints are gone, except for these versions."""
+    """Record a whole checkpoint; other checkpoints are gone, except these versions."""
     connection.execute(
         "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), decided_s.get())
     )
@@ -234,14 +221,13 @@ def checkpointed(
 
 
 def restored(connection: sqlite3.Connection, version: int) -> None:
-    """Record that the run resumes from weights `version` and trains later batches again."""
     event(connection, "restored", {"version": version})
 
 
 def event(
     connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], *, keep: int | None = None
 ) -> None:
-    """Record an event for `inspect`. `keep`: retain only this many newest events of its kind."""
+    """Record an event for `inspect`. `keep`: retain the newest events of its kind."""
     connection.execute(
         "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)",
         (decided_s.get(), text(what), json.dumps(detail, default=str)),
@@ -252,7 +238,7 @@ def event(
 
 
 def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
-    """Delete messages and tokens of some groups that no resume needs. Return their number, 0 when done."""
+    """Delete messages and tokens that no resume needs. Return the number of groups, 0 when done."""
     found = connection.execute(
         "SELECT g.group_id FROM groups g INDEXED BY groups_with_tokens LEFT JOIN batch_groups b"
         " USING (group_id) WHERE g.messages IS NOT NULL AND (b.version < :version"
@@ -294,9 +280,7 @@ def _state(connection: sqlite3.Connection, group_id: GroupId) -> str:
 def _rollout(
     connection: sqlite3.Connection, group_id: GroupId, sample_index: int
 ) -> tuple[str, bool, int | None]:
-    """Return its group's state, whether it has ended, and its segment's attempt, in one statement for
-    speed.
-    """
+    """Return group state, whether the rollout has ended, and segment attempt, in one statement for speed."""
     row = connection.execute(_ROLLOUT, {"group": group_id, "sample": sample_index}).fetchone()
     if row is None:
         raise _never_admitted(group_id)

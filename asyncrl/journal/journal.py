@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 GATHER_S = 0.02
-"""Seconds to gather unawaited decisions for one commit."""
+"""Seconds to gather decisions for one commit."""
 
 
 class _Job(NamedTuple):
@@ -51,12 +51,11 @@ class Journal:
     """Record of a run in journal.sqlite. `_nowait` methods queue their decision for up to GATHER_S; awaited
     methods return when it is durable.
 
-    Life: of a group: admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or
-    failed, filtered, requeued.
+    Life: of a group: admitted -> rollouts finished or failed -> ready -> taken by one batch; or failed,
+    filtered, requeued.
     Waits: batch_taken, flush, compact and read_resume wait for the commit; wait_failed for a failure.
-    Invariant: a group has one state and at most one batch; a prompt has one group that runs, is ready or
-    taken. Decisions become durable in order. Only the process with the RunLock writes.
-    Errors: the first error is final: wait_failed raises it, and so does every waiting or later call.
+    Invariant: a group has one state and at most one batch. Decisions become durable in order. Only the
+    process with the RunLock writes. The first error is final.
     """
 
     name = "journal"
@@ -74,7 +73,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, *, run_id: str) -> Journal:
-        """Open or create the journal of a run. Blocks. Raises JournalError for a damaged or foreign file."""
+        """Open or create a journal. Blocks. Raises JournalError for a damaged or foreign file."""
         return cls(path, open_to_write(path, run_id))
 
     admitted_nowait = _later(decisions.admitted)
@@ -95,9 +94,8 @@ class Journal:
     async def batch_taken(self, batch: Batch) -> Literal["taken", "replayed"]:
         """Assign the groups to this batch for good; train only after this returns.
 
-        "replayed": a resumed run has taken the same batch before. Raises JournalError if a group is not
-        ready or in another batch, or the version has other groups or is not next. If cancelled, the batch
-        may be taken.
+        "replayed": a resumed run has taken the same batch before. Raises JournalError for groups that are
+        not ready, other groups, or a version that is not next.
         """
         decide = partial(decisions.batch_taken, batch=batch)
         return await self._durable(
@@ -109,7 +107,6 @@ class Journal:
         await self._durable(lambda connection: None, "the journal to be durable")
 
     async def wait_failed(self) -> None:
-        """Wait for a failure and raise that JournalError."""
         raise await asyncio.shield(asyncio.wrap_future(self._failed))
 
     async def read_resume(self, checkpoint_version: int) -> ResumeState:
@@ -119,9 +116,7 @@ class Journal:
             return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
 
     async def compact(self, before_version: int) -> None:
-        """Delete tokens before `before_version`, the oldest kept checkpoint, and of older untrained groups,
-        in small steps.
-        """
+        """Delete tokens before the oldest kept checkpoint, and of older untrained groups, in small steps."""
         some = partial(decisions.compact_some, before_version=before_version)
         while await self._durable(some, "old tokens to be deleted from the journal"):
             pass
@@ -146,18 +141,17 @@ class Journal:
             self._is_awaited.set()
 
     async def _durable(self, decide: Callable[[sqlite3.Connection], T], what: str) -> T:
-        """Return the decision's result once durable. Raises JournalError if refused."""
         answer: Future[T] = Future()
         self._put(decide, answer)
         with waiting(what, on="the journal's thread"):
             return await asyncio.wrap_future(answer)
 
     def _write_all(self) -> None:
-        """Thread: apply queued decisions in order, commit once, answer; end at None."""
+        """Thread: apply decisions in order, commit once, answer; end at None."""
         job = self._queue.get()
         while job is not None:
             self._is_awaited.wait(GATHER_S)
-            self._is_awaited.clear()  # awaited decisions are queued already
+            self._is_awaited.clear()
             jobs = [job]
             while not self._queue.empty() and (job := self._queue.get()) is not None:
                 jobs.append(job)
@@ -173,7 +167,6 @@ class Journal:
         self._connection.close()
 
     def _write(self, jobs: list[_Job]) -> list[Any]:
-        """Return each decision's result or error; the same error for all if nothing was written."""
         if self._failed.done():
             return [self._failed.result()] * len(jobs)
         started_s = time.monotonic()
@@ -192,7 +185,6 @@ class Journal:
         return outcomes
 
     def _apply(self, job: _Job) -> Any:
-        """Return the decision's result; a refused awaited decision changes nothing."""
         decisions.decided_s.set(job.decided_s)
         if job.answer is None:
             return job.decide(self._connection)

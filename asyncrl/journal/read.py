@@ -1,4 +1,4 @@
-"""Read-only queries for resumes and `inspect`, safe during writes. Everything here blocks."""
+"""Read-only queries for resumes and `inspect`. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COUNTED = {
     "rollout/dropped": "total(state = 'requeued' AND reason IN ('dropped', 'all_masked'))",
     "rollout/given_up": "total(state IN ('requeued', 'failed') AND requeued IS NULL)",
 }
-"""Run-wide counters, by the names of observe/metrics.py. Dropped: by the staleness rule, not by a resume."""
+"""Run-wide counters, by the names of observe/metrics.py."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +37,8 @@ class ResumeState:
     """State of a run that resumes from weights `checkpoint_version`.
 
     Batches checkpoint_version .. next_version - 1 are trained again unchanged. `ready` and `running` groups
-    continue. `requeued` prompts (id -> num_requeued) are repeated in their old order, those in `returning`
-    only after the version at which their groups failed. `num_drawn`: prompts ever admitted.
+    continue. `requeued` prompts (id -> num_requeued) are repeated, those in `returning` only after the
+    version at which their groups failed. `num_drawn`: prompts ever admitted.
     """
 
     path: Path
@@ -51,25 +51,25 @@ class ResumeState:
     num_drawn: int
     next_group_id: GroupId
     order: Mapping[str, Any] | None
-    """Settings that determined the prompt order; None if never written."""
+    """Settings of the prompt order, if written."""
     counted: Mapping[str, int]
-    """Initial counters of the resumed run (_COUNTED, all groups)."""
+    """Initial counters."""
     epochs: Sequence[tuple[str, int, str]] = ()
-    """(task, number, prompts) of each epoch by difficulty, in order."""
+    """(task, number, prompts) of each epoch by difficulty."""
     observed: Sequence[tuple[str, float, int]] = ()
-    """(prompt_id, mean reward, start version) of finished groups, if there are such epochs."""
+    """(prompt_id, mean reward, start version) of finished groups."""
     memory: Mapping[str, Any] = field(default_factory=dict)
-    """PromptSource.memory when the journal began, if an older journal was lost."""
+    """PromptSource.memory of a lost older journal."""
 
     def load_batch(self, version: int) -> Batch:
-        """Load a batch. Blocks. Raises JournalError if it is missing or its tokens were deleted."""
+        """Load a batch. Blocks. Raises JournalError."""
         with reading(self.path) as connection:
             return read_batch(connection, version)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a read-only snapshot. Errors of SQLite and of damaged values become JournalError."""
+    """Open a read-only snapshot. Raises JournalError for damage."""
     try:
         with closing(connect(path, is_read_only=True)) as connection:
             connection.create_function("local_time", 1, _local_time)
@@ -114,9 +114,7 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
 
 
 def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
-    """Return a batch unchanged. Raises ValueError if it is missing, JournalError if its tokens were
-    deleted.
-    """
+    """Return a batch. Raises ValueError if it is missing, JournalError if its tokens were deleted."""
     row = connection.execute(
         "SELECT min_version, mask_older, num_groups FROM batches WHERE version = ?", (version,)
     ).fetchone()
@@ -153,9 +151,7 @@ def _observed(connection: sqlite3.Connection) -> tuple[tuple[str, float, int], .
 
 
 def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began_at: int) -> int:
-    """Return the version after the newest batch. Raises if a batch since the checkpoint cannot be trained
-    again.
-    """
+    """Return the version after the newest batch. Raises for a batch that cannot be trained again."""
     if checkpoint_version < began_at:
         raise JournalError(
             f"the journal begins at version {began_at}, after the newest checkpoint, {checkpoint_version}",
@@ -169,7 +165,7 @@ def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began
     if not num_taken == num_given == num_found:  # page checks do not detect this
         raise ValueError(f"{num_taken} groups are taken, batches count {num_given} and list {num_found}")
     if newest is None:
-        return checkpoint_version  # nothing was trained, or the journal began at a checkpoint
+        return checkpoint_version
     if newest + 1 < checkpoint_version:
         raise ValueError(f"the newest batch is {newest}, but a checkpoint has version {checkpoint_version}")
     (first_deleted,) = connection.execute(
@@ -223,7 +219,7 @@ def _prompt(prompt_id: str, num_requeued: int, messages: str) -> Prompt:
 
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:
-    """Return (num_requeued, version of the failure if any) by prompt id, in order of first admission."""
+    """Return (num_requeued, version of the failure if any) by prompt id, in order of admission."""
     rows = connection.execute(
         "SELECT h.prompt_id, h.requeued, CASE h.state WHEN 'failed' THEN h.start_version END,"
         " (SELECT min(group_id) FROM groups f WHERE f.prompt_id = h.prompt_id) AS first FROM groups h"
@@ -240,11 +236,9 @@ _GROUP = (
     "group_id, prompt_id, state, num_rollouts, num_failed, num_sampled, oldest_version,"
     " iif(num_rollouts, reward_sum / num_rollouts, NULL) AS reward_mean, lost_tokens AS retried_tokens"
 )
-"""Columns of a group: `num_sampled` tokens of its finished rollouts, `retried_tokens` of failed attempts."""
 
 
 def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Return the run's groups by state, sampled and wasted tokens, checkpoints and newest events."""
     numbers, *_ = _rows(
         connection,
         "SELECT (SELECT value FROM meta WHERE key = 'run_id') AS run_id,"
@@ -272,7 +266,7 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
 
 
 def batch_story(connection: sqlite3.Connection, version: int) -> dict[str, Any] | None:
-    """Return the batch of one step, or None. `tokens_by_version` counts sampled tokens; None once deleted."""
+    """Return the batch of one step, or None. `tokens_by_version`: None once deleted."""
     found = _rows(
         connection,
         "SELECT version, min_version, local_time(taken_s) AS taken_at, local_time(trained_s) AS trained_at,"

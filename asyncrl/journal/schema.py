@@ -1,4 +1,4 @@
-"""Tables of journal.sqlite; creating, opening and checking the file. Ids order events, so clocks may jump."""
+"""Tables and file of journal.sqlite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from asyncrl.base.files import sync
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 SCHEMA_VERSION = 5
 BUSY_S = 10.0
-"""Seconds that a write waits for another program's lock."""
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """UnicodeDecodeError occurs if a flipped byte corrupts SQLite's message."""
 MOVE_ASIDE = (
@@ -96,10 +95,8 @@ def cannot_use(path: Path, error: Exception) -> JournalError:
 
 
 def create(path: Path, run_id: str) -> None:
-    """Create an empty journal: written to a temporary file, synced, renamed.
-
-    Raises JournalError if the disk refuses, or if another journal's log exists, which SQLite would replay
-    onto this one.
+    """Create an empty journal atomically. Raises JournalError if the disk refuses, or for another journal's
+    log, which SQLite would replay.
     """
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
@@ -127,8 +124,8 @@ def create(path: Path, run_id: str) -> None:
 
 
 def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
-    """Open an existing journal, for one thread at a time. Raises DISK_ERRORS; JournalError for an empty
-    file or another format.
+    """Open an existing journal, for one thread at a time. Raises DISK_ERRORS; JournalError for another
+    format.
 
     Only SQLite may open the file: closing any descriptor of it loses all locks of the process
     (https://www.sqlite.org/howtocorrupt.html section 2.2).
@@ -162,9 +159,7 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
 
 
 def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
-    """Open this run's journal for writing, verified or new. Raises JournalError and leaves the files
-    unchanged.
-    """
+    """Open this run's journal, verified or new. Raises JournalError and leaves the files unchanged."""
     if not path.exists():
         create(path, run_id)
     log = path.with_name(f"{path.name}-wal")

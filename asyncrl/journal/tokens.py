@@ -22,7 +22,7 @@ from asyncrl.messages.records import Completion, Credit, GrammarSpan, Rollout, T
 FORMAT = 2
 _LEVEL = 1  # higher levels save 1 to 3 % at twice the time
 _SHORT = 1024
-"""Blobs up to this size in bytes are stored uncompressed: zlib's setup is half of the encoding."""
+"""Blobs up to this size in bytes are stored uncompressed, since zlib's setup dominates."""
 _json = json.JSONEncoder(separators=(",", ":")).encode
 _LENGTH = struct.Struct("<I")
 
@@ -98,7 +98,6 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
 
 
 def encode_partial(group_id: int, sample_index: int, partial: Completion) -> bytes:
-    """Encode an unfinished completion as a trajectory without prompt and reward."""
     trajectory = Trajectory(
         sample_index,
         np.array(partial.token_ids, np.int32),
@@ -133,9 +132,6 @@ def _from_planes(body: bytes, start: int, count: int, dtype: str) -> npt.NDArray
     return planes.T.copy().view(dtype).reshape(count)
 
 
-# contents of a group, by sample_index; a damaged row raises ValueError
-
-
 def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Rollout]:
     found: dict[int, Rollout] = {}
     query = (
@@ -150,13 +146,11 @@ def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Roll
 
 
 def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
-    """Return (attempts, why) of failed rollouts."""
     query = "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index"
     return {index: (attempts, why) for index, attempts, why in connection.execute(query, (group_id,))}
 
 
 def partials_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, int, Completion]]:
-    """Return (attempt, turn, completion so far) of unfinished rollouts."""
     query = "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
     return {
         index: (attempt, turn, decode_partial(blob, group_id, index))

@@ -20,17 +20,15 @@ WAY_OUT = (
     "trainer.lora={rank: 16}, change placement, or take a smaller model."
 )
 RESIDENT_FACTOR = 1.1
-"""Safety factor on planned memory for resident sides of `placement.share: auto`."""
+"""Safety factor for resident sides of `placement.share: auto`."""
 TRAINER_FACTOR = 1.25
-"""Safety factor on the trainer's memory alongside a paged KV cache."""
+"""Safety factor alongside a paged KV cache."""
 
 
 def resolve_auto(
     config: RunConfig, nodes: Sequence[Node], *, begun: str | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Resolve `auto` of model.dtype and weight_sync.transport; return (config, messages). `begun`: the dtype
-    of a resumed run. Raises ConfigError.
-    """
+    """Resolve `auto` of model.dtype and weight_sync.transport. Return with messages. Raises ConfigError."""
     placement = place(config, nodes)
     messages = list[str]()
     if config.model.dtype == "auto":
@@ -53,7 +51,6 @@ def resolve_auto(
 
 
 def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str, ...]]:
-    """Plan a resolved run; return it with messages."""
     plan, share = _with_resident_sides(make_plan(config, nodes), config)
     messages = [share] if share else []
     device = plan.placement.engines[0][0].name
@@ -99,9 +96,7 @@ def _fractions(plan: Plan) -> tuple[float, float] | None:
 
 
 def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
-    """Raise ConfigError if a device lacks planned memory or the engines' package is missing. Unknown memory
-    refuses nothing.
-    """
+    """Raise ConfigError if known memory is too small or the engines' package is missing."""
     placement = plan.placement
     started = [*(placement.engine_devices if config.rollout.urls is None else ()), placement.evaluation]
     starts_here = any(device is not None and device.node == 0 for device in started)

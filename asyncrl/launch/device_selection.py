@@ -21,7 +21,7 @@ from asyncrl.config.operation import Devices, NodesConfig, device_numbers
 from asyncrl.launch.nodes import Node
 
 NO_DEVICE = "none"
-"""Device of a simulated or external engine."""
+"""Device of simulated and external engines."""
 
 
 class NodeDevice(NamedTuple):
@@ -35,7 +35,6 @@ Side = tuple[NodeDevice, ...]
 
 
 def takes_no_device(config: RunConfig) -> bool:
-    """Return True for simulated engines and rollout.urls."""
     return not config.rollout.facts.has_model or config.rollout.urls is not None
 
 
@@ -72,11 +71,10 @@ class _Form(NamedTuple):
 
     @property
     def openness(self) -> int:
-        """Return a rank: 0 leaves nothing open, then nodes, number of devices, everything."""
+        """Return 0 if nothing is open, up to 3 for everything."""
         return 1 if isinstance(self.form, NodesConfig) else {"auto": 2, "trainer": 3}.get(str(self.form), 0)
 
     def select(self, nodes: Sequence[Node], taken: Side) -> Side:
-        """`taken`: the other side's devices."""
         cuda = cuda_devices(nodes)
         if self.form == "trainer":
             return taken
@@ -96,8 +94,8 @@ class _Form(NamedTuple):
         return named_devices(self.key, self.form, nodes)
 
     def _free(self, cuda: Sequence[Side], taken: Side) -> Side:
-        """Take free devices, whole processes per node: from the smallest sufficient node, else the largest;
-        nodes without the other side first.
+        """Take free devices, whole processes per node, from the smallest sufficient node, first without the
+        other side.
         """
         left = [[device for device in devices if device not in taken] for devices in cuda]
         whole = [devices[: len(devices) // self.split * self.split] for devices in left]
@@ -156,7 +154,6 @@ def named_devices(key: str, form: Devices, nodes: Sequence[Node]) -> Side:
 
 
 def refuse_no_cuda(key: str, form: Devices, nodes: Sequence[Node]) -> None:
-    """Raise ConfigError without CUDA devices."""
     if not any(cuda_devices(nodes)):
         raise ConfigError(
             f"{key}={form}, and torch finds no CUDA device",

@@ -30,14 +30,11 @@ from asyncrl.launch.machine import CudaDevice
 from asyncrl.launch.nodes import Node
 
 SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
-"""vLLM options of its part of a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices of ranks, engines, eval engine and teacher (None: not in the run; rollout engines then
-    evaluate).
-    """
+    """Devices of all processes; None: not in the run."""
 
     nodes: tuple[Node, ...]
     """The controller's is first."""
@@ -49,7 +46,6 @@ class Placement:
     memory_fraction: float | None = None
     """Engines' fraction of shared devices; None: no limit."""
     resident: bool = False
-    """Colocated sides both stay in memory."""
 
     @property
     def moves(self) -> bool:
@@ -62,23 +58,19 @@ class Placement:
 
     @property
     def engine_devices(self) -> Side:
-        """Distinct devices of the engines."""
         return tuple(dict.fromkeys(device for devices in self.engines for device in devices))
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that receive weights, the controller's included."""
         receivers = [*self.engine_devices, *([self.evaluation] if self.evaluation else [])]
         return len({0, *(one.node for one in (*self.trainer, *receivers) if one.name != NO_DEVICE)})
 
     def label(self, device: NodeDevice) -> str:
-        """Return the device name, with its node if there are several."""
         is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
         return device.name if is_plain else f"{self.nodes[device.node].name}/{device.name}"
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """Device names of ranks and engines, for transports."""
         sides = (self.trainer, [device for devices in self.engines for device in devices])
         ranks, engines = (
             [one.name if one.name == "cpu" else self.label(one) for one in side] for side in sides
@@ -86,13 +78,12 @@ class Placement:
         return ranks, engines
 
     def memory_fraction_of(self, engine: int) -> float | None:
-        """Return the engine's part of `memory_fraction`, divided among the engines of its first device."""
         num = sum(self.engines[engine][0] in devices for devices in self.engines)
         return None if self.memory_fraction is None else self.memory_fraction / num
 
     def parts(self, *, has_engines: bool, serves_only: bool = False) -> dict[int, list[str]]:
-        """Return devices by node, one entry per process (a split engine's in one). `has_engines`: the run
-        starts engines; `serves_only`: only engines.
+        """Return devices by node, one entry per process. `has_engines`: the run starts engines;
+        `serves_only`: only engines.
         """
         parts = defaultdict[int, list[str]](list, {0: []})
         used = [device for devices in self.engines for device in devices] if has_engines else []
@@ -142,7 +133,6 @@ def _cuda(devices: Sequence[NodeDevice]) -> Side:
 
 
 def _validate_sides(config: RunConfig, nodes: Sequence[Node], trainer: Side, rollout: Side) -> None:
-    """Refuse partly overlapping sides, and several nodes without a launcher."""
     if len(nodes) > 1 and config.launcher == "local":
         raise ConfigError(
             f"launcher=local starts processes on this machine, and there are {len(nodes)} nodes",
@@ -162,7 +152,6 @@ def _written(config: RunConfig) -> str:
 
 
 def _validate_colocation(config: RunConfig, device: str) -> None:
-    """Refuse sides that cannot time-share."""
     rollout = config.rollout
     if config.buffer.max_staleness > 0:
         raise ConfigError(
@@ -185,7 +174,6 @@ def _validate_colocation(config: RunConfig, device: str) -> None:
 
 
 def _validate_share(config: RunConfig, *, is_shared: bool) -> None:
-    """Refuse an unused or contradicted placement.share."""
     share = config.placement.share
     if not is_shared or takes_no_device(config):
         raise ConfigError(
@@ -204,7 +192,6 @@ def vllm_sizes(config: RunConfig) -> list[str]:
 
 
 def _validate_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
-    """Refuse processes that do not fill their devices."""
     size = config.trainer.world_size
     if size != len(trainer) if _cuda(trainer) else size % len(trainer):
         raise ConfigError(
@@ -228,7 +215,6 @@ def _validate_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
 
 
 def _validate_engines(config: RunConfig, kind: str) -> None:
-    """Refuse settings that engines on these devices lack."""
     rollout = config.rollout
     if rollout.urls is not None and config.placement.rollout == "trainer":
         raise ConfigError(
@@ -259,8 +245,8 @@ def _with_evaluation_and_teacher(config: RunConfig, placement: Placement) -> Pla
 def _device_of(
     name: str, form: Devices, placement: Placement, *, is_optional: bool = False
 ) -> NodeDevice | None:
-    """Return the device of the eval engine or teacher: the named one, else a free CUDA device, else the least
-    used of the engines (`is_optional`: None). Never the trainer's CUDA device: both work during training.
+    """Return the device of the eval engine or teacher, which work during training: never the trainer's CUDA
+    device. `is_optional`: None instead of an engine's.
     """
     engines = [one for devices in placement.engines for one in devices if one.name != NO_DEVICE]
     cuda = [device for devices in cuda_devices(placement.nodes) for device in devices]
@@ -291,7 +277,6 @@ def chunk_devices(config: RunConfig, placement: Placement) -> Side:
         return ()
     opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
     devices = tuple(dict.fromkeys(placement.trainer))
-    # an engine sees only its own devices
     has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {*devices}
     return devices if opens_memory and has_all else ()
 
@@ -299,7 +284,7 @@ def chunk_devices(config: RunConfig, placement: Placement) -> Side:
 def child_environ(
     devices: Sequence[str], cuda: Sequence[CudaDevice] | Mapping[int, CudaDevice]
 ) -> dict[str, str]:
-    """Return the environment that shows a child only these devices, in order."""
+    """Return the environment that shows a child only these devices."""
     if not devices[0].startswith("cuda:"):
         return {}
     names = [cuda[int(device.removeprefix("cuda:"))].name for device in devices]

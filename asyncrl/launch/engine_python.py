@@ -19,9 +19,7 @@ ASK_TIMEOUT_S = 30.0
 
 
 def find_python(rollout: RolloutConfig) -> Path:
-    """Return the Python that has the engine's package: rollout.vllm_python, this one, or that of .venv-vllm
-    or $VENV_VLLM. Raises ConfigError.
-    """
+    """Return rollout.vllm_python, ours, or the Python in .venv-vllm or $VENV_VLLM. Raises ConfigError."""
     package = rollout.facts.package or ""
     given = getattr(rollout, f"{package}_python")
     named = Path(shutil.which(Path(given).expanduser()) or given)
@@ -37,7 +35,7 @@ def find_python(rollout: RolloutConfig) -> Path:
 
 
 def find_version(rollout: RolloutConfig) -> dict[str, str]:
-    """Return {package: version}. Raises ConfigError."""
+    """Raises ConfigError."""
     package = rollout.facts.package or ""
     return {package: version_in(find_python(rollout), package) or ""}
 

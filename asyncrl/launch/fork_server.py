@@ -29,7 +29,6 @@ from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV
 from asyncrl.base.waits import uncut
 
 KEY_ENV = "ASYNCRL_VLLM_KEY"
-"""Key of external vLLM servers."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Otherwise each hashing or copying thread starts a spinning OpenMP team."""
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
@@ -45,7 +44,7 @@ PRELOADED = (
 WITHOUT_GC = "asyncrl.launch.without_gc"
 """Preloaded first: garbage collection takes 20 % of the import time."""
 TIMEOUT_S = 120.0
-"""Limit for a fork; the first awaits imports."""
+"""The first fork awaits imports."""
 IMPORT_ENV = {
     **ONE_THREAD,
     "OPENBLAS_NUM_THREADS": "1",
@@ -57,8 +56,6 @@ IMPORT_ENV = {
 
 
 class ForkedProcess:
-    """Forked child, as asyncio.subprocess.Process."""
-
     def __init__(self, pid: int, status: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
@@ -78,7 +75,7 @@ class ForkedProcess:
         asyncio.get_running_loop().remove_reader(self._status)
         try:
             self.returncode = forkserver.read_signed(self._status)
-        except EOFError:  # a dead fork server cannot report the exit code
+        except EOFError:  # only the fork server knows the exit code
             self.kill()
             self.returncode = -signal.SIGKILL
         os.close(self._status)
@@ -86,9 +83,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Client of the fork server, which ends with the controller. Its death kills its children; the next fork
-    restarts it.
-    """
+    """Client of the fork server. Its death kills its children; the next fork restarts it."""
 
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
         self.modules = frozenset(modules)
@@ -168,12 +163,9 @@ def serving() -> Iterator[None]:
 
 
 class Child(ForkServerProcess):
-    """Child that runs main() of a module."""
-
     def __init__(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], numbers: Sequence[int]
     ) -> None:
-        """`numbers`: descriptors of the inherited files."""
         super().__init__()
         self._values = (module, arguments, env, numbers)
 
@@ -224,7 +216,6 @@ def _take_files(numbers: Sequence[int]) -> None:
 
 
 def _set_title(command: Sequence[str]) -> None:
-    """Set the command line that `ps` shows."""
     stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     start = int(stat[45])
     size = int(stat[46]) - start

@@ -37,8 +37,6 @@ def _ray_launcher(name: str) -> Launcher:
 
 
 class LocalLauncher(Launcher):
-    """Starts processes on this machine, listening on loopback."""
-
     def open(self) -> None:
         self.nodes = (Node(platform.node(), LOOPBACK, this_machine()),)
 

@@ -39,9 +39,7 @@ ROUTINE = frozenset({"handover", "handover phase", "handed over"})
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Repeatable call: /sleep or /wake of every engine, trainer /offload or /onload, or a push into awake,
-    empty weights.
-    """
+    """A repeatable call to engines or trainer, or a push into awake, empty weights."""
 
     of: Literal["engines", "trainer", "publisher"]
     verb: Literal["sleep", "wake", "offload", "onload", "push"]
@@ -59,7 +57,7 @@ WAKE_WEIGHTS, WAKE_KV = Call("engines", "wake"), Call("engines", "wake", ("kv",)
 ONLOAD_WEIGHTS, OFFLOAD_WEIGHTS = Call("trainer", "onload"), Call("trainer", "offload")
 OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
 BACK_TO_ENGINES = (SLEEP, ONLOAD_WEIGHTS, WAKE_WEIGHTS, PUSH, OFFLOAD_WEIGHTS, WAKE_KV)
-"""Sleeping engines lose their weights; the trainer pushes the version again."""
+"""Sleeping engines lose their weights."""
 
 TURNS: dict[Side, tuple[Phase, ...]] = {
     "trainer": (
@@ -78,7 +76,6 @@ FIRST: dict[Side, tuple[Phase, ...]] = {
     "engines": tuple((call, ()) for call in (OFFLOAD_REST, *BACK_TO_ENGINES)),
     "trainer": tuple((call, ()) for call, _ in TURNS["trainer"]),
 }
-"""Repeatable start of a run."""
 
 
 def resident_turns(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ...]]:
@@ -110,9 +107,7 @@ class Lease:
         on_event: Callable[[str, Mapping[str, Any]], None],
         resident: bool = False,
     ) -> None:
-        """`calls` begins a call and returns pending answers by process name. `resident`: both sides stay in
-        memory.
-        """
+        """`calls` begins a call and returns pending answers by process name."""
         self._first = resident_turns(FIRST) if resident else FIRST
         self._turns = resident_turns(TURNS) if resident else TURNS
         self._calls, self._timeout_s, self._on_event = calls, timeout_s, on_event
@@ -128,9 +123,7 @@ class Lease:
         return f"<Lease {self.state}{f': {self.phase}' if self.phase else ''}, owner {self.owner}>"
 
     async def hand_to(self, to: Side) -> TransferStats:
-        """Hand the devices over; return bytes freed, taken or moved. Raises RoomError; the owner then keeps
-        the devices.
-        """
+        """Return bytes freed, taken or moved. Raises RoomError; the owner then keeps the devices."""
         if self.state in ("handover", "broken") or self.owner == to:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
             raise RoomError("placement", f"a handover to the {to} cannot begin ({why})")
@@ -159,7 +152,7 @@ class Lease:
         return moved
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:
-        """Call all processes; return (total bytes, first error)."""
+        """Return (total bytes, first error)."""
         works = [self._one(name, call.verb, work) for name, work in self._calls(call).items()]
         outcomes = await asyncio.gather(*works, return_exceptions=True)
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
@@ -200,7 +193,7 @@ class Lease:
         return failed
 
     async def _undo_calls(self, begun: Sequence[Phase], why: str) -> None:
-        """Undo in order. A failure breaks the lease and skips the rest, for which memory may be missing."""
+        """A failure breaks the lease and skips the rest: memory may be missing."""
         for undone, calls in reversed(begun):
             for call in calls:
                 _, error = await self._make(call)

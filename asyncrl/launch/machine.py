@@ -25,7 +25,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """A device; `name` as in CUDA_VISIBLE_DEVICES, bytes None if unknown."""
+    """`name` as in CUDA_VISIBLE_DEVICES; bytes None if unknown."""
 
     name: str
     free_bytes: int | None = None
@@ -34,7 +34,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine or container. `memory` in bytes; `is_here`: False for a described machine."""
+    """`memory` in bytes; `is_here`: False for a described machine."""
 
     cuda: tuple[CudaDevice, ...]
     cores: int
@@ -56,7 +56,6 @@ def cpu_has_bfloat16() -> bool:
 
 
 def find_cuda_devices() -> tuple[CudaDevice, ...]:
-    """Return the devices that torch can use; none if it lacks CUDA."""
     if not torch_has_cuda():
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in ask_nvidia_smi().splitlines()]
@@ -81,7 +80,6 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
 
 @functools.cache
 def ask_nvidia_smi() -> str:
-    """Return cached nvidia-smi output; empty if it fails."""
     try:
         done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -91,7 +89,7 @@ def ask_nvidia_smi() -> str:
 
 @functools.cache
 def torch_has_cuda() -> bool:
-    """Return torch's CUDA support from its version file. True without torch: pip installs a CUDA build."""
+    """Read torch's CUDA support from its version file. Without torch, True: pip installs a CUDA build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return spec is None

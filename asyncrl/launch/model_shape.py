@@ -16,7 +16,6 @@ from asyncrl.config import ModelConfig
 from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts."""
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
 SIZES += ["num_key_value_heads", "head_dim", "tie_word_embeddings"]
 KNOWN_MODELS = {
@@ -57,8 +56,8 @@ class ModelShape:
     has_experts: bool = False
 
     def activation_bytes(self, num_tokens: int, item: int, kind: str, *, is_checkpointed: bool) -> int:
-        """Return the bytes kept by a forward-backward: all layers (with checkpointing their inputs and one
-        layer), and a float32 slice of logits with its gradient.
+        """Return the bytes kept by a forward-backward: all layers (checkpointed: their inputs and one layer),
+        and a float32 slice of logits with gradient.
         """
         layer = num_tokens * item * (4 * self.hidden + self.attention + 3 * self.active)
         logits = min(max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab)
@@ -67,9 +66,7 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """Return a model's shape: parameters from file headers, else estimated from config.json, else from the
-    table.
-    """
+    """Read parameters from file headers, else config.json, else the table."""
     if model.scratch is not None:
         return _shape({"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture})
     folder = _folder(model.path or "", model.revision)
@@ -84,7 +81,6 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 
 def _folder(path: str, revision: str | None) -> Path:
-    """Return the model's folder, perhaps in the hub's cache."""
     cached = None
     if not Path(path).is_dir():
         with contextlib.suppress(ValueError, ModuleNotFoundError):  # not a hub id, or no train extra
@@ -95,7 +91,6 @@ def _folder(path: str, revision: str | None) -> Path:
 
 
 def _stored(folder: Path) -> Iterator[int]:
-    """Yield tensor sizes; none if a file is missing."""
     index = folder / "model.safetensors.index.json"
     shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
     is_whole = all((folder / name).is_file() for name in shards.values())

@@ -32,8 +32,8 @@ def single_node(machine: Machine | None = None) -> tuple[Node, ...]:
 
 
 def described_nodes(devices: str | None, cores: int | None, memory: str | None) -> tuple[Node, ...] | None:
-    """Parse `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`; None without options. GB is
-    10^9 bytes. Raises ConfigError.
+    """Parse `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`. GB is 10^9 bytes. Raises
+    ConfigError.
     """
     if devices is None and cores is None and memory is None:
         return None
@@ -55,7 +55,6 @@ def described_nodes(devices: str | None, cores: int | None, memory: str | None) 
 
 
 def _bytes_of(text: str) -> int:
-    """Return the bytes of 80GB, 79.6GiB or 2TB; 0 if invalid."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(i?)B", text)
     if match is None:
         return 0
@@ -78,13 +77,12 @@ class NodeReport:
     """State of NodeRequirements; `refusal`: the package is missing."""
 
     unseen: Sequence[str]
-    """Missing or different files."""
     versions: Mapping[str, str]
     refusal: ConfigError | None = None
 
 
 def inspect_node(requirements: NodeRequirements) -> NodeReport:
-    """Check this machine. Blocks."""
+    """Blocks."""
     unseen = [path for path, text in requirements.files.items() if not _holds(Path(path), text)]
     versions = {"asyncrl": asyncrl.__version__, "python": platform.python_version(), "torch": "not installed"}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -104,7 +102,7 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def unmet(name: str, report: NodeReport, versions: dict[str, str]) -> ConfigError | None:
-    """Return the unmet requirement, if any. `versions` collects the first version of each package."""
+    """`versions` collects the first version of each package."""
     if report.unseen:
         return ConfigError(
             f"the node {name} does not see {', '.join(report.unseen)}, or sees another file there",
@@ -136,13 +134,10 @@ class Launcher:
     """The controller's is first."""
 
     def open(self) -> None:
-        """Query the nodes. Blocks; raises ConfigError."""
+        """Blocks; raises ConfigError."""
 
     async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
-        """Reserve devices by node index, one entry per process: `cpu` or `cuda:K`.
-
-        Raises ConfigError for missing devices or requirements, RoomError if the devices stay occupied.
-        """
+        """Reserve devices by node index, per process: `cpu` or `cuda:K`. Raises ConfigError or RoomError."""
 
     def process(self, node: int, spec: ProcessSpec) -> Process:
         raise NotImplementedError
@@ -151,11 +146,9 @@ class Launcher:
         raise NotImplementedError
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
-        """Fetch weights to this node of several; return the local path. Raises RoomError."""
+        """Return the local path of downloaded weights. Raises RoomError."""
         raise NotImplementedError
 
-    async def aclose(self) -> None:
-        """Release all devices."""
+    async def aclose(self) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...

@@ -29,8 +29,8 @@ OWN_BYTES = 2**29
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a process. `optimizer`: gradients, AdamW's moments and float32 masters; `copies`: a second set
-    of weights, or offloaded state.
+    """Bytes of a process. `optimizer`: with gradients and float32 masters; `copies`: second weights, or
+    offloaded state.
     """
 
     parameters: int = 0
@@ -44,13 +44,12 @@ class Memory:
         return sum(astuple(self))
 
     def split(self, num: int) -> Memory:
-        """Return the part of each of `num` processes."""
         return Memory(*(-(-size // num) for size in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """A process, or its host memory. `side`: whose turn it works in; host and eval: any."""
+    """`side`: whose turn it works in."""
 
     name: str
     side: Literal["controller", "trainer", "engine", "eval", "host"]
@@ -61,8 +60,6 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All processes, and device memory."""
-
     placement: Placement
     processes: tuple[ProcessPlan, ...]
     shape: ModelShape
@@ -82,8 +79,8 @@ class Plan:
 
 
 def engine_threads(config: RunConfig, cores: int | None = None) -> int:
-    """Return the threads of an engine (`cores` None: of this machine). Independent of the number of engines,
-    because results depend on it bit for bit.
+    """Return an engine's threads; independent of the number of engines, because results depend on threads bit
+    for bit.
     """
     given = config.rollout.threads
     return given if given != "auto" else max(1, (cores or num_cores()) // 4)
@@ -92,8 +89,8 @@ def engine_threads(config: RunConfig, cores: int | None = None) -> int:
 def trainer_threads(
     config: RunConfig, cores: int | None = None, num_engines: int | None = None, num_ranks: int | None = None
 ) -> int:
-    """Return the threads of a rank: its part of the cores that the most rollout engines leave. Eval engines
-    and time-sharing do not change it, because results depend on it bit for bit.
+    """Return a rank's threads: its part of the cores beyond the most rollout engines. Results depend on it
+    bit for bit.
     """
     if config.trainer.threads != "auto":
         return config.trainer.threads
@@ -111,7 +108,7 @@ def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int,
 
 
 def make_plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
-    """Raises ConfigError for an impossible placement."""
+    """Raises ConfigError."""
     shape = model_shape(config.model)
     placement = place(config, nodes)
     memory = dict[str, tuple[int | None, int | None]]()
@@ -172,9 +169,7 @@ def num_trained(config: RunConfig, shape: ModelShape) -> int:
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int = 0) -> Memory:
-    """Return the memory of a rank. If sharded, its micro-batch includes gathered embeddings and one layer,
-    with gradients; in a broadcast, rank 0 holds the sent version.
-    """
+    """Return the memory of a rank: a sharded one gathers embeddings and one layer."""
     trainer = config.trainer
     lora = trainer.lora
     item = item_bytes(config.model.dtype, device)
@@ -212,9 +207,7 @@ def engine_memory(
     *,
     stages: bool,
 ) -> Memory:
-    """Return the memory of an engine per device, with paged KV cache for one sequence. `stages`: new weights
-    arrive during generation.
-    """
+    """Return an engine's memory per device. `stages`: new weights arrive during generation."""
     device = devices[0].name
     if device == NO_DEVICE:
         return Memory()
@@ -228,7 +221,7 @@ def engine_memory(
         kv=sequences * engine.kv_length(length) * shape.layers * shape.cached * item,
         micro_batch=tokens * (4 * shape.hidden + 3 * shape.active) * item
         + slots * shape.vocab * 4 * engine.logit_copies,
-        copies=weights if stages and (engine.stages_weights or device == "cpu") else 0,
+        copies=weights if stages and engine.stages_weights else 0,
     )
     return whole.split(len(devices))
 

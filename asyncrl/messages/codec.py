@@ -1,9 +1,7 @@
-"""Frames on the link between a controller and our engine servers: many requests, segments and results at
-once, their tokens and logprobs as arrays.
+"""Frames on the link between a controller and our engine servers, each with many requests or segments.
 
-A frame is its kind and the number of items of each of its arrays, as uint64, then these arrays, in the order
-and with the dtypes of LAYOUTS, little-endian, without gaps. `text` is JSON of everything else. The client
-numbers its requests, uniquely on its link.
+A frame is its kind and the number of items of each of its arrays, as uint64, then these arrays in the order
+of LAYOUTS, little-endian, without gaps. `text` is JSON of everything else. The client numbers its requests.
 
     client to server   submit, resume, abort
     server to client   sampled, refused
@@ -14,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, repeat, starmap
 from typing import Any, NamedTuple, cast
 
@@ -22,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.base.message import ErrorBody
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import TopLogprobs, VersionSpan
 
+MAX_STOP = 16
 LAYOUTS = {
     "submit": {"prompts": "<i8", "prompt_sizes": "<u4", "text": "u1"},
     "resume": {"numbers": "<i8"},
@@ -198,7 +197,7 @@ def sampled_frame(rows: Sequence[Sampled]) -> bytes:
 
 
 def read_sampled(frame: Frame) -> Iterable[Sampled]:
-    """Raise ValueError or LookupError."""
+    """Raises ValueError or LookupError."""
     arrays = frame.arrays
     sizes = arrays["sizes"].tolist()
     tops: Iterable[Sequence[TopLogprobs]] = repeat((), len(sizes))
@@ -259,3 +258,41 @@ def _parts(items: Any, sizes: Sequence[int]) -> list[Any]:
     if ends[-1] != len(items):
         raise ValueError(f"parts of {sizes[:6]}... are {ends[-1]} of {len(items)}")
     return [items[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def request_fault(request: GenerateRequest, max_length: int, vocab_size: float) -> ErrorBody | None:
+    """Return why a slot of `max_length` tokens cannot serve the request, or None."""
+    num_prompt = len(request.prompt_ids)
+    total = num_prompt + request.max_tokens
+    if total > max_length:
+        return ErrorBody(
+            error=f"{num_prompt} prompt tokens + {request.max_tokens} new ones = {total}, a slot holds "
+            f"{max_length}",
+            rule="prompt and completion must fit into a slot",
+            way_out="shorten the prompt, or raise rollout.max_prompt_tokens or rollout.max_tokens.",
+        )
+    ids = np.asarray(request.prompt_ids, np.int64)
+    is_unknown = ids.view(np.uint64) >= vocab_size  # negative ids too
+    if is_unknown.any():
+        return ErrorBody(
+            error=f"it has token id {ids[is_unknown][0]}",
+            rule=f"the model knows ids 0..{vocab_size - 1}",
+            way_out="encode the prompt with the model's own tokenizer.",
+        )
+    if (
+        0 <= request.num_resumed <= num_prompt
+        and num_prompt >= 1
+        and request.max_tokens >= 1
+        and request.temperature >= 0.0
+        and 0.0 < request.top_p <= 1.0
+        and 0 <= request.seed < 2**63
+        and len(request.stop) <= MAX_STOP
+        and 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS
+    ):
+        return None
+    return ErrorBody(
+        error=f"{num_prompt} prompt ids and {replace(request, prompt_ids=())}",
+        rule="1 <= prompt ids, 0 <= num_resumed <= prompt ids, max_tokens >= 1, temperature >= 0, "
+        f"0 < top_p <= 1, 0 <= seed < 2**63, at most {MAX_STOP} stop strings, "
+        f"0 <= top_logprobs <= {MAX_TOP_LOGPROBS}",
+    )

@@ -27,9 +27,7 @@ NO_EXPERT = 65535
 
 
 class LatencyModel(Message):
-    """The latency model of rollout.engine=simulated: a decode step with n sequences takes decode_step_s + n *
-    per_row_s.
-    """
+    """rollout.engine=simulated: a decode step with n sequences takes decode_step_s + n * per_row_s."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)  # `asyncrl keys` prints them
 
@@ -84,7 +82,7 @@ class GroupMember(Message):
     """A participant's place in the group that weights are sent through: rank 0 is the trainer, an engine's
     workers have the ranks from `rank` on.
 
-    `path`: a file where the members meet, or with `store` (ADDRESS:PORT of the trainer's node) a name there.
+    `path`: a file where the members meet, or with `store` (the trainer's ADDRESS:PORT) a name there.
     `is_new`: form the group first.
     """
 

@@ -1,7 +1,7 @@
-"""Check a grammar in a separate process, which a hostile grammar may crash.
+"""Check a grammar in a separate process, which it may crash: thousands of nested `$ref` overflow llguidance's
+stack, and its message about conflicting patterns doubles with each pattern.
 
-llguidance's limits miss some cases: thousands of nested `$ref` overflow its stack, and its message about
-conflicting patterns doubles with each pattern. A check takes about 0.1 s, so callers keep the verdicts.
+A check takes about 0.1 s, so callers keep the verdicts.
 """
 
 from __future__ import annotations

@@ -226,8 +226,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Groups of one optimizer step, in order of admission; the step turns policy_version v into v + 1. Tokens
-    older than `min_version` are masked with `mask_older`; otherwise the trainer refuses the batch.
+    """Groups of one optimizer step, in order of admission, from policy_version v to v + 1. Tokens older than
+    `min_version` are masked with `mask_older`; otherwise the trainer refuses the batch.
     """
 
     version: int
@@ -255,9 +255,8 @@ class WaitReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfinishedGroup:
-    """A group of a killed run, by sample_index. `failures`: (attempts, reason), attempts 0 if the prompt can
-    never be sampled; `partials`: (number of the attempt, sampled tokens). Any other rollout starts from its
-    prompt.
+    """A group of a killed run, by sample_index. `failures`: (attempts, reason), attempts 0 if the prompt is
+    impossible; `partials`: (number of the attempt, sampled tokens).
     """
 
     ticket: Ticket

@@ -19,7 +19,7 @@ _NUM_KEPT = 64
 
 
 def compile_grammar(tokens: Any, text: str) -> Any:
-    """Raise GrammarError."""
+    """Raises GrammarError."""
     check_size(text)
     compiled = llguidance().LLMatcher(tokens, text, log_level=0, limits=grammar_limits())
     compiled.compute_bitmask()  # detects unsatisfiable and too costly grammars

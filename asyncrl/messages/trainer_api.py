@@ -171,7 +171,7 @@ def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
 
 
 def unpack_batch(body: bytes) -> tuple[BatchHeader, BatchArrays]:
-    """Raise ValueError for an invalid body."""
+    """Raises ValueError for an invalid body."""
     try:
         tensors: dict[str, Any] = load_safetensors(body)
         header = BatchHeader.model_validate(json.loads(tensors.pop("header").tobytes()))

@@ -1,7 +1,7 @@
 """Messages between the gateway and its workers, and the gateway's interfaces for producers.
 
-Workers call the gateway, never the reverse, so that a worker may run behind any firewall. Their key, sent as
-`Authorization: Bearer KEY`, opens these routes and no session:
+Workers call the gateway, never the reverse, so that they may run behind a firewall. Their key, sent as
+`Authorization: Bearer KEY`, opens no session.
 
     POST /work/take     TakeRequest    -> TakeAnswer    long poll for work, `wait_s` at most
     POST /work/alive    AliveRequest   -> AliveAnswer   heartbeat; answers which items to cancel
@@ -147,7 +147,7 @@ class RolloutSession(Protocol):
         ...
 
     def last_text(self) -> str:
-        """Raise RolloutFailure if there is no completion."""
+        """Raises RolloutFailure if there is no completion."""
         ...
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
@@ -174,7 +174,7 @@ class SessionHost(Protocol):
 
 class WorkQueue(Protocol):
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        """Let a worker run it; `started` is called once a worker has taken it. Raises RolloutFailure.
+        """Let a worker run it; `started` is called once it is taken. Raises RolloutFailure.
 
         Cancelling withdraws the work.
         """

@@ -80,8 +80,7 @@ class EvalResult:
 
 @dataclass(eq=False, kw_only=True)
 class HeldOut:
-    """An evaluation: each prompt is sampled `samples` times, at most `slots` rollouts at once, without
-    retries.
+    """Each prompt is sampled `samples` times, at most `slots` rollouts at once, without retries.
 
     Evaluated versions: the first at or after each multiple of `every` (0 included with `at_start`), and the
     last. `evaluated`: newest version evaluated before a resume. `broken`: engine errors that reached a
@@ -155,7 +154,7 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
     if versions != [version]:
         what = f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}"
         rule = f"every token of this evaluation is sampled at policy_version {version}"
-        way_out = "make sure that nothing else pushes weights to the engines, then start again."
+        way_out = "let nothing else push weights to the engines, then start again."
         raise EngineError("evaluation", what, rule=rule, way_out=way_out)
     length = sum(branch.num_sampled for branch in rollout)
     is_truncated = any(branch.is_truncated for branch in rollout)
@@ -276,7 +275,7 @@ class Evaluation:
 
     async def run(self) -> None:
         try:
-            if self._target is not None:  # the eval engine starts with the initial weights
+            if self._target is not None:  # it starts with the initial weights
                 self.served_nowait(0)
             while not self.is_over:
                 with waiting("a published version that is due", on="publisher"):
@@ -365,7 +364,7 @@ class Evaluation:
         except RoomError as error:
             if self._target is None:
                 raise
-            lost = error  # the only part whose failure does not end the run
+            lost = error  # its failure does not end the run
         finally:
             self._limit = None
         if lost is not None:

@@ -63,14 +63,14 @@ class SingleTurn:
     stop: tuple[str, ...] = ()
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Raise RolloutFailure if the prompt is too long or refused."""
+        """Raises RolloutFailure if the prompt is too long or refused."""
         prompt, index = attempt.prompt, attempt.sample_index
         prompt_ids = self.prompts.ids_of(prompt)
         if not prompt_ids:
             raise PromptUnusable(
                 f"prompt {prompt.prompt_id} has no token",
                 rule="a completion needs a prompt",
-                way_out="correct the prompt, or the chat template, which writes nothing for it.",
+                way_out="correct the prompt or the chat template.",
             )
         if len(prompt_ids) > self.max_prompt_tokens:
             raise PromptUnusable(
@@ -167,7 +167,7 @@ class HarnessGenerator:
         self._host, self._queue, self._scorer, self._on_overflow = host, queue, scorer, on_overflow
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
-        """Raise RolloutFailure if the harness or its worker fails, or nothing can be trained on."""
+        """Raises RolloutFailure if the harness or its worker fails, or nothing can be trained on."""
         prompt = attempt.prompt
         index = attempt.sample_index
         name = attempt.rollout_id
@@ -215,7 +215,7 @@ class HarnessGenerator:
             log.warning("%s is kept as truncated (%s): %s", work.rollout_id, session.overflow, failure)
             return Outcome(), True
         if session.overflow is not None and self._on_overflow == "fail":
-            way_out = "have the harness keep within it, raise it, or set generator.on_overflow to truncate."
+            way_out = "raise it, or set generator.on_overflow to truncate."
             raise RolloutFailure(f"{work.rollout_id} has met a limit: {session.overflow}", way_out=way_out)
         return outcome, False
 

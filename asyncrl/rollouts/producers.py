@@ -101,7 +101,7 @@ class Producers:
     on timing), at most max_requeues times.
 
     Waits: run sleeps for a free slot, then for the buffer's permission; only then it takes a ticket, which
-    carries the served version. Free slots go first to admitted groups, earliest deadline first.
+    carries the served version.
 
     Invariant: every ticket is answered once: finished, failed or revoked.
     """
@@ -174,7 +174,7 @@ class Producers:
                 ticket = self._sink.admit_nowait()
             except WouldWait:
                 await self._sink.wait_open()
-                continue  # a retried rollout may have taken the slot
+                continue  # a retry may have taken the slot
             for start_version, prompt in self._returning:
                 if start_version < ticket.start_version:
                     self._source.requeue_nowait(prompt)
@@ -268,7 +268,7 @@ class Producers:
         if oldest < ticket.start_version:
             what = f"g{ticket.group_id}/r{rollout[0].sample_index} has tokens of version {oldest}"
             rule = f"every engine served version {ticket.start_version} when its group was admitted"
-            way_out = "read the engines' logs: one went back to older weights. Then start the run again."
+            way_out = "read the engines' logs: one went back to older weights. Then start again."
             raise EngineError(self.name, what, rule=rule, way_out=way_out)
 
     def _complete(self, running: RunningGroup) -> None:

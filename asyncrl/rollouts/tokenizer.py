@@ -104,7 +104,7 @@ class HFChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """Raise ValueError if the template refuses the chat.
+        """Raises ValueError if the template refuses the chat.
 
         `settings` override the run's template variables. Developer becomes system if the template does not
         know the role. Templates get tool-call arguments as objects, since most would quote a text again;
@@ -129,12 +129,12 @@ class HFChatTokenizer:
     def _apply_template(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         try:
             return str(self._tokenizer.apply_chat_template(chat, tokenize=False, **options))
-        except Exception as error:  # sandboxed, but it may raise anything
+        except Exception as error:  # it may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Raise ValueError for lone surrogates."""
-        try:  # equals the transformers call, without BatchEncoding and offsets
+        """Raises ValueError for lone surrogates."""
+        try:
             return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         except TypeError as error:
             raise ValueError("the text is no Unicode: it has a lone surrogate") from error
@@ -160,12 +160,12 @@ def _load(model_path: str) -> Any:
                 raise ValueError("it cannot be converted to a tokenizer.json") from None
             return found
     except (OSError, ValueError, KeyError) as error:
-        way_out = "set model.path to a Hugging Face causal language model with its tokenizer."
+        way_out = "set model.path to a Hugging Face language model with its tokenizer."
         raise ConfigError(f"cannot load a tokenizer from {model_path}: {error}", way_out=way_out) from error
 
 
 def read_template(path: Path) -> str:
-    """Raise ConfigError."""
+    """Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -96,7 +96,7 @@ class Epochs:
         return self._start(epoch) + place
 
     def load_epoch(self, epoch: int, text: str) -> None:
-        """Raise ValueError if it does not fit."""
+        """Raises ValueError if it does not fit."""
         size = int(np.count_nonzero(self._has(text)))
         if epoch != len(self._epochs) or not size:
             raise ValueError(f"epoch {epoch} cannot follow {len(self._epochs)} epochs")
@@ -114,7 +114,7 @@ class Epochs:
         }
 
     def load_memory(self, memory: Mapping[str, Any]) -> None:
-        """Raise KeyError or ValueError."""
+        """Raises KeyError or ValueError."""
         self._sums = np.frombuffer(_from_text(memory["sums"]), np.int64).copy()
         self._counts = np.frombuffer(_from_text(memory["counts"]), np.int32).copy()
         if len(self._sums) != self.num_prompts:

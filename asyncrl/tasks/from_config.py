@@ -50,7 +50,7 @@ def look_at_task(
         return None, f"verifiers {name} (its tasks are read when the run starts)"
     if config.dataset is not None and not Path(config.dataset).exists():
         _reward_function(config)
-        words = "not looked at: it is no folder here, and the hub needs the network"
+        words = "not checked: it is on the hub"
         return None, f"dataset {config.dataset}, split {config.split}; {words}"
     task = build_task(config, seed)
     TaskPrompts(task, seed=seed, shuffle=config.shuffle, name=task_name(config))
@@ -117,7 +117,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
 
 def _taskset(load_taskset: LoadTaskset | None) -> Any:
     if load_taskset is None:
-        what = "task.verifiers=true, and only the task of a run has the environment of generator.verifiers"
+        what = "task.verifiers=true works only for the run's own task"
         raise ConfigError(what, way_out="give this task a source of its own.")
     return load_taskset()
 

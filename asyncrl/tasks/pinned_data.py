@@ -51,7 +51,7 @@ def check_digest(config: TaskConfig, digests: Digests) -> None:
     if config.digest is not None and config.digest != (found := whole_digest(digests)):
         raise ConfigError(
             f"task.digest={config.digest}, and the data of {', '.join(digests)} have the digest {found}",
-            rule="a task with a digest is read from these data and from no others",
+            rule="task.digest fixes the data",
             way_out=f"put the data back, or set task.digest={found}.",
         )
 
@@ -74,7 +74,7 @@ class DataPin:
         if changed:
             raise ConfigError(
                 f"the task's data have changed since this run began: {'; '.join(changed)}",
-                rule="a resumed run continues with the data that it was started with",
+                rule="a resumed run continues with its data",
                 way_out="restore the files, or accept them with --allow-change task.digest.",
             )
 

@@ -98,10 +98,10 @@ class PromptSource:
         task.epochs.observe_nowait(task.place_of(prompt_id)[1], reward, version)
 
     def requeue_nowait(self, prompt: Prompt) -> None:
-        """Raise ValueError if the prompt is not in use."""
+        """Raises ValueError if the prompt is not in use."""
         draw = self._draw_of(prompt.prompt_id)
         if draw >= self.num_drawn or draw in self._requeued:
-            raise ValueError(f"prompt {prompt.prompt_id} is not in use, so it cannot be requeued")
+            raise ValueError(f"prompt {prompt.prompt_id} is not in use")
         self._requeued[draw] = prompt.num_requeued
 
     def make_again(self, prompt_id: str, num_requeued: int) -> Prompt:
@@ -186,7 +186,7 @@ class PromptSource:
 
 def _other_task(what: str) -> TaskError:
     rule = "a resumed run continues with the same task, seed and order"
-    way_out = "resume with the data and config of the killed run, or start a new one."
+    way_out = "resume with the same data and config, or start a new run."
     return TaskError("tasks", what, rule=rule, way_out=way_out)
 
 

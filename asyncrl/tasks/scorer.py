@@ -64,7 +64,7 @@ class TaskScorer:
         return self._shows_special
 
     async def score(self, prompt: Prompt, completion: str) -> float:
-        """Raise RewardFailure (data), or TaskError (ends the run)."""
+        """Raises RewardFailure (data), or TaskError (ends the run)."""
         if not self._has_score:
             raise no_reward(prompt)
         try:
@@ -167,7 +167,7 @@ class ProcessPool:
         self._pool = self._make()
 
     async def run(self, prompt: Prompt, completion: str) -> float:
-        """Raise UserCodeFailed, or TaskError if no process can build the function."""
+        """Raises UserCodeFailed, or TaskError if no process can build the function."""
         from pebble import ProcessExpired
 
         pool = self._pool
@@ -191,7 +191,7 @@ class ProcessPool:
             raise UserCodeFailed(what) from error
         if isinstance(reward, str):
             what = f"the reward processes cannot build the score function: {reward}"
-            way_out = "make the task's module importable in a new process that has no state of this one."
+            way_out = "make the task's module importable in a new process."
             raise TaskError("tasks", what, way_out=way_out)
         return reward
 

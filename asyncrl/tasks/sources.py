@@ -98,7 +98,7 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
         way_out = "check hub id or folder, task.split, subset (task.args: {name: ...}) and network."
         raise ConfigError(what, way_out=way_out) from error
     if len(found) == 0:
-        raise ConfigError(f"{shown} holds no rows", way_out="set task.split to one that has some.")
+        raise ConfigError(f"{shown} holds no rows", way_out="set another task.split.")
     digests = {f"{name}, split {split}": digest_of_rows(found)}
     return found, lambda index: f"{shown}, row {index}", digests
 
@@ -160,7 +160,7 @@ class VerifiersTask:
                     found.append(task.data)
         except UserCodeFailed as failure:
             what = f"task {len(found)} of {self._name}: making it {failure}"
-            way_out = "correct its taskset, or its settings in generator.args.taskset."
+            way_out = "correct it, or generator.args.taskset."
             raise ConfigError(what, way_out=way_out) from failure
         self._items = [self._item(data, index) for index, data in enumerate(found)]
 
@@ -182,7 +182,7 @@ class VerifiersTask:
             json.dumps(row, allow_nan=False)
         except ValueError as error:
             what = f"{self._name}: task {index} has a value that is not JSON ({error})"
-            raise ConfigError(what, way_out="correct the environment's task data.") from error
+            raise ConfigError(what, way_out="correct its data.") from error
         prompt = row.get("prompt") or []
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -197,9 +197,9 @@ def _shown(content: Any) -> str:
     return content if isinstance(content, str) else "" if content is None else json.dumps(content)
 
 
-# math-verify (https://github.com/huggingface/Math-Verify) uses signals for time limits, which need the main
-# thread, so the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math`
-# runs in processes by default.
+# math-verify (https://github.com/huggingface/Math-Verify) limits time by signals, which need the main thread,
+# so the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math` runs in
+# processes by default.
 
 
 DELIMITERS = ("$", "\\boxed", "\\[", "\\(")

@@ -17,7 +17,7 @@ from asyncrl.base.user_code import raised
 from asyncrl.messages.records import LARGEST_NUMBER, Prompt
 
 Content = str | Sequence[Mapping[str, str]]
-"""The user's text, or chat messages with `role` and `content`."""
+"""Text of the user, or chat messages with `role` and `content`."""
 
 Score = Callable[[Prompt, str], float | Awaitable[float]]
 """Depends only on prompt and text; runs in any thread or process."""
@@ -76,8 +76,8 @@ def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTask:
-    """Task made of rows: a prompt column, an optional answer column, the others as `info`. `place` names a
-    row in errors.
+    """Rows with a prompt column, an optional answer column, and others as `info`. `place` names a row in
+    errors.
 
     All rows are checked here, so that a bad row ends the run before it starts.
     """
@@ -134,7 +134,7 @@ def call(score: Score, prompt: Prompt, completion: str) -> float | Awaitable[Any
 
 
 async def call_async(value: Awaitable[Any]) -> float:
-    """Await an async score function's result. Raises UserCodeFailed; cancellation passes."""
+    """Raises UserCodeFailed; cancellation passes."""
     try:
         return as_reward(await value)
     except (asyncio.CancelledError, UserCodeFailed):
@@ -161,6 +161,6 @@ def as_reward(value: Any) -> float:
 def no_reward(prompt: Prompt) -> RewardFailure:
     return RewardFailure(
         f"prompt {prompt.prompt_id}: no reward came with the rollout, and the task has no reward function",
-        rule="each rollout needs a reward, from its harness (or verifiers environment) or from the task",
-        way_out="return one from the harness, add one to the environment, or set task.reward.",
+        rule="each rollout needs a reward from its harness, verifiers environment or task",
+        way_out="return a reward from the harness, or set task.reward.",
     )

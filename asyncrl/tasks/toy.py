@@ -1,9 +1,7 @@
 """Quickstart task: "b 7" asks for the letter b, seven times. Learnable with random weights.
 
-Lognormal counts give response lengths the long tail that asynchronous training handles.
-
-A quarter of all (letter, count) pairs is held out, the same in all runs, to test letters and counts
-separately.
+Lognormal counts give lengths the long tail that asynchronous training handles. A quarter of all (letter,
+count) pairs is held out, the same in all runs.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Letters:
         if len(set(self.letters)) != len(self.letters) or not self.letters.isalpha():
             raise ValueError("give letters, each once")
         if not 1 <= self.median_count <= self.max_count or self.sigma < 0:
-            raise ValueError("median_count and sigma are no spread of 1 .. max_count")
+            raise ValueError("median_count must be in 1 .. max_count, and sigma >= 0")
 
     def __len__(self) -> int:
         return self.size

@@ -1,6 +1,6 @@
-"""The files that `asyncrl init` writes into a folder.
+"""The files that `asyncrl init` writes.
 
-content/ links to the repository's configs, example and tutorial; a wheel holds their content.
+content/ links to the repository's files; a wheel holds copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SCHEMA = re.compile(r"^# yaml-language-server: .*\n")
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """`read`: file contents by name; `next_commands`: commands to run in the folder."""
+    """`read`: contents by file name."""
 
     about: str
     read: Callable[[], Mapping[str, str]]
@@ -30,7 +30,7 @@ def _stored(name: str) -> str:
 
 
 def _copies(*names: str) -> Mapping[str, str]:
-    """Return the stored files, with paths, modules and extras for use outside a checkout."""
+    """Return the stored files, adapted for use outside a checkout."""
     texts = dict[str, str]()
     for name in names:
         text = _SCHEMA.sub("", _stored(name))
@@ -39,7 +39,7 @@ def _copies(*names: str) -> Mapping[str, str]:
 
 
 def _tutorial() -> Mapping[str, str]:
-    """Return the files that the tutorial shows; its second YAML block continues the first."""
+    """Return the tutorial's files; its second YAML block continues the first."""
     text = _stored("tutorial.md")
     python, yaml = (
         re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
@@ -83,7 +83,7 @@ TEMPLATES = {
 
 
 def write_template(kind: str, folder: Path) -> list[str]:
-    """Write a template into `folder`; return lines that name its files and the next commands.
+    """Write a template; return lines that name its files and the next commands.
 
     Raises ConfigError for an unknown kind, an existing file or a folder that cannot be written.
     """

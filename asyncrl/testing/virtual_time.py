@@ -16,11 +16,11 @@ class StuckError(Exception):
     """Carries the virtual time, and where each task waits."""
 
     def __init__(self, what: str, now_s: float) -> None:
-        super().__init__(f"{what} at t={now_s} s:\n{task_stacks() or 'no task is left'}")
+        super().__init__(f"{what} at t={now_s} s:\n{task_stacks() or 'no task remains'}")
 
 
 class DeadlockError(StuckError):
-    """No task can move and no timer is left."""
+    """No task can move, and no timer remains."""
 
 
 class BusyLoopError(StuckError):
@@ -32,8 +32,8 @@ def run_virtual(
 ) -> Result:
     """Run `coro` on a virtual clock from `start_s` seconds, and return its result.
 
-    Remaining tasks are cancelled. Raises DeadlockError, BusyLoopError after `max_rounds` rounds of the loop
-    at one instant, and errors that asyncio would only log.
+    Remaining tasks are cancelled. Raises DeadlockError, BusyLoopError after `max_rounds` loop rounds at one
+    instant, and errors that asyncio would only log.
     """
     loop = VirtualTimeLoop(start_s, max_rounds)
     runner = asyncio.Runner(loop_factory=lambda: loop)
@@ -53,10 +53,7 @@ def run_virtual(
 
 
 async def all_blocked() -> None:
-    """Return when no other task can move at this instant. No virtual time passes.
-
-    Raises RuntimeError outside run_virtual.
-    """
+    """Return when no other task can move at this instant. Raises RuntimeError outside run_virtual."""
     await _virtual_loop("all_blocked").wait_blocked()
 
 
@@ -68,7 +65,7 @@ def stand_still(seconds: float) -> None:
 def _virtual_loop(asked: str) -> VirtualTimeLoop:
     loop = asyncio.get_running_loop()
     if not isinstance(loop, VirtualTimeLoop):
-        raise RuntimeError(f"{asked}() works on the virtual clock alone; run the test with run_virtual(...)")
+        raise RuntimeError(f"{asked}() needs the virtual clock: use run_virtual(...)")
     return loop
 
 
@@ -123,7 +120,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             done.set_result(func(*args))
             return done
         name = getattr(func, "__qualname__", func)
-        raise RuntimeError(f"{name} would run in a thread, where there is no virtual clock; use a fake")
+        raise RuntimeError(f"{name} would run in a thread, without the virtual clock; use a fake")
 
     def _wake_all_blocked(self) -> bool:
         waiting, self._in_all_blocked = [future for future in self._in_all_blocked if not future.done()], []

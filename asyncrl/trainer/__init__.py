@@ -1,1 +1,1 @@
-"""The trainer: the controller's client, and the ranks that compute optimizer steps."""
+"""The trainer: the controller's client, and its ranks."""

@@ -34,7 +34,7 @@ MAX_SKIPPED_STEPS = 3
 
 
 class StepSums:
-    """Sums over micro-batches, kept on the device until read()."""
+    """Sums over micro-batches, on the device until read()."""
 
     def __init__(self, num_tokens: int) -> None:
         self.logprobs_N = np.zeros(num_tokens, np.float32)
@@ -81,7 +81,6 @@ class Learner:
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
-        """Raises ConfigError."""
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
         self.spec = spec
@@ -119,7 +118,7 @@ class Learner:
         for epoch in range(self.spec.trainer.epochs):
             for chosen in parts:
                 self._optimizer_step(batch, chosen, taken, is_first=epoch == 0)
-            # Empty parts count as steps, so that the schedule ends with the last batch.
+            # Empty parts count as steps, so that the schedule ends.
             self.num_optimizer_steps += self.spec.trainer.mini_batches - len(parts)
         self.policy_version += 1
         columns = zip(*(taken.steps or [(math.nan, math.nan)]), strict=True)
@@ -198,7 +197,7 @@ class Learner:
     def _optimizer_step(
         self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool
     ) -> None:
-        """Take one step; a non-finite gradient is skipped and counted."""
+        """Take one step, or skip and count a non-finite gradient."""
         try:
             sums = self._accumulate(batch, chosen)
             if is_first:
@@ -258,7 +257,6 @@ class Learner:
     def before_change(self) -> None: ...
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
-        """Count a skipped step and save the batch. Raises Refused after too many."""
         self.num_skipped_in_a_row += 1
         self.num_optimizer_steps += 1
         taken.num_skipped += 1

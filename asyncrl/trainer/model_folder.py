@@ -1,4 +1,4 @@
-"""Find, fetch or make the Hugging Face folder of the model, and pin its files for resumed runs."""
+"""Find, fetch or make the model's folder, and pin its files for resumed runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RunModule = Callable[[str, Sequence[str], float], Awaitable[tuple[int | None, st
 async def make_model_folder(
     config: RunConfig, run_dir: Path, run: RunModule, *, commit: str | None = None
 ) -> Path:
-    """Return the folder of the config's model. Raises ConfigError."""
+    """Return the model's folder. Raises ConfigError."""
     if config.model.scratch is None:
         path = str(config.model.path)
         return await asyncio.to_thread(find_model, path, config.model.revision, commit=commit)
@@ -67,7 +67,7 @@ async def make_model_folder(
 def find_model(
     path: str, revision: str | None = None, key: str = MODEL_KEY, *, commit: str | None = None
 ) -> Path:
-    """Return the folder of the model that `key` names, fetched if necessary. Raises ConfigError."""
+    """Return the folder of a model, fetched if necessary. Raises ConfigError."""
     if (given := _find_given(path, key, revision)) is not None:
         return given
     from huggingface_hub import snapshot_download
@@ -86,7 +86,7 @@ def find_model(
 
 
 def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -> Path | None:
-    """Return a model folder, or None if it must be fetched. Raises ConfigError."""
+    """Return a model folder, or None to fetch it. Raises ConfigError."""
     if (given := _find_given(path, key, revision)) is not None:
         return given
     from huggingface_hub import snapshot_download
@@ -114,7 +114,7 @@ def fetch_architectures(config: RunConfig) -> None:
             cached = try_to_load_from_cache(path, "config.json", revision=revision)
             if isinstance(cached, str) or constants.HF_HUB_OFFLINE:
                 continue
-            # Without a network the hub's own download would retry for 23 s.
+            # the hub's own download would retry for 23 s
             url = hf_hub_url(path, "config.json", revision=revision)
             request = urllib.request.Request(url, method="HEAD")
             with contextlib.suppress(urllib.error.HTTPError):
@@ -128,7 +128,7 @@ def load_limit_s(folder: Path) -> float:
 
 
 def check_model_type(model_type: Any, source: str) -> None:
-    """Raise ConfigError if transformers does not know the architecture."""
+    """Raise ConfigError for an unknown architecture."""
     from transformers.models.auto import auto_mappings
 
     if model_type not in auto_mappings.CONFIG_MAPPING_NAMES:
@@ -140,7 +140,7 @@ def check_model_type(model_type: Any, source: str) -> None:
 
 
 def hub_source(folder: Path) -> tuple[str, str] | None:
-    """Return (hub id, commit) of a hub cache folder, else None."""
+    """Return (hub id, commit) of a hub cache folder."""
     kind, *parts = folder.parent.parent.name.split("--")
     is_cached = folder.parent.name == "snapshots" and kind == "models" and parts
     return ("/".join(parts), folder.name) if is_cached else None
@@ -217,7 +217,7 @@ class ModelPin:
     """File digests of the run's first model. Blocks."""
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
-        """`is_free`: accept any model. Raises ConfigError for an unreadable record."""
+        """`is_free`: accept any model. Raises ConfigError."""
         self.path = run_dir / MODEL_PIN
         self._given = given
         self._pinned: PinnedModel | None = None
@@ -232,7 +232,6 @@ class ModelPin:
 
     @property
     def revision(self) -> str | None:
-        """The run's first hub commit, if its model is unchanged."""
         pinned = self._pinned
         return pinned.revision if pinned is not None and pinned.given == self._given else None
 
@@ -258,7 +257,6 @@ class ModelPin:
             )
 
     def write(self) -> None:
-        """Save the digests, once nothing can refuse the model. Raises OSError."""
         if self._found is not None and self._found != self._pinned:
             self._pinned = self._found
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")

@@ -54,7 +54,7 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
-    """Return the loss tokens, bool [N]. Raises Refused (409) for old tokens without masking, or no tokens."""
+    """Return the loss tokens, bool [N]. Raises Refused (409) for old or no tokens."""
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
@@ -128,8 +128,6 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """weight_S multiplies the loss tokens of a trajectory; mask_N multiplies their surrogate."""
-
     weight_S: Tensor
     correction_N: Float32N | None
     mask_N: Float32N | None
@@ -157,7 +155,7 @@ class Objective:
         return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
 
     def advantages(self, batch: BatchNumbers) -> Float32N:
-        """Return advantages, float32 [N], from the penalized rewards of the B units."""
+        """Return advantages, float32 [N]."""
         settings = self.settings
         has_loss = batch.has_loss
         units = find_units(batch.header, len(has_loss))
@@ -218,7 +216,7 @@ class Objective:
         return StepNumbers(weight_S, self._whole_correction(batch, has_loss, tokens_S), mask_N)
 
     def _whole_correction(self, batch: BatchNumbers, has_loss: BoolN, tokens_S: Tensor) -> Float32N | None:
-        """Return float32 [N] of a correction that needs all tokens of the step, else None."""
+        """Return float32 [N] of a correction that needs all tokens, else None."""
         if self._correction is None or not self._is_whole_batch:
             return None
         assert batch.proximal_N is not None
@@ -234,7 +232,7 @@ class Objective:
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
     ) -> tuple[Tensor, Stats]:
-        """Return this part of the step's loss, and sums of statistics. Does not wait for the device."""
+        """Return this part of the loss, and sums of statistics, without a device sync."""
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
             return to_device(torch.from_numpy(values_N[micro.source_M]), current_M.device)
@@ -281,7 +279,6 @@ class Objective:
         of_tokens: tuple[Tensor, Tensor, Tensor],
         correction_M: Tensor | None,
     ) -> tuple[Tensor, Stats]:
-        """Return the surrogate with its correction."""
         if correction_M is None:
             return self._call_surrogate(current_M, anchor_M, *of_tokens)
         if self._recipe.surrogate in WITHIN_RATIO:

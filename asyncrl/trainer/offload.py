@@ -1,4 +1,4 @@
-"""Move the memory of a trainer's tensors off its device and back.
+"""Move a trainer's tensors off its device and back.
 
 Storages are copied to host memory (CUDA) or a mapped file (CPU) and resized to 0; tensors stay the same
 objects.
@@ -177,7 +177,6 @@ class Offload:
         return copies
 
     def _host_memory(self, part: TrainerPart, num_bytes: int) -> Tensor:
-        """Return uint8 of this size; on CPU in an unlinked file."""
         if self._pinned:
             return self._pinned[part].of(num_bytes)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +190,6 @@ class Offload:
 
     @contextmanager
     def _moving(self, what: str, way_out: str) -> Iterator[None]:
-        """Wait for copies. Raises Refused for a full disk or a lack of memory."""
         try:
             yield
             if self._device.type == "cuda":

@@ -1,7 +1,7 @@
 """Trainer process: serves one TrainStep to the controller.
 
-One thread owns torch. Rank 0 sends each request as a command to the other ranks. If all ranks refuse, rank
-0 answers with the refusal; any other error ends the process.
+One thread owns torch. Rank 0 sends requests to the other ranks and answers with a refusal of all ranks; any
+other error ends the process.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ CALLS: dict[str, type[BaseModel]] = {
 }
 KEPT_EXPORTS = 2
 GRACE_S = 10.0
-"""Exit delay after another rank was lost, so that the run's error names the other."""
+"""Exit delay after another rank was lost, whose error is the run's."""
 
 
 class TrainerService:
@@ -103,9 +103,7 @@ class TrainerService:
             self.num_waiting -= 1
 
     def together(self, name: str, body: bytes = b"", **arguments: Any) -> Any:
-        """Call this method on all ranks, from rank 0's torch thread. Raises its errors, and Refused for an
-        unwritable file.
-        """
+        """Call this method on all ranks, from rank 0's torch thread. Raises its errors, and Refused."""
         if self._failure is not None:
             raise self._failure
         command = Command(name, arguments, body)
@@ -146,7 +144,7 @@ class TrainerService:
         return handle
 
     async def staged(self, request: web.Request) -> web.StreamResponse:
-        """Send an exported file or a Range of it to other nodes."""
+        """Send an exported file or a Range of it."""
         return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
 
     async def health(self) -> TrainerHealth:
@@ -174,12 +172,10 @@ class TrainerService:
         return await self.run(work)
 
     async def begin_export(self) -> TrainerHealth:
-        """Begin to write the newest weights. Returns once training may continue."""
         version, self._begun = await self.run(self._begin_export)
         return (await self.health()).model_copy(update={"policy_version": version})
 
     async def export(self) -> ExportResponse:
-        """Finish the begun export, or write the newest weights; delete unused exports."""
         begun, self._begun = self._begun, None
         finish = begun or (await self.run(self._begin_export))[1]
         return await asyncio.to_thread(self._finish_export, finish)
@@ -210,7 +206,6 @@ class TrainerService:
         return await self.run(work)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the held weights in parallel with training."""
         transport = self.step.transport
         if transport.version != request.version == self.step.policy_version:
             await self.export()
@@ -306,7 +301,6 @@ def main() -> None:
 
 
 def make_staging(path: Path) -> None:
-    """Make a folder with mode 0700. Raises OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():

@@ -101,7 +101,6 @@ class Ranks:
             dist.broadcast(_bytes_tensor(head + command.body), 0, group=self._commands)
 
     def beat(self) -> None:
-        """Send a heartbeat to the waiting ranks."""
         dist.broadcast(torch.zeros(2, dtype=torch.int64), 0, group=self._commands)
         dist.all_reduce(torch.zeros(1), group=self._commands)
 
@@ -204,7 +203,6 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
 
 
 def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:
-    """Return the error to report if a collective failed because a rank is lost."""
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
     why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])

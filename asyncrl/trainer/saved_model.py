@@ -42,8 +42,8 @@ def save_folder(
 def save_model(
     state: Path, base: Path, path: Path, tell: Callable[[str], None], *, dtype: str, chat_template: str | None
 ) -> None:
-    """Write a saved state as a Hugging Face folder in `dtype`, adapters merged. Raises Refused,
-    ConfigError, OSError, SafetensorError.
+    """Write a Hugging Face folder in `dtype`, adapters merged. Raises Refused, ConfigError, OSError,
+    SafetensorError.
     """
     disable_progress_bar()
     saved = read_state(state)
@@ -82,7 +82,7 @@ def save_peft(
     dtype: str,
     chat_template: str | None,
 ) -> None:
-    """Write a saved state's adapters as a peft folder on the model `name`. Raises like save_model."""
+    """Write adapters as a peft folder on the model `name`. Raises like save_model."""
     saved = read_state(state)
     assert saved.lora is not None, "the run trains adapters"
     adapters = _adapters(state, saved.shapes, getattr(torch, dtype))

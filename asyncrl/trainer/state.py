@@ -100,8 +100,8 @@ class TrainerState:
     def begin_save(
         self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]
     ) -> Future[None]:
-        """Copy the state to host memory during the next pass, then write it to the new folder `path`. The
-        Future raises Refused.
+        """Copy the state during the next pass, then write it to the new folder `path`. The Future raises
+        Refused.
         """
         if self.pending is not None:
             wait([self.pending])
@@ -159,7 +159,6 @@ class TrainerState:
     def _write(
         self, path: Path, live: dict[str, Tensor], manifest: SavedState, copying: Future[None]
     ) -> None:
-        """Write the copies on the writing thread."""
         try:
             # a rank without a copy would let the others wait in DCP
             self._ranks.agree(lambda: _wait_copied(copying))
@@ -255,8 +254,6 @@ def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tu
 
 
 class _HostPlanner(DefaultSavePlanner):
-    """Takes the layout from live tensors and the values from their copies."""
-
     def __init__(self, host: dict[str, Tensor]) -> None:
         super().__init__(**FLAT)
         self._host = host

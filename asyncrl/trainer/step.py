@@ -37,6 +37,7 @@ from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.saved_model import save_folder
 from asyncrl.trainer.state import Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights.adapters import AdapterTransport
 from asyncrl.weights.export import (
     ChunkPlace,
     Chunks,
@@ -49,16 +50,16 @@ from asyncrl.weights.export import (
     named_weights,
 )
 from asyncrl.weights.ipc import ChunkFile, SharedChunk
-from asyncrl.weights.make_transport import make_transport
+from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import Pieces, stored_pieces
-from asyncrl.weights.transport import Exported, TrainerEnd
+from asyncrl.weights.transport import Exported, TrainerEnd, Transport
 
 CHUNK_FILE = "chunk.safetensors"
+TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport}
+"""Transports that write no file of all weights, by name."""
 
 
 class TrainStep(Learner):
-    """Learner whose weights are exported, saved and offloaded."""
-
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
@@ -76,7 +77,7 @@ class TrainStep(Learner):
             is_file_wanted=spec.is_file_wanted,
             store=spec.weights_store,
         )
-        self.transport = make_transport(spec.transport, end)
+        self.transport = TRANSPORTS.get(spec.transport, Transport)(end)
         self._exporting: Future[ExportResponse] | None = None
 
     @property
@@ -104,12 +105,10 @@ class TrainStep(Learner):
         return self.begin_export(path)()
 
     def before_change(self) -> None:
-        """Wait for exports and state copies."""
         readers: list[Future[Any] | None] = [self._exporting, self._state.copying]
         wait([reader for reader in readers if reader is not None])
 
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Move these parts off the device. Raises Refused and moves nothing."""
         self.before_change()
         self._state.wait_lent()
         parts = frozenset(parts)
@@ -121,16 +120,13 @@ class TrainStep(Learner):
             self._merge_again()
 
     def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        """Move these parts back. Raises Refused and moves nothing."""
         self.before_change()
         moved = self._offload.onload(parts)
         self._merge_again()
         return moved
 
     def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write a Hugging Face folder, or only the adapters as a peft folder. Raises OSError,
-        SafetensorError and Refused.
-        """
+        """Write a Hugging Face or peft folder. Raises OSError, SafetensorError and Refused."""
         self._offload.need("save", "weights")
         adapters = None if merged else self._adapters
         if not merged and adapters is None:
@@ -155,7 +151,6 @@ class TrainStep(Learner):
         return self._state.begin_save(progress, path, self._offload.content_of)
 
     def wait_save_state(self) -> None:
-        """Wait for the last begun save, in any thread. Raises Refused."""
         if self._state.pending is not None:
             self._state.pending.result()
 
@@ -168,7 +163,6 @@ class TrainStep(Learner):
         self._note_restored(self.policy_version)
 
     def weights_digest(self) -> str:
-        """Return the digest of the float32 master weights."""
         return digest_of(self._masters.named)
 
     def chunk_names(self, version: int, index: int) -> list[str]:
@@ -182,7 +176,7 @@ class TrainStep(Learner):
         return self._chunks.names(self._lazy_weights(), version, index)
 
     def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
-        """Write chunk `index`; the last has the canary. Raises OSError or Refused."""
+        """Write a chunk; the last has the canary. Raises OSError or Refused."""
         weights = self._lazy_weights()
         canary = self._canary() if self._chunks.is_last(weights, index) else None
         if not self.ranks.is_first:
@@ -222,7 +216,6 @@ class TrainStep(Learner):
             self._adapters.keep_merged()
 
     def _lazy_weights(self) -> LazyWeights:
-        """Return all weights by checkpoint name; adapters are merged on access."""
         merges: dict[str, Callable[[], Tensor]] = {}
         if self._adapters is None:
             weights = named_weights(self.policy.model)

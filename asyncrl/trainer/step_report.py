@@ -40,7 +40,6 @@ BoolN = npt.NDArray[np.bool_]
 
 GAP_WARNING = 0.05
 MIN_ENGINE_TOKENS = 64
-"""Minimum fresh tokens to judge an engine."""
 GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
     "engine that deviates; weight_sync.interrupt=keep_kv raises the gap"
@@ -72,7 +71,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 class StepMeter:
     """Times a step's phases on this rank, and measures speed and memory of all ranks.
 
-    Life: start() -> enter() at each phase, count() for each micro-batch -> numbers(), on all ranks.
+    Life: start() -> enter() and count() -> numbers(), on all ranks.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, cuda: Any = None) -> None:
@@ -99,12 +98,10 @@ class StepMeter:
         self._stamps.append((phase, stamp))
 
     def count(self, flops: float, num_tokens: int = 0) -> None:
-        """Count a pass over a micro-batch."""
         self._flops += flops
         self._num_tokens += num_tokens
 
     def numbers(self) -> dict[str, float]:
-        """End the step and return its metrics by full name."""
         self.enter("")
         seconds = dict.fromkeys(PHASES, 0.0)
         memory = dict[str, int]()
@@ -133,7 +130,7 @@ class StepMeter:
 
 
 def _peak_host_bytes() -> int:
-    """Return peak memory, 0 if unknown; ru_maxrss would include the parent's."""
+    """Return peak memory; ru_maxrss would include the parent's."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
@@ -141,7 +138,7 @@ def _peak_host_bytes() -> int:
 
 
 class Gap(NamedTuple):
-    """|current - behaviour| in nats over `num_tokens` fresh tokens of an engine; None: all engines."""
+    """|current - behaviour| in nats over `num_tokens` fresh tokens of an engine, or all."""
 
     engine: int | None
     num_tokens: int
@@ -164,7 +161,7 @@ def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArr
 def gaps_of_rollouts(
     header: BatchHeader, arrays: BatchArrays, is_fresh_N: BoolN, current_N: Float32M
 ) -> list[tuple[int, int, float]]:
-    """Return (group_id, sample_index, mean gap in nats over fresh tokens) of each rollout, if finite."""
+    """Return (group_id, sample_index, mean gap in nats) of each rollout, if finite."""
     gaps = dict[tuple[int, int], list[npt.NDArray[np.float64]]]()
     for entry in header.trajectories:
         part = slice(entry.start, entry.end)
@@ -232,21 +229,21 @@ def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss
 
 
 def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
-    """Return [start, end, version] of each run of loss tokens."""
+    """Return [start, end, version] of each run."""
     label = np.where(has_loss, versions, -1)
     edges = [0, *(np.flatnonzero(label[1:] != label[:-1]) + 1).tolist(), len(label)]
     return [[start, end, int(label[start])] for start, end in pairwise(edges) if label[start] >= 0]
 
 
 def hold_record(path: Path) -> None:
-    """Lock the record until this process ends, against a killed run's trainer. Waits."""
+    """Lock the record against a killed run's trainer. Waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def note_restored(path: Path, version: int) -> None:
-    """Record that batches from `version` on are trained again. Cuts an incomplete last line."""
+    """Record that batches from `version` on are trained again. Cuts an incomplete line."""
     reached = -1
     for start, line in lines_from_end(path) if path.is_file() else ():
         if not line.endswith(b"\n"):

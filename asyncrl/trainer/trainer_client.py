@@ -1,4 +1,4 @@
-"""Controller side of the trainer: spec of the ranks, calls, packed batches. Imports no torch."""
+"""Controller side of the trainer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,27 +42,23 @@ OnStep = Callable[[Batch, TrainResponse], None]
 
 RECOVERED_TIMEOUT_S = 60.0
 LOST_STATUS = 503
-"""Status of rank 0's answers after other ranks are lost."""
+"""Status after other ranks are lost."""
 RENDEZVOUS = "rendezvous"
-"""Staging file where the ranks of one node meet; new ranks need a new file."""
 _STORE = r"^(([0-9.]+|<address of node [0-9]+>):[0-9]+)?$"
 
 
 class TrainerSpec(FrozenConfig):
     model_path: str
     dtype: DType = "auto"
-    """Dtype of the forward pass and of exported weights."""
     device: Device = "auto"
     share: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of CUDA memory for torch (none = all free memory)."""
     seed: int = Field(default=0, ge=0)
     threads: int = Field(default=1, ge=1)
-    """CPU threads per rank. On CPU the same number gives the same bits."""
+    """On CPU the same number gives the same bits."""
     rank: int = Field(default=0, ge=0)
     local_rank: int | None = Field(default=None, ge=0)
     """Rank within its node, and CUDA device (none = rank)."""
     address: str = "127.0.0.1"
-    """IPv4 address of its node; a placeholder until the process starts."""
     store: str = Field(default="", pattern=_STORE)
     """ADDRESS:PORT of rank 0's store ('' = a staging file)."""
     meet_s: float = Field(default=240.0, gt=0)
@@ -70,27 +66,24 @@ class TrainerSpec(FrozenConfig):
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature."""
     max_tokens: int = Field(default=256, ge=1)
     transport: TransportName = "shm"
-    """What /export writes: all weights, only adapters (lora), or a copy for /broadcast (nccl)."""
+    """Output of /export: all weights, only adapters (lora), or a copy for /broadcast (nccl)."""
     is_file_wanted: bool = False
-    """With transport=nccl: also write the file, for the eval engine."""
+    """With nccl: also write the file, for the eval engine."""
     weights_store: str = Field(default="", pattern=_STORE)
-    """With nccl on several nodes: ADDRESS:PORT of rank 0's store for engines."""
+    """ADDRESS:PORT of rank 0's store for engines."""
     chunk_bytes: int = Field(default=2**28, ge=1)
     chunks: Literal["file", "memory", "memories"] = "file"
-    """/export_chunk writes a safetensors file, or memory shared with engines on rank 0's or every rank's
-    device."""
+    """Output of /export_chunk: a safetensors file, or memory shared on rank 0's or every rank's device."""
     canary_tokens: int = Field(default=0, ge=0)
-    """Tokens of the canary, 2 or more (0 = no canary)."""
+    """Tokens of the canary, at least 2 (0 = off)."""
     measures_gap: bool = True
-    """Compare engine and trainer logprobs of fresh tokens."""
     staging_dir: Path
     """Folder of exports in shared memory, mode 0700."""
     record_path: Path
     failed_dir: Path
-    """Folder for batches that give NaN; CPU ranks offload next to it."""
+    """Folder for batches that give NaN."""
     chat_template: Path | None = None
 
     @property
@@ -128,7 +121,6 @@ class TrainerClient:
             return (await self._call("/begin_export", b"", TrainerHealth)).policy_version
 
     async def export(self) -> ExportResponse:
-        """Wait for the export in progress, or export the newest weights."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return await self._call("/export", b"", ExportResponse)
 
@@ -143,14 +135,14 @@ class TrainerClient:
         return await self._post("/broadcast", request, BroadcastResponse)
 
     async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
-        """Move these parts off the trainer's device. Idempotent. After an error nothing has moved."""
+        """Idempotent. After an error nothing has moved."""
         return await self._call("/offload", OffloadRequest(parts=list(parts)), TransferStats)
 
     async def onload(self, parts: Sequence[TrainerPart]) -> TransferStats:
         return await self._call("/onload", OffloadRequest(parts=list(parts)), TransferStats)
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write a Hugging Face folder; not `merged`: adapters as a peft folder."""
+        """Write a Hugging Face folder; not `merged`: a peft folder."""
         with waiting(f"the saved weights of policy_version {self.policy_version}", on=self._caller.name):
             await self._call("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
 
@@ -206,7 +198,6 @@ class TrainerClient:
     async def _post(
         self, path: str, body: BaseModel | bytes | None, answer: type[Answer], timeout_s: float | None = None
     ) -> Answer:
-        """POST once, or GET without a body."""
         timeout_s = timeout_s or self._timeout_s
         try:
             if body is None:
@@ -320,7 +311,6 @@ def _sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDAr
 
 
 def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | None:
-    """Return experts, NO_EXPERT if unknown; None if all are unknown."""
     width = next((one.routing.shape[1] for one in trajectories if one.routing is not None), None)
     if width is None:
         return None

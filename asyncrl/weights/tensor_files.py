@@ -260,13 +260,6 @@ def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
     """Return the checkpoint's pieces of weights that transformers stacks or renames at load. A computed or
     joined tensor keeps the model's name.
     """
-    return {name: found for name, found in stored_views(model, weights).items() if found.keys() != {name}}
-
-
-def stored_views(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
-    """Return the checkpoint's pieces of each weight, the inverse of transformers' loading; without computed
-    or joined tensors.
-    """
     import torch
     from torch.overrides import TorchFunctionMode
     from transformers.core_model_loading import revert_weight_conversion
@@ -285,8 +278,12 @@ def stored_views(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
             pieces.setdefault(owner, {})[name] = StoredPiece(
                 tuple(one.shape), one.stride(), one.storage_offset()
             )
-    sizes = {name: sum(math.prod(one.shape) for one in found.values()) for name, found in pieces.items()}
-    return {name: found for name, found in pieces.items() if sizes[name] == like[name].numel()}
+    return {
+        name: found
+        for name, found in pieces.items()
+        if found.keys() != {name}
+        and sum(math.prod(one.shape) for one in found.values()) == like[name].numel()
+    }
 
 
 def pieces_of(tensors: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:

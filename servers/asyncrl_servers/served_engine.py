@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -13,9 +12,8 @@ from pydantic import Field, ValidationError
 
 from asyncrl.base.message import Message
 from asyncrl.base.serving import Refused, child_arguments, fail
-from asyncrl.messages.codec import Asked, Sampled
+from asyncrl.messages.codec import Asked, Sampled, request_fault
 from asyncrl.messages.engine_api import (
-    MAX_TOP_LOGPROBS,
     CommitRequest,
     CommitResponse,
     EngineHealth,
@@ -32,7 +30,6 @@ Answer = TypeVar("Answer")
 AnyFuture: TypeAlias = "Future[Answer] | asyncio.Future[Answer]"
 MAX_QUEUED = 1_000_000
 """Maximum requests waiting for a slot; others get 503."""
-MAX_STOP = 16
 
 
 class EngineSpec(Message):
@@ -101,39 +98,10 @@ class ServedEngine(Protocol[Of]):
 
 def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray[np.int64]:
     """Return the prompt ids, int64 [P]. Raises Refused (400)."""
-    request = asked.request
-    name, num_prompt = f"request {request.request_id}", len(request.prompt_ids)
-    total = num_prompt + request.max_tokens
-    if total > max_length:
-        what = f"{name} wants {num_prompt} + {request.max_tokens} = {total} tokens, a slot holds {max_length}"
-        rule = "prompt and completion must fit into a slot"
-        way_out = "shorten the prompt, or raise rollout.max_prompt_tokens or rollout.max_tokens."
-        raise Refused(400, what, rule=rule, way_out=way_out)
-    ids = np.asarray(request.prompt_ids, np.int64)
-    is_unknown = ids.view(np.uint64) >= vocab_size  # negative ids too
-    if is_unknown.any():
-        rule = f"the model knows ids 0..{vocab_size - 1}"
-        way_out = "encode the prompt with the model's own tokenizer."
-        raise Refused(400, f"{name} has token id {ids[is_unknown][0]}", rule=rule, way_out=way_out)
-    if not 0 <= request.num_resumed <= num_prompt:
-        rule = "resumed ids are the last ones of the prompt"
-        raise Refused(400, f"{name} has num_resumed={request.num_resumed} of {num_prompt} ids", rule=rule)
-    if not (
-        num_prompt >= 1
-        and request.max_tokens >= 1
-        and request.temperature >= 0.0
-        and 0.0 < request.top_p <= 1.0
-        and 0 <= request.seed < 2**63
-        and len(request.stop) <= MAX_STOP
-        and 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS
-    ):
-        raise Refused(
-            400,
-            f"{name} has {num_prompt} prompt ids and {replace(request, prompt_ids=())}",
-            rule="a prompt has an id, max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= seed < 2**63, "
-            f"at most {MAX_STOP} stop strings, 0 <= top_logprobs <= {MAX_TOP_LOGPROBS}",
-        )
-    return ids
+    if fault := request_fault(asked.request, max_length, vocab_size):
+        what = f"request {asked.request.request_id}: {fault.error}"
+        raise Refused(400, what, rule=fault.rule, way_out=fault.way_out)
+    return np.asarray(asked.request.prompt_ids, np.int64)
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -26,8 +25,6 @@ from asyncrl_servers.engine_routes import serve_engine
 from asyncrl_servers.served_engine import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws
 from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
-SWAP_S = 0.001
-"""Seconds that a weight swap stops decoding."""
 EPSILON = 1e-9
 
 
@@ -61,6 +58,11 @@ class SimulatedRun(Run):
     first = 0
     num_told = 0
 
+    def __init__(self, asked: Asked, listener: Listener) -> None:
+        super().__init__(asked, listener)
+        self.marks: list[tuple[int, int]] = []
+        """(position of the first token, policy_version)."""
+
     @property
     def end(self) -> float:
         return self.start + self.length
@@ -74,7 +76,7 @@ class SimulatedEngine:
     """Engine that costs one heap entry per request.
 
     All running requests get one token per step, so one step clock describes them. It advances by one every
-    decode_step_s + n * per_row_s seconds and stops during swaps. Tokens are drawn at a request's end, or per
+    decode_step_s + n * per_row_s seconds; swaps take no time. Tokens are drawn at a request's end, or per
     step if streamed.
 
     Invariant: the clock never goes back, and no answer has tokens beyond the clock.
@@ -91,9 +93,6 @@ class SimulatedEngine:
         self._order = count()
         self._clock = 0.0
         self._updated_s = 0.0
-        self._stalled_until_s = 0.0
-        self._changes: list[tuple[float, int]] = [(0.0, 0)]
-        """(clock time, policy_version from then on), in order."""
         self._timer: asyncio.TimerHandle | None = None
         self._committed: asyncio.Future[engine_api.CommitResponse]
         self._num_tokens = 0
@@ -149,13 +148,11 @@ class SimulatedEngine:
         self._update()
 
     def commit(self, request: engine_api.CommitRequest) -> asyncio.Future[engine_api.CommitResponse]:
-        """Serve the new version and answer after SWAP_S. Raises Refused (409)."""
+        """Serve the new version. Raises Refused (409)."""
         self._update()
         answer = self.weights.begin_commit(request)
         committed: asyncio.Future[engine_api.CommitResponse] = asyncio.get_running_loop().create_future()
         if answer is not None:
-            if self._changes[-1][1] != request.version:
-                self._changes.append((self._clock, request.version))
             committed.set_result(answer)
         else:
             self._committed = committed
@@ -193,13 +190,12 @@ class SimulatedEngine:
         if request.interrupt == "abort":
             self._end([(run, "interrupted") for run in self._running])
         self.weights.settle(request.version, request.digest)
-        self._changes.append((self._clock, request.version))
-        self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + SWAP_S
-        self._busy_s += SWAP_S
+        for run in self._running:
+            run.marks.append((run.num_sampled(self._clock), request.version))
         answer = engine_api.CommitResponse(
-            version=request.version, digest=request.digest, pause_s=SWAP_S, num_interrupted=num_interrupted
+            version=request.version, digest=request.digest, pause_s=0.0, num_interrupted=num_interrupted
         )
-        asyncio.get_running_loop().call_later(SWAP_S, self._committed.set_result, answer)
+        self._committed.set_result(answer)
 
     def _step_s(self) -> float:
         return self.spec.decode_step_s + self.spec.per_row_s * len(self._running)
@@ -207,9 +203,8 @@ class SimulatedEngine:
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if self._running:
-            decoded_s = max(0.0, now_s - max(self._updated_s, self._stalled_until_s))
-            self._busy_s += decoded_s
-            self._clock += decoded_s / self._step_s()
+            self._busy_s += now_s - self._updated_s
+            self._clock += (now_s - self._updated_s) / self._step_s()
         self._updated_s = now_s
 
     def _update(self) -> None:
@@ -237,8 +232,7 @@ class SimulatedEngine:
         if self._ends:
             num_steps = self._ends[0][0] - self._clock
             wait_s = (min(num_steps, 1.0) if self._streamed else num_steps) * self._step_s()
-            at_s = max(self._updated_s, self._stalled_until_s) + wait_s
-            self._timer = asyncio.get_running_loop().call_at(at_s, self._update)
+            self._timer = asyncio.get_running_loop().call_at(self._updated_s + wait_s, self._update)
 
     def _start(self, run: SimulatedRun) -> None:
         request = run.request
@@ -248,6 +242,7 @@ class SimulatedEngine:
         run.length = min(wanted, limit)
         run.first = run.num_told
         run.start = self._clock
+        run.marks.append((run.first, self.weights.version))
         self._running[run] = None
         if run.is_streamed:
             self._streamed[run] = None
@@ -282,18 +277,13 @@ class SimulatedEngine:
         told: dict[Listener, list[Sampled]] = {}
         for (run, end, then), size, last in zip(rows, sizes, ends.tolist(), strict=True):
             part = slice(last - size, last)
-            spans = spans_of(self._marks(run), run.num_told, end)
+            spans = spans_of(run.marks, run.num_told, end)
             row = Sampled(run.number, token_ids[part], logprobs[part], spans, then)
             told.setdefault(run.listener, []).append(row)
             run.num_told = end
         self._num_tokens += len(token_ids)
         for listener, sampled in told.items():
             listener.sampled(sampled)
-
-    def _marks(self, run: SimulatedRun) -> list[tuple[int, int]]:
-        """Return (first token, policy_version) since the request's admission."""
-        since = self._changes[max(0, bisect_left(self._changes, (run.start, -1)) - 1) :]
-        return [(run.first + max(0, int(clock - run.start + EPSILON)), version) for clock, version in since]
 
 
 def _arrived(path: str) -> Arrived:

@@ -1,4 +1,4 @@
-"""Answers: sampled tokens to thoughts, text, tool calls and logprobs; and errors."""
+"""Answers: text, thoughts, tool calls and logprobs of sampled tokens; and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPLACEMENT = "\ufffd"
 """Decoded incomplete or invalid character."""
 
 CONTEXT_TOKENS = 4
-"""Tokens decoded again before new ones: three bytes of a character, and a leading space."""
+"""Tokens decoded again: three bytes of a character, and a leading space."""
 
 
 class GatewayTokenizer(ChatRenderer, Protocol):
@@ -33,10 +33,9 @@ class GatewayTokenizer(ChatRenderer, Protocol):
 
 
 class AnswerText:
-    """Visible text of an answer, in final pieces.
+    """Visible text of an answer, cut before the first stop string.
 
-    Text is cut before the first stop string (the longer of two that end together). Special tokens are omitted
-    unless `shows_special` or in `keep_special`.
+    Special tokens are omitted unless `shows_special` or in `keep_special`.
 
     Invariant: the joined pieces do not depend on the split into feeds.
     """
@@ -58,7 +57,7 @@ class AnswerText:
         self._held = ""  # unmarked text that may begin a stop string
         self._marks: list[tuple[int, str]] = []  # by position in the held text
         self._context: list[int] = []
-        self._run: list[int] = []  # unfinished run
+        self._run: list[int] = []
         self._has_unsure = False  # context ends in an unreturned replacement character
         self.stopped_by: str | None = None
 
@@ -67,7 +66,6 @@ class AnswerText:
         return self.stopped_by is not None
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Return the new final text."""
         text, run = "", list[int]()
         for token in token_ids:
             if self.is_stopped:
@@ -147,10 +145,10 @@ class AnswerText:
 
 @dataclass(eq=False, repr=False)
 class Answer:
-    """A completion: feed() and take() repeatedly, then finish(), then take() the rest.
+    """A completion: feed() and take(), then finish() and take() the rest.
 
-    Invariant: take()'s joined results are `content`, take_thought()'s are `thought`; no possible tool call or
-        thought mark is shown as text.
+    Invariant: joined take() results are `content`, take_thought() results `thought`; no possible tool call or
+        mark is shown as text.
     """
 
     index: int
@@ -160,9 +158,7 @@ class Answer:
     """Released after init, to save memory."""
     _: KW_ONLY
     prefill: str
-    """Unsampled beginning."""
     name: str
-    """Prefix of tool call ids."""
     thoughts: ReasoningSplitter | None = None
     shows_special: bool = True
     finish_reason: str = ""
@@ -170,7 +166,6 @@ class Answer:
     content: str | None = None
     thought: str = ""
     num_thought_tokens: int = 0
-    """With the closing mark; estimated if it shares tokens with text."""
     stopped_by: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
@@ -212,7 +207,6 @@ class Answer:
 
     @property
     def num_logprobs(self) -> int:
-        """Number of entries, top tokens included."""
         known = self._logged
         return 0 if known is None else len(known.token_ids) + sum(map(len, known.top_logprobs))
 
@@ -300,13 +294,12 @@ class Answer:
 # ---- errors
 
 NO_RETRY = {"x-should-retry": "false"}
-"""For OpenAI clients."""
 _CODES = {404: "unknown_url", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
 _LONGEST_SHOWN = 80
 
 
 class ApiError(Exception):
-    """Error answer to one call; the session continues."""
+    """Error answer to one call."""
 
     def __init__(
         self,
@@ -332,7 +325,7 @@ def invalid(message: str, param: str | None = None, *, code: str | None = None) 
 
 
 class PromptTooLongError(ApiError):
-    """A 400; `parent`: the completion that the prompt continues."""
+    """`parent`: the continued completion."""
 
     def __init__(self, message: str, param: str, parent: ChatNode | None = None) -> None:
         super().__init__(400, message, code="context_length_exceeded", param=param)

@@ -19,7 +19,7 @@ Path = list["ChatNode"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedChat:
-    """A chat with its answer. `key`: in a Chain; `text`: of all ids, or None."""
+    """`key`: in a Chain; `text`: of all ids, or None."""
 
     num_messages: int
     key: bytes
@@ -91,21 +91,18 @@ class ChatNode:
 def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
     """Return the branches, ordered by ids. A sampled token has its loss in the first branch that contains it.
 
-    Order and unit numbers depend only on contents, since concurrent calls arrive in any order. Raises
-    RolloutFailure.
+    Concurrent calls arrive in any order, so results depend only on contents. Raises RolloutFailure.
     """
     nodes = _in_order(list(nodes), outcome)
     paths = _paths([node for node in nodes if node.num_trained])
     if not paths and (num_sampled := sum(node.num_sampled for node in nodes)):
         what = f"none of the {num_sampled} tokens that the harness sampled is trained"
-        rule = "a call is trained if it was sampled from the run's own distribution"
-        way_out = "make at least one call with the run's own temperature and top_p."
+        rule = "only calls sampled from the run's distribution are trained"
+        way_out = "make a call with the run's temperature and top_p."
         raise RolloutFailure(what, rule=rule, way_out=way_out)
     if not paths:
         what = f"the harness ended with {len(nodes)} completions and not one sampled token"
-        raise RolloutFailure(
-            what, way_out="let it call the model with its session's key, and read the answers."
-        )
+        raise RolloutFailure(what, way_out="let it call the model with its session's key.")
     owners: dict[ChatNode, int] = {}
     for branch, path in enumerate(paths):
         for node in path:
@@ -209,8 +206,8 @@ def _of_branch(paths: Sequence[Path], rewards: Mapping[str, float]) -> dict[int,
 
 
 def _wrong_rewards(what: str) -> RolloutFailure:
-    rule = "turn_rewards names every completion, branch_rewards one completion that only its branch contains"
-    way_out = "name every answer of this session by its `id`; 0.0 is a reward too."
+    rule = "turn_rewards names every completion, branch_rewards a completion of only one branch"
+    way_out = "name every answer by its `id`; 0.0 is a reward too."
     return RolloutFailure(what, rule=rule, way_out=way_out)
 
 

@@ -65,8 +65,8 @@ class PromptPlan:
 class Capture:
     """Record sent and sampled ids of a session; find the completion that a new call continues.
 
-    Invariant: a planned prompt that reuses a node's ids begins with exactly the ids that the node's call sent
-    and sampled. Calls may overlap.
+    Invariant: a prompt that reuses a node's ids begins with exactly the ids that its call sent and sampled.
+    Calls may overlap.
     """
 
     def __init__(self, renderer: ChatRenderer, counts: GatewayStats, thinking: Marks = THINKING) -> None:
@@ -93,8 +93,8 @@ class Capture:
         prefill: Prefill = no_prefill,
         settings: Mapping[str, Any] | None = None,
     ) -> PromptMatch:
-        """Find the prompt of a chat. Raises ValueError if the template refuses the chat or omits a message.
-        May run in a thread in parallel with record().
+        """Raises ValueError if the template refuses the chat or omits a message. May run in a thread in
+        parallel with record().
 
         `prefill`: beginning of the answer, after an open thought.
         """
@@ -133,7 +133,7 @@ class Capture:
         is_trained: bool = True,
         grammar: str | None = None,
     ) -> None:
-        """Record a delivered answer. Not `is_trained`: not sampled from the run's distribution."""
+        """Not `is_trained`: not sampled from the run's distribution."""
         assert name not in self._nodes, f"{name} is recorded already"
         if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten since planning
             planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)

@@ -43,17 +43,16 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 LONG_BODY = 2**14
-"""Bytes of a body read in a thread: 500 minimal messages, 10 ms."""
+"""Bytes of a body read in a thread: 10 ms."""
 LONG_TEXT = 2**14
 """Characters of a text tokenized in a thread: 15 ms."""
 LONG_LOGPROBS = 2**10
 """Logprobs built in a thread: 10 ms."""
 NUM_ENCODING = 4
-"""Texts tokenized at once; each takes a core and much memory."""
+"""Texts tokenized at once."""
 MAX_CHARACTERS = 64
 """Most characters per prompt token."""
 NUM_OF_END = 32
-"""Last prompt tokens checked for an open thought."""
 SeedOf = Callable[[str, int, int, int], int]
 """Seed from (prompt_id, sample_index, attempt, key of the call)."""
 OnBroken = Callable[[RoomError], None]
@@ -61,9 +60,9 @@ OnBroken = Callable[[RoomError], None]
 
 @dataclass(eq=False, repr=False)
 class EngineRoute:
-    """SessionHost of one engine: read() a body, plan() its call, sample() its answers.
+    """SessionHost of one engine.
 
-    Waits: threads, the session's slots and the engine, within the session's in_hand().
+    Waits: threads, slots and the engine, within the session's in_hand().
     Invariant: the engine gets only checked values. A broken engine goes to `on_broken`, its calls get 503; a
         request that it refuses gets 400.
     """
@@ -85,7 +84,7 @@ class EngineRoute:
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
     async def read(self, session: GatewaySession, dialect: Dialect, body: bytes) -> tuple[AnyRequest, Any]:
-        """Return the checked call, and its writer's data. Raises ApiError."""
+        """Return (call, its writer's data). Raises ApiError."""
         return await self._in_turn(
             lambda: dialect.read(self._reader, parse_json(body), session.kept), len(body)
         )
@@ -170,7 +169,7 @@ class EngineRoute:
                     raise failure
         except RequestRefused as refusal:
             raise invalid(f"The engine refused this call: {refusal.why}.") from None
-        except RolloutFailure as failure:  # a user's tool-call format failed; so would a retry
+        except RolloutFailure as failure:  # a retry would fail too
             session.fail_nowait(failure)
             raise session_ended(session.ended or "") from None
         except RoomError as error:
@@ -211,7 +210,6 @@ class EngineRoute:
         return ReasoningSplitter(marks, is_open=end.rstrip().endswith(marks[0]))
 
     async def _grammar(self, asked: AnyRequest, planned: PromptPlan, prefill: str) -> str | None:
-        """Raises ApiError."""
         prompt = planned.match.text if planned.match else ""
         grammar = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
         if grammar is None:
@@ -237,7 +235,7 @@ class EngineRoute:
     async def _matched(
         self, session: GatewaySession, asked: ChatRequest, num_bytes: int
     ) -> tuple[PromptMatch, Sequence[int]]:
-        """Return the match of a chat, and its new ids. Raises ApiError."""
+        """Raises ApiError."""
         prefill = prefill_of(asked, self.tool_format, self.tokenizer)
         match = partial(
             session.capture.match,
@@ -248,12 +246,12 @@ class EngineRoute:
         )
         try:
             matched = await self._in_turn(match, num_bytes)
-        except ValueError as error:  # from the template
+        except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
         return matched, await self._encode(matched.text, asked)
 
     async def _encode(self, text: str, asked: AnyRequest) -> Sequence[int]:
-        """Raises ApiError for overlong or invalid text."""
+        """Raises ApiError."""
         most = self.rules.max_prompt_tokens
         if len(text) > MAX_CHARACTERS * most:
             why = f"This prompt has {len(text)} characters; rollout.max_prompt_tokens={most} is the most."
@@ -279,7 +277,7 @@ def _num_ids(match: PromptMatch, ids: Sequence[int]) -> int:
 
 
 async def _in_thread(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:
-    """Run a function in a thread; only tokenizing, which releases the interpreter, runs concurrently."""
+    """Run a function in a thread; only tokenizing releases the interpreter, so only it runs concurrently."""
     async with limit:
         return await asyncio.to_thread(function)
 
@@ -287,9 +285,7 @@ async def _in_thread(limit: AbstractAsyncContextManager[None], function: Callabl
 def call_keys(
     take_number: Callable[[bytes], int], planned: PromptPlan, asked: AnyRequest, grammar: str
 ) -> tuple[list[int], tuple[bytes, int] | None]:
-    """Return (seed keys of the choices, their source): functions of content and earlier equal calls, never of
-    time. Equal concurrent calls may swap answers.
-    """
+    """Return (seed keys, source). They never depend on time; equal concurrent calls may swap answers."""
     digest = planned.prompt_hash.digest()
     if shape := asked.shape() + grammar.encode():
         digest = blake2b(digest + shape, digest_size=16).digest()

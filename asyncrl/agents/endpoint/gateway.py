@@ -59,9 +59,9 @@ _ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/m
 
 
 class Gateway:
-    """SessionHost of a run's engines, and the HTTP endpoint for its sessions' keys.
+    """SessionHost of a run's engines, and HTTP endpoint of its sessions.
 
-    Waits: handlers wait for client and engine until READ_TIMEOUT_S, the session's end, or a disconnect.
+    Waits: for client and engine, until READ_TIMEOUT_S, the session's end, or a disconnect.
     Invariant: no unchecked client value reaches an engine; no call is answered after its session ended.
     """
 
@@ -122,7 +122,7 @@ class Gateway:
         return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
 
     def bind(self) -> str:
-        """Take the port; return the clients' address without /v1. Idempotent. Raises ConfigError."""
+        """Return the clients' address, without /v1. Idempotent. Raises ConfigError."""
         host = self._config.host
         port = self._config.port or 0
         if self._socket is None:
@@ -149,7 +149,6 @@ class Gateway:
         return url
 
     async def aclose(self) -> None:
-        """End every session and connection. Idempotent."""
         self._sessions.end_all_nowait("the run has ended")
         await self.listener.aclose()
         if self._socket is not None:
@@ -168,7 +167,7 @@ class Gateway:
     # ---- routes
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer an error in the endpoint's format. Omit the address: it may contain a key."""
+        """Answer an error without the address: it may contain a key."""
         if isinstance(error, Refused):
             return Response(error.body.model_dump_json(), error.status, media_type="application/json")
         if isinstance(error, ClientDisconnect):
@@ -244,7 +243,7 @@ class Gateway:
 
 
 def _openapi(app: FastAPI, shapes: Sequence[type[BaseModel]]) -> dict[str, Any]:
-    """Add body schemas, which routes lack: they read bodies after the key check."""
+    """Add schemas for bodies, which are read after the key check."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = [(shape, "validation") for shape in shapes]
@@ -312,7 +311,6 @@ def shown_key(request: Request) -> str:
 
 
 def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, bool]:
-    """Return (digest of a call, is it a retry)."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
         body, digest_size=16, person=dialect.name.encode(), key=blake2b(key.encode()).digest()
@@ -322,7 +320,7 @@ def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, b
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises ApiError if the body is slow, compressed or too large."""
+    """Raises ApiError."""
     if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise invalid(f"Content-Encoding: {shown(encoding)} is not read. Send the body uncompressed.")
     body = bytearray()

@@ -23,9 +23,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "addition
 
 
 def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> Prefill:
-    """Return the beginning of an answer that forces the requested tool call. Empty if the model may think
-    first.
-    """
+    """Return the beginning of an answer that forces a call; empty if the model may think first."""
     if not isinstance(asked, ChatRequest) or not asked.tools:
         return no_prefill
     if tool_format.refusal:
@@ -103,7 +101,7 @@ class _Rules:
         return self.json(given.get("schema") or ANY_OBJECT, is_strict=_is_strict(given))
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
-        self._num_bytes += len(to_json(schema))  # a tenth of the time of the lines below
+        self._num_bytes += len(to_json(schema))  # ten times as fast as below
         if self._num_bytes > MAX_GRAMMAR_BYTES:
             what = f"Its schemas have more than {MAX_GRAMMAR_BYTES} bytes"
             raise invalid(f"{what}. Make the schema smaller or simpler.")
@@ -130,8 +128,8 @@ class _Rules:
         return f"{call} {self._add('next', others)}*"
 
     def free(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> str | None:
-        """Allow any text up to calls with valid arguments for strict tools, objects for others. None if no
-        tool is strict or no marker begins a call.
+        """Allow text up to calls with valid arguments for strict tools, objects for others. None if no tool
+        is strict or no marker begins a call.
         """
         if not any(_is_strict(tool) for tool in tools):
             return None
@@ -183,7 +181,7 @@ _NUM_KNOWN = 1024
 class GrammarChecks:
     """Grammar verdicts by hash.
 
-    Waits: wait_checked() waits for a process, at most CHECK_TIMEOUT_S.
+    Waits: for a process, at most CHECK_TIMEOUT_S.
     """
 
     def __init__(self) -> None:

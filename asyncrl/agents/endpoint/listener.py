@@ -17,7 +17,6 @@ BACKLOG = 1024
 CLOSE_S = 2.0
 """Seconds for open requests at close."""
 MAX_HEAD = 2**16
-"""Most bytes of a request's head."""
 
 
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"

@@ -82,7 +82,6 @@ class _ToolResult(_Message):
 _READ = frozenset(
     "role content name tool_call_id tool_calls reasoning_content reasoning reasoning_details".split()
 )
-"""Keys that templates get, or reasoning_content is made from."""
 _EMPTY = ("refusal", "audio", "annotations", "function_call", "parsed", "tool_calls", "reasoning_content")
 """Keys that clients return empty."""
 _NOT_READ = {"function_call": "it is deprecated; use tool_calls", "audio": "this model reads text"}

@@ -1,11 +1,9 @@
 """Find the recorded completion that a chat continues. Pure.
 
-A prompt that begins with recorded text keeps the recorded ids, and only the rest is encoded (extended). An
-edited history starts a branch.
+A prompt that begins with recorded text keeps the recorded ids (extended). An edited history starts a branch.
 
-Many templates rewrite history: they strip thoughts or reformat calls. Then the text after the last recorded
-answer is taken from a trial render with a placeholder for the answer (realigned). It must contain every later
-message.
+Many templates strip thoughts or reformat calls. Then the text after the last recorded answer is taken from a
+trial render with a placeholder for the answer (realigned). It must contain every later message.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
 How = Literal["new", "extended", "realigned", "edited", "uncut"]
-"""Origin of a prompt. new: the session's first. edited and uncut start a branch: the chat's last answer was
-edited, or the text cannot be cut after it.
+"""Origin of a prompt. edited and uncut start a branch: the chat's last answer was edited, or the text cannot
+be cut after it.
 """
 
 Prefill = Callable[[str], str]
@@ -104,8 +102,8 @@ class Chain:
 
 
 def _canonical(message: Message, marks: Marks) -> bytes:
-    """Serialize a message without differences that harnesses introduce: None fields, key order, JSON spacing,
-    outer white space, and the place of the thought.
+    """Serialize a message without None fields, key order, JSON spacing, outer white space, and the place of
+    the thought: harnesses change them.
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
@@ -202,9 +200,7 @@ class ChatMatcher:
     chain: Chain
 
     def match(self) -> PromptMatch:
-        """Continue the last recorded answer in the messages, or a later answer in the text. Raises
-        ValueError.
-        """
+        """Raises ValueError if the template refuses the chat or omits a message."""
         at, known = self.recorded.last_answer(self.chain)
         try:
             text = self._render(self.messages)
@@ -223,7 +219,7 @@ class ChatMatcher:
         if index is not None:
             what = f"the chat template leaves out what messages[{index}] says"
             rule = f"it has no place there for role {self.messages[index]['role']}"
-            way_out = "send no such message, or set model.chat_template to one that writes it"
+            way_out = "send no such message, or set another model.chat_template"
             raise ValueError(f"{what}: {rule}; {way_out}")
         whole = text + self._begun(text)
         how = self._how("extended", 0, at)
@@ -268,7 +264,7 @@ class ChatMatcher:
         return self.renderer.render(messages, tools=self.tools, settings=self.settings)
 
     def _cuts(self, at: int, node: ChatNode) -> Iterator[str]:
-        """Yield candidates for the text after the recorded answer messages[at], best first.
+        """Yield texts after the recorded answer messages[at], best first.
 
         The answer's calls stay, since a template may need them for results.
         """
@@ -288,9 +284,7 @@ class ChatMatcher:
             yield rest if found and not between.strip() else after
 
     def _after(self, placeholder: str, at: int, answer: Message) -> str:
-        """Return the text after the placeholder in a render with another answer at messages[at]; empty if the
-        template refuses.
-        """
+        """Return the text after the placeholder at messages[at]; empty if the template refuses."""
         shown = [*self.messages[:at], answer, *self.messages[at + 1 :]]
         single = [
             {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each

@@ -44,8 +44,8 @@ def overlap(text: str, marker: str) -> int:
 class ReasoningSplitter:
     """Split a streamed answer into its leading thought and the text after it.
 
-    Marks and white space around the thought are dropped. An unclosed thought takes the whole answer. An
-    answer is all text unless it begins with the opening mark or the prompt ends with it (`is_open`).
+    Marks and outer white space are dropped. An unclosed thought takes the whole answer. Without an opening
+    mark in answer or prompt (`is_open`), all is text.
     """
 
     def __init__(self, marks: Marks, *, is_open: bool = False) -> None:
@@ -105,7 +105,7 @@ class ReasoningSplitter:
 
 
 def num_until(token_ids: Sequence[int], mark: Sequence[int]) -> int | None:
-    """Count tokens through the first `mark`; None if absent."""
+    """Count tokens through the first `mark`, if any."""
     wanted = tuple(mark)
     for end in range(len(mark), len(token_ids) + 1):
         if token_ids[end - 1] == wanted[-1] and tuple(token_ids[end - len(mark) : end]) == wanted:

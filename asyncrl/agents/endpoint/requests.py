@@ -32,7 +32,7 @@ IGNORED = frozenset(
         "inference_geo speed cache_control context_management diagnostics betas user_profile_id workspace_id"
     ).split()
 )
-"""Parameters without an effect on sampling, unless a dialect reads them."""
+"""Parameters without an effect on sampling."""
 
 _REASONS = {
     "frequency_penalty presence_penalty repetition_penalty logit_bias top_k min_p": (
@@ -46,7 +46,7 @@ _REASONS = {
     ),
 }
 REFUSED = {name: why for names, why in _REASONS.items() for name in names.split()}
-"""Reasons to refuse a parameter that is on and unknown to the dialect."""
+"""Refused parameters, with reasons."""
 OFF: Mapping[str, Any] = {"repetition_penalty": 1, "top_k": -1, "best_of": 1, "modalities": ["text"]}
 """Off values other than 0, false or empty."""
 
@@ -81,7 +81,6 @@ _FIXED_SETTINGS = frozenset(
     "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask "
     "tokenizer_kwargs raise_exception strftime_now range dict lipsum cycler joiner namespace loop".split()
 )
-"""Set by the gateway or templates."""
 _SETTING = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
@@ -117,8 +116,6 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class CallParameters(BaseModel):
-    """Parameters of all dialects."""
-
     model_config = STRICT
 
     model: Annotated[str, Field(min_length=1, max_length=256)] = "policy"
@@ -128,7 +125,6 @@ class CallParameters(BaseModel):
     stream: bool = False
 
     def common(self) -> dict[str, Any]:
-        """Return the parameters that a translated chat keeps."""
         names = {*CallParameters.model_fields, "max_tokens", "chat_template_kwargs"}
         return self.model_dump(include=names, exclude_unset=True)
 
@@ -137,7 +133,6 @@ _NO_SHAPE = frozenset(
     "model seed stream stream_options logprobs top_logprobs messages prompt tools tool_choice "
     "max_completion_tokens chat_template_kwargs reasoning_effort".split()
 )
-"""Parameters that do not shape the sampling."""
 
 
 class CallRequest(CallParameters):
@@ -161,7 +156,7 @@ class CallRequest(CallParameters):
         return False
 
     def shape(self) -> bytes:
-        """Return the parameters that shape the answers, as seed source; empty if all are defaults."""
+        """Return the parameters that shape the answers, as seed source."""
         shape = self.model_dump(exclude=set(_NO_SHAPE), exclude_defaults=True)
         return to_json(shape) if shape else b""
 
@@ -214,7 +209,7 @@ class RequestReader:
         self._logged: set[str] = set()
 
     def chat(self, body: dict[str, Any]) -> ChatRequest:
-        """Raises ApiError; too many messages are refused unread."""
+        """Raises ApiError."""
         most = self._rules.max_prompt_tokens
         messages = body.get("messages")
         if isinstance(messages, list) and len(messages) > most:
@@ -268,7 +263,7 @@ class RequestReader:
             raise refused(error, given) from None
 
     def _settle_sampling(self, asked: CallRequest) -> None:
-        """Set temperature and top_p; None: the run's. Raises ApiError."""
+        """Settle temperature and top_p (None: the run's). Raises ApiError."""
         rule = self._rules.on_sampling_override
         if asked.temperature == 0 or asked.top_p == 0 or (asked.temperature or 1) < LOWEST_TEMPERATURE:
             asked.temperature = 0.0  # greedy
@@ -316,7 +311,7 @@ def refused(error: ValidationError, body: Any) -> ApiError:
             param += f"[{part}]"
         elif number == len(first["loc"]) or (isinstance(here, dict) and part in here):
             param += f".{part}"
-        else:  # pydantic also names union members
+        else:
             continue
         try:
             here = here[part]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_EXPIRED = 10_000
 USER_SHARE = 16
-"""A user's key keeps this multiple of one rollout's limits; older conversations are forgotten."""
+"""Multiple of one rollout's limits for a user's key; older conversations are forgotten."""
 MAX_CONCURRENT_CALLS = 16
 """Answers of one rollout sampled at once; a call with n counts n times."""
 USER_CONCURRENCY = 4
@@ -38,7 +38,6 @@ OPEN_SHARE = 4
 """Requests read per answer being sampled."""
 MAX_NUMBERED = 2**16
 NUM_RETRIED = 16
-"""Newest calls that a client's retry finds."""
 FREE_SHARE = 10
 """Refused calls and counted chats, per call of max_calls."""
 
@@ -61,13 +60,10 @@ class GatewayCall:
     """
 
     name: str
-    """Id of its first answer."""
     order: int
-    """Number among all calls of the session."""
     planned: PromptPlan | None
-    """None once delivered or withdrawn."""
     number: tuple[bytes, int] | None
-    """Seed source (content hash, number among equal calls); None if the client set a seed."""
+    """Seed source; None if the client set a seed."""
     choices: tuple[Answer, ...]
     requests: tuple[SamplingRequest, ...]
     """Empty once sampled."""
@@ -105,7 +101,7 @@ class GatewaySession:
     attempt: int
     route_key: str
     user_key: str | None = None
-    """Key of a user (`asyncrl serve gateway`), who may open many sessions."""
+    """Key of a user (`asyncrl serve gateway`)."""
     shows_special: bool = True
 
     def __post_init__(self) -> None:
@@ -114,19 +110,15 @@ class GatewaySession:
         self.limits = self.sessions.limits
         num_slots = MAX_CONCURRENT_CALLS * (USER_CONCURRENCY if self.is_users else 1)
         self.slots = asyncio.Semaphore(num_slots)
-        """Held while an answer is sampled."""
         self.open_requests = asyncio.Semaphore(OPEN_SHARE * num_slots)
-        """Held until a request is answered; bounds bodies in memory."""
+        """Bounds bodies in memory."""
         self.capture = Capture(self.route.tokenizer, self.route.counts, self.route.tool_format.thinking)
         self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
-        """Receives conversations dropped from a user's key."""
         self.kept = KeptAnswers(USER_SHARE * self.limits.max_calls)
         self.opening: Messages | None = None
-        """First messages of a user session."""
         self.last_span: VersionSpan | None = None
-        """End of the newest completion; its engine has the cache."""
+        """Its engine has the cache."""
         self.ended: str | None = None
-        """Reason of the end."""
         self.num_calls = 0
         self.num_free_calls = 0
         self.num_spent = 0
@@ -137,9 +129,9 @@ class GatewaySession:
         """Delivered calls by digest, for retries."""
         self._overflow_order = 0
         self._cut: dict[ChatNode | None, None] = {}
-        """Completions stopped by a limit, newest last; None: any."""
+        """None: any."""
         self._free_numbers: dict[bytes, list[int]] = {}
-        """Heap of free numbers of equal calls, by hash; the largest is followed only by free ones."""
+        """Free numbers of equal calls, by hash."""
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
         self.sessions.add(self)
@@ -171,7 +163,6 @@ class GatewaySession:
             self.free_call_nowait()
 
     def free_call_nowait(self) -> None:
-        """Count a refused call or counted chat; too many end the session."""
         self.num_free_calls += 1
         if self.num_free_calls <= FREE_SHARE * self.limits.max_calls or self.is_users:
             return
@@ -202,7 +193,7 @@ class GatewaySession:
             heapq.heappush(self._free_numbers[digest], number)
 
     def deliver_nowait(self, call: GatewayCall, digest: bytes) -> None:
-        """Record a call's answers just before they are written. Raises ApiError if the session ended."""
+        """Record answers just before they are written. Raises ApiError if the session ended."""
         if self.ended is not None:
             raise session_ended(self.ended)
         assert call.planned is not None, "a call is delivered once"
@@ -228,7 +219,6 @@ class GatewaySession:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Forget conversations down to 3/4 of a user's limits."""
         tokens = self.limits.max_rollout_tokens
         most = USER_SHARE * self.limits.max_calls
         most_tokens = math.inf if tokens is None else USER_SHARE * tokens
@@ -241,7 +231,7 @@ class GatewaySession:
             self._cut.pop(node, None)
 
     def check_limits(self) -> None:
-        """Raise ApiError (429) at a limit; users have none."""
+        """Raise ApiError (429) at a limit."""
         for number, unit, name in (
             (self.num_calls, "calls", "max_calls"),
             (self.capture.num_branch_tokens, "tokens in its branches", "max_rollout_tokens"),
@@ -267,9 +257,7 @@ class GatewaySession:
         return self.capture.last_text(shows_special=self.shows_special)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Return all branches, truncated if a limit stopped them. Raises RolloutFailure without branches, or
-        if `outcome` names missing ones.
-        """
+        """Return all branches, truncated if a limit stopped them. Raises RolloutFailure."""
         if self._failure is not None:
             raise self._failure
         return self._marked(self.capture.rollout(sample_index, outcome, reward))
@@ -334,7 +322,6 @@ class Expired:
         return self._reasons.get(key, "")
 
     def error(self, key: str) -> ApiError:
-        """Return a 401 for unknown keys, a 410 for ended ones."""
         return session_ended(reason) if (reason := self.why(key)) else unknown_key()
 
 
@@ -359,7 +346,6 @@ class Sessions:
         return session
 
     def end_all_nowait(self, reason: str) -> None:
-        """End every session, later ones included."""
         self._closed = reason
         for session in list(self._open.values()):
             session.end_nowait(reason)

@@ -76,7 +76,7 @@ def _qwen3_coder() -> MarkedFormat:
 
 
 def _glm() -> MarkedFormat:
-    # a name that was cut off is no call: a line or an argument must have ended before the end
+    # a name that was cut off is no call
     tail = rf"\s*{CLOSE}|\n\s*\Z|(?<=</arg_value>)\Z"
     read = named_calls(r"(?P<name>[^\s<]+)", tagged(_ARGUMENT), tail)
     return MarkedFormat("glm", [OPEN, CLOSE], f"{OPEN}NAME", read, close=CLOSE)

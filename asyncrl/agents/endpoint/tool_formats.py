@@ -59,9 +59,7 @@ class ToolFormat:
         return (*self.marks, *self.thinking)
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """Parse a whole answer. An answer with a malformed call is all text. `tools` give unquoted arguments
-        their types.
-        """
+        """An answer with a malformed call is all text. `tools` give unquoted arguments their types."""
         try:
             content, calls = self._read(text, tools)
         except MALFORMED:
@@ -69,7 +67,7 @@ class ToolFormat:
         return ParsedAnswer(content or None, tuple(calls)) if calls else ParsedAnswer(text)
 
     def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
-        """Raise MALFORMED errors."""
+        """Raises MALFORMED errors."""
         return text, ()
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
@@ -168,8 +166,8 @@ class ChannelFormat(ToolFormat):
     `head`: pattern with a group `thought` or `call`, none for the user. `read`: returns the calls of (head,
     body, tools).
 
-    Thoughts are dropped, because the templates refuse them when sent back. From an unreadable message on, or
-    from the first call if a later message is unreadable, all text is content.
+    Templates refuse thoughts sent back, so they are dropped. From an unreadable message on, or from the first
+    call if a later message is unreadable, all text is content.
     """
 
     _: KW_ONLY
@@ -254,7 +252,7 @@ class ResponseTemplateFormat(ToolFormat):
 
     @classmethod
     def of(cls, template: Any) -> ResponseTemplateFormat:
-        """Raise ConfigError if the template parses no calls."""
+        """Raises ConfigError if the template parses no calls."""
         from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -310,7 +308,7 @@ class UserFormat(ToolFormat):
             found: Any = self.function(text)
         except (ValueError, RecursionError):
             return text, ()
-        except Exception as error:  # user errors are data, as in a reward function
+        except Exception as error:  # user errors are data
             raise self._misused(raised(error)) from error
         has_content = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str | None)
         content, pairs = found if has_content else (None, found)

@@ -52,7 +52,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
         raise ValueError("a call needs the name of a tool and an object of arguments")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    from_json(text)  # as at its return: no lone surrogates, limited depth
+    from_json(text)  # no lone surrogates, limited depth
     return ToolCall(name, text)
 
 

@@ -48,8 +48,7 @@ class WorkerRecord:
 class WorkItems:
     """Work items between run() and their end.
 
-    Life: queued -> held -> ended, by a result, by its worker's silence, or withdrawn. An item that never
-    reached its worker is queued first again.
+    Life: queued -> held -> ended, by a result, by its worker's silence, or withdrawn.
 
     Invariant: every item ends once, in _end.
     """
@@ -118,7 +117,7 @@ class WorkItems:
         return None
 
     def find_postable(self, key: str) -> QueuedItem:
-        """Raise ApiError: 401 for an unknown key, 403 for a session's key, 410 for an ended item."""
+        """Raises ApiError: 401 for an unknown key, 403 for a session's key, 410 for an ended item."""
         item = self._by_key.get(key)
         if item is None:
             raise self._ended.error(key)
@@ -131,7 +130,6 @@ class WorkItems:
             self._end(item, None, why)
 
     def drop_worker(self, worker_id: WorkerId, what: str, *, rule: str, way_out: str) -> int:
-        """Remove a worker and fail its items; return their number."""
         worker = self.workers.pop(worker_id)
         why = f"worker {worker_id[0]} {what}"
         for item in list(worker.held.values()):

@@ -114,7 +114,7 @@ class RolloutQueue:
         self._takers |= {key: take, sampling_key: None}
 
     async def aclose(self) -> None:
-        """Answer waiting polls, and give out no more work; accept results."""
+        """Answer waiting polls, and give out no more work."""
         self._is_closed = True
         self._wake()
         if self._silence is not None:
@@ -230,9 +230,7 @@ class RolloutQueue:
                 silent_s = now_s - worker.last_seen_s
                 if silent_s > self.lease_timeout_s:
                     rule = f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit"
-                    way_out = (
-                        "read its log; run what blocks its event loop in asyncio.to_thread, or raise it."
-                    )
+                    way_out = "read its log; run blocking calls in asyncio.to_thread, or raise it."
                     what = f"gave no sign of life for {silent_s:.1f} s"
                     self._drop(worker_id, what, rule=rule, way_out=way_out)
         self._silence = None
@@ -276,7 +274,7 @@ class RolloutQueue:
 
 
 async def _read(request: Request, parse: Callable[[bytes], Read], max_bytes: int) -> Read:
-    """Raise Refused: 413 if too large, 422 with the first wrong field."""
+    """Raises Refused: 413 if too large, 422 with the first wrong field."""
     try:
         return parse(await read_body(request, max_bytes))
     except ApiError as error:

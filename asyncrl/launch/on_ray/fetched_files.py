@@ -12,7 +12,6 @@ from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_st
 from asyncrl.messages.engine_api import FileRequest
 
 NUM_KEPT = 2
-"""The current and the next file."""
 RETRY_S = 0.5
 SILENT_S = 10.0
 """Silence after which the trainer is lost."""
@@ -20,8 +19,6 @@ CHUNK_BYTES = 2**22
 
 
 class FetchedFiles:
-    """Weight files in shared memory."""
-
     def __init__(self) -> None:
         """Raises RoomError without space. Blocks."""
         clear_stale_staging()
@@ -30,7 +27,7 @@ class FetchedFiles:
         self._kept = defaultdict[str, list[Path]](list)
 
     async def fetch(self, request: FileRequest) -> str:
-        """Return the local path, downloading if needed. Raises OSError."""
+        """Return the local path. Raises OSError."""
         async with self._locks[request.purpose]:
             path = self.folder / f"{request.purpose}-{request.key}.safetensors"
             kept = self._kept[request.purpose]
@@ -50,7 +47,7 @@ class FetchedFiles:
 
 
 async def download(request: FileRequest, path: Path) -> None:
-    """Download a file, with reconnects. Raises ConnectionError after SILENT_S without data."""
+    """Raises ConnectionError after SILENT_S without data."""
     clock = asyncio.get_running_loop().time
     part = path.with_suffix(".part")
     limits = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S / 2, sock_read=SILENT_S)

@@ -1,8 +1,4 @@
-"""Ray actor that holds a node's processes.
-
-They are its children: when it ends, their standard inputs close and they clean up. The nodes share the run
-directory.
-"""
+"""Ray actor that holds a node's processes: when it ends, their standard inputs close and they clean up."""
 
 from __future__ import annotations
 
@@ -25,7 +21,6 @@ from asyncrl.messages.engine_api import FileRequest
 RUNTIME_ENV = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
 """Ray's SIGKILL would leave weights in shared memory."""
 REMOVE_AFTERWARDS = 'cat > /dev/null; rm -rf "$0"'
-"""Script that removes a folder once standard input ends."""
 
 
 def describe(num_cuda: int) -> tuple[Machine, NodeReport]:
@@ -36,8 +31,6 @@ def describe(num_cuda: int) -> tuple[Machine, NodeReport]:
 
 
 class Host:
-    """Starts, watches and ends processes of its node."""
-
     def __init__(self, address: str, numbers: Sequence[int]) -> None:
         """`numbers`: placement numbers of the CUDA devices, in Ray's order."""
         self._address = address
@@ -86,7 +79,7 @@ class Host:
     async def end(self, key: str) -> tuple[int | None, str]:
         """End a process group; return (exit code, survivors as text)."""
         child = self._children.get(key)
-        if child is None:  # its start was refused
+        if child is None:
             return None, ""
         await child.aclose()
         self._children.pop(key)

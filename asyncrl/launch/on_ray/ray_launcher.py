@@ -1,7 +1,7 @@
 """Start processes on an existing Ray cluster.
 
-One placement group has a bundle per node: a CPU per process, and CUDA devices. An actor in each (ray_host.py)
-holds the processes. Ray ends the actors with the controller, its driver.
+One placement group has a bundle and an actor (ray_host.py) per node. Ray ends the actors with the controller,
+its driver.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ logger = logging.getLogger("asyncrl.launch.on_ray.ray_launcher")
 DESCRIBE_S = 120.0
 """Limit for a node's first answer, from a new Python."""
 HOLD_S = 600.0
-"""Limit on waiting for occupied resources."""
 ANSWER_S = 5.0
-"""Limit for connecting to the head."""
 CLOSE_S = 10.0
 PIN = 0.001
-"""Amount of a node's unique resource that pins a bundle."""
+"""It pins a bundle to its node."""
 
 
 class RayLauncher(Launcher):
@@ -48,7 +46,6 @@ class RayLauncher(Launcher):
         self.address = address
         self._resources = list[dict[str, float]]()
         self._versions = dict[str, str]()
-        """by package"""
         self._held = dict[int, RayNode]()
         self._group: Any = None
 
@@ -103,7 +100,6 @@ class RayLauncher(Launcher):
             ) from error
 
     async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
-        """Reserve a bundle per node, and start its actor."""
         bundles = list[dict[str, float]]()
         for number, devices in parts.items():
             num_cuda = len({name for name in devices if name.startswith("cuda:")})
@@ -179,7 +175,6 @@ class RayLauncher(Launcher):
             self._group = None
 
     def close(self) -> None:
-        """Leave the cluster; do not wait for a lost head."""
         leaving = threading.Thread(target=ray.shutdown, name="leave Ray", daemon=True)
         leaving.start()
         leaving.join(CLOSE_S)

@@ -23,17 +23,13 @@ from asyncrl.launch.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, Process, P
 logger = logging.getLogger("asyncrl.launch.on_ray.ray_node")
 
 POLL_S = 5.0
-"""Longest poll for ended processes."""
 RETRY_S = 0.5
 LOST_S = 15.0
-"""Silence after which a node is lost."""
 ACTOR_S = 120.0
-"""Limit for a new actor's first answer."""
 START_S = 180.0
 """Limit for a start, with imports from a slow disk."""
 END_S = 5.0 + GROUP_TIMEOUT_S + 2 * KILL_TIMEOUT_S + LOST_S
 LOST_ERRORS = (TimeoutError, ConnectionError, RayError)
-"""Loss or silence of the actor, node or head."""
 _keys = itertools.count()
 
 
@@ -51,7 +47,6 @@ class RayNode:
         requirements: NodeRequirements,
         versions: dict[str, str],
     ) -> None:
-        """`make` creates the actor; `versions`: of all nodes."""
         self.node = node
         self.processes = dict[str, RayProcess]()
         self._make = make
@@ -63,7 +58,6 @@ class RayNode:
         self._turn = asyncio.Lock()
 
     def gone(self, name: str, how: str = "") -> NodeLost:
-        """Return the loss, as the end of a process there."""
         return NodeLost(
             name,
             f"the node {self.node.name} ({self.node.address}) {how or f'is gone: {self._lost}'}",
@@ -128,7 +122,7 @@ class RayNode:
             return await asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
 
     async def _poll(self) -> None:
-        """Poll until the node is lost. Connections may recover within LOST_S."""
+        """Connections may recover within LOST_S."""
         clock = asyncio.get_running_loop().time
         heard_s = clock()
         while True:
@@ -155,7 +149,6 @@ class RayNode:
 
 class RayProcess(Process):
     def __init__(self, on: RayNode, spec: ProcessSpec, *, is_here: bool) -> None:
-        """`is_here`: on the controller's machine."""
         super().__init__(spec.name, spec.log_path)
         self.key = f"{spec.name}-{next(_keys)}"
         self._on = on
@@ -184,7 +177,7 @@ class RayProcess(Process):
         return f"{self._place()} {how}"
 
     async def start(self) -> None:
-        """Start without awaiting readiness. Raises NodeLost, or ConfigError if its Python is missing."""
+        """Raises NodeLost or ConfigError."""
         with contextlib.suppress(OSError):
             self._log_start = self._spec.log_path.stat().st_size
         threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
@@ -243,7 +236,6 @@ class RayProcess(Process):
 
 
 def _reason(error: Exception) -> str:
-    """Return the essential line of a Ray or gRPC error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = next(
         (line for line in lines if "because" in line or "detail" in line), (lines or ["no answer"])[-1]

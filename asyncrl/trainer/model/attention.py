@@ -149,7 +149,7 @@ def _merged_backward(
 
 
 def number_of(layout: Layout) -> Tensor:
-    """Return a number for the layout, which must be kept until the backward pass has run."""
+    """Return a number for the layout; keep the layout until the backward pass."""
     number = next(_numbers)
     _layouts[number] = layout
     return torch.tensor(number)
@@ -221,7 +221,6 @@ def choose_flash(capability: tuple[int, int]) -> str:
 
 
 def _by_token(tensor: Tensor) -> Tensor:
-    """Return [1, H, N, D] in the memory order of [1, N, H, D]."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -264,7 +263,7 @@ def _backward_cpu(
     own, keys = tiles.query_R, tiles.key_R
     places = zip(tensors, (own, own, keys, keys, own), strict=True)
     chosen = [_at(tensor, place, tiles.num_rows) for tensor, place in places]
-    # exp(score - logsum) is 0 for missing queries, and so are their gradients.
+    # exp(score - logsum) and the gradient are 0 for missing queries.
     logsum_R = logsum[0].t().index_select(0, own).index_fill_(0, tiles.no_queries, torch.inf)
     seen = {"attn_mask": tiles.mask.to(chosen[1].dtype), "scale": scale}
     found = _flash_backward(*chosen, _by_row(logsum_R, tiles.num_rows), 0.0, False, **seen)

@@ -1,4 +1,4 @@
-"""Build the model and master weights of a TrainerSpec. Every failure is a ConfigError."""
+"""Build the model and master weights. Every failure is a ConfigError."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 def should_compile(
     spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Resolve trainer.compile. Raises ConfigError if true is impossible."""
+    """Resolve trainer.compile. Raises ConfigError."""
     setting = spec.trainer.compile
     if setting is False or (setting == "auto" and device.type != "cuda"):
         return False
@@ -145,10 +145,9 @@ def should_compile(
 
 
 class TrainedModel:
-    """Models and weights of a trainer. `reference`: initial weights for a KL divergence."""
+    """`reference`: initial weights for a KL divergence."""
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
-        """Raises ConfigError."""
         self.device, self.dtype = resolve_device(spec)
         self.reference: Policy | None = None
         limit_memory(self.device, spec.share)
@@ -246,7 +245,7 @@ def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces topk by this choice of experts, int32 [N, k]."""
+    """Replaces topk by this choice, int32 [N, k]."""
 
     def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
         super().__init__()

@@ -24,7 +24,6 @@ ROTARY = "apply_rotary_pos_emb"
 BACKEND: Any = "inductor"
 MOST_GRAPHS = 64
 GROUPED = "grouped_mm"
-"""Expert implementation whose shapes do not depend on routing."""
 CHECKPOINTING = "forward_with_checkpointing"
 _norm_backward = torch.ops.aten.native_layer_norm_backward
 
@@ -45,7 +44,7 @@ def fuse(model: nn.Module) -> None:
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """Return the blocks that transformers never splits over devices."""
+    """Return the blocks that transformers never splits."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names][::-1]
 
@@ -103,7 +102,6 @@ def _is_llamas_rotary(function: Any) -> bool:
 
 
 def _code(function: Any) -> tuple[Any, ...] | None:
-    """Return the function's bytecode without docstring and line numbers."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None
@@ -134,7 +132,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         grad, size = grads[0].contiguous(), x.shape[-1]
-        # Layer norm with mean 0 also subtracts the mean of weight * grad; RMS norm does not.
+        # Layer norm also subtracts the mean of weight * grad.
         nothing, wanted = torch.zeros_like(scale), [True, ctx.needs_input_grad[1], False]
         grad_x, grad_weight, _ = _norm_backward(grad, x, [size], nothing, scale, weight, None, wanted)
         grad_x += (grad @ weight).div_(size)[..., None] * scale

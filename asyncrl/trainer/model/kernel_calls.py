@@ -1,4 +1,4 @@
-"""Attention-kernel calls of a layout. On CPU many short paths share masked tiles."""
+"""Attention-kernel calls of a layout; on CPU in masked tiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from asyncrl.trainer.model.tree import Layout, Piece
 
 Places = slice | Tensor
 TILE_SIZES = (32, 64)
-"""Sizes of masked CPU tiles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +31,6 @@ class Tiles:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Tokens `queries` attend to tokens `keys`."""
-
     queries: Places
     keys: Places
     query_lengths: tuple[int, ...]
@@ -119,7 +116,6 @@ def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> Ker
 
 
 def _rows_of(paths: list[Piece], left: list[list[Stretch]], size: int) -> list[list[int]]:
-    """Return path indices by row, first-fit decreasing."""
     rows, rooms, lefts = list[list[int]](), list[int](), list[set[Stretch]]()
     for index in sorted(range(len(paths)), key=lambda index: -paths[index].num_queries):
         length, own = paths[index].num_queries, set(left[index])
@@ -153,7 +149,6 @@ def _gathered(places: list[slice], device: torch.device) -> Places:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy without waiting; pinned for CUDA."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,8 +1,7 @@
 """Assign the sequences of an optimizer step to the micro-batches of all ranks.
 
-The plan minimizes the sum over micro-steps of the slowest rank's cost. Every rank computes it: first-fit
-decreasing, then longest processing time first (Graham 1969), then micro-batches sorted by cost. Neighbors
-in a prefix tree stay together as bundles.
+Every rank computes the same plan: first-fit decreasing, then longest processing time first (Graham 1969),
+then micro-batches sorted by cost. Neighbors in a prefix tree stay together as bundles.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ class PassSize:
 
 @dataclass(frozen=True)
 class Costs:
-    """FLOPs per key of a query, and of the output head per loss token, relative to a token in all linear
-    layers.
-    """
+    """FLOPs relative to a token in all linear layers."""
 
     key: float
     loss_token: float
@@ -54,7 +51,7 @@ class Costs:
 
 
 def costs_of(model: Any) -> Costs:
-    """Return the costs of a model, with only a token's active experts."""
+    """Return the costs of a model's active weights."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", embedding)
@@ -70,13 +67,12 @@ def costs_of(model: Any) -> Costs:
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     else:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
-    # A weight costs one multiplication and one addition; a key two of each.
+    # A weight costs one multiply-add; a key two.
     key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
     return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)
 
 
 def _active_part(name: str, config: Any) -> float:
-    """Return the fraction of a weight that a token uses; 1 if unknown."""
     sizes = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     num_experts = next((size for size in sizes if size), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -87,8 +83,6 @@ def _active_part(name: str, config: Any) -> float:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences of a group that stay together."""
-
     group: int
     sequences: tuple[TokenRange, ...]
     num_tokens: int
@@ -142,7 +136,7 @@ def assign(
     max_tokens: int,
     num_ranks: int,
 ) -> list[list[list[TokenRange]]]:
-    """Return the sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
+    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
     if not groups:
         return []
     trees = [GroupTree(number, group, token_ids, costs) for number, group in enumerate(groups)]
@@ -176,7 +170,6 @@ def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
 
 
 def _place(bundles: list[Bundle], num_bins: int, max_tokens: int, *, by_cost: bool) -> list[Bin] | None:
-    """Return filled bins, or None if something does not fit."""
     tokens_B, cost_B = np.zeros(num_bins, np.int64), np.zeros(num_bins)
     is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)
     bins = [Bin() for _ in range(num_bins)]

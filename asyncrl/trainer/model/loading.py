@@ -21,7 +21,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 STATE_BYTES = 12
-"""Bytes per parameter in addition to its float32 weight: gradient and two AdamW moments."""
+"""Bytes per parameter: gradient and two AdamW moments."""
 
 
 @contextmanager
@@ -38,8 +38,8 @@ def loading(folder: str | Path) -> Iterator[None]:
 
 
 def load_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
-    """Load the whole model into host memory, in float32 or, under adapters, in `dtype`. Raises ConfigError,
-    also for missing or surplus tensors.
+    """Load the whole model into host memory, in float32 or, under adapters, in `dtype`. Raises
+    ConfigError.
     """
     folder = spec.model_path
     with loading(folder):
@@ -69,7 +69,7 @@ def load_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
 
 
 def meta_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
-    """Build load_model's model on `meta`. Buffers are real: no file has rotary frequencies."""
+    """Build the model on `meta`, with real buffers: no file has rotary frequencies."""
     folder = Path(spec.model_path)
     with loading(folder), torch.random.fork_rng([]), init_empty_weights(include_buffers=False):
         config = AutoConfig.from_pretrained(folder)
@@ -115,7 +115,7 @@ def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) ->
 
 
 def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
-    """Load a tokenizer, optionally with a chat template file. Raises OSError or ValueError."""
+    """Load a tokenizer. Raises OSError or ValueError."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -123,7 +123,6 @@ def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
 
 
 def check_memory(model: nn.Module, device: torch.device, config: TrainerConfig) -> None:
-    """Raise ConfigError if memory is short."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if device.type == "cuda" and not config.cpu_offload:
         needed_bytes = -(-num_parameters // config.world_size) * (STATE_BYTES + 4)

@@ -112,10 +112,8 @@ class _MergedLinear(torch.autograd.Function):
 
 
 class Adapters:
-    """Adapters of one model; only they are trained."""
-
     def __init__(self, model: Any, config: LoraConfig, dtype: torch.dtype) -> None:
-        """Insert float32 adapters. Raises ConfigError for impossible targets."""
+        """Insert float32 adapters. Raises ConfigError."""
         names = find_targets(model, config)
         self._model = model
         self._dtype = dtype
@@ -173,7 +171,7 @@ class Adapters:
         return {**in_export_dtype(self.tensors(), self._dtype), SCALE: torch.tensor(self.scale)}
 
     def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
-        """Return all weights by base model name, and merge functions of adapted weights."""
+        """Return all weights, and merge functions of adapted weights."""
         weights = {
             name.replace(".base_layer.", "."): tensor
             for name, tensor in named_weights(self._model).items()
@@ -199,7 +197,7 @@ class Adapters:
 def save_adapter(
     path: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: str, revision: str | None = None
 ) -> None:
-    """Write Adapters.tensors() as a peft folder. Raises OSError, SafetensorError."""
+    """Write adapters as a peft folder. Raises OSError, SafetensorError."""
     described = peft_config(config, adapted_modules(tensors))
     described.base_model_name_or_path = base
     described.revision = revision

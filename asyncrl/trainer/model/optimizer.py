@@ -1,5 +1,3 @@
-"""The optimizer, its state, and the learning-rate schedule."""
-
 from __future__ import annotations
 
 import math

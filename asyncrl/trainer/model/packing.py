@@ -150,7 +150,7 @@ def _assemble(
         predicts.append(places_of(runs)[offset - 1])
     source_M = np.concatenate(sources)
     target_M = arrays.token_ids[source_M].astype(np.int64)
-    # Equal continuations share a logprob, so the output head runs once.
+    # Equal continuations share a logprob.
     pair_U, pair_M = np.unique(np.concatenate(predicts) << 32 | target_M, return_inverse=True)
     allowed_U = None
     if allowed is not None and (allowed.set_N[source_M] >= 0).any():

@@ -148,7 +148,7 @@ def _logits(
 
 @contextmanager
 def _bfloat16_products(*, is_exact: bool) -> Iterator[None]:
-    """Multiply float32 operands that hold bfloat16 numbers as bfloat16: exact, and faster on some CPUs."""
+    """Multiply bfloat16 numbers in float32 operands as bfloat16: exact, and faster on some CPUs."""
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16" if is_exact else before
@@ -160,7 +160,7 @@ def _bfloat16_products(*, is_exact: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """`window`: maximum sequence length of the packed plan; `reason`: why it is not packed."""
+    """`window`: maximum length of packed sequences; `reason`: why they are not packed."""
 
     is_packed: bool
     has_plain_head: bool
@@ -247,7 +247,7 @@ def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
     return {
         "input_ids": micro.token_ids_N[None],
         "position_ids": micro.position_N[None],
-        # a four-dimensional mask is passed unchanged, so no [N, N] mask is made
+        # a four-dimensional mask avoids an [N, N] mask
         "attention_mask": torch.zeros((1, 1, 1, 1), device=micro.token_ids_N.device),
         "packed_layout": micro.layout,
     }
@@ -315,7 +315,7 @@ def find_plan(model: Any) -> ForwardPlan:
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
-    """Return whether logits are the plain output embedding; large logits reveal a soft cap."""
+    """Return whether logits are the plain output embedding, without a soft cap."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return False

@@ -1,7 +1,4 @@
-"""Write a random model of model.scratch with a character-level tokenizer, reproducibly.
-
-Runs as a process, which keeps torch out of the controller.
-"""
+"""Write a random model of model.scratch with a character-level tokenizer, in a process with torch."""
 
 from __future__ import annotations
 
@@ -37,8 +34,6 @@ OLD_KEYS = {"rope_theta", "rope_scaling"}
 
 
 class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
-    """`out` must not exist yet. dtype auto equals float32."""
-
     out: Path
     seed: int
     scratch: ScratchConfig
@@ -46,7 +41,7 @@ class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
 
 
 def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
-    """Return a fast tokenizer with one token per character. Raises ValueError for a repeated character."""
+    """Return a tokenizer with one token per character. Raises ValueError."""
     if len(set(characters)) < len(characters):
         raise ValueError(f"model.scratch.characters={characters!r} names a character twice")
     tools = (TOOL,) if has_tool_role else ()
@@ -67,7 +62,6 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
 
 
 def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
-    """Return the transformers config. Raises ValueError."""
     from transformers import AutoConfig
 
     given = dict(architecture)
@@ -83,7 +77,7 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:
-    """Write model, tokenizer and chat template. Raises ValueError or FileExistsError."""
+    """Write the model folder. Raises ValueError or FileExistsError."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -47,8 +47,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class KernelPass:
-    """Calls with disjoint queries."""
-
     pieces: tuple[Piece, ...]
     is_causal: bool
 
@@ -61,7 +59,6 @@ class KernelPass:
 
 
 Runs = tuple[tuple[int, int], ...]
-"""(start, length) of a sequence's stretches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +108,7 @@ class TreeNode:
 def in_tree_order(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
 ) -> list[tuple[TokenRange, int]]:
-    """Sort sequences by common prefix; return each with its number of tokens shared with its predecessor."""
+    """Sort sequences by common prefix; return each with its number of shared tokens."""
     nodes, number = _trie(sequences, token_ids), dict[TreeNode, int]()
     for node in reversed(nodes):
         below = [*(number[child] for child in node.children), *(one.trajectory for one in node.ends)]
@@ -179,7 +176,6 @@ def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> 
 
 
 def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
-    """Move tokens of uneconomical branches to each child."""
     kept = list[TreeNode]()
     for node in reversed(nodes):
         node.behind = sum(child.length + child.behind for child in node.children)

@@ -200,7 +200,8 @@ class Engine:
             self._scheduler.rows.forget_kept()
             self.weights.set_asleep("kv")
         if not self.spec.stays:
-            self.runner.drop_graphs()
+            if self.runner.graphs is not None:
+                self.runner.graphs.drop()
             self.runner.loaded.give_back()
         return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
@@ -209,14 +210,16 @@ class Engine:
         """Wake parts; a part that fails stays asleep."""
         started_s = time.perf_counter()
         weights, runner = self.weights, self.runner
-        sizes = {"weights": weights.num_bytes, "kv": runner.cache_bytes}
+        loaded = runner.loaded
+        kv_bytes = runner.slots * loaded.shape.slot_bytes(runner.max_length, loaded.dtype.itemsize)
+        sizes = {"weights": weights.num_bytes, "kv": kv_bytes}
         asleep = [part for part in request.parts if part in weights.asleep]
         needed = 0 if self.spec.stays else sum(sizes[part] for part in asleep)
-        free = runner.loaded.free_bytes()
+        free = loaded.free_bytes()
         num_bytes = 0
         try:
             if needed > free:  # a CPU allocation can succeed without physical memory
-                raise RuntimeError(f"{needed} bytes are needed, {free} are free on {runner.loaded.device}")
+                raise RuntimeError(f"{needed} bytes are needed, {free} are free on {loaded.device}")
             if "weights" in asleep:
                 num_bytes += weights.take()
             if "kv" in asleep:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -100,12 +100,18 @@ class LoadedModel:
         self.tokenizer: Any | None = (
             AutoTokenizer.from_pretrained(self.folder, local_files_only=True) if has_tokenizer else None
         )
+        added = {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
+        self.special_ids = {str(token): index for index, token in added.items() if token.special}
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
         linear = [one for one in self.model.modules() if isinstance(one, nn.Linear)]
         self.spare_rows = int(any(one.out_features % 2 for one in linear))
         """Padding rows of an exact call. Elementwise kernels compute the remainder after whole vector pairs
         (32 floats) by another formula (measured for silu and gelu), and odd widths have a remainder.
         """
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        assert self.tokenizer is not None, "requests with stop strings are refused without a tokenizer"
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def free_bytes(self) -> int:
         """Return free device memory; on CPU, the memory available to the process."""

@@ -75,15 +75,6 @@ class Runner:
             self.graphs = DecodeGraphs(self, self._plain, most_rows, new_captures)
             self.graphs.check()
 
-    def drop_graphs(self) -> None:
-        """Free the graphs' memory."""
-        if self.graphs is not None:
-            self.graphs.drop()
-
-    @property
-    def cache_bytes(self) -> int:
-        return self.slots * self.loaded.shape.slot_bytes(self.max_length, self.loaded.dtype.itemsize)
-
     def take_cache(self, slots: int) -> None:
         """Allocate a new KV cache; 0 slots frees it."""
         loaded = self.loaded

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from asyncrl.base.serving import Refused
 from asyncrl.messages.codec import Asked, Sampled
+from asyncrl.messages.stop_watch import StopWatch
 from asyncrl_servers.embedded.constraints import Constraints
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.kv_attention import Ints
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
-from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, moves_after_removal, sample
+from asyncrl_servers.embedded.sequence import Rows, Sequence, moves_after_removal, sample
 from asyncrl_servers.served_engine import Listener, check_request
 
 MIN_COPIED = 32
@@ -85,7 +86,8 @@ class Scheduler:
             if loaded.tokenizer is None:
                 what = f"request {request.request_id} has stop strings, but the model folder has no tokenizer"
                 raise Refused(400, what, way_out="save the tokenizer in the model folder.")
-            stop_watch = StopWatch(request.stop, loaded.tokenizer, resumed)
+            stop_ids = [loaded.special_ids[text] for text in request.stop if text in loaded.special_ids]
+            stop_watch = StopWatch(request.stop, loaded.decode, resumed, stop_ids)
         return Sequence(asked, listener, token_ids, stop_watch, self._constraints.begin(request, resumed))
 
     def submit(self, sequences: Iterable[Sequence]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,38 +13,13 @@ from torch import Tensor
 
 from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.records import TopLogprobs
+from asyncrl.messages.stop_watch import StopWatch
 from asyncrl.messages.token_grammars import TokenMatcher
 from asyncrl_servers.embedded.decoder import to_device, to_host
 from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.served_engine import Listener, Run, uniform_draws
 
 _HEAD = 64
-_SLACK = 8
-"""Tokens checked beyond the longest stop string's bytes; special tokens have no bytes."""
-
-
-class StopWatch:
-    """Detects stop strings in the decoded tail of a request.
-
-    Special tokens have no text; a stop string that names a special token stops at it.
-    """
-
-    def __init__(self, stop: Iterable[str], tokenizer: Any, resumed_ids: list[int]) -> None:
-        self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
-        special = {
-            str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
-        self._stop_ids = {special[text] for text in self._stop if text in special}
-        self._window = max((len(text.encode()) for text in self._stop), default=0) + _SLACK
-        self._tail = list(resumed_ids[-self._window :])
-
-    def is_complete(self, token_id: int) -> bool:
-        """Add a token; return true if it completes a stop string."""
-        self._tail = [*self._tail, token_id][-self._window :]
-        if token_id in self._stop_ids:
-            return True
-        text = self._tokenizer.decode(self._tail, skip_special_tokens=True)
-        return any(stop in text for stop in self._stop)
 
 
 class Sequence(Run):

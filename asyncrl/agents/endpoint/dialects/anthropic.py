@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 BILLING = "x-anthropic-billing-header:"
-"""Start of a Claude Code system block that differs in each call, so no chat would continue another."""
+"""It differs in each call of Claude Code, so no chat would continue another."""
 
 
 class MessagesRequest(CallParameters):
@@ -274,7 +274,7 @@ ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-"""Types by status; others are invalid requests."""
+"""Others are invalid requests."""
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
 
 
 def model_body(model: str, name: str | None) -> dict[str, Any]:
-    """Return the model; None: the list. Raises ApiError."""
+    """None: the list. Raises ApiError."""
     if name not in (None, model):
         why = f"This server has one model, {model}."
         raise ApiError(404, why, code="model_not_found", param="model")

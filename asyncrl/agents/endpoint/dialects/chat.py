@@ -84,8 +84,6 @@ class TextDialect(ChatDialect):
 
 
 class ChoicesWriter:
-    """All choices of a call, in one object or in events."""
-
     def __init__(self, dialect: ChatDialect, call: GatewayCall, model: str, *, has_usage: bool) -> None:
         self._call = call
         self._dialect = dialect
@@ -128,7 +126,7 @@ class ChoicesWriter:
         return b"data: " + error.body() + b"\n\n"
 
     def keep(self, kept: KeptAnswers) -> None:
-        """Keep nothing: clients send whole chats."""
+        pass  # clients send whole chats
 
     def _begin(self) -> bytes:
         first = self._first

@@ -15,33 +15,27 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
 
     Read = tuple[AnyRequest, Any]
-    """A call, and data for its writer."""
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 NOT_KEPT = "previous_response_not_found"
 
 
 class Writer(Protocol):
-    """Output of a call: whole(), or events from news(), end() and failed()."""
+    """Output of a call, whole or as events."""
 
     def whole(self) -> bytes: ...
 
-    def news(self) -> bytes:
-        """Return new text, possibly none."""
+    def news(self) -> bytes: ...
 
-    def end(self) -> bytes:
-        pass
+    def end(self) -> bytes: ...
 
-    def failed(self, error: ApiError) -> bytes:
-        pass
+    def failed(self, error: ApiError) -> bytes: ...
 
-    def keep(self, kept: KeptAnswers) -> None:
-        pass
+    def keep(self, kept: KeptAnswers) -> None: ...
 
 
 class Dialect(Protocol):
     name: str
-    """Prefix of answer ids."""
     splits_thoughts: bool | None
     """None: per gateway.thoughts."""
 
@@ -55,7 +49,6 @@ class Dialect(Protocol):
 
 Block = Literal["thought", "text"]
 Event = dict[str, Any]
-"""A server-sent event; its name is `type`."""
 
 
 class BlockWriter(ABC):
@@ -124,8 +117,7 @@ class BlockWriter(ABC):
         return [] if block is None else self.close(block)
 
     @abstractmethod
-    def begin(self) -> list[Event]:
-        pass
+    def begin(self) -> list[Event]: ...
 
     @abstractmethod
     def open(self, block: Block) -> list[Event]: ...
@@ -134,20 +126,16 @@ class BlockWriter(ABC):
     def delta(self, block: Block, text: str) -> list[Event]: ...
 
     @abstractmethod
-    def close(self, block: Block) -> list[Event]:
-        pass
+    def close(self, block: Block) -> list[Event]: ...
 
     @abstractmethod
-    def tool_call(self, number: int, call: Mapping[str, Any]) -> list[Event]:
-        pass
+    def tool_call(self, number: int, call: Mapping[str, Any]) -> list[Event]: ...
 
     @abstractmethod
-    def finish(self) -> list[Event]:
-        pass
+    def finish(self) -> list[Event]: ...
 
     @abstractmethod
-    def answer(self) -> dict[str, Any]:
-        pass
+    def answer(self) -> dict[str, Any]: ...
 
 
 # ---- answers that later calls continue

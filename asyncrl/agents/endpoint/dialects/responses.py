@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
-"""Type prefixes of tools run by OpenAI."""
 ECHOED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -43,7 +42,6 @@ ECHOED: Mapping[str, Any] = {
     "top_p": None,
     "truncation": "disabled",
 }
-"""Repeated request parameters and their defaults."""
 
 
 class ResponsesRequest(CallParameters):
@@ -65,7 +63,7 @@ class ResponsesRequest(CallParameters):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResponseData:
-    """`stored`: None with store=false; `spaces`: namespaced tools by model name; `is_sealed`: return
+    """`stored`: empty if store=false; `spaces`: namespaced tools by model name; `is_sealed`: return
     encrypted thoughts.
     """
 
@@ -172,7 +170,7 @@ def _joined(parts: Any) -> str:
 
 
 def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
-    """Return the item or its referent. Raises ApiError: 404."""
+    """Raises ApiError: 404."""
     if not isinstance(item, dict) or item.get("type") != "item_reference":
         return {"type": "message"} | item if isinstance(item, dict) and "role" in item else item
     kind, _, rest = str(item.get("id")).partition("_")
@@ -248,7 +246,7 @@ class ResponseWriter(BlockWriter):
         return super().encoded(numbered)
 
     def failed(self, error: ApiError) -> bytes:
-        """Report a failure; OpenAI's clients read only the `error` event."""
+        """OpenAI's clients read only the `error` event."""
         fields = {name: error.error[name] for name in ("code", "message", "param")}
         return self.encoded([{"type": "error", **fields, "error": error.error}])
 
