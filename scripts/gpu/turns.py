@@ -18,7 +18,7 @@ rollout: {{group_size: 8, slots: 16, max_tokens: 64, max_prompt_tokens: 32}}
 buffer: {{max_staleness: 0}}
 trainer: {{num_groups: 4, num_steps: {num_steps}, learning_rate: 1.0e-5}}
 weight_sync: {{transport: {transport}}}
-placement: {{trainer: {device}, rollout: trainer}}
+placement: {{trainer: {device}, rollout: trainer, share: null}}
 checkpoint: {{every: null}}
 """
 
@@ -28,10 +28,11 @@ def handover(bench: Bench, way: str) -> None:
     from common import copy_costs
 
     is_cuda = bench.device == "cuda"
+    model = make_folder(bench, "0.6B")
     config = bench.folder / "turns.yaml"
     config.write_text(
         CONFIG.format(
-            model=make_folder(bench, "0.6B"),
+            model=model,
             dtype="bfloat16" if is_cuda else "float32",
             num_steps=3 if bench.is_tiny else 20,
             transport=way if is_cuda else "shm",
@@ -46,12 +47,14 @@ def handover(bench: Bench, way: str) -> None:
     }
     size = 2**24 if bench.is_tiny else COPY_BYTES
     (copy_s, _), _ = copy_costs(size, torch.device(bench.device))
-    num_bytes = median(step["perf/handover_bytes"] for step in counted)
+    num_parameters = sum(file.stat().st_size for file in model.glob("*.safetensors")) // 2
+    # float32 weights and AdamW's two moments in both directions, and the push
+    num_bytes = num_parameters * (2 * 12 + (2 if is_cuda else 4))
     copies_s = copy_s * num_bytes / size
     bench.tell("to the trainer, seconds", f"{seconds['to_trainer']:.3f}", against=f"{len(counted)} turns")
     bench.tell("to the engine, seconds", f"{seconds['to_engines']:.3f}", against="with the push")
     against = f"{seconds['handover'] / copies_s:.2f} of it in both handovers, {seconds['handover']:.3f} s"
-    bench.tell("bytes of both handovers, GB", f"{num_bytes / 1e9:.3g}")
+    bench.tell("bytes copied in both handovers, GB", f"{num_bytes / 1e9:.3g}")
     bench.tell("memory copy of as many, pinned, seconds", f"{copies_s:.3f}", against=against)
     bench.tell("first handovers, seconds", f"{steps[0]['perf/handover_s']:.3f}")
     if is_cuda:
