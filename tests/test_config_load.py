@@ -1,4 +1,4 @@
-"""Reading a config: what is right is kept, what is wrong is named with the closest right key."""
+"""Configs load with their types, and a wrong key is named with the closest valid one."""
 
 from __future__ import annotations
 

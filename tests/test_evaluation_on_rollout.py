@@ -81,8 +81,6 @@ class Apart(EngineRooms):
         every: int | Mapping[str, int] = 2,
         last: int = 6,
         timeout_s: float = 60.0,
-        num_engines: int = 2,
-        max_restarts: int = 20,
         decode_s: float = 0.1,
         max_staleness: int = 2,
     ) -> None:
@@ -92,12 +90,9 @@ class Apart(EngineRooms):
         self.trained_at, self.served_at = list[float](), list[float]()
         super().__init__(
             tasks,
-            [
-                FakeEngineServer(f"engine-{number}", prepare_s=0.1, decode_s=decode_s)
-                for number in range(num_engines)
-            ],
+            [FakeEngineServer(f"engine-{number}", prepare_s=0.1, decode_s=decode_s) for number in range(2)],
             FakeTrainer(train_s=1.0, export_s=0.1),
-            SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1),
+            SupervisionConfig(max_restarts=20, backoff_s=0.1),
             lambda: Disaggregated(self.publisher, num_steps=last, spawn=self.spawn),
             **self.evaluated.hooks,
         )

@@ -32,7 +32,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(text: str | None, tool: str = "", **arguments: Any) -> Any:
-    """An answer of the model, as the openai client has it; with a call of `tool`."""
+    """Make an answer as the openai client returns it, with a call of `tool`."""
     function = SimpleNamespace(name=tool, arguments=json.dumps(arguments))
     calls = [SimpleNamespace(id="call-0", function=function)] if tool else None
     return SimpleNamespace(content=text, tool_calls=calls)
@@ -44,7 +44,7 @@ Asked = list[dict[str, Any]]
 def run_agent(
     agent: str, question: str, answer: Any, *says: Any, info: Any = None, **args: Any
 ) -> tuple[Outcome, Asked]:
-    """What it made of a model that says this, and the calls that it made."""
+    """Run the agent on these answers; return its outcome and its calls."""
     answers, asked = iter(says), Asked()
 
     async def create(**body: Any) -> Any:

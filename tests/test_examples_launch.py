@@ -40,7 +40,7 @@ STAND_INS = {
 
 
 class Cluster:
-    """A folder with the stand-ins and a copy of the launch files; what was called, in order."""
+    """A folder with stand-ins for programs, and a record of their calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls_path = folder, folder / "calls"
@@ -67,7 +67,7 @@ class Cluster:
         return [call for call in self.calls if call[: len(words)] == [*words]]
 
     def start(self, *command: str | Path, **env: str) -> subprocess.Popen[bytes]:
-        """In a process group of its own, which the end of the test ends."""
+        """Start the command in a new process group."""
         with (self.folder / "output").open("ab") as output:
             settings: dict[str, Any] = {"cwd": self.folder, "env": self.env | env, "start_new_session": True}
             self.started.append(subprocess.Popen(command, stdout=output, stderr=output, **settings))

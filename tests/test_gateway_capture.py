@@ -1,6 +1,4 @@
-"""Which ids a call's prompt is made of, on a character-level template: the tree of a session's completions;
-and what each token of its branches answers for.
-"""
+"""Prompt ids, branches and credits of a session's completions, on a character-level template."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ def test_last_text_belongs_to_the_call_planned_last() -> None:
 
 
 def forked_play() -> Play:
-    """Ids chatcmpl-0..3: `1`, then `2`, then `3` on the chat that an edit began anew, then `4` which goes on
-    from `1` too.
-    """
+    """Record `1`, `2`, `3` after an edit, and `4` which continues from `1`, as chatcmpl-0 to chatcmpl-3."""
     play = Play()
     play.ask([user("a")], f"1{END}")
     play.ask([user("a"), assistant("1"), user("b")], f"2{END}")

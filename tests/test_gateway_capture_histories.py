@@ -1,6 +1,4 @@
-"""Random trees of calls: what is trained is what was sampled, each token once, after what was sent; and the
-order in which calls of one harness arrive and end changes nothing.
-"""
+"""Random trees of calls: each sampled token is trained once after its prompt, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
 ANSWER = st.tuples(st.text(alphabet="ab| ", max_size=4), st.booleans())
-"""What is sampled, and whether its turn was ended: cut ones, equal ones and ones of no token included."""
+"""Sampled text, and whether its turn was ended. Answers may be cut, equal or empty."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer of a call. Not `is_delivered`: its client went away, and nobody records it."""
+    """One answer of a call; if not `is_delivered`, its client has disconnected and it is not recorded."""
 
     raw: tuple[str, bool]
     is_delivered: bool
@@ -36,9 +34,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Call:
-    """What a harness does next: go on from some answer it has, ask that one's question again, or edit the
-    history.
-    """
+    """The next call of a harness: continue from an answer, repeat its question, or edit the history."""
 
     basis: int
     kind: str
@@ -68,13 +64,11 @@ STORY = st.lists(st.tuples(st.lists(CALL, min_size=1, max_size=3), ORDER), min_s
 
 @dataclass
 class ModelEngine:
-    """Samples what it is told to. Logprobs are all different, so that a token of the rollout tells which one
-    it is.
-    """
+    """Sample the given ids. The logprob of each token is unique and identifies it in the rollout."""
 
     num_tokens: int = 0
     sampled: dict[str, tuple[tuple[int, ...], Completion]] = field(default_factory=dict)
-    """What was delivered, by completion: (the prompt that was sent, what was sampled)."""
+    """Completion id -> (prompt ids, delivered completion)."""
 
     def sample(self, ids: tuple[int, ...]) -> Completion:
         logprobs = tuple(-float(self.num_tokens + index + 1) for index in range(len(ids)))
@@ -87,7 +81,7 @@ class ModelEngine:
 
 
 class History:
-    """Plays a story; `chats` are the histories, as the harness has them, that end with an answer."""
+    """Play a story; `chats` are the histories of the harness that end with an answer."""
 
     def __init__(self, habit: Habit) -> None:
         self.renderer, self.counts, self.engine = CharRenderer(habit), GatewayStats(), ModelEngine()
@@ -215,9 +209,7 @@ def test_each_sampled_token_is_trained_after_its_prompt(
 
 
 Tree = list[tuple[str, bool, Any]]
-"""Calls: the text of each, whether it begins a history of its own with the answer before in it, and the tree
-of calls that the harness makes with its answer.
-"""
+"""Each call: its text, whether it begins a new history, and the calls made with its answer."""
 
 TREES: st.SearchStrategy[Tree] = st.recursive(
     st.just([]),
@@ -231,7 +223,7 @@ def digest(ids: tuple[int, ...]) -> bytes:
 
 
 def sample(prompt_ids: tuple[int, ...], engine: int) -> Completion:
-    """A model that says the same to the same prompt under the same version, whichever engine is free."""
+    """Sample from a deterministic model: equal prompts have equal answers on every engine."""
     said = digest(prompt_ids)
     ids = (*map(ord, "ab|c"[said[0] % 4] * (said[1] % 3)), ord(END))
     logprobs = tuple(-1.0 - said[2] - index for index in range(len(ids)))
@@ -240,7 +232,7 @@ def sample(prompt_ids: tuple[int, ...], engine: int) -> Completion:
 
 
 def play(tree: Tree, habit: Habit, order: Random) -> Rollout:
-    """Plan what can be planned and answer what was planned, one at a time, as `order` has it."""
+    """Plan and answer calls one at a time, in a random order."""
     renderer = CharRenderer(habit)
     capture = Capture(renderer, GatewayStats())
     rewards: dict[str, float] = {}

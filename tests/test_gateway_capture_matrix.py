@@ -1,6 +1,4 @@
-"""Capture with every chat template that trl ships, for conversations of every kind: what was sampled is
-trained once and exactly, what came after it is sent, and no conversation that only grows begins a branch.
-"""
+"""Capture with every chat template of trl: a growing conversation is one branch, trained as sampled."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HF
 
 @dataclass(frozen=True)
 class Turn:
-    """What the harness sends after the last answer, how the answer to that is sampled, what the harness makes
-    of it, and what it sends back.
-    """
+    """New messages, the sampled answer, the parsed answer, and the answer as the harness returns it."""
 
     new: list[Message]
     sampled: Callable[[Teller], str]
@@ -113,8 +109,8 @@ class Teller:
     tools: Any
 
     def answer(self, message: Message, *then: Message, last: str, instead: str = "", before: str = "") -> str:
-        """The answer with its end; `then` is what may come after it, `last` the last of it that one sees.
-        `before` is said first, `instead` in its place.
+        """Return the answer with its end. `then`: messages after it; `last`: its last visible text;
+        `before`: a prefix; `instead`: a replacement.
         """
         try:
             asked = self.renderer.render(self.chat, tools=self.tools)
@@ -234,7 +230,7 @@ def tool_stories(name: str) -> Iterator[tuple[str, list[Turn]]]:
 
 
 class Told:
-    """A story that is played: what was sent and sampled."""
+    """Play a story; record its prompts and samples."""
 
     def __init__(self, renderer: HFChatTokenizer, tools: Any) -> None:
         self.play, self.renderer, self.tools = Play(renderer), renderer, tools

@@ -1,6 +1,4 @@
-"""Structured output through the gateway: what a call asks of the form of its answer is what it gets, from a
-real engine; and which of it is trained.
-"""
+"""Structured output through the gateway and a real engine, and its logprobs in the trainer."""
 
 from __future__ import annotations
 

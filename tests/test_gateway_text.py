@@ -1,6 +1,4 @@
-"""The text of an answer while its tokens come in: however they are cut, the same text, and none that changes
-later.
-"""
+"""Streamed text does not depend on the pieces of an answer and never changes later."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pieces(answer: AnswerText, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
-    """What comes out when `ids` go in by lengths `cuts`, and the rest at once."""
+    """Feed `ids` in pieces of lengths `cuts`, then the rest; return the texts."""
     out, at = [], 0
     for length in cuts:
         out.append(answer.feed(ids[at : at + length]))
@@ -51,9 +49,7 @@ def pieces(answer: AnswerText, ids: Sequence[int], cuts: Sequence[int]) -> list[
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Read a character at a time: the first end of `text` so far that is a stop string goes, the longest of
-    those that are.
-    """
+    """Cut the text at the first stop string, or at the longest if several end there."""
     for end in range(len(text) + 1):
         if found := [entry for entry in stop if entry and text[:end].endswith(entry)]:
             return text[: end - max(map(len, found))]

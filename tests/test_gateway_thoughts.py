@@ -1,4 +1,4 @@
-"""Thoughts are cut from an answer while it comes: however it is cut into pieces, the same two texts."""
+"""Thoughts are split from a streamed answer, whatever its pieces."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tool formats: what a chat template or a vendor writes for a call is read back as that call, and anything
-malformed stays text.
-"""
+"""Calls in the formats of templates and vendors are parsed; malformed calls stay text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Random histories of the lease book, each invariant a line of its docstring; and silence, on a virtual
-clock.
-"""
+"""Random histories of work leases, and silent workers on a virtual clock."""
 
 from __future__ import annotations
 

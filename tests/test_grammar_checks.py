@@ -1,4 +1,4 @@
-"""Grammars are checked in a process of their own: what stops it stops nothing else."""
+"""Grammars are checked in a separate process, whose crash stops nothing else."""
 
 from __future__ import annotations
 

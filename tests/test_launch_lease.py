@@ -1,6 +1,4 @@
-"""The handover against devices that refuse, hang, do half, lose their answer, and against cancellation, at
-any call.
-"""
+"""Handovers under faults and cancellation at any call."""
 
 from __future__ import annotations
 

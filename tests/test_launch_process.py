@@ -1,4 +1,4 @@
-"""Child processes and what they leave behind, with real processes."""
+"""Child processes end with their parent and leave no files."""
 
 from __future__ import annotations
 

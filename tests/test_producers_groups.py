@@ -150,20 +150,6 @@ async def test_failed_prompt_returns_at_a_later_version() -> None:
 
 
 @virtual
-async def test_always_failing_prompt_is_given_up() -> None:
-    scorer = FakeScorer(lambda prompt, _: "no" if prompt.prompt_id in ("p1", "p2") else 1.0)
-    engine = FakeEngine()
-    async with House(engine=engine, scorer=scorer, num_tickets=0, capacity=1, **ALONE) as house:
-        for version in range(10):
-            house.sink.start_version = engine.policy_version = version
-            house.sink.allow(4)
-            await asyncio.sleep(5.0)
-        assert (len(house.trained), len(house.sink.failed), house.count("given_up")) == (32, 8, 2)
-        assert sorted(house.requeued, key=str) == [1, 1, 2, 2, 3, 3, None, None]
-        assert house.producers.prompts_out() == []
-
-
-@virtual
 async def test_too_long_prompt_is_given_up_without_a_try() -> None:
     told = list[tuple[GroupId, str, int]]()
 

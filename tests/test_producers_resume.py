@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
-from fakes import FakeEngine, FakeScorer
+from fakes import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import one_token, virtual
@@ -45,19 +44,6 @@ def go_on(unfinished: UnfinishedGroup, check: Callable[[House, FakeEngine], None
             check(house, engine)
 
     run_virtual(story())
-
-
-@pytest.mark.parametrize(("retries", "num_tries"), [(3, 2), (1, 1)], ids=["as before", "lowered"])
-def test_rollout_resumes_from_its_tokens_and_attempt(retries: int, num_tries: int) -> None:
-    def check(house: House, engine: FakeEngine) -> None:
-        assert [request.request_id for request in engine.requests][:1] == ["g7/r1/t0/a2"]
-        assert engine.requests[0].seed == derive_seed(0, "0/7", 1, 0, attempt=2)
-        assert (engine.resumed, len(engine.requests)) == ({"g7/r1/t0/a2": PARTIAL}, num_tries)
-        assert [event[1:4] for event in house.journal.named("rollout_failed")] == [(7, 1, num_tries + 2)]
-
-    first = {0: done(0), 2: done(2), 3: done(3)}
-    unfinished = UnfinishedGroup(TICKET, PROMPT, first, partials={1: (2, PARTIAL)})
-    go_on(unfinished, check, scorer=FakeScorer(lambda *_: "no"), retries=retries)
 
 
 @virtual

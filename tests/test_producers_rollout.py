@@ -112,11 +112,11 @@ async def test_rollout_errors_are_data_after_the_last_retry(error: Exception) ->
 
 
 class Spends(FakeEngine):
-    """Samples 2 tokens, is interrupted, and samples `rest` more; then fails, hangs or returns all."""
+    """Samples 2 tokens, is interrupted, and samples one more; then fails, hangs or returns all."""
 
-    def __init__(self, *ends: str, rest: int = 1) -> None:
+    def __init__(self, *ends: str) -> None:
         super().__init__()
-        self._ends, self._rest, self.spent = iter(ends), rest, 0
+        self._ends, self.spent = iter(ends), 0
         self.hangs = asyncio.Event()
 
     async def generate(self, request: SamplingRequest, **options: Any) -> Completion:
@@ -127,15 +127,15 @@ class Spends(FakeEngine):
             tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), num_interruptions=1
         )
         options["on_segment"](kept)
-        options["on_spent"](self._rest)
-        self.spent += 2 + self._rest
+        options["on_spent"](1)
+        self.spent += 3
         match next(self._ends):
             case "refused":
                 raise RequestRefused("no")
             case "hangs":
                 self.hangs.set()
                 await asyncio.Event().wait()
-        tokens += (97,) * self._rest
+        tokens += (97,)
         return Completion(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), "stop", 1)
 
 

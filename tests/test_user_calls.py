@@ -36,8 +36,8 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def make_scorer(score: Any, told: list[str], *, timeout_s: float = 10.0) -> TaskScorer:
-    config = TaskConfig(python="my_judge:Task", reward_pool="inline", reward_timeout_s=timeout_s)
+def make_scorer(score: Any, told: list[str]) -> TaskScorer:
+    config = TaskConfig(python="my_judge:Task", reward_pool="inline", reward_timeout_s=10.0)
     return TaskScorer(SimpleNamespace(score=score), config, seed=0, warn=told.append)  # type: ignore[arg-type]
 
 
