@@ -15,7 +15,6 @@ from rich.console import Console as RichConsole
 from asyncrl.observe import console as console_module
 from asyncrl.observe.console import Console, Kind, outliving, plain_line
 from asyncrl.observe.run_numbers import Steps, duration, sparkline
-from asyncrl.observe.verdict import Verdict, summary_panel
 
 METRICS = {
     "step": 12,
@@ -42,13 +41,6 @@ from 0.083, last step 0.413
 training 71%, waiting for generation 17%
 61 inflight, 1 failed
 health 12 steps are broken."""
-SUMMARY = """learning Learned: it did.
-health It is broken.
-speed Generation set the pace. Raise engines.
-steps 50 in 2 min 05 s, 2.50 s each
-time training 50%
-waiting for stragglers 10%
-trainer 12,000 tokens a second"""
 
 
 class Terminal(io.StringIO):
@@ -105,9 +97,7 @@ def test_plain_prints_lines_and_none_prints_nothing(kind: Kind) -> None:
     assert out.getvalue().splitlines() == ([] if kind == "none" else ["saved to [runs/x]", LINE, "a table"])
 
 
-def test_auto_is_live_only_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_is_live_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert console_to(io.StringIO(), "auto").kind == "plain"
     out = Terminal()
@@ -119,9 +109,7 @@ def test_auto_is_live_only_on_a_terminal(
     assert all(words in out.getvalue() for words in ("quick [start]", "12/300"))
 
 
-def test_plain_lines_are_seconds_apart_and_cover_all_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plain_lines_are_seconds_apart_and_cover_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, out = [0.0], io.StringIO()
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
     console = console_to(out)
@@ -196,24 +184,6 @@ def test_unread_output_is_dropped_after_one_wait(
     assert waited_ms == [10.0] * (len(lines) + 1) + [0.0] * (4999 - len(lines))
     assert caplog.text.count("standard output is not read") == 1
     os.close(reading)
-
-
-def test_the_summary_shows_the_verdict_in_80_columns() -> None:
-    shares = {"training": 0.5, "generation": 0.3, "stragglers": 0.1, "publishing": 0.05, "other": 0.05}
-    verdict = Verdict(
-        num_steps=50,
-        wall_s=125.0,
-        headline="Learned: it did.",
-        health=("It is broken.",),
-        speed=("Generation set the pace.", "Raise engines."),
-        reward=None,
-        shares=shares,
-        bottleneck="generation",
-        trainer=(("trainer", "12,000 tokens a second"),),
-    )
-    picture = drawn(summary_panel(verdict, title="quickstart"))
-    for words in SUMMARY.splitlines():
-        assert words in picture
 
 
 def test_sparklines_and_durations_are_short() -> None:

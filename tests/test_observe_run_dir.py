@@ -156,7 +156,7 @@ def test_a_run_before_its_first_step_can_be_read(tmp_path: Path) -> None:
     assert status_of(tmp_path)["verdict"] is None
     plain = inspected(tmp_path)
     assert (plain["num_steps"], plain["bound_kept"]) == (0, None)
-    with pytest.raises(ConfigError, match="no record of step 1; it has no steps"):
+    with pytest.raises(ConfigError, match="no record of step 1; it has 0 steps"):
         render_inspect(tmp_path, step=1)
     (tmp_path / "status.json").unlink()
     assert "unknown: there is no readable status.json" in words(render_status(tmp_path))
@@ -213,7 +213,7 @@ def test_one_step_or_group_is_shown_with_its_trajectories(tmp_path: Path) -> Non
     assert [step["step"] for step in found["steps"]] == [3]
     assert found["trajectories"] == [record_line(2)["trajectories"][1] | {"staleness": 2}]
     for unknown in ({"step": 7}, {"group": 99}):
-        with pytest.raises(ConfigError, match="has no record of (step 7|group 99); it has steps 1 to 4"):
+        with pytest.raises(ConfigError, match="has no record of (step 7|group 99); it has 4 steps"):
             render_inspect(tmp_path, **unknown)
 
 
@@ -293,9 +293,7 @@ def record(run_dir: Path, batch: Batch) -> None:
 
 
 async def live(run_dir: Path) -> Journal:
-    """A run of which step 1 is in the trainer's record; its group 7 was filtered, 8 has a rollout of several
-    branches.
-    """
+    """Write a run with step 1 in the record; group 7 was filtered, 8 has a rollout with branches."""
     config = {"model": {"path": "nowhere/at-all"}, "task": {"python": "a:B"}, "rollout": {"group_size": 2}}
     (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(config)))
     append_line(run_dir / "metrics.jsonl", {"step": 1, "tokens/sampled": 40, "tokens/trained": 33})

@@ -214,13 +214,11 @@ def test_the_console_shows_samples_with_hostile_text_escaped(
     for step in range(1, 301):
         now[0] += 2
         console.show_samples([a_sample(step, "best"), a_sample(step, text=HOSTILE + "\u20ac")])
-        console.show_samples([a_sample(step, "failed")])
     console.close()
     out.seek(0)
     said = out.read()
     shown_of = [step for step in range(1, 301) if f"random sample of step {step}:" in said]
     assert shown_of == [1, 11, 21, 171], "after 20 s, and after a minute every 5 minutes"
-    assert said.count("failed rollout of step 1:") == said.count("failed rollout") == 1
     for word in (r"\x1b[31m", r"\x07", "[red]red[/red]", "<script>", ":smile:", r"\u202e", "| # no title"):
         assert word in said
     assert not any(sequence in said for sequence in ("best sample", "\x1b[31m", "\x1b]0"))

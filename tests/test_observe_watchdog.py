@@ -1,4 +1,4 @@
-"""A run that stops moving says who waits for whom, and acts; one that is only slow never does."""
+"""The watchdog reports and acts if a run stops moving, and not if it is slow."""
 
 from __future__ import annotations
 
@@ -79,23 +79,13 @@ def test_a_report_names_what_hangs_and_who_waits(
     with caplog.at_level(logging.ERROR, "asyncrl.watchdog"):
         house = play(log_path, 100, hang)
     told_s, text = house.told[0]
-    assert WATCHDOG_S <= told_s <= WATCHDOG_S + 20  # what was left to do, then the watchdog's minute
+    assert WATCHDOG_S <= told_s <= WATCHDOG_S + 20  # the remaining work, then the watchdog's minute
     for line in lines.split("\n")[1:]:
         assert re.search(line, text), text
     logged = next(record.getMessage() for record in caplog.records if record.name == "asyncrl.watchdog")
     assert logged.startswith(text)
     assert "task train loop: House._train (stuck_runs.py:" in logged, "and the stacks of all tasks"
     assert "thread MainThread:" in logged
-
-
-def test_a_slow_trainer_start_is_not_reported(log_path: Path) -> None:
-    def prepare(house: House) -> None:
-        house.trainer_process.start_s = 200.0
-        asyncio.get_running_loop().call_later(10.0, house.worker.die)
-
-    house = play(log_path, 240, prepare)
-    assert (house.told, house.rooms.trainer.num_restarts) == ([], 1)
-    assert house.rooms.trainer.policy_version > 3
 
 
 def test_warnings_repeat_after_doubled_times(log_path: Path) -> None:
@@ -150,7 +140,7 @@ def test_a_blocked_loop_gets_its_thread_stacks_logged(log_path: Path) -> None:
     def look() -> None:
         deadline_s = time.monotonic() + 30
         while "in block" not in log_path.read_text() and time.monotonic() < deadline_s:
-            pass  # the stacks are written without a lock: "Timeout (" is there before they are
+            pass  # faulthandler writes without a lock, line by line
         written.set()
 
     def block() -> None:  # at rest: the stack of a thread that runs may be caught while it changes

@@ -204,7 +204,7 @@ def test_hub_parts_are_listed_as_unchecked(here: Path, monkeypatch: Any) -> None
     found = validate(load_config(write_config(here, model=model, task=task)))
     assert found.tasks == {}
     assert [line.partition(":")[0] for line in found.lines] == ["task", "model"]
-    assert all("network" in line for line in found.lines)
+    assert all("not checked" in line and "hub" in line for line in found.lines)
 
 
 def cache(

@@ -1,4 +1,4 @@
-"""Trackers of a run: told in their order, once, and by a thread that neither holds up nor ends the run."""
+"""Trackers get all calls in order and once, from a thread that neither delays nor ends the run."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from asyncrl.observe.trackers import (
     Background,
     TrackedRun,
     check_trackers,
-    make_tracker,
+    class_of,
     make_trackers,
 )
 
 
 @pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names that were left behind, not those of other tests."""
+    """Return the names of late trackers, without other tests' names."""
     monkeypatch.setattr(trackers_module, "LEFT", names := list[str]())
     return names
 
@@ -127,7 +127,7 @@ def test_a_tracker_that_hangs_holds_up_no_call(
     for step in range(MAX_WAITING + 100):
         trackers.tell("step", step, {})
     trackers.tell("close", "done")
-    assert 100 <= trackers.num_dropped <= 101, "one may be in hand"
+    assert 100 <= trackers.num_dropped <= 101, "the thread may hold one"
     assert len(said) == 1
     told: list[str] = []
     asyncio.run(trackers.wait_closed(1.5, told.append))
@@ -264,11 +264,11 @@ def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_missing_client_is_an_error_naming_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert make_tracker(name, {})
+    assert class_of(name)()
     monkeypatch.setattr("asyncrl.observe.trackers.find_spec", lambda package: object())
     check_trackers(ObserveConfig(trackers=[name]))
     monkeypatch.setattr("asyncrl.observe.trackers.find_spec", lambda package: None)
-    if name == "tensorboard":  # of the extra train: asyncrl.cli names it, and check goes on without
+    if name == "tensorboard":  # of the extra train: asyncrl.cli names it
         with pytest.raises(ModuleNotFoundError) as absent:
             check_trackers(ObserveConfig(trackers=[name]))
         assert absent.value.name in OF_TRAIN

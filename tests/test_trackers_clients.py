@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_trackers import SAMPLE
 from tracker_clients import CONFIG, NUM_STEPS, RUN_ID
-
-from asyncrl.observe.tracker_clients import sample_table
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "tracker_clients.py"
@@ -48,23 +45,12 @@ def test_a_client_keeps_one_run_over_a_resume(name: str, tmp_path: Path) -> None
         assert "tracker" not in said
         assert said.endswith("ended\n")
     found: dict[str, Any] = json.loads(client("read", name, tmp_path).splitlines()[-1])
-    assert (
-        found["ids"]
-        == {
-            "wandb": 2 * [[RUN_ID, "lm", "a run"]],  # two files of one run
-            "mlflow": [[RUN_ID, "lm", "a run"]],
-            "trackio": [["a run-01234567", "lm"]],
-        }[name]
-    )
+    assert found["ids"] == [["a run-01234567" if name == "trackio" else RUN_ID]] * len(found["ids"])
+    assert len(found["ids"]) == (2 if name == "wandb" else 1), "wandb writes a file for each process"
     assert found["config"] == CONFIG
     assert found["steps"] == [[step, step / 2, 1.0] for step in range(2 + NUM_STEPS)]
     assert found["evaluations"] == [[2, 0.25], [4, 2.25]]
-    for table in found["samples"]:
-        assert {name: table[name] for name in ("columns", "data")} == sample_table([SAMPLE])
-    assert len(found["samples"]) == 2
-    if name == "mlflow":
-        params = {"seed": "1", "buffer.max_staleness": "2", "task.args": '{"%": [1]}'}
-        assert (found["status"], found["params"]) == ("FINISHED", params)
+    assert found["completions"] == ["call\n\n5"] * 2
 
 
 KEY = "0123456789" * 4

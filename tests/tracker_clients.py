@@ -12,7 +12,7 @@ import asyncio
 import json
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,27 +50,33 @@ def read_wandb(run_dir: Path) -> dict[str, Any]:
     """The records of the .wandb files: LevelDB's log format, with blocks of 32 KiB, after 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: dict[str, Any] = {"steps": [], "evaluations": [], "samples": [], "ids": []}
+    found: dict[str, Any] = {"ids": []}
+    lines: list[dict[str, Any]] = []
     for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
         for data in _leveldb_records(path.read_bytes()):
             record = Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "run":
-                run = record.run
-                found["ids"].append([run.run_id, run.project, run.display_name])
-                config = {item.key: json.loads(item.value_json) for item in run.config.update}
+                found["ids"].append([record.run.run_id])
+                config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
                 found["config"] = {key: value for key, value in config.items() if key != "_wandb"}
             items = {item.key or "/".join(item.nested_key): item for item in record.history.item}
-            line = {key: json.loads(item.value_json) for key, item in items.items()}
-            if "reward/mean" in line:
-                found["steps"].append([line["step"], line["reward/mean"], line[ODD]])
-            if "eval/reward_mean" in line:
-                found["evaluations"].append([line["policy_version"], line["eval/reward_mean"]])
-    for path in sorted(
-        run_dir.glob("wandb/offline-run-*/files/media/table/*.json"), key=lambda path: path.stat().st_mtime
-    ):
-        found["samples"].append(json.loads(path.read_text()))
-    return found
+            lines.append({key: json.loads(item.value_json) for key, item in items.items()})
+    tables = run_dir.glob("wandb/offline-run-*/files/media/table/*.json")
+    found["completions"] = completions(json.loads(path.read_text()) for path in tables)
+    return found | read_lines(lines, "policy_version")
+
+
+def read_lines(lines: list[dict[str, Any]], version: str = "step") -> dict[str, Any]:
+    """The steps and evaluations of lines that a client logged."""
+    steps = [[line["step"], line["reward/mean"], line[ODD]] for line in lines if "reward/mean" in line]
+    evaluated = [line for line in lines if "eval/reward_mean" in line]
+    return {"steps": steps, "evaluations": [[line[version], line["eval/reward_mean"]] for line in evaluated]}
+
+
+def completions(tables: Iterable[dict[str, Any]]) -> list[str]:
+    rows = [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["data"]]
+    return [row["completion"] for row in rows]
 
 
 def _leveldb_records(data: bytes) -> Iterator[bytes]:
@@ -93,21 +99,17 @@ def read_mlflow(run_dir: Path) -> dict[str, Any]:
 
     client = MlflowClient(tracking_uri=f"sqlite:///{run_dir}/mlflow.db")
     experiment = client.get_experiment_by_name("lm")
-    runs = client.search_runs([experiment.experiment_id])
-    run_id, history = runs[0].info.run_id, client.get_metric_history
+    (run,) = client.search_runs([experiment.experiment_id])
+    run_id, history = run.info.run_id, client.get_metric_history
     odd = {metric.step: metric.value for metric in history(run_id, "task/100 _ _b_")}
-    tables = [
-        Path(client.download_artifacts(run_id, item.path))
-        for item in client.list_artifacts(run_id, "samples")
-    ]
+    paths = [item.path for item in client.list_artifacts(run_id, "samples")]
+    tables = [Path(client.download_artifacts(run_id, path)).read_text() for path in paths]
     return {
-        "ids": [[run.data.tags["asyncrl.run_id"], "lm", run.info.run_name] for run in runs],
-        "status": runs[0].info.status,
-        "params": runs[0].data.params,
+        "ids": [[run.data.tags["asyncrl.run_id"]]],
         "config": yaml.safe_load(Path(client.download_artifacts(run_id, "config.yaml")).read_text()),
         "steps": [[metric.step, metric.value, odd[metric.step]] for metric in history(run_id, "reward/mean")],
         "evaluations": [[metric.step, metric.value] for metric in history(run_id, "eval/reward_mean")],
-        "samples": [json.loads(path.read_text()) for path in sorted(tables)],
+        "completions": completions(map(json.loads, tables)),
     }
 
 
@@ -117,16 +119,10 @@ def read_trackio(run_dir: Path) -> dict[str, Any]:
 
     (name,) = SQLiteStorage.get_runs("lm")
     lines, config = SQLiteStorage.get_logs("lm", name), SQLiteStorage.get_run_config("lm", name)
-    tables = [line["samples"]["_value"] for line in lines if "samples" in line]
-    return {
-        "ids": [[name, "lm"]],
-        "config": {key: value for key, value in config.items() if not key.startswith("_")},
-        "steps": [[line["step"], line["reward/mean"], line[ODD]] for line in lines if "reward/mean" in line],
-        "evaluations": [
-            [line["step"], line["eval/reward_mean"]] for line in lines if "eval/reward_mean" in line
-        ],
-        "samples": [{"columns": [*rows[0]], "data": [list(row.values()) for row in rows]} for rows in tables],
-    }
+    rows = [row for line in lines if "samples" in line for row in line["samples"]["_value"]]
+    own = {key: value for key, value in config.items() if not key.startswith("_")}
+    found = {"ids": [[name]], "config": own, "completions": [row["completion"] for row in rows]}
+    return found | read_lines(lines)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ class Reporter:
         from asyncrl.observe.openmetrics import StatusServer
 
         server = StatusServer(self.run_dir, observe, self._numbers)
-        self._status_url = server.bind()
+        self._status_url = server.url
         self._console.say(f"{self._status_url}/metrics and /status; the key: {server.key_path}")
         return server
 

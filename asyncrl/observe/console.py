@@ -73,7 +73,6 @@ class Console:
         self._num_steps = num_steps
         self._max_staleness = max_staleness
         self._shows_samples = shows_samples
-        self._has_failed = False
         self._sample_at_s = -math.inf
         self._steps = Steps()
         self._activity = "starting"
@@ -116,27 +115,15 @@ class Console:
         self._num_unshown = 0
 
     def show_samples(self, samples: Sequence[ShownRollout]) -> None:
-        """Show the last sample of a step, a random one, if it is due; and the first failed one."""
-        if not self._shows_samples or not samples:
-            return
-        sample = samples[-1]
-        if sample["kind"] == "failed":
-            is_due = not self._has_failed
-            self._has_failed = True
-        else:
-            is_due = self._is_sample_due()
-        if is_due:
-            text = sample_text(sample, most=MAX_SAMPLE_CHARS)
+        """Show the last sample of a step, a random or failed one, if it is due."""
+        now_s = time.monotonic()
+        is_due = now_s - self._sample_at_s >= self._every(SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S, now_s)
+        if self._shows_samples and samples and is_due:
+            self._sample_at_s = now_s
+            text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
             encoding = self._rich.encoding  # of a terminal that may not know the model's characters
             text = text.encode(encoding, "backslashreplace").decode(encoding)
             self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
-
-    def _is_sample_due(self) -> bool:
-        now_s = time.monotonic()
-        if now_s - self._sample_at_s < self._every(SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S, now_s):
-            return False
-        self._sample_at_s = now_s
-        return True
 
     def show_activity(self, text: str) -> None:
         """Set the present activity ("waiting for stragglers") in the live panel."""

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import secrets
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from pathlib import Path
@@ -55,7 +54,7 @@ def family_of(name: str) -> tuple[str, str, Gauge] | None:
 
 def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]) -> bytes:
     """Return the declared finite numbers, the state of the run and its name in OpenMetrics format."""
-    from prometheus_client import CollectorRegistry, core
+    from prometheus_client import core
     from prometheus_client.openmetrics.exposition import generate_latest
 
     families: dict[str, Any] = {
@@ -78,15 +77,14 @@ def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, st
         def collect(self) -> Iterable[Any]:
             return families.values()
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector())
-    return bytes(generate_latest(registry))  # type: ignore[no-untyped-call]
+    return bytes(generate_latest(Collector()))  # type: ignore[no-untyped-call]
 
 
 class StatusServer:
     """Serves /metrics and /status of a run to bearers of its key.
 
-    Life: made -> bind() -> start() -> aclose(). `numbers` returns the current numbers.
+    Life: made, with its port taken (raises ConfigError) -> start() -> aclose(). `numbers` returns the current
+        numbers.
     """
 
     def __init__(
@@ -95,32 +93,22 @@ class StatusServer:
         self.key_path = run_dir / KEY_FILE
         self._status_path = run_dir / STATUS_FILE
         self._numbers = numbers
-        self._observe = observe
         self._info = {"run_dir": run_dir.resolve().name, "version": __version__}
-        self._socket: socket.socket | None = None
-        self._listener: AppServer | None = None
-
-    def bind(self) -> str:
-        """Take the port and return the URL. Raises ConfigError if it is not free."""
-        host = self._observe.status_host
-        port = self._observe.status_port or 0
+        host = observe.status_host
+        port = observe.status_port or 0
         setting = f"observe.status_host={host}, observe.status_port={port}"
-        self._socket, url = bind(host, port, setting)
-        return url
+        self._socket, self.url = bind(host, port, setting)
+        app = make_app({"/metrics": self._metrics, "/status": self._status}, self._key())
+        self._listener = AppServer(app, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
 
     async def start(self) -> None:
         """Start to answer."""
-        assert self._socket is not None, "bind() comes first"
-        app = make_app({"/metrics": self._metrics, "/status": self._status}, self._key())
-        self._listener = AppServer(app, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
         await self._listener.listen(self._socket)
 
     async def aclose(self) -> None:
         """Close all connections. Idempotent."""
-        if self._listener is not None:
-            await self._listener.aclose()
-        if self._socket is not None:
-            self._socket.close()
+        await self._listener.aclose()
+        self._socket.close()
 
     def _key(self) -> str:
         """Return the user's key, or the key of the file, which is kept over resumes."""

@@ -67,13 +67,6 @@ class Steps:
         """Return the last value of a counter; 0 without one."""
         return ([0.0] + self.values(name))[-1]
 
-    def rate(self, name: str) -> float | None:
-        """Return the mean of a rate per second of training, weighted by time."""
-        both = zip(self.column(name), self.column("perf/train_s"), strict=True)
-        found = [(value * train_s, train_s) for value, train_s in both if value * train_s >= 0]
-        train_s = sum(seconds for _, seconds in found)
-        return sum(amount for amount, _ in found) / train_s if train_s else None
-
 
 def recent(num: int) -> slice:
     """Select the recent steps of `num`: the last tenth, 5 to 50; below 10 steps the second half."""
@@ -126,10 +119,10 @@ def trainer_rows(steps: Steps) -> Iterator[tuple[str, str]]:
     if any(parts.values()):
         parts["the rest"] = max(0.0, 1 - sum(parts.values()))
         yield "training", ", ".join(f"{w} {share:.0%}" for w, share in parts.items() if share >= 0.005)
-    if (speed := steps.rate("perf/device_tokens_per_s")) is None:
+    if (speed := steps.mean("perf/device_tokens_per_s")) is None:
         return
     texts = [f"{speed:,.0f} tokens a second and device while training"]
-    if (mfu := steps.rate("perf/mfu")) is not None:
+    if (mfu := steps.mean("perf/mfu")) is not None:
         texts.append(f"MFU {mfu:.1%}")
     for where in ("device", "host"):
         if peak := steps.largest(f"perf/{where}_memory_bytes"):

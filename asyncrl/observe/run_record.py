@@ -1,19 +1,15 @@
-"""A run directory as Python values: tables for notebooks (RunRecord), and all that status and report show
-(RunFiles). Imports no torch and no pandas.
-"""
+"""A run directory as Python values, for notebooks, status and report. Imports no torch and no pandas."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_dir import (
-    State,
     judge_state,
     read_config,
     read_evaluations,
@@ -30,9 +26,10 @@ Table = dict[str, list[Any]]
 
 
 class RunRecord:
-    """Contents of a run directory, live or ended. Each table is read on first access and then kept; call
+    """Contents of a run directory, live or ended. Each part is read on first access and then kept; call
     read_run() again to see later data.
 
+    `state`: starting, running, done, failed, interrupted, crashed or unknown; `why`: its explanation;
     `problems`: sentences about unreadable data.
     """
 
@@ -40,20 +37,25 @@ class RunRecord:
         self.run_dir = run_dir
         self.problems: list[str] = []
         self.config: RunConfig = read_config(run_dir)
-        self._status = read_status(run_dir, self.problems)
+        self.status = read_status(run_dir, self.problems)
+        self.state, self.why = judge_state(self.status, run_dir)
 
     def __repr__(self) -> str:
         return f"<RunRecord {self.run_dir}, {self.state}, {len(self.steps.get('step', []))} steps>"
 
-    @property
-    def state(self) -> State:
-        """starting, running, done, failed, interrupted, crashed or unknown."""
-        return judge_state(self._status, self.run_dir)[0]
+    @cached_property
+    def columns(self) -> Steps:
+        """The metrics of each step; a step that was trained again counts once."""
+        return Steps(read_metrics(self.run_dir, self.problems))
 
-    @property
-    def why(self) -> str:
-        """Explanation of the state."""
-        return judge_state(self._status, self.run_dir)[1]
+    @cached_property
+    def verdict(self) -> Verdict | None:
+        """None before the first step."""
+        return judge(self.columns, self.config) if self.columns else None
+
+    @cached_property
+    def evaluation_lines(self) -> list[dict[str, Any]]:
+        return read_evaluations(self.run_dir, self.problems)
 
     @cached_property
     def steps(self) -> Table:
@@ -63,7 +65,7 @@ class RunRecord:
     @cached_property
     def evaluations(self) -> Table:
         """One row per evaluation: policy_version, time_s, eval/*."""
-        return table_of(read_evaluations(self.run_dir, self.problems))
+        return table_of(self.evaluation_lines)
 
     @cached_property
     def samples(self) -> list[ShownRollout]:
@@ -105,33 +107,3 @@ def table_of(rows: Iterable[Mapping[str, Any]]) -> Table:
             if len(column) == number:
                 column.append(math.nan)
     return table
-
-
-@dataclass(frozen=True, slots=True)
-class RunFiles:
-    """Contents of a run directory without trained.jsonl. `verdict`: None before the first step; `problems`:
-    sentences about unreadable files.
-    """
-
-    run_dir: Path
-    config: RunConfig
-    state: State
-    explanation: str
-    status: Mapping[str, Any]
-    steps: Steps
-    evaluations: list[dict[str, Any]]
-    verdict: Verdict | None
-    problems: list[str]
-
-
-def read_files(run_dir: str | Path) -> RunFiles:
-    """Read a run directory. Raises ConfigError if it is not one, or its config is invalid."""
-    folder = Path(run_dir)
-    problems: list[str] = []
-    config = read_config(folder)
-    status = read_status(folder, problems)
-    steps = Steps(read_metrics(folder, problems))
-    verdict = judge(steps, config) if steps else None
-    state, explanation = judge_state(status, folder)
-    evaluations = read_evaluations(folder, problems)
-    return RunFiles(folder, config, state, explanation, status, steps, evaluations, verdict, problems)

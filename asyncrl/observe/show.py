@@ -39,7 +39,7 @@ from asyncrl.observe.run_dir import (
     read_metrics,
     read_status,
 )
-from asyncrl.observe.run_record import RunFiles, read_files
+from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.samples import harmless, read_samples, render_samples
 from asyncrl.observe.trained import TrainedRecord, batch_summary, trajectory_summaries
 from asyncrl.observe.verdict import summary_panel, time_rows, verdict_rows
@@ -108,10 +108,8 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
 
 def _written_s(run_dir: Path) -> float:
     """Return when the run last wrote its status, or its config before the first status."""
-    for name in (STATUS_FILE, CONFIG_FILE):
-        with contextlib.suppress(OSError):
-            return (run_dir / name).stat().st_mtime
-    return 0.0
+    files = (run_dir / name for name in (STATUS_FILE, CONFIG_FILE))
+    return next((path.stat().st_mtime for path in files if path.exists()), 0.0)
 
 
 def _run_row(run_dir: Path) -> dict[str, Any]:
@@ -135,7 +133,7 @@ def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: boo
     """Describe a run on one screen; `is_verbose`: with status.json and the shares of time. Raises ConfigError
     if `run_dir` is not a run directory.
     """
-    files = read_files(run_dir)
+    files = read_run(run_dir)
     if as_json:
         return json.dumps(_status_summary(files), indent=2)
     rows = [row for row in _status_rows(files, is_verbose=is_verbose) if row[1]]
@@ -147,30 +145,30 @@ def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: boo
     return to_text(*drawn)
 
 
-def _status_summary(files: RunFiles) -> dict[str, Any]:
+def _status_summary(files: RunRecord) -> dict[str, Any]:
     return {
         "run_dir": str(files.run_dir),
         "state": files.state,
-        "explanation": files.explanation,
-        "steps_done": len(files.steps),
+        "explanation": files.why,
+        "steps_done": len(files.columns),
         "num_steps": files.config.trainer.num_steps,
         "max_staleness": files.config.buffer.max_staleness,
         "seconds_since_update": round(age_of(files.status), 1) if files.status else None,
-        "rewards": numbers.thinned(files.steps.values("reward/mean"), SHOWN_REWARDS),
-        "last_metrics": dict(files.steps.last),
-        "evaluations": files.evaluations,
+        "rewards": numbers.thinned(files.columns.values("reward/mean"), SHOWN_REWARDS),
+        "last_metrics": dict(files.columns.last),
+        "evaluations": files.evaluation_lines,
         "status": dict(files.status),
         "verdict": files.verdict and asdict(files.verdict),
         "problems": files.problems,
     }
 
 
-def _status_rows(files: RunFiles, *, is_verbose: bool) -> Iterator[tuple[str, RenderableType]]:
+def _status_rows(files: RunRecord, *, is_verbose: bool) -> Iterator[tuple[str, RenderableType]]:
     """Yield state and progress, then whether the run learns, its health and its speed."""
-    steps = files.steps
+    steps = files.columns
     verdict = files.verdict
     ago = f" {numbers.duration(age_of(files.status))} ago" if files.state in _ENDED else ""
-    why = f": {files.explanation}" if files.explanation else ""
+    why = f": {files.why}" if files.why else ""
     yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), ago, why)
     yield "steps", _progress(files)
     if files.state in ("starting", "running"):
@@ -188,7 +186,7 @@ def _status_rows(files: RunFiles, *, is_verbose: bool) -> Iterator[tuple[str, Re
         yield from verdict_rows(verdict)
         yield "time", shares_text(verdict.shares)
         yield "staleness", staleness_text(steps.last, files.config.buffer.max_staleness)
-    for lines in numbers.by_evaluation(files.evaluations).values():
+    for lines in numbers.by_evaluation(files.evaluation_lines).values():
         rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
         yield "eval", Text(f"{numbers.evaluation_text(lines[-1])}  {numbers.sparkline(rewards, width=16)}")
     warnings = files.status.get("warnings")
@@ -199,13 +197,13 @@ def _status_rows(files: RunFiles, *, is_verbose: bool) -> Iterator[tuple[str, Re
         yield "problem", Text(problem, style="red")
 
 
-def _progress(files: RunFiles) -> str:
-    num = len(files.steps)
+def _progress(files: RunRecord) -> str:
+    num = len(files.columns)
     num_steps = files.config.trainer.num_steps
     words = f"{num} of {num_steps}"
     if files.verdict is not None:
         words += f" in {numbers.duration(files.verdict.wall_s)}, {files.verdict.wall_s / num:.2f} s each"
-    if files.state == "running" and (left_s := numbers.seconds_left(files.steps, num_steps)):
+    if files.state == "running" and (left_s := numbers.seconds_left(files.columns, num_steps)):
         words += f", {numbers.duration(left_s)} left"
     return words
 
@@ -239,7 +237,7 @@ def render_inspect(
 
     Raises ConfigError if `run_dir` is not a run directory, or has no such step, group or sample.
     """
-    files = read_files(run_dir)
+    files = read_run(run_dir)
     if samples or kinds:
         return render_samples(
             files.run_dir, files.problems, as_json=as_json, step=step, group=group, kinds=kinds
@@ -256,13 +254,13 @@ def render_inspect(
     return to_text(*drawn)
 
 
-def summarize(files: RunFiles, step: int | None, group: int | None) -> dict[str, Any]:
+def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str, Any]:
     """Return plain values: staleness from the trainer's record, whether the bound was kept, the verdict, and
     the newest batches (or the batch of `step` or `group`); `journal`, `batch` and `story` from the journal.
 
     Raises ConfigError for an unknown step or group.
     """
-    problems = [*files.problems]
+    problems = files.problems
     record = TrainedRecord(files.run_dir, problems, files.config.buffer.max_staleness)
     stories: dict[str, Any] = {}
     try:
@@ -276,7 +274,7 @@ def summarize(files: RunFiles, step: int | None, group: int | None) -> dict[str,
     if not lines and not stories and not is_whole:
         what = f"step {step}" if group is None else f"group {group}"
         raise ConfigError(
-            f"{files.run_dir} has no record of {what}; it has {record.range_text}",
+            f"{files.run_dir} has no record of {what}; it has {numbers.several(len(record), 'step')}",
             rule="only groups that a batch took are in the record",
             way_out="take a step or a group id from `asyncrl inspect RUN_DIR --json`.",
         )
@@ -305,7 +303,7 @@ def summarize(files: RunFiles, step: int | None, group: int | None) -> dict[str,
 
 
 def _stories(
-    connection: sqlite3.Connection, files: RunFiles, step: int | None, group: int | None
+    connection: sqlite3.Connection, files: RunRecord, step: int | None, group: int | None
 ) -> dict[str, Any]:
     """Read the group, the step or the whole run from the journal."""
     stories: dict[str, Any] = {}
@@ -315,11 +313,11 @@ def _stories(
         stories["batch"] = batch_story(connection, step - 1)
     if not stories:
         stories["journal"] = run_story(connection)
-        stories["journal"]["wasted_tokens"]["masked"] = numbers.masked_tokens(files.steps)
+        stories["journal"]["wasted_tokens"]["masked"] = numbers.masked_tokens(files.columns)
     return {name: story for name, story in stories.items() if story is not None}
 
 
-def _group_story(connection: sqlite3.Connection, group_id: int, files: RunFiles) -> dict[str, Any] | None:
+def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord) -> dict[str, Any] | None:
     """Return a group with its rollouts by sample_index, and their sampled text."""
     if (story := group_story(connection, group_id)) is None:
         return None
@@ -358,7 +356,7 @@ def _branch(branch: Trajectory, decode: Decode | None) -> dict[str, Any]:
     }
 
 
-def _find_decoder(files: RunFiles) -> tuple[Decode | None, str]:
+def _find_decoder(files: RunRecord) -> tuple[Decode | None, str]:
     """Return a decoder and the folder of its tokenizer, or None and a reason. Other formats than
     tokenizer.json would import torch.
     """

@@ -44,7 +44,14 @@ def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
     return {"columns": [*COLUMNS], "data": rows}
 
 
-class TensorBoard(Tracker):
+class _ByStep(Tracker):
+    """A tracker whose evaluations have the policy_version as their step."""
+
+    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+        self.step(version, metrics)
+
+
+class TensorBoard(_ByStep):
     """TensorBoard: scalars by step, evaluations by policy_version, samples as text in RUN_DIR/tensorboard."""
 
     def __init__(self) -> None:
@@ -59,9 +66,6 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         self._add([Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()], step)
-
-    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        self.step(version, metrics)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
         """Add text by kind, at fewer steps of a long run; indented, so that Markdown shows it verbatim."""
@@ -165,7 +169,7 @@ def _why_offline(base_url: str) -> str:
     return "" if is_known else f"no key for {base_url} (`wandb login`, or WANDB_API_KEY)"
 
 
-class Mlflow(Tracker):
+class Mlflow(_ByStep):
     """MLflow: metrics by step, evaluations by policy_version, and samples as one table artifact a step."""
 
     def __init__(self, *, uri: str | None = None, experiment: str = "asyncrl") -> None:
@@ -201,9 +205,6 @@ class Mlflow(Tracker):
         batch = [Metric(NO_NAME.sub("_", name), value, now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=batch)
 
-    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        self.step(version, metrics)
-
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
         self._client.log_dict(self._id, sample_table(samples), f"samples/step_{step:06d}.json")
 
@@ -211,7 +212,7 @@ class Mlflow(Tracker):
         self._client.set_terminated(self._id, STATES[state])
 
 
-class Trackio(Tracker):
+class Trackio(_ByStep):
     """Trackio: metrics by step, and evaluations by policy_version, under a name that ends in the run's id."""
 
     def __init__(self, *, project: str = "asyncrl", space_id: str | None = None) -> None:
@@ -232,9 +233,6 @@ class Trackio(Tracker):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
-
-    def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=version)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
         from trackio import Table

@@ -139,7 +139,7 @@ def check_trackers(observe: ObserveConfig) -> None:
     for name in observe.trackers:
         args = observe.tracker_args.get(name, {})
         usage = "Tracker(**observe.tracker_args[name])"
-        check_call(_class_of(name), (), args, said=f"observe.trackers={name}", usage=usage)
+        check_call(class_of(name), (), args, said=f"observe.trackers={name}", usage=usage)
         if ":" not in name and find_spec(name) is None:
             if name == "tensorboard":
                 raise ModuleNotFoundError(f"observe.trackers has {name}", name=name)
@@ -152,16 +152,12 @@ def make_trackers(
 ) -> Background:
     """Return the trackers of the config, which are made later, in their thread."""
     args = observe.tracker_args
-    makers = {name: partial(make_tracker, name, args.get(name, {})) for name in observe.trackers}
+    makers = {name: partial(class_of(name), **args.get(name, {})) for name in observe.trackers}
     return Background(makers, warn, callbacks)
 
 
-def make_tracker(name: str, args: Mapping[str, Any]) -> Tracker:
-    """Make one tracker: a client, or a user's `module:Class`."""
-    return _class_of(name)(**args)
-
-
-def _class_of(name: str) -> Callable[..., Tracker]:
+def class_of(name: str) -> Callable[..., Tracker]:
+    """Return a client, or a user's `module:Class`."""
     if ":" not in name:
         from asyncrl.observe.tracker_clients import CLIENTS
 

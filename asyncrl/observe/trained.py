@@ -157,13 +157,6 @@ class TrainedRecord:
             "staleness_max": max(step.ages[2] for step in self._steps) if num_ages else None,
         }
 
-    @property
-    def range_text(self) -> str:
-        """Name the first and the last step."""
-        if not self._steps:
-            return "no steps"
-        return f"steps {self._steps[0].version + 1} to {self._steps[-1].version + 1}"
-
     def lines(self, step: int | None = None, group: int | None = None) -> list[Line]:
         """Read the lines of a step or of a group's step again, or of the newest steps."""
         wanted = {each.version for each in self._steps}

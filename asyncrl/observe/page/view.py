@@ -19,7 +19,7 @@ from asyncrl.journal.read import reading
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_dir import JOURNAL_FILE, SUMMARY_FILE, TIMELINE_FILE, read_object
 from asyncrl.observe.run_numbers import Steps, duration, recent, seconds_left
-from asyncrl.observe.run_record import RunFiles, read_files
+from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout, read_samples
 from asyncrl.observe.timeline import read_timeline, timeline_view
 
@@ -50,10 +50,10 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
 
     Raises ConfigError if `run_dir` is not a run directory or its config cannot be read.
     """
-    files = read_files(run_dir)
+    files = read_run(run_dir)
     folder = files.run_dir
     config = files.config
-    steps = files.steps
+    steps = files.columns
     problems = files.problems
     events, failures = _from_journal(folder, problems)
     rows = read_timeline(folder, problems)
@@ -74,8 +74,8 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
         "name": folder.resolve().name,
         "run_dir": str(folder),
         "state": files.state,
-        "why": files.explanation or f"{len(steps)} of {config.trainer.num_steps} steps done",
-        "ended": f"The run has state {files.state}: {files.explanation}" if is_bad_end else "",
+        "why": files.why or f"{len(steps)} of {config.trainer.num_steps} steps done",
+        "ended": f"The run has state {files.state}: {files.why}" if is_bad_end else "",
         "max_staleness": config.buffer.max_staleness,
         "verdict": files.verdict and asdict(files.verdict),
         "num_recent": num_recent,
@@ -84,7 +84,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
         "step": x.get("step", []),
         "time_s": x.get("time_s", [0.0] * num_points),
         "curves": {name: curve for name, curve in curves.items() if name != "step"},
-        "evaluations": files.evaluations[:: 1 + len(files.evaluations) // MAX_EVALUATIONS],
+        "evaluations": files.evaluation_lines[:: 1 + len(files.evaluation_lines) // MAX_EVALUATIONS],
         "gauges": {name: asdict(gauge) for name in curves if (gauge := gauge_of(name))},
         "timeline": timeline,
         "samples": _some_samples(folder, problems),
@@ -163,9 +163,9 @@ def _rounded(values: Any) -> list[float | None]:
     return [None if value != value else float(f"{value:.6g}") for value in values.tolist()]
 
 
-def _tiles(files: RunFiles) -> Iterator[tuple[str, str, str]]:
+def _tiles(files: RunRecord) -> Iterator[tuple[str, str, str]]:
     """Yield label, value and note of the key numbers."""
-    steps = files.steps
+    steps = files.columns
     config = files.config
     num_steps = config.trainer.num_steps
     step_s = steps.mean("perf/step_s")
@@ -177,7 +177,7 @@ def _tiles(files: RunFiles) -> Iterator[tuple[str, str, str]]:
     if steps:
         yield "time", duration(wall_s), f"{duration(steps.total('perf/step_s'))} of it in steps"
     name = config.best_eval or ""
-    lines = [line for line in files.evaluations if line.get("name", "") == name]
+    lines = [line for line in files.evaluation_lines if line.get("name", "") == name]
     if means := [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]:
         best = f"best of {len(means)}: {max(means):.3f}"
         yield f"last evaluation {name}".strip(), f"{means[-1]:.3f}", best
