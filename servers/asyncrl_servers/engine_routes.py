@@ -33,12 +33,9 @@ from asyncrl.messages.engine_api import (
 from asyncrl_servers.served_engine import MAX_QUEUED, Answer, AnyFuture, Of, ServedEngine
 
 FRAME_ROWS = 256
-"""Maximum rows per frame, so that the reader can do other work."""
 
 
 class GenerateBody(Message):
-    """POST /generate: a GenerateRequest as JSON."""
-
     request_id: str
     prompt_ids: list[int]
     max_tokens: int
@@ -54,9 +51,9 @@ class GenerateBody(Message):
 class ServedLink(Generic[Of]):
     """Server end of one link.
 
-    Life: open -> exchanging frames -> closed by the client or with its process, which aborts open requests.
+    Life: open -> closed by the client or with its process, which aborts open requests.
     Waits: the reader sleeps until a frame comes. The sampling thread sends without blocking; the event loop
-        sends what the socket does not accept, since waking it per step costs more than the frame.
+        sends the rest.
     Invariant: frames leave whole, in sampling order.
     """
 
@@ -69,11 +66,9 @@ class ServedLink(Generic[Of]):
         self._sending = threading.Lock()
         self._socket: socket.socket = transport.get_extra_info("socket").dup()
         self._unsent: list[bytes] = []
-        """Bytes to send next; direct sends wait for the transport's backlog."""
         self._is_behind = False
 
     def sampled(self, rows: Sequence[codec.Sampled]) -> None:
-        """Send the rows, from one thread at a time."""
         known = [row for row in rows if row.number in self._runs]
         for row in known:
             if row.then not in ("more", "interrupted"):
@@ -82,12 +77,10 @@ class ServedLink(Generic[Of]):
             self._send(codec.sampled_frame(known[first : first + FRAME_ROWS]))
 
     def refused(self, number: int, refusal: Refused) -> None:
-        """End a refused request, from one thread at a time."""
         if self._runs.pop(number, None) is not None:
             self._send(codec.refused_frame(number, refusal.status, refusal.body))
 
     async def serve(self) -> None:
-        """Serve until the client leaves."""
         try:
             async for message in self._link:
                 self._take(codec.read_frame(message.data))
@@ -98,12 +91,11 @@ class ServedLink(Generic[Of]):
                 self._socket.close()
 
     def _send(self, frame: bytes) -> None:
-        """Send a frame from any thread."""
         message = _message(frame)
         with self._sending, suppress(RuntimeError):  # the loop is closed
             if not self._is_behind:
                 num_sent = 0
-                with suppress(OSError):  # the transport closes broken connections
+                with suppress(OSError):
                     num_sent = self._socket.send(message)
                 message = message[num_sent:]
                 self._is_behind = bool(message)
@@ -154,14 +146,14 @@ def _message(data: bytes) -> bytes:
 
 
 class OneAnswer:
-    """Listener of one POST /generate, which continues across weight updates."""
+    """Listener of one POST /generate, across weight updates."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[codec.Sampled | Refused] = asyncio.Queue()
 
     async def answer(self, engine: ServedEngine[Of], request: GenerateRequest) -> GenerateResponse:
-        """Return the whole answer; abort if the client leaves. Raises Refused."""
+        """Abort if the client leaves. Raises Refused."""
         run = engine.run(codec.Asked(0, request, is_streamed=False), self)
         rows: list[codec.Sampled] = []
         engine.submit([run])
@@ -200,7 +192,7 @@ Act = Callable[..., Awaitable[BaseModel]]
 
 
 def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Application:
-    """Return the app of `engine`, protected by `secret`. `more`: additional POST routes."""
+    """`more`: additional POST routes."""
     app = make_app(secret)
 
     async def link(request: web.Request) -> web.WebSocketResponse:
@@ -218,7 +210,6 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
         check_queue(MAX_QUEUED - engine.num_queued)
         return await OneAnswer().answer(engine, GenerateRequest(**dict(body)))
 
-    # prepare and load_chunk block a worker thread, not the event loop.
     async def prepare(body: PrepareRequest) -> PrepareResponse:
         return await asyncio.to_thread(engine.weights.prepare, body)
 
@@ -243,12 +234,10 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
 
 
 def serve_engine(engine: ServedEngine[Of], fd: int, *more: Act) -> None:
-    """Serve on the inherited socket until SIGTERM."""
     serve(engine_routes(engine, secret_of(SECRET_ENV), *more), fd, cancels_handlers=True)
 
 
 async def _answered(future: AnyFuture[Answer]) -> Answer:
-    """Wait for the engine even if the caller leaves."""
     wrapped = asyncio.wrap_future(future)
     await asyncio.wait((wrapped,))
     return wrapped.result()

@@ -33,21 +33,17 @@ MAX_QUEUED = 1_000_000
 
 
 class EngineSpec(Message):
-    """Spec file of an engine server: one JSON object."""
-
     name: str
-    """Server name in logs and errors, like engine-0."""
     slots: int = Field(ge=1)
-    """Sequences decoded at once."""
     max_length: int = Field(ge=2)
-    """Maximum tokens of prompt and completion together."""
+    """Prompt and completion together."""
 
 
 Spec = TypeVar("Spec", bound=EngineSpec)
 
 
 def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
-    """Return the spec and the socket number. End the process if the spec is invalid."""
+    """Return the spec and the socket number; exit if the spec is invalid."""
     text, fd = child_arguments()
     try:
         return kind.model_validate_json(text), fd
@@ -58,15 +54,11 @@ def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
 
 
 class Listener(Protocol):
-    """Receives tokens and refusals, from any thread."""
-
     def sampled(self, rows: Sequence[Sampled]) -> None: ...
     def refused(self, number: int, refusal: Refused) -> None: ...
 
 
 class Run:
-    """A request from arrival to end, which `listener` gets with its last tokens."""
-
     def __init__(self, asked: Asked, listener: Listener) -> None:
         self.number, self.request, self.is_streamed = asked
         self.listener = listener
@@ -76,10 +68,10 @@ Of = TypeVar("Of", bound=Run)
 
 
 class ServedEngine(Protocol[Of]):
-    """Engine interface of the routes. Futures may raise Refused; other errors become 500.
+    """Engine interface of the routes.
 
-    `run` checks a request and raises Refused (400). `submit` queues runs, `resume` continues interrupted
-    runs, and `abort` ends runs with their tokens so far. Finished runs are ignored.
+    Futures may raise Refused; other errors become 500. `run` raises Refused (400). `abort` ends runs with
+    their tokens so far and ignores finished ones.
     """
 
     @property
@@ -115,8 +107,8 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return float64 in [0, 1) with 53 random bits, by (seed, absolute position) only, so that resumed
-    requests repeat their draws.
+    """Return float64 in [0, 1) with 53 random bits, by (seed, absolute position), so that resumed requests
+    repeat their draws.
     """
     counter = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return (_mix(counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,6 +1,4 @@
-"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: an engine server with only a latency model, for
-load tests and benchmarks. Imports no torch.
-"""
+"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: engine server with only a latency model."""
 
 from __future__ import annotations
 
@@ -30,17 +28,15 @@ EPSILON = 1e-9
 
 class SimulatedSpec(LatencyModel, EngineSpec):
     vocab_size: int = Field(default=1000, ge=1)
-    """Token ids are drawn uniformly from 0..vocab_size-1."""
+    """Token ids are uniform in 0..vocab_size-1."""
 
     def completion_length(self, seed: int) -> int:
-        """Return the completion's length, lognormal with mean `mean_tokens`, by the seed only."""
+        """Return a completion length, lognormal with mean `mean_tokens`."""
         normal = np.random.default_rng(seed).standard_normal() if self.sigma else 0.0
         return max(1, round(self.mean_tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)))
 
 
 class SimulatedWeights(WeightState):
-    """Read and verify weights, then drop them."""
-
     def read(self, request: engine_api.PrepareRequest) -> dict[str, Any]:
         check_arrived(request.path, _arrived(request.path), request)
         return {}
@@ -50,7 +46,7 @@ class SimulatedWeights(WeightState):
 
 
 class SimulatedRun(Run):
-    """A request, admitted at clock time `start` with `first` tokens, to end `length` steps later."""
+    """A request admitted at clock `start` with `first` tokens; it ends `length` steps later."""
 
     start = 0.0
     length = 0
@@ -68,16 +64,14 @@ class SimulatedRun(Run):
         return self.start + self.length
 
     def num_sampled(self, clock: float) -> int:
-        """Return the number of tokens at this clock time, without the final one."""
         return self.first + max(0, min(int(clock - self.start + EPSILON), self.length - 1))
 
 
 class SimulatedEngine:
     """Engine that costs one heap entry per request.
 
-    All running requests get one token per step, so one step clock describes them. It advances by one every
-    decode_step_s + n * per_row_s seconds; swaps take no time. Tokens are drawn at a request's end, or per
-    step if streamed.
+    All running requests share one step clock, which advances every decode_step_s + n * per_row_s seconds.
+    Tokens are drawn at a request's end, or per step if streamed.
 
     Invariant: the clock never goes back, and no answer has tokens beyond the clock.
     """
@@ -120,7 +114,7 @@ class SimulatedEngine:
         )
 
     def run(self, asked: Asked, listener: Listener) -> SimulatedRun:
-        """Return a run. Stop strings never match. Raises Refused (400)."""
+        """Return a run; stop strings never match. Raises Refused (400)."""
         check_request(asked, self.spec.max_length, self.spec.vocab_size)
         if asked.request.grammar is not None or asked.request.top_logprobs:
             what = f"request {asked.request.request_id} has a grammar or top_logprobs"
@@ -133,7 +127,6 @@ class SimulatedEngine:
         self._update()
 
     def resume(self, runs: Sequence[SimulatedRun]) -> None:
-        """Queue interrupted runs before all others."""
         for run in reversed(runs):
             if run in self._interrupted:
                 del self._interrupted[run]
@@ -142,13 +135,13 @@ class SimulatedEngine:
         self._update()
 
     def abort(self, runs: Sequence[SimulatedRun]) -> None:
-        self._update()  # complete requests end normally
+        self._update()
         places = (self._queued, self._running, self._interrupted)
         self._end([(run, "abort") for run in runs if any(run in place for place in places)])
         self._update()
 
     def commit(self, request: engine_api.CommitRequest) -> asyncio.Future[engine_api.CommitResponse]:
-        """Serve the new version. Raises Refused (409)."""
+        """Raises Refused (409)."""
         self._update()
         answer = self.weights.begin_commit(request)
         committed: asyncio.Future[engine_api.CommitResponse] = asyncio.get_running_loop().create_future()
@@ -208,7 +201,6 @@ class SimulatedEngine:
         self._updated_s = now_s
 
     def _update(self) -> None:
-        """End complete requests, admit queued ones, report streams and set the timer."""
         self._advance()
         ended = []
         while self._ends:
@@ -263,7 +255,6 @@ class SimulatedEngine:
         self._tell(rows)
 
     def _tell(self, rows: Iterable[tuple[SimulatedRun, int, str]]) -> None:
-        """Draw and report each request's tokens up to the given count."""
         rows = [(run, end, then) for run, end, then in rows if end > run.num_told or then != "more"]
         if not rows:
             return
@@ -287,14 +278,12 @@ class SimulatedEngine:
 
 
 def _arrived(path: str) -> Arrived:
-    """Return the digests and size of a file's tensors. Raises Refused (400)."""
     tensors = read_or_refuse(path)
     digests = {name: tensor_digest(name, raw.dtype, raw.shape, raw.data) for name, raw in tensors.items()}
     return digests, sum(len(raw.data) for raw in tensors.values())
 
 
 def main() -> None:
-    """Serve until SIGTERM or until the parent exits."""
     die_with_parent()
     spec, fd = read_spec(SimulatedSpec)
     serve_engine(SimulatedEngine(spec), fd)

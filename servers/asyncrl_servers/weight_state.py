@@ -1,4 +1,4 @@
-"""Served version, staged set, push chunks and sleeping parts of an engine's weights. Handles no tensors."""
+"""Served version, staged set, push chunks and sleeping parts, without tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Part = TypeVar("Part")
 
 
 def check_arrived(place: str, arrived: Arrived, announced: PrepareRequest | LoadChunkRequest) -> str:
-    """Return the digest of received tensors. Raises Refused (409) on a mismatch."""
+    """Return the digest. Raises Refused (409) on a mismatch."""
     digests, num_bytes = arrived
     digest = joint_digest(digests.values())
     expected = (announced.num_tensors, announced.num_bytes, announced.digest)
@@ -66,8 +66,7 @@ class ChunkedPush:
     """Loaded chunks of the newest push.
 
     Life: empty -> chunk 0, 1, ... of one version -> whole -> taken. Chunk 0 restarts at any time; a corrupt
-        chunk or a refused take() empties it.
-    Invariant: `digests` contains each loaded tensor once.
+        chunk or refused take() empties it.
     """
 
     def __init__(self) -> None:
@@ -83,9 +82,7 @@ class ChunkedPush:
 
     @contextmanager
     def receiving(self, request: LoadChunkRequest, serving: int) -> Iterator[None]:
-        """Load the chunk inside this context. Raises Refused (409) for a wrong chunk. An error ends the
-        push.
-        """
+        """Load the chunk inside this context; an error ends the push. Raises Refused (409)."""
         chunk = f"chunk {request.index} of policy_version {request.version}"
         if request.version < serving:
             raise Refused(409, f"{chunk} cannot be loaded after {serving}", rule="versions only grow")
@@ -101,7 +98,7 @@ class ChunkedPush:
             raise
 
     def add(self, request: LoadChunkRequest, arrived: Arrived) -> str:
-        """Record a loaded chunk and return its digest. Raises Refused (409) on a mismatch."""
+        """Record a chunk. Raises Refused (409) on a mismatch."""
         if again := sorted(self.digests.keys() & arrived[0].keys()):
             what = f"{len(again)} tensors of {request.place} came in an earlier chunk: {again[:3]}"
             raise Refused(409, what, rule="each tensor of a push comes once", way_out=RESEND)
@@ -128,14 +125,12 @@ class ChunkedPush:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A verified set of weights, with its tensors in engines that compute."""
-
     request: PrepareRequest
     tensors: Mapping[str, Any] = field(default_factory=dict)
 
 
 def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
-    """Return the staged set. Raises Refused (409) if it has another version or digest."""
+    """Raise Refused (409) for another version or digest."""
     lies = "nothing"
     if staged is not None:
         lies = f"policy_version {staged.request.version} with digest {staged.request.digest}"
@@ -149,9 +144,8 @@ class WeightState:
     """Serving weights, at most one staged set, and sleeping parts.
 
     Life: serving -> asleep -> awake without content -> serving, after a commit.
-    Waits: prepare() and load_chunk() run in any thread, the rest in the engine's thread. Memory changes hold
-        `lock`.
-    Invariant: can_serve is true only while every part has memory and the weights' digest was checked.
+    Waits: prepare() and load_chunk() run in any thread; memory changes hold `lock`.
+    Invariant: can_serve requires memory for every part and a checked digest.
     """
 
     def __init__(self, names: Collection[str] = ()) -> None:
@@ -161,7 +155,6 @@ class WeightState:
         self.push = ChunkedPush()
         self.staged: Staged | None = None
         self.swapping: tuple[CommitRequest, Staged] | None = None
-        """Commit in progress."""
         self.has_content = True
         self._digest = ""
         self._asleep: set[EnginePart] = set()
@@ -171,17 +164,14 @@ class WeightState:
         raise NotImplementedError
 
     def load(self, request: LoadChunkRequest) -> Arrived:
-        """Load a chunk. Raises Refused (400, 409)."""
         raise NotImplementedError
 
     @property
     def digest(self) -> str:
-        """Digest of the serving weights, empty if unknown."""
         return self._digest
 
     @property
     def asleep(self) -> list[EnginePart]:
-        """Parts without memory."""
         return sorted(self._asleep)
 
     @property
@@ -195,7 +185,6 @@ class WeightState:
             self.push.clear()
 
     def set_awake(self, part: EnginePart) -> None:
-        """Mark the part as in memory; weights have no content until a commit."""
         self._asleep.discard(part)
 
     def settle(self, version: int, digest: str) -> None:
@@ -204,7 +193,7 @@ class WeightState:
         self.has_content, self.staged, self.swapping = True, None, None
 
     def prepare(self, request: PrepareRequest) -> PrepareResponse:
-        """Stage weights or adapters during generation. Raises Refused (400, 409)."""
+        """Stage during generation. Raises Refused (400, 409)."""
         with self.lock:
             self._check_awake(f"policy_version {request.version} cannot be staged")
             self.staged = None
@@ -212,7 +201,7 @@ class WeightState:
         return PrepareResponse(version=request.version, digest=request.digest)
 
     def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
-        """Load a chunk into weights without content. Raises Refused (400, 409) and drops all chunks."""
+        """Load into weights without content. Raises Refused (400, 409) and drops all chunks."""
         with self.lock:
             what = f"a chunk of policy_version {request.version} cannot be loaded"
             self._check_awake(what)
@@ -224,9 +213,7 @@ class WeightState:
         return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
 
     def begin_commit(self, request: CommitRequest) -> CommitResponse | None:
-        """Return the answer if this version is served already, else None: swap in `swapping`. Raises Refused
-        (409).
-        """
+        """Return the answer if this version serves, else set `swapping`. Raises Refused (409)."""
         version, digest = request.version, request.digest
         if self.swapping is not None:
             what = f"a commit of policy_version {self.swapping[0].version} waits for running requests already"

@@ -16,7 +16,6 @@ from asyncrl_servers.served_engine import read_spec
 
 
 def main() -> None:
-    """Serve until SIGTERM or until the parent exits."""
     die_with_parent()
     spec, fd = read_spec(EmbeddedSpec)
 

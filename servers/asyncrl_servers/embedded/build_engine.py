@@ -1,4 +1,4 @@
-"""Build an engine from its spec and check memory and guarantees on this model and machine."""
+"""Build an engine from its spec and check memory and guarantees."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from asyncrl_servers.embedded.runner import Runner
 from asyncrl_servers.embedded.scoring import Scorer
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
-"""Maximum difference to the model's own logits, relative to the largest logit."""
+"""Maximum difference to the model's own logits, relative to the largest."""
 
 
 def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] | None = None) -> Engine:
-    """Return a loaded and checked engine. Print an ErrorBody line and raise SystemExit(1) on failure."""
+    """Return a checked engine. On failure print an ErrorBody line and exit with 1."""
     torch.set_num_threads(spec.threads)
     loaded = LoadedModel(spec)
-    # Adapters are merged into copies; the initial weights stay.
     twice = linear_parameters(loaded.model) if spec.has_adapters else set()
     staged = [one.nbytes * (1 + (name in twice)) for name, one in loaded.model.named_parameters()]
     # Per slot in float32: the logits after its prompt; a step's logits, logprobs, exponentials and float64
@@ -50,7 +49,7 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
 
 
 def check_memory(spec: EmbeddedSpec, *, slot_bytes: int, staged_bytes: int, free_bytes: int) -> None:
-    """End the process if slots and staged weights do not fit, with the number of slots that fits."""
+    """End the process if slots and staged weights do not fit."""
     slot_bytes *= 1 + spec.keeps_turns
     fitting, slots = (free_bytes - staged_bytes) // slot_bytes, spec.slots + spec.score_slots
     if slots > fitting:
@@ -85,7 +84,7 @@ def check_same_model(runner: Runner, name: str) -> None:
 
 @torch.inference_mode()
 def check_determinism(runner: Runner, name: str) -> None:
-    """End the process if logits depend on other sequences, slots, resumes or prefix copies."""
+    """End the process unless logits are batch-invariant, also across slots, resumes and prefix copies."""
     total, slots = min(40, runner.max_length), runner.slots
     ids = [(5 * i + 1) % runner.loaded.vocab_size for i in range(total)]
     first = total - min(3, total - 1)
@@ -104,7 +103,7 @@ def check_determinism(runner: Runner, name: str) -> None:
         runner.cache.copy_slot(0, job[0], total - 1)
         last = np.array([ids[-1]]), np.array([total])
         joined = runner.step(*last, [job]) if slots > 1 else runner.prefill([job])
-        if slots > 1:  # slot 1 shares a prefix with slot 0 in the same call
+        if slots > 1:
             half = total // 2
             shared = runner.step(NO_INTS, NO_INTS, [(0, ids, 0), (1, ids, half)], [(0, 1, half)])
             joined = torch.cat([joined, shared])

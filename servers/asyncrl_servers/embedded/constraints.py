@@ -15,9 +15,9 @@ from asyncrl_servers.embedded.sequence import Sequence
 
 
 class Constraints:
-    """Grammars of an engine, created at the first request with a grammar.
+    """Grammars of an engine, created on demand.
 
-    Invariant: a matcher has consumed each sampled token once: resumed ones in begin(), others in advance().
+    Invariant: a matcher consumes each sampled token once: resumed ones in begin(), others in advance().
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -25,7 +25,7 @@ class Constraints:
         self._grammars: TokenGrammars | None = None
 
     def begin(self, request: GenerateRequest, resumed: list[int]) -> TokenMatcher | None:
-        """Return a matcher. Call it from one thread at a time. Raises Refused (400)."""
+        """Return a matcher; one thread at a time. Raises Refused (400)."""
         if request.grammar is None:
             return None
         try:
@@ -36,7 +36,7 @@ class Constraints:
             raise refused(request, error) from None
 
     def mask(self, sequences: list[Sequence], logits_NV: Tensor) -> dict[int, Refused]:
-        """Mask forbidden tokens in place. Return rows whose grammar failed, unmasked."""
+        """Mask forbidden tokens in place. Return the rows whose grammar failed."""
         allowed = dict[int, npt.NDArray[np.bool_]]()
         failed = dict[int, Refused]()
         for row, sequence in enumerate(sequences):
@@ -54,7 +54,7 @@ class Constraints:
     def advance(
         self, sequences: list[Sequence], token_ids: npt.NDArray[np.int64], failed: dict[int, Refused]
     ) -> None:
-        """Pass the drawn tokens [rows] to the matchers, except in `failed` rows; add rows that fail."""
+        """Pass drawn tokens to the matchers, except in `failed` rows; add rows that fail."""
         for row, sequence in enumerate(sequences):
             if sequence.matcher is not None and row not in failed:
                 try:

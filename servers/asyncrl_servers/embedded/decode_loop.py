@@ -1,4 +1,4 @@
-"""Engine loop: one thread that owns the model and schedules decode steps."""
+"""Engine loop: one thread owns the model and schedules decode steps."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from asyncrl_servers.served_engine import Listener
 
 Answer = TypeVar("Answer")
 STREAM_S = 0.005
-"""Minimum seconds between stream updates: about one decode step."""
+"""About one decode step."""
 
 
 class Engine:
     """Continuous batching over slots.
 
-    Life: start() -> serving -> stop(). An exception in the loop goes to `on_crash`, which ends the process.
-    Waits: the loop sleeps in its inbox if nothing can run; every call wakes it. Callers wait on futures.
-    Invariant: weights and their version change together, only in _finish_commit, between decode steps.
+    Life: start() -> serving -> stop(). A loop exception ends the process through `on_crash`.
+    Waits: the loop sleeps in its inbox; every call wakes it. Callers wait on futures.
+    Invariant: weights and version change together, in _finish_commit, between decode steps.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Engine:
         )
 
     def run(self, asked: Asked, listener: Listener) -> Sequence:
-        """Return a run to submit. Raises Refused (400)."""
+        """Raises Refused (400)."""
         return self._scheduler.new_sequence(asked, listener)
 
     def submit(self, runs: Iterable[Sequence]) -> None:
@@ -111,24 +111,24 @@ class Engine:
         self._inbox.put(partial(self._scheduler.abort, set(runs)))
 
     def commit(self, request: CommitRequest) -> Future[CommitResponse]:
-        """Swap weights between decode steps. The future may raise Refused (409)."""
+        """Swap weights between decode steps. Raises Refused (409)."""
         return self._ask(partial(self._commit, request))
 
     def sleep(self, request: SleepRequest) -> Future[TransferStats]:
-        """Interrupt running requests and free these parts. The future may raise Refused (409)."""
+        """Interrupt requests and free these parts. Raises Refused (409)."""
         return self._ask(lambda _: self._sleep(request))
 
     def wake(self, request: WakeRequest) -> Future[TransferStats]:
-        """Allocate memory for these parts. The future may raise Refused (400, 409, 507)."""
+        """Allocate memory for these parts. Raises Refused (400, 409, 507)."""
         return self._ask(lambda _: self._wake(request))
 
     def score(self, request: ScoreRequest) -> Future[ScoreResponse]:
-        """Compute logprobs of given tokens. The future may raise Refused (400)."""
+        """Raises Refused (400)."""
         assert self._scorer is not None, "only an engine with a scorer has the route"
         return self._ask(partial(self._scorer.add, request))
 
     def _ask(self, action: Callable[[Future[Answer]], Answer | None]) -> Future[Answer]:
-        """Run `action` in the loop's thread and set the future; None means that it answers later."""
+        """Run `action` in the loop's thread; None means that it answers later."""
         answer: Future[Answer] = Future()
         answer.set_running_or_notify_cancel()
 
@@ -160,7 +160,6 @@ class Engine:
 
     @torch.inference_mode()
     def turn(self) -> None:
-        """Run one iteration of the loop."""
         while not self._inbox.empty():
             self._inbox.get_nowait()()
         if self._scorer is not None:
@@ -207,7 +206,6 @@ class Engine:
 
     @torch.inference_mode(False)
     def _wake(self, request: WakeRequest) -> TransferStats:
-        """Wake parts; a part that fails stays asleep."""
         started_s = time.perf_counter()
         weights, runner = self.weights, self.runner
         loaded = runner.loaded
@@ -227,7 +225,7 @@ class Engine:
                     runner.take_cache(runner.slots)
                     num_bytes += runner.cache.num_bytes
                 weights.set_awake("kv")
-        except RuntimeError as error:  # raised by torch
+        except RuntimeError as error:
             raise Refused(
                 507,
                 f"{' and '.join(asleep)} cannot wake: {error}",

@@ -33,41 +33,34 @@ from asyncrl_servers.served_engine import EngineSpec
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 STATIC_ROPE = frozenset({"default", "linear", "llama3"})
-"""Rotary embeddings whose angles depend only on position."""
+"""Rotary embeddings that depend only on position."""
 
 
 class EmbeddedSpec(EngineSpec):
-    """Spec file of `python -m asyncrl_servers.embedded`."""
-
     model_path: str
     """Hugging Face folder with config, weights and (for stop strings) tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weight dtype; auto: bfloat16 on CUDA, float32 on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if available."""
     threads: int = Field(default=1, ge=1)
     deterministic: Literal["auto"] | bool = "auto"
-    """On CPU: tokens depend only on prompt, seed and weights, checked at start. auto: true unless the model
-    has experts.
-    """
+    """On CPU: batch-invariant, checked at start. auto: true unless the model has experts."""
     has_adapters: bool = False
-    """Reserve memory for weights under adapters (weight_sync.transport=lora)."""
+    """Reserve memory to merge adapters (weight_sync.transport=lora)."""
     keeps_turns: bool = False
-    """Keep up to num_kept finished sequences in the KV cache for their next turns."""
+    """Keep up to num_kept finished sequences cached for their next turns."""
     takes_turns: bool = False
-    """Weights arrive in chunks, so no staging memory is reserved."""
+    """Weights arrive in chunks; no staging memory."""
     receives_bytes: int = Field(default=0, ge=0)
-    """Buffer size in bytes of received weights (weight_sync.transport=nccl)."""
+    """Buffer bytes of transport nccl."""
     stays: bool = False
     """Sleeping parts keep their memory."""
     share: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of CUDA memory for torch (none = all free memory)."""
+    """Fraction of CUDA memory for torch (none = all)."""
     returns_routing: bool = False
     """Return each token's experts (algorithm.router_replay)."""
     score_slots: int = Field(default=0, ge=0)
-    """Texts that POST /score reads at once (0 = no such route). A scoring server never changes its
-    weights.
-    """
+    """Texts that POST /score reads at once (0 = no such route)."""
 
     @property
     def num_kept(self) -> int:
@@ -75,10 +68,8 @@ class EmbeddedSpec(EngineSpec):
 
 
 class LoadedModel:
-    """A model ready to run over slots: its attention is ours, and its sizes are known."""
-
     def __init__(self, spec: EmbeddedSpec) -> None:
-        """Load and probe the model; end the process if it is missing or unsupported."""
+        """Load and probe the model; exit if it is missing or unsupported."""
         self.folder = Path(spec.model_path)
         self.device = _device(spec)
         default = "bfloat16" if self.device.type == "cuda" else "float32"
@@ -106,7 +97,7 @@ class LoadedModel:
         linear = [one for one in self.model.modules() if isinstance(one, nn.Linear)]
         self.spare_rows = int(any(one.out_features % 2 for one in linear))
         """Padding rows of an exact call. Elementwise kernels compute the remainder after whole vector pairs
-        (32 floats) by another formula (measured for silu and gelu), and odd widths have a remainder.
+        (32 floats) differently (measured for silu and gelu); odd widths have one.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -114,13 +105,11 @@ class LoadedModel:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def free_bytes(self) -> int:
-        """Return free device memory; on CPU, the memory available to the process."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
         return available_memory()
 
     def give_back(self) -> None:
-        """Return cached memory to the system."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -177,7 +166,6 @@ def _device(spec: EmbeddedSpec) -> torch.device:
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return a tensor for an asynchronous copy to the device."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory()
 
@@ -187,7 +175,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
-    """Copy all tensors in one transfer, a decode step's only device wait. Values must be exact in float64."""
+    """Copy all tensors in one transfer. Values must be exact in float64."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     packed = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
@@ -196,7 +184,7 @@ def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
 
 
 class CudaCaptures:
-    """CUDA graphs that share a memory pool: none may run while another graph's results are needed."""
+    """CUDA graphs that share a memory pool: a replay overwrites other graphs' results."""
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
@@ -223,7 +211,6 @@ class CudaCaptures:
 
 
 def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShape:
-    """Switch the model to our attention and record its shape."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedAttentionError("its forward takes no logits_to_keep")
     model.set_attn_implementation(NAME)
@@ -250,10 +237,9 @@ def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
 
 
 class PlainDecoder:
-    """Forward pass of Llama-like models over their own modules, so it follows weight swaps.
+    """Forward pass of Llama-like models over their own modules.
 
-    Half of a small model's decode step is Python in transformers. check_same_model compares this pass with
-    the model's own attention at start.
+    Python in transformers is half of a small model's decode step. check_same_model compares both at start.
     """
 
     def __init__(self, model: Any, max_length: int) -> None:
@@ -270,7 +256,7 @@ class PlainDecoder:
 
     @classmethod
     def of(cls, model: Any, max_length: int) -> PlainDecoder | None:
-        """Return the decoder, or None if the model's forward may differ."""
+        """Return None if the model's forward may differ."""
         config = model.config
         rope = getattr(config, "rope_parameters", None) or {}
         is_plain = (
@@ -308,7 +294,6 @@ class PlainDecoder:
 
 
 def _layer(module: Any) -> tuple[Any, ...]:
-    """Return a decoder layer's parameters, to save attribute lookups."""
     attention, mlp = module.self_attn, module.mlp
     maps = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()

@@ -1,12 +1,10 @@
 """Attention over the slot cache, called from inside any Hugging Face model.
 
-A call has one row per token. Only attention needs a row's slot, from the call's `Pass`; a model that runs its
-own forward gets it through `in_force`.
+A call has one row per token. Only attention needs a row's slot, from the call's `Pass`.
 
-On CPU a float32 row has the same bits for any other rows, and decoding gives the bits of prefilling: matrix
-products have at least 4 rows, because MKL changes the summation order below; products with V are summed in
-blocks of CONTRACTION positions, because MKL splits sums above 192; masked probabilities are 0 and cached
-values finite. build_engine.check_determinism checks this.
+On CPU, float32 rows are batch-invariant and decoding equals prefilling bit for bit. MKL changes the
+summation order of products below 4 rows and splits sums above 192, so both are avoided; masked probabilities
+are 0 and cached values finite. build_engine.check_determinism checks this.
 """
 
 from __future__ import annotations
@@ -30,24 +28,23 @@ LENGTH_STEP = 32
 CONTRACTION = 128
 """Positions summed in one matrix product with V."""
 MIN_ROWS = 4
-"""Minimum rows of matrix products."""
 CHUNK = 8
 """Rows per chunk when decoding slots are joined into stretches."""
 STRETCH_FLOATS = 30_000
-"""Keys read in the time of one more stretch (measured: 30 us a layer on one CPU thread)."""
+"""Keys read in the time of one more stretch (measured: 30 us per layer on one CPU thread)."""
 CUDA_STRETCH_FLOATS = 10_000_000
-"""The same on CUDA (estimated: five kernels of 3 us, 3 TB/s of bfloat16 keys and values)."""
+"""The same on CUDA (estimated: five 3 us kernels, 3 TB/s)."""
 
 Ints = npt.NDArray[np.int64]
 Ids = Sequence[int] | Ints
 ROUTED_TYPE = torch.int16
-"""Type of cached expert numbers, with the bytes of uint16."""
+"""Type of cached expert numbers; its bytes are uint16."""
 MAX_EXPERTS = 2**15
 NO_INTS = np.zeros(0, np.int64)
 Share = tuple[int, int, int]
 """(slot of a job, another slot, number of shared leading tokens)."""
 Part = tuple[int, Ids, int, int]
-"""(slot, token ids, start, end): tokens of a job in one call."""
+"""(slot, token ids, start, end)."""
 
 
 class UnsupportedAttentionError(Exception):
@@ -60,15 +57,12 @@ def padded_length(length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of a model's keys and values, and of a token's experts."""
-
     num_layers: int
     kv_heads: int
     head_dim: int
     num_routed: int = 0
 
     def stretch_worth(self, device: torch.device) -> float:
-        """Return the positions read in the time of one more stretch."""
         floats = STRETCH_FLOATS if device.type == "cpu" else CUDA_STRETCH_FLOATS
         return floats / (self.kv_heads * self.head_dim)
 
@@ -78,8 +72,8 @@ class CacheShape:
 
 
 class SlotCache:
-    """Keys and values [layers, slots, kv_heads, positions, head_dim]; `routing`: experts by token,
-    ROUTED_TYPE [slots, positions, experts].
+    """Keys and values [layers, slots, kv_heads, positions, head_dim]; `routing`: ROUTED_TYPE [slots,
+    positions, experts].
     """
 
     @torch.inference_mode(False)
@@ -87,7 +81,7 @@ class SlotCache:
         self, shape: CacheShape, slots: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         size = (shape.num_layers, slots, shape.kv_heads, padded_length(max_length), shape.head_dim)
-        # Unwritten values must be finite, because they are multiplied by 0.
+        # Unwritten values must be finite: they are multiplied by 0.
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         routed = (slots, padded_length(max_length), shape.num_routed)
@@ -98,18 +92,17 @@ class SlotCache:
         return self.keys.nbytes + self.values.nbytes + self.routing.nbytes
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions."""
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
         self.routing[target, :length] = self.routing[source, :length]
 
 
 class RoutedExperts:
-    """Hooks on a model's routers. `num_routed`: experts per token, 0 if they cannot be recorded."""
+    """Router hooks. `num_routed`: experts per token, 0 if they cannot be recorded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._chosen: list[Tensor] = []
-        """For the newest pass, by router: int64 [R, k]."""
+        """int64 [R, k] for each router."""
         routers = routers_of(model)
         is_small = all(len(router.weight) <= MAX_EXPERTS for router in routers)
         self.num_routed = sum(int(router.top_k) for router in routers) if is_small else 0
@@ -117,18 +110,18 @@ class RoutedExperts:
             router.register_forward_hook(lambda _, inputs, found: self._chosen.append(found[2]))
 
     def take(self) -> Tensor:
-        """Return the newest pass's experts, ROUTED_TYPE [R, num_routed]."""
+        """Return the last pass's experts, ROUTED_TYPE [R, num_routed]."""
         chosen, self._chosen = self._chosen, []
         return torch.cat(chosen, dim=1).to(ROUTED_TYPE)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive rows of a call: `tokens` queries for each slot in [start, end), over `length` positions.
+    """Consecutive rows of a call: `tokens` queries per slot in [start, end) over `length` positions.
 
-    `invalid`, bool [end - start, 1, 1, tokens, length], masks positions after a query's own. If slots have
-    fewer queries, `gather`, int64 [(end - start) * tokens], fills the gaps with arbitrary rows and `kept`
-    indexes the real rows.
+    `invalid`, bool [end - start, 1, 1, tokens, length], is the causal mask. If slots have fewer queries,
+    `gather`, int64 [(end - start) * tokens], fills the gaps with arbitrary rows and `kept` indexes the real
+    rows.
     """
 
     start: int
@@ -141,7 +134,7 @@ class Stretch:
 
 
 def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
-    """Return stretches (start, end, length) that cover the rows [n] with at least their padded lengths.
+    """Return stretches (start, end, length) covering rows [n] with at least their padded lengths.
 
     Neighboring chunks are joined unless this wastes more positions than a stretch is `worth`.
     """
@@ -160,7 +153,7 @@ def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
 
 
 class Writes(NamedTuple):
-    """Cache destinations: row `rows`[i] (None: i) goes to position `positions`[i] of slot `slots`[i]."""
+    """Row `rows`[i] (None: i) is written to position `positions`[i] of slot `slots`[i]."""
 
     rows: Ints | None
     slots: Ints
@@ -168,9 +161,6 @@ class Writes(NamedTuple):
 
 
 def written(decoded: Ints, parts: Sequence[Part], shares: Sequence[Share]) -> Writes:
-    """Return the writes of slots 0..n-1 at positions `decoded` [n], then of the parts, including shared
-    tokens.
-    """
     if not shares:
         slots = [np.full(end - start, slot) for slot, _, start, end in parts]
         positions = [np.arange(start, end) for _, _, start, end in parts]
@@ -178,7 +168,7 @@ def written(decoded: Ints, parts: Sequence[Part], shares: Sequence[Share]) -> Wr
             None, np.concatenate([np.arange(len(decoded)), *slots]), np.concatenate([decoded, *positions])
         )
     of_slot, row = dict[int, tuple[int, Ints]](), len(decoded)
-    """First written position, and the rows from there on, by slot."""
+    """First written position and its row, by slot."""
     for slot, _, start, end in parts:
         first, rows = of_slot.get(slot, (start, NO_INTS))
         of_slot[slot] = first, np.concatenate([rows, np.arange(row, row + end - start)])
@@ -203,13 +193,13 @@ class Pass:
     cache: SlotCache
     stretches: list[Stretch]
     flat_index: Tensor
-    """int64 [rows * kv_heads]: each key's row of the flattened cache [slots * kv_heads * positions]."""
+    """int64 [rows * kv_heads]: rows of the cache flattened to [slots * kv_heads * positions]."""
     is_exact: bool
     source: Tensor | None = None
-    """int64: each key's row of the call. None: the first rows, in order."""
+    """int64: each key's row of the call; None: in order."""
     _biases: dict[int, Tensor] = field(default_factory=dict)
-    """Score biases by stretch, shared by all layers: [slots * kv_heads, rows, length] of 0 and -inf; [1,
-    rows, length] for one slot.
+    """Additive masks by stretch, shared by all layers: [slots * kv_heads, rows, length]; [1, rows, length]
+    for one slot.
     """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -259,7 +249,7 @@ class Pass:
 
 
 def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
-    """Multiply probabilities [..., rows, length] by values [..., length, d], in blocks if `is_exact`."""
+    """Multiply probabilities [..., rows, length] by values [..., length, d]; in blocks if `is_exact`."""
     length = values.shape[-2]
     if not is_exact or length <= CONTRACTION:
         return torch.matmul(probabilities, values)
@@ -291,7 +281,6 @@ _local = threading.local()
 
 @contextmanager
 def in_force(pass_: Pass | ProbePass, max_length: int) -> Iterator[None]:
-    """Use `pass_` in this thread's attention layers."""
     _local.pass_, _local.max_length = pass_, max_length
     try:
         yield
@@ -309,7 +298,7 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for transformers, with [1, heads, R, d] or [R, heads, 1, d]. Refuses unsupported features."""
+    """Attend for transformers, with [1, heads, R, d] or [R, heads, 1, d]."""
     layer = getattr(module, "layer_idx", None)
     refused = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     window = kwargs.get("sliding_window")

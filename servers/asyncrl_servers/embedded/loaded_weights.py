@@ -1,6 +1,6 @@
-"""Weights of an embedded engine: staged from a file or a broadcast, or loaded in place by chunks, under
-checkpoint names. Tensors that transformers stacks are copied into views of the stack. Adapters change the
-initial weights, which are kept.
+"""Weights of an embedded engine, under checkpoint names.
+
+Stacked tensors are copied into views of the stack. Adapters change the initial weights, which are kept.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived, ta
 
 
 class Weights(WeightState):
-    """A model's serving weights.
+    """Serving weights.
 
-    Invariant: `_base` holds the initial weights until whole other weights are swapped in.
+    Invariant: `_base` holds the initial weights until a full set replaces them.
     """
 
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec) -> None:
@@ -62,14 +62,13 @@ class Weights(WeightState):
         return self._digest
 
     def prepare(self, request: PrepareRequest) -> PrepareResponse:
-        """Stage weights. A new group replaces the previous group, which failed elsewhere."""
+        """Stage weights. A new group replaces a previous group that failed elsewhere."""
         group = self._group
         if request.member is not None and group is not None and group.path != request.member.path:
             group.close()
         return super().prepare(request)
 
     def read(self, request: PrepareRequest) -> dict[str, Tensor]:
-        """Return the tensors to stage, with adapters merged."""
         if request.member is not None:
             return self._received(request, request.member)
         files = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
@@ -93,7 +92,6 @@ class Weights(WeightState):
         return merge_adapters(tensors, self._base, self._linear, request.path)
 
     def load(self, request: LoadChunkRequest) -> Arrived:
-        """Copy a chunk's tensors into the weights."""
         with self._memory.chunk(request) as tensors:
             self._check_parameters(tensors, request.place, is_part=True)
             parameters = {name: parameter.data for name, parameter in self._parameters.items()}
@@ -111,14 +109,13 @@ class Weights(WeightState):
         self.settle(request.version, request.digest)
 
     def check_may_sleep(self) -> None:
-        """Raise Refused (409) under adapters, which need the initial weights."""
         if self._has_adapters:
             rule = "weight_sync.transport=lora keeps the initial weights"
             way_out = "put only the KV cache to sleep, or set another weight_sync.transport."
             raise Refused(409, "weights under adapters cannot sleep", rule=rule, way_out=way_out)
 
     def free(self) -> int:
-        """Free all weights and return their bytes. With `stays` only their content is lost."""
+        """Free all weights and return their bytes. With `stays` the memory remains."""
         with self.lock:
             if self._stays:
                 self._base = None  # chunks overwrite it
@@ -134,7 +131,6 @@ class Weights(WeightState):
             return num_bytes
 
     def take(self) -> int:
-        """Allocate memory without content; return the allocated bytes."""
         with self.lock:
             if not self._stays:
                 self._put(self._empty())
@@ -142,7 +138,6 @@ class Weights(WeightState):
             return 0 if self._stays else self.num_bytes
 
     def _put(self, tensors: Mapping[str, Tensor], *, in_place: bool = False) -> None:
-        """Set the parameters. `in_place`: copy into their memory, unless `_base` uses it."""
         kept = {one.data_ptr() for one in (self._base or {}).values()}
         for name, parameter in self._parameters.items():
             is_there = parameter.shape == tensors[name].shape and parameter.data_ptr() not in kept
@@ -152,7 +147,7 @@ class Weights(WeightState):
                 parameter.data = tensors[name]
 
     def _received(self, request: PrepareRequest, member: GroupMember) -> dict[str, Tensor]:
-        """Receive a broadcast under the model's names. Raises Refused (409)."""
+        """Receive a broadcast. Raises Refused (409)."""
         tensors, place = self._empty(), f"the broadcast of policy_version {request.version}"
         places = pieces_of(tensors, self._pieces)
 
@@ -176,7 +171,7 @@ class Weights(WeightState):
         return tensors
 
     def _joined(self, member: GroupMember) -> WeightGroup:
-        """Return the group, joining it if new. Raises GroupBroken."""
+        """Raises GroupBroken."""
         if member.is_new:
             self._leave()
             self._group = WeightGroup(member, self._loaded.device)
@@ -194,7 +189,7 @@ class Weights(WeightState):
         return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
 
     def _check_parameters(self, tensors: Mapping[str, Tensor], place: str, *, is_part: bool = False) -> None:
-        """Raise Refused (409) if the tensors are not the model's parameters; `is_part`: some are enough."""
+        """Raise Refused (409) unless the tensors are the model's parameters; `is_part`: some of them."""
         found, kinds = _kinds(tensors), self._stored_kinds
         missing = set() if is_part else kinds.keys() - found.keys()
         wrong = sorted(missing | {name for name, kind in found.items() if kinds.get(name) != kind})
@@ -213,8 +208,8 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
 
 
 def _packed(files: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], Arrived]:
-    """Copy tensors into one block of memory, each at the start of a digest block, zero-padded: hashing them
-    one by one would take as long as the copy.
+    """Copy tensors into one zero-padded block, each at the start of a digest block, so that one hash covers
+    all.
     """
     sizes = [-(-one.nbytes // BLOCK_BYTES) * BLOCK_BYTES for one in files.values()]
     memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)

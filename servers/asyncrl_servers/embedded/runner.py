@@ -36,7 +36,7 @@ PREFILL_ROWS = 1024
 QUERY_CHUNK = 256
 """Maximum tokens of one sequence per score computation."""
 EXACT_ROWS = 16
-"""Row multiple of exact calls, from which a row of a float32 product keeps its bits."""
+"""A row of a float32 product keeps its bits from this row multiple on."""
 GRAPH_STEP = 64
 """Length step of short layouts; long ones use an eighth to a quarter of the length."""
 MIN_STEPS = 4
@@ -44,21 +44,21 @@ MIN_STEPS = 4
 MOST_GRAPHS = 64
 """Maximum number of captured layouts (LRU)."""
 QUERY_STEP = 16
-"""Query padding, so that sequences can share a stretch."""
+"""Query padding, to share stretches."""
 SCORE_FLOATS = 2**21
 """Maximum scores per query head of each KV head in a shared stretch."""
 
 log = logging.getLogger(__name__)
 Job = tuple[int, Ids, int]
-"""(slot, token ids, number of ids already in the slot)."""
+"""(slot, token ids, number already in the slot)."""
 Cut = tuple[int, int, int]
-"""(first slot, end, length) of a stretch of a decode step."""
+"""(first slot, end, length)."""
 Layout = tuple[int, tuple[Cut, ...]]
-"""(rows, stretches) of a decode step."""
+"""(rows, stretches)."""
 
 
 class Runner:
-    """Runs the model over a slot cache, in one thread. Sequences fill slots 0..n-1 without a gap."""
+    """Runs the model over slots 0..n-1 of a cache, in one thread."""
 
     def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool) -> None:
         self.loaded, self.slots, self.max_length, self.is_exact = loaded, slots, max_length, is_exact
@@ -68,8 +68,8 @@ class Runner:
         self.take_cache(slots)
 
     def take_graphs(self, most_rows: int, new_captures: Callable[[], Captures]) -> None:
-        """Use CUDA graphs for decode steps of up to `most_rows` rows. Unsuitable for exact mode, because of
-        padding, and for transformers' forward, which may read values on the host.
+        """Use CUDA graphs for decode steps of up to `most_rows` rows. Unsuitable for exact mode and for
+        transformers' forward, which may read values on the host.
         """
         if self._plain is not None and not self.is_exact:
             self.graphs = DecodeGraphs(self, self._plain, most_rows, new_captures)
@@ -81,11 +81,11 @@ class Runner:
         self.cache = SlotCache(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Fill slots and return the logits after each last token, [jobs, V]."""
+        """Fill slots and return their last logits, [jobs, V]."""
         return self.step(NO_INTS, NO_INTS, jobs)
 
     def decode(self, last_ids: Ints, lengths: Ints) -> Tensor:
-        """Decode slots 0..n-1: return logits [n, V] after `last_ids` [n], token number `lengths` - 1."""
+        """Decode slots 0..n-1: return logits [n, V] after `last_ids` [n] at position `lengths` - 1."""
         return self.step(last_ids, lengths, ())
 
     def step(
@@ -131,14 +131,12 @@ class Runner:
         return logits[: len(kept)]
 
     def decode_stretches(self, cuts: Sequence[Cut], positions_R: Tensor) -> list[Stretch]:
-        """Return stretches of one query per slot."""
         own = positions_R[:, None, None, None, None]
         return [
             Stretch(*cut[:2], 1, cut[2], self._positions[: cut[2]] > own[cut[0] : cut[1]]) for cut in cuts
         ]
 
     def _read_stretches(self, parts: Sequence[Part], row: int) -> Iterator[Stretch]:
-        """Yield stretches of the parts, from row `row`; equal neighbors share a stretch."""
         groups: list[list[Part]] = []
         for part in parts:
             group, tokens = groups[-1] if groups else [], self._padded(part)
@@ -170,7 +168,7 @@ class Runner:
             row += int(counts.sum())
 
     def _padded(self, part: Part) -> int:
-        """Return the part's padded number of queries. Padding keeps bits independent of other parts."""
+        """Padding keeps bits independent of other parts."""
         _, _, start, end = part
         return -(-(end - start) // QUERY_STEP) * QUERY_STEP if end - start > 1 else 1
 
@@ -182,7 +180,7 @@ class Runner:
     def _call(
         self, stretches: list[Stretch], writes: Writes, positions: Ints, ids: Ints, keep: Tensor | None
     ) -> Tensor:
-        """Return logits [rows, V] of rows `keep` (None: all) for token `ids`[i] at `positions`[i]."""
+        """Return logits [rows, V] of rows `keep` (None: all)."""
         device, rows = self.loaded.device, self._num_rows(len(ids))
         _, _, kv_heads, num_positions, _ = self.cache.keys.shape
         heads = writes.slots[:, None] * kv_heads + np.arange(kv_heads)
@@ -221,11 +219,10 @@ class Captures(Protocol):
 
 
 class DecodeGraphs:
-    """Decode steps as CUDA graphs, without host work per kernel. Logits may depend on other sequences.
+    """Decode steps as CUDA graphs.
 
-    A graph reads and writes the memory of its capture: inputs and outputs go through `_inputs` and `_logits`,
-    and moved weights or caches drop all graphs. Rows and lengths are padded so that layouts recur. A layout
-    is captured after MIN_STEPS steps.
+    Inputs and outputs go through `_inputs` and `_logits`; moved weights or caches drop all graphs. Rows and
+    lengths are padded so that layouts recur. A layout is captured after MIN_STEPS steps.
     """
 
     def __init__(
@@ -241,14 +238,13 @@ class DecodeGraphs:
         self._num_steps = Counter[Layout]()
         self._replays: OrderedDict[Layout, Callable[[], None]] = OrderedDict()
         self.given_up = ""
-        """Reason why graphs are disabled."""
 
     @property
     def state(self) -> str:
         return f"off: {self.given_up}" if self.given_up else "on"
 
     def step(self, last_ids: Ints, lengths: Ints) -> Tensor:
-        """Return logits [n, V], which the next step overwrites."""
+        """Return logits [n, V]; the next step overwrites them."""
         self._drop_moved()
         layout, logits = self._fill(last_ids, lengths), self._take_logits()
         if (replay := self._replay_of(layout, logits)) is not None:
@@ -264,7 +260,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Disable graphs unless a replayed step equals the computed step bit for bit. Clears the KV cache."""
+        """Disable graphs unless a replay matches bit for bit. Clears the KV cache."""
         cache, max_length = self._runner.cache, self._runner.max_length
         self._drop_moved()
         for num in sorted({1, self._most_rows}):
@@ -294,7 +290,7 @@ class DecodeGraphs:
             self._addresses = addresses
 
     def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
-        """Write a step into `_inputs`. Padding rows repeat the first row's key; their slots may be in use."""
+        """Padding rows repeat the first row's key; their slots may be in use."""
         num, most_length = len(last_ids), padded_length(self._runner.max_length)
         rows = min(-(-num // CHUNK) * CHUNK if num > CHUNK // 2 else num, self._most_rows)
         inputs, padded = np.zeros((3, self._most_rows), np.int64), np.ones(rows, np.int64)
@@ -314,7 +310,6 @@ class DecodeGraphs:
         return self._logits
 
     def _compute(self, layout: Layout, logits: Tensor) -> None:
-        """Compute `logits` from `_inputs`; kernels depend only on the layout."""
         (rows, cuts), cache = layout, self._runner.cache
         ids_R, positions_R, slots_R = self._inputs[:, :rows].unbind()
         _, _, kv_heads, num_positions, _ = cache.keys.shape
@@ -334,7 +329,7 @@ class DecodeGraphs:
         return self._capture(layout, logits) if self._num_steps[layout] > MIN_STEPS else None
 
     def _capture(self, layout: Layout, logits: Tensor) -> Callable[[], None] | None:
-        """Capture a graph; on failure disable graphs and return None."""
+        """Return None and disable graphs on failure."""
         try:
             self._captures = self._captures or self._new_captures()
             replay = self._captures.capture(partial(self._compute, layout, logits))

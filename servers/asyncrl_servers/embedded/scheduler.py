@@ -1,4 +1,4 @@
-"""Scheduling of sequences over slots: admission with reuse of cached prefixes, sampling, interruption."""
+"""Admission with prefix reuse, sampling, and interruption of sequences."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ MIN_SHARED = 2
 
 
 class Prefill(NamedTuple):
-    """Prefill of `ids` [T] in slot `row`. `num_copied` tokens are copied from slot `source`; those up to
-    `num_shared` are computed for both. If all are shared, so are the next logits.
+    """Prefill of `ids` [T] in slot `row`.
+
+    `num_copied` tokens are copied from slot `source`; tokens up to `num_shared` are computed for both.
     """
 
     row: int
@@ -44,10 +45,10 @@ class Prefill(NamedTuple):
 
 
 class Scheduler:
-    """Queued, running and interrupted sequences of an engine, and their results until hand_over.
+    """Sequences of an engine, and their results until hand_over.
 
     Invariant: every token carries the version of the weights that computed it. Interrupted sequences keep
-        their slot until resumed or aborted.
+        their slot.
     """
 
     def __init__(self, spec: EmbeddedSpec, runner: Runner, weights: Weights) -> None:
@@ -76,7 +77,7 @@ class Scheduler:
         return bool(self.queued) and self._num_free > 0 and is_serving
 
     def new_sequence(self, asked: Asked, listener: Listener) -> Sequence:
-        """Return a sequence to submit, from any thread. Raises Refused (400)."""
+        """Return a sequence, from any thread. Raises Refused (400)."""
         loaded = self._runner.loaded
         token_ids = check_request(asked, self._spec.max_length, loaded.vocab_size)
         request = asked.request
@@ -94,7 +95,6 @@ class Scheduler:
         self.queued.update(dict.fromkeys(sequences))
 
     def resume(self, sequences: list[Sequence]) -> None:
-        """Queue interrupted sequences before all others."""
         for sequence in reversed(sequences):
             if sequence in self.interrupted:
                 del self.interrupted[sequence]
@@ -114,7 +114,6 @@ class Scheduler:
                 self._results.setdefault(sequence.listener, []).append(empty)
 
     def interrupt(self) -> int:
-        """Interrupt all running sequences; return their number."""
         rows = self.rows
         for row, sequence in enumerate(rows.sequences):
             self._report(row, "interrupted")
@@ -128,9 +127,7 @@ class Scheduler:
         return num_interrupted
 
     def weights_changed(self, version: int, *, rereads: bool) -> None:
-        """Continue the running sequences under other weights. `rereads`: recompute their KV cache, without
-        the newest tokens.
-        """
+        """Continue under other weights. `rereads`: recompute the KV cache without the newest tokens."""
         rows = self.rows
         rows.forget_kept()
         for row, sequence in enumerate(rows.sequences):
@@ -143,7 +140,6 @@ class Scheduler:
             self._runner.prefill([(row, ids, 0) for row, ids in enumerate(kept)])
 
     def step(self) -> None:
-        """Sample a token for each running and admitted sequence in one model call."""
         rows, runner, num_running = self.rows, self._runner, len(self.rows)
         reads = self._admit()
         last_ids = rows.last_ids(num_running)
@@ -165,13 +161,12 @@ class Scheduler:
                 self._report(row, "more")
 
     def hand_over(self) -> None:
-        """Pass the results to each listener in one call."""
         results, self._results = self._results, {}
         for listener, sampled in results.items():
             listener.sampled(sampled)
 
     def _admit(self) -> list[Prefill]:
-        """Assign rows to queued sequences, sources before their users, and reuse prefixes in other slots."""
+        """Assign rows to queued sequences, sources before their users."""
         rows = self.rows
         num_taken = min(self._num_free, len(self.queued)) if self._may_admit else 0
         if not num_taken:
@@ -200,7 +195,7 @@ class Scheduler:
         return list(reads.values())
 
     def _longest_prefix(self, ids: Ints, standing: list[int], read_now: list[int]) -> tuple[int, int]:
-        """Return (row, length) of the longest prefix of `ids` in the cache or in this prefill, or (-1, 0)."""
+        """Return (row, length) of the longest prefix of `ids` in the cache or this prefill, or (-1, 0)."""
         source, num_copied = self.rows.common_prefix(ids, standing)
         if num_copied < MIN_COPIED:
             source, num_copied = -1, 0
@@ -210,7 +205,7 @@ class Scheduler:
         return source, num_copied
 
     def _next_logits(self, reads: list[Prefill], computed: Tensor) -> Tensor:
-        """Store and return next-token logits [reads, V], `computed` or copied from the source."""
+        """Store and return next-token logits [reads, V]."""
         of_jobs = iter(computed)
         found = []
         for one in reads:
@@ -222,7 +217,6 @@ class Scheduler:
         return torch.stack(found)
 
     def _sample(self, logits_NV: Tensor) -> None:
-        """Draw a token for each row and remove finished rows."""
         rows = self.rows
         positions = rows.lengths[: len(rows)]
         failed = self._constraints.mask(rows.sequences, logits_NV)

@@ -29,17 +29,14 @@ class ScoredText(NamedTuple):
 
 
 class Scorer(Runner):
-    """Reads up to score_slots texts at once over a separate KV cache.
-
-    Life: of a text: add() -> read by run(), which answers. The engine's loop calls both.
-    """
+    """Reads up to score_slots texts at once over a separate KV cache, in the engine's loop."""
 
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec, *, is_exact: bool) -> None:
         super().__init__(loaded, spec.score_slots, spec.max_length, is_exact=is_exact)
         self._waiting = deque[ScoredText]()
 
     def add(self, request: ScoreRequest, answer: Future[ScoreResponse]) -> None:
-        """Queue the request. Raises Refused (400)."""
+        """Raises Refused (400)."""
         num_tokens, most = len(request.token_ids), self.max_length
         if num_tokens > most or request.start >= num_tokens:
             what = f"{num_tokens} tokens are to be scored from number {request.start} on"
@@ -53,7 +50,6 @@ class Scorer(Runner):
         self._waiting.append(ScoredText(ids, request, answer))
 
     def run(self) -> None:
-        """Answer waiting requests, oldest first."""
         while self._waiting:
             texts = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
             for text, logprobs in zip(texts, self._read(texts), strict=True):
@@ -63,9 +59,8 @@ class Scorer(Runner):
                 text.answer.set_result(ScoreResponse(logprobs=found.tolist()))
 
     def _read(self, texts: list[ScoredText]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Return float32 [T - 1] for each text, without the first token."""
+        """Return float32 [T - 1] per text."""
         found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
-        # The last token predicts nothing.
         for parts in cut_calls([(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]):
             logits, row, of_parts = self._logits(parts), 0, list[Tensor]()
             for slot, _, start, end in parts:
@@ -78,7 +73,7 @@ class Scorer(Runner):
         return found
 
     def _logits(self, parts: list[Part]) -> Tensor:
-        """Return logits [rows, V] of all tokens of the parts, in order, then padding rows."""
+        """Return logits [rows, V] of all tokens, then padding rows."""
         stretches: list[Stretch] = [*self._read_stretches(parts, 0)]
         positions = np.concatenate([np.arange(start, end) for _, _, start, end in parts])
         ids = np.concatenate([all_ids[start:end] for _, all_ids, start, end in parts])

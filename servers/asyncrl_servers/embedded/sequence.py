@@ -25,9 +25,8 @@ _HEAD = 64
 class Sequence(Run):
     """A request in the engine.
 
-    Life: queued -> running in a slot -> finished, or aborted. If interrupted, it keeps its slot until
-        resumed.
-    Invariant: `token_ids` int64 [T] holds all tokens while it does not run, the engine's Rows while it runs.
+    Life: queued -> running in a slot -> finished or aborted; an interrupted one keeps its slot.
+    Invariant: `token_ids` int64 [T] holds all tokens while it does not run, Rows while it runs.
     """
 
     def __init__(
@@ -41,28 +40,22 @@ class Sequence(Run):
         super().__init__(asked, listener)
         self.token_ids, self.stop_watch = token_ids, stop_watch
         self.matcher = matcher
-        """It has consumed every sampled token once."""
         self.top_logprobs: list[TopLogprobs] = []
-        """For unreported tokens."""
         self.num_told = len(token_ids)
         self.limit = len(token_ids) + self.request.max_tokens
-        """Maximum tokens, prompt included."""
         self.marks: list[tuple[int, int]] = []
         """(position of the first token, policy_version)."""
         self.next_logits_V: Tensor | None = None
-        """Logits after the admitted tokens; None after an update."""
         self.admitted_ids = b""
         self.is_mixed = False
         """True if older weights computed part of its KV cache."""
         self.kept_row = -1
-        """Row of Rows with its previous turns."""
         self.routing, self.num_routed = b"", 0
         """Experts of unreported tokens, and the number of recorded tokens."""
 
 
 class Rows:
-    """Running sequences: row i is slot i of the KV cache. Arrays [rows] and [rows, max_length] avoid Python
-    per row.
+    """Running sequences: row i is slot i of the KV cache.
 
     The last `num_kept` rows keep finished sequences for their next turns (LRU).
     """
@@ -73,7 +66,7 @@ class Rows:
         self.token_ids = np.zeros((num_rows, max_length), np.int64)
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.lengths, self.limits = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-        """Tokens so far, prompt included; the newest is not in the KV cache yet."""
+        """Tokens including the prompt; the newest is not cached yet."""
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures, self.top_ps = np.zeros(num_rows, np.float32), np.zeros(num_rows)
         self._columns = (self.limits, self.seeds, self.temperatures, self.top_ps)
@@ -87,7 +80,6 @@ class Rows:
         return len(self.sequences)
 
     def add(self, sequence: Sequence) -> int:
-        """Append the sequence and return its row."""
         row, request, ids = len(self.sequences), sequence.request, sequence.token_ids
         self.sequences.append(sequence)
         self.token_ids[row, : len(ids)], self.lengths[row] = ids, len(ids)
@@ -113,7 +105,6 @@ class Rows:
             sequence.kept_row = -1
 
     def move(self, source: int, target: int) -> None:
-        """Move row `source` over the finished row `target`."""
         length = self.lengths[target] = self.lengths[source]
         self.sequences[target] = self.sequences[source]
         self.token_ids[target, :length] = self.token_ids[source, :length]
@@ -126,12 +117,10 @@ class Rows:
         return self.token_ids[rows, self.lengths[rows] - 1]
 
     def sampling(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64], npt.NDArray[np.uint64]]:
-        """Return temperature, top_p and seed of each row."""
         running = slice(len(self.sequences))
         return self.temperatures[running], self.top_ps[running], self.seeds[running]
 
     def num_top(self) -> dict[int, int]:
-        """Return the requested top_logprobs by row."""
         asked = enumerate(one.request.top_logprobs for one in self.sequences)
         return {row: num for row, num in asked if num}
 
@@ -149,9 +138,7 @@ class Rows:
         self.lengths[rows] += 1
 
     def keep_routing(self, routing_SPE: Tensor, rows: Iterable[int] | None = None) -> None:
-        """Record experts before any token is read again; the newest token was not read yet. `routing_SPE`:
-        the KV cache's.
-        """
+        """Record experts of the read tokens. `routing_SPE`: the KV cache's."""
         if not routing_SPE.shape[2]:
             return
         for row in range(len(self.sequences)) if rows is None else rows:
@@ -160,7 +147,7 @@ class Rows:
             sequence.num_routed = max(sequence.num_routed, end)
 
     def untold(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
-        """Return the row's unreported tokens and mark them as reported."""
+        """Return the unreported tokens and mark them as reported."""
         sequence, end, routing = self.sequences[row], int(self.lengths[row]), b""
         start, sequence.num_told = sequence.num_told, end
         top, sequence.top_logprobs = sequence.top_logprobs, []
@@ -178,7 +165,7 @@ class Rows:
         )
 
     def common_prefix(self, token_ids: npt.NDArray[np.int64], among: list[int]) -> tuple[int, int]:
-        """Return (row, length) of the longest prefix of `token_ids[:-1]` in these rows' cache, or (-1, 0)."""
+        """Return (row, length) of the longest cached prefix of `token_ids[:-1]`, or (-1, 0)."""
         if not among:
             return -1, 0
         rows = np.array(among)
@@ -197,9 +184,7 @@ class Rows:
         return (best_row, longest) if longest > 0 else (-1, 0)
 
     def use_kept(self, sequence: Sequence, row: int, length: int) -> None:
-        """Record that the sequence begins with `length` tokens of `row`, and replaces it if that is all of a
-        kept row.
-        """
+        """Replace a kept row that the sequence extends."""
         if row in self._kept:
             self._kept.move_to_end(row)
             if length >= self.lengths[row] - 1:
@@ -207,10 +192,9 @@ class Rows:
 
 
 def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
-    """Return moves (source, target), in order, that close the gap at `row` among rows [n].
+    """Return ordered moves (source, target) that close the gap at `row`.
 
-    Each chunk gets the longest row of later chunks, so that similar lengths stay together; chunks with equal
-    maxima are skipped.
+    Each chunk gets the longest row of later chunks, which keeps similar lengths together.
     """
     moves, gap, last = [], row, len(lengths) - 1
     starts = np.arange((row // CHUNK + 1) * CHUNK, last + 1, CHUNK)
@@ -236,11 +220,10 @@ def sample(
     positions: npt.NDArray[np.int64],
     top: Mapping[int, int] | None = None,
 ) -> Drawn:
-    """Draw a token for each row: ids int64 [N], logprobs float32 [N] in nats under the sampled distribution,
-    `top` likeliest tokens.
+    """Draw a token per row: ids int64 [N], logprobs float32 [N] in nats, `top` likeliest tokens.
 
-    Inverts the cumulative distribution in token-id order, in float64. Temperature 0 takes the largest logit,
-    with its logprob at temperature 1.
+    Inverts the cumulative distribution in token-id order, in float64. Temperature 0 is greedy, with the
+    logprob at temperature 1.
     """
     device = logits_NV.device
     logits_NV = logits_NV.float()
@@ -259,7 +242,7 @@ def sample(
     if (is_greedy := temperatures == 0.0).any():
         chosen = to_device(np.flatnonzero(is_greedy), device)
         tokens_N1[chosen, 0] = logits_NV[chosen].argmax(-1)
-    # Only non-finite logits still fall after the last token; their logprob shows it.
+    # Only non-finite logits still exceed the last token.
     tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
     picked_N1 = logprobs_NV.gather(1, tokens_N1)
     top = top or {}
@@ -275,9 +258,7 @@ def _likeliest(values: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> T
 
 
 def _cut_top_p(logits_NV: Tensor, cut: npt.NDArray[np.int64], top_ps: npt.NDArray[np.float64]) -> Tensor:
-    """Keep the fewest most likely tokens whose probabilities sum to top_p, in the rows `cut` (Holtzman et al.
-    2020).
-    """
+    """Nucleus sampling in the rows `cut` (Holtzman et al. 2020)."""
     index = to_device(cut, logits_NV.device)
     limits = to_device(top_ps[cut], logits_NV.device)[:, None]
     chosen_MV = logits_NV[index]

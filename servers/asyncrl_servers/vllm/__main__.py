@@ -1,7 +1,7 @@
-"""`python -m asyncrl_servers.vllm --spec FILE --fd N`: one vLLM server. Imports vLLM after all checks.
+"""`python -m asyncrl_servers.vllm --spec FILE --fd N`: one vLLM server.
 
-vLLM's engine and workers outlive a killed API server. So the server leads a process group, and a small
-process forked at the start ends the group after the leader's exit.
+vLLM's engine and workers outlive a killed API server, so a forked process ends the process group after the
+leader exits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ GRACE_S = 5.0
 
 
 def main() -> None:
-    """Serve until SIGTERM or until the parent exits."""
     signal.signal(signal.SIGTERM, _end_start)  # vLLM replaces it once it serves
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -69,7 +68,7 @@ def _serve(scratch: Path) -> None:
 
 
 def start_reaper(scratch: Path) -> None:
-    """Fork a process that ends the group and removes `scratch` once the caller exits. Call it before starting
+    """Fork a process that ends the group and removes `scratch` after the caller. Call it before starting
     threads.
     """
     leader = os.getpid()
@@ -90,9 +89,8 @@ def start_reaper(scratch: Path) -> None:
 
 
 def end_group(leader: int, grace_s: float = GRACE_S) -> None:
-    """End the group's other processes: SIGTERM, then SIGKILL after `grace_s`.
-
-    multiprocessing's resource tracker comes last, after it has removed their shared memory.
+    """SIGTERM, then SIGKILL after `grace_s`. The resource tracker comes last, after it removed their shared
+    memory.
     """
     for number, with_tracker in ((signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)):
         members = _members(leader, with_tracker=with_tracker)
@@ -108,7 +106,7 @@ def _members(leader: int, *, with_tracker: bool) -> list[psutil.Process]:
     """Return live processes of the group, without leader, caller and (by default) resource tracker."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):  # it may have exited
+        with contextlib.suppress(OSError, psutil.Error):
             is_other = process.pid not in (leader, os.getpid()) and os.getpgid(process.pid) == leader
             is_tracker = "resource_tracker" in " ".join(process.cmdline())
             if is_other and process.status() != psutil.STATUS_ZOMBIE and (with_tracker or not is_tracker):

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with our arguments on our socket; the API process imports vLLM only here."""
+"""vLLM's OpenAI server with our arguments and socket; imports vLLM."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, can_fork, 
 
 
 class BearerOnly:
-    """Middleware (--middleware) that checks the bearer token on every route. vLLM's --api-key leaves /pause,
-    /collective_rpc and others open, and shows in argv.
+    """Middleware that checks the bearer token on every route. vLLM's --api-key leaves /pause and
+    /collective_rpc open, and shows in argv.
     """
 
     expected = b""
@@ -31,7 +31,6 @@ class BearerOnly:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass authorized requests on; answer 401 or close the websocket otherwise."""
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         may_pass = bool(self.expected) and hmac.compare_digest(given, self.expected)
         if scope["type"] == "lifespan" or may_pass:
@@ -45,15 +44,13 @@ class BearerOnly:
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
-    """vLLM's parser, raising Refused."""
-
     def error(self, message: str) -> NoReturn:
         way_out = "correct rollout.vllm (`vllm serve --help=all`)."
         raise Refused(400, f"vLLM refuses its arguments: {message}", way_out=way_out)
 
 
 def parse_arguments(spec: VllmSpec) -> argparse.Namespace:
-    """Parse the spec with vLLM's parser. Raises Refused."""
+    """Raises Refused."""
     parser = make_arg_parser(_Parser())
     known = {option.lstrip("-").replace("-", "_") for one in parser._actions for option in one.option_strings}
     args: argparse.Namespace = parser.parse_args(build_arguments(spec, known, is_cpu=is_cpu_build()))
@@ -87,7 +84,7 @@ def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
 
 
 async def _run(args: argparse.Namespace, listener: socket.socket) -> bool:
-    """Serve like vLLM's run_server_worker, but return whether the engine died."""
+    """Serve like vLLM's run_server_worker; return whether the engine died."""
     try:
         async with build_async_engine_client(args) as engine:
             ending = await build_and_serve(engine, f"http://{args.host}:{args.port}", listener, args)

@@ -1,4 +1,4 @@
-"""vLLM's arguments and environment from the spec, and its failures from its log. Imports no vLLM."""
+"""vLLM's arguments and environment from the spec, and failures from its log. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -25,32 +25,23 @@ WORKER_EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 
 
 class VllmSpec(EngineSpec):
-    """Spec file of `python -m asyncrl_servers.vllm`."""
-
     model_path: str
-    """Hugging Face folder with config, weights and (for stop strings) tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weight dtype; auto: bfloat16 on CUDA, float32 on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Required build of vLLM (auto = any)."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads per worker."""
     deterministic: bool = True
-    """Batch-invariant kernels on CUDA; unnecessary on CPU."""
+    """Batch-invariant kernels on CUDA."""
     seed: int = 0
-    """Seed of requests without a seed."""
     has_adapters: bool = False
     returns_routing: bool = False
     """Return each token's experts (algorithm.router_replay)."""
     lora_rank: int = Field(default=16, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
-    """Devices that share one model."""
     transport: TransportName = "shm"
-    """Through the worker extension (shm, disk; ipc in chunks), as adapters (lora), or through vLLM's own
-    transfer (nccl).
-    """
+    """Worker extension (shm, disk; ipc in chunks), adapters (lora) or vLLM's own transfer (nccl)."""
     args: dict[str, Any] = {}
-    """vLLM's own arguments by name."""
     worker_extension: str = WORKER_EXTENSION
     """Tests replace it to inject faults."""
 
@@ -61,9 +52,7 @@ MIN_BYTES = 2**26
 
 
 def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int:
-    """Return the KV cache bytes for full-length sequences in all slots plus one block; MIN_BYTES if the
-    config lacks a value.
-    """
+    """Return the KV cache bytes for full slots plus one block; MIN_BYTES if the config lacks a value."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
@@ -105,11 +94,10 @@ ELSEWHERE = {name: setting for setting, names in SETTINGS.items() for name in na
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 KV_CACHE = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
-"""User arguments that set the KV cache size."""
 
 
 def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> list[str]:
-    """Return the argument list. `known`: vLLM's option names, with underscores. Raises Refused."""
+    """`known`: vLLM's option names, with underscores. Raises Refused."""
     given = {name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()}
     for name in given:
         check_name(name, known)
@@ -175,7 +163,7 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 def _words(name: str, value: Any, known: Collection[str]) -> list[str]:
-    """Return one argument as words: booleans as switches, dicts as JSON, None as nothing."""
+    """Booleans become switches, dicts JSON, None nothing."""
     option = f"--{name.replace('_', '-')}"
     if value is None:
         return []
@@ -200,12 +188,11 @@ def check_start(spec: VllmSpec) -> None:
 
 
 def is_cpu_build() -> bool:
-    """Return true for a CPU build, without importing vLLM."""
     return importlib.metadata.version("vllm").endswith("cpu")
 
 
 def set_environment(spec: VllmSpec, scratch: Path) -> None:
-    """Set vLLM's environment variables. `scratch` holds sockets and temporary files."""
+    """`scratch` holds sockets and temporary files."""
     # A scratch folder would recompile torch's kernels at each start.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
@@ -230,8 +217,10 @@ def set_environment(spec: VllmSpec, scratch: Path) -> None:
 
 
 def can_fork(spec: VllmSpec) -> bool:
-    """Return true if engine and workers can be forked: on CPU with one unbound thread. OpenMP threads do not
-    survive a fork. Call it after set_environment.
+    """Return true if engine and workers can be forked: on CPU with one unbound thread. Call it after
+    set_environment.
+
+    OpenMP threads do not survive a fork.
     """
     is_bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
     is_bound |= not spec.args.keys().isdisjoint({"numa-bind", "numa_bind"})
@@ -255,7 +244,7 @@ _POINTERS = (
 
 
 def failure(what: str, said: str) -> Refused:
-    """Return the refusal with the cause: `said`, or the log's last error if it only points elsewhere."""
+    """Use `said`, or the log's last error if `said` only points there."""
     if not said or any(pointer in said for pointer in _POINTERS):
         said = last_error(_own_log()) or said or "SIGKILL perhaps, often by the kernel when memory runs out"
     way_out = "read this server's log, correct the cause, and start the run again."
@@ -273,7 +262,6 @@ def last_error(log: str) -> str:
 
 
 def _own_log() -> str:
-    """Return the end of this server's log file."""
     try:
         log = Path("/proc/self/fd/2").readlink()
         return log.read_bytes()[-(2**20) :].decode("utf-8", errors="replace") if log.is_file() else ""

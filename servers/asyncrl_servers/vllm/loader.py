@@ -20,10 +20,9 @@ from asyncrl_servers.weight_state import PUSH_AGAIN, ChunkedPush, Staged, check_
 class Loader:
     """Weights of one worker.
 
-    Life: idle -> staging (hashed in a thread) -> staged -> load -> idle; or idle -> open (chunk after chunk)
-        -> finished -> idle. A failed load leaves the model `broken` until a load replaces all weights.
-    Invariant: a load succeeds only if every parameter received all its elements. Staged tensors survive a
-        replaced file.
+    Life: idle -> staging (hashed in a thread) -> staged -> load -> idle; or idle -> open (chunks) ->
+        finished -> idle. A failed load leaves the model `broken` until a full load.
+    Invariant: a load succeeds only if every parameter received all its elements.
     """
 
     reload_class = Reload
@@ -45,7 +44,7 @@ class Loader:
         return model
 
     def stage(self, **fields: Any) -> dict[str, Any]:
-        """Begin to stage a PrepareRequest's file, or report progress. Raises Refused and stages nothing."""
+        """Begin to stage a PrepareRequest's file, or report progress. Raises Refused."""
         request = PrepareRequest(**fields)
         if self.staged is None or self.staged.request != request:
             self.staged = None
@@ -57,7 +56,6 @@ class Loader:
         return {"state": "staged", "digest": self._checked_digest()}
 
     def load(self, version: int, digest: str) -> dict[str, Any]:
-        """Serve the staged weights. Raises Refused."""
         staged = the_staged(self.staged, version, digest)
         self._checked_digest()
         self.begin(version)
@@ -67,9 +65,7 @@ class Loader:
         return {"num_tensors": staged.request.num_tensors, "num_bytes": staged.request.num_bytes}
 
     def load_chunk(self, **fields: Any) -> dict[str, Any]:
-        """Load a LoadChunkRequest's chunk, from a file or shared memory; chunk 0 opens an update. Raises
-        Refused.
-        """
+        """Load from a file or shared memory; chunk 0 opens an update. Raises Refused."""
         request = LoadChunkRequest(**fields)
         if request.index and self.open_version is None:
             self._push.clear()
@@ -84,7 +80,7 @@ class Loader:
         return {"digest": digest}
 
     def finish_chunks(self, version: int, digest: str) -> dict[str, Any]:
-        """Close the open update, which must be the whole push. Raises Refused."""
+        """Close the update, which must be the whole push. Raises Refused."""
         if self.open_version != version:
             rule = "chunk 0 opens an update"
             raise Refused(409, f"no update of version {version} is open", rule=rule, way_out=PUSH_AGAIN)
@@ -97,7 +93,7 @@ class Loader:
         return {"digest": digest}
 
     def drop(self) -> None:
-        """Drop the staged file. An open update cannot be undone, and breaks the weights."""
+        """Drop the staged file. An open update breaks the weights."""
         self.staged = None
         if self.open_version is not None:
             self._abandon("dropped")
@@ -115,7 +111,7 @@ class Loader:
             reload.add(tensors)
 
     def finish(self) -> None:
-        """Close the update. Raises Refused if a parameter is incomplete."""
+        """Raise Refused if a parameter is incomplete."""
         assert self.open_version is not None, f"no update is open ({self.broken})"
         with self._changing() as reload:
             if missing := reload.incomplete():
@@ -127,9 +123,7 @@ class Loader:
         self._now_whole()
 
     def _now_whole(self) -> None:
-        """Mark the weights as whole. Broken weights may leave NaN in the KV cache, which masked attention
-        does not remove.
-        """
+        """Broken weights may leave NaN in the KV cache, which masked attention does not remove."""
         if self.broken is not None:
             for cache in self.worker.model_runner.kv_caches:
                 for part in [cache] if isinstance(cache, Tensor) else cache:
@@ -137,7 +131,7 @@ class Loader:
         self.broken = None
 
     def _checked_digest(self) -> str:
-        """Return the staged set's digest; if hashing failed, forget the set and raise Refused."""
+        """Raise Refused and forget the set if hashing failed."""
         try:
             return self._hashed.result()
         except Exception:
@@ -155,7 +149,7 @@ class Loader:
             raise
 
     def _abandon(self, why: str) -> None:
-        """Close an incomplete update. The layers need tensors, or the next request ends the engine."""
+        """Complete the layers: the next request would end the engine."""
         assert self._reload is not None
         self.broken = f"version {self.open_version} came in part ({why})"
         self.open_version = None

@@ -1,4 +1,4 @@
-"""Monkeypatches of vLLM's CPU engine: seeds, compilation, waits, imports and experts."""
+"""Monkeypatches of vLLM's CPU engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 def patch_worker() -> None:
-    """Patch a CPU worker."""
     patch_seeds()
     patch_compiled()
     patch_waits()
@@ -26,9 +25,9 @@ def patch_worker() -> None:
 def patch_waits() -> None:
     """Sleep 20 us between polls of the shared memory between engine and workers.
 
-    vLLM spins there with sched_yield for the whole step, on two cores. On Linux 6.18 with two cores other
-    processes were not scheduled for up to 9 s at a time; with this patch for at most 5 ms, at the same tokens
-    per second. vLLM's other wait, a notice over zmq, loses notices in quick succession.
+    vLLM spins there with sched_yield, on two cores. On Linux 6.18 with two cores other processes starved for
+    up to 9 s; with this patch 5 ms, at the same tokens per second. vLLM's wait over zmq loses notices in
+    quick succession.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
@@ -39,8 +38,8 @@ def patch_waits() -> None:
 def patch_compiled() -> None:
     """Count ranks and draw tokens without torch.compile.
 
-    vLLM compiles both even with --enforce-eager: on CPU the first request with logprobs takes about 9 s, and
-    crashes the engine without a C++ compiler.
+    vLLM compiles both even with --enforce-eager: the first request with logprobs takes 9 s on CPU and
+    crashes without a C++ compiler.
     """
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import topk_topp_sampler
@@ -54,9 +53,8 @@ def patch_compiled() -> None:
 def patch_seeds() -> None:
     """Undo a discarded draw by restoring the generator's state.
 
-    vLLM 0.32: after a partial prefill the runner discards the sampled token and calls Generator.set_offset,
-    which a CPU generator lacks ("CPU Generator does not use offset"), and the engine dies. Remove it once
-    vLLM's CPU runner works without it.
+    vLLM 0.32 calls Generator.set_offset after a partial prefill; CPU generators lack it and the engine dies.
+    Remove it once vLLM's CPU runner works without it.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 
@@ -88,7 +86,7 @@ def patch_seeds() -> None:
 
 
 def patch_routing_check() -> None:
-    """Accept --enable-return-routed-experts without model runner V2, in the API and engine processes."""
+    """Accept --enable-return-routed-experts without model runner V2."""
     from vllm.config import VllmConfig
 
     def verify(config: Any) -> None:
@@ -102,8 +100,7 @@ def patch_routing_check() -> None:
 def patch_routing() -> None:
     """Return each token's experts from the CPU runner.
 
-    vLLM 0.32 returns them only with model runner V2, which needs Triton; CPU uses V1. Remove it once V2 runs
-    on CPU.
+    vLLM 0.32 requires model runner V2, which needs Triton. Remove it once V2 runs on CPU.
     """
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
@@ -145,10 +142,9 @@ def patch_routing() -> None:
 
 
 def patch_spawn(listener: socket.socket) -> None:
-    """Fork the engine and its workers from the API process.
+    """Fork the engine and workers from the API process.
 
-    vLLM's CPU build spawns them, since OpenMP reads its settings on load; imports then take 11 of a start's
-    21 s of CPU time. See arguments.can_fork.
+    vLLM's CPU build spawns them; imports then take 11 of a start's 21 s of CPU time. See arguments.can_fork.
     """
     import vllm.v1.worker.cpu_worker  # noqa: F401  (for forked processes)
     from vllm.v1.engine import utils

@@ -1,8 +1,7 @@
 """Load weights into a vLLM model by layerwise reload.
 
-Plain `model.load_weights` fails after the start, because layers have packed their weights (on CPU every
-linear layer does). The layerwise reload restores a layer's initial form, buffers its tensors, and packs it
-when complete.
+Plain `model.load_weights` fails after layers packed their weights. The layerwise reload restores a layer,
+buffers its tensors, and packs it when complete.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from vllm.platforms import current_platform
 class Reload:
     """Replaces the weights of one model.
 
-    Life: made -> begin() -> add(), any number of times -> finish(). The model cannot compute in between.
+    Life: made -> begin() -> add(), repeatedly -> finish(). The model cannot compute in between.
     """
 
     def __init__(self, worker: Any, model: nn.Module) -> None:
@@ -60,7 +59,7 @@ class Reload:
         return missing
 
     def finish(self) -> None:
-        """Restore the layers' computing form, complete or not."""
+        """Restore the computing form, complete or not."""
         with self._loading():
             finalize_layerwise_reload(self._model, self._worker.model_runner.model_config)
             for method, kernel in self._cpu_experts.items():
@@ -70,7 +69,7 @@ class Reload:
                 torch.cuda.synchronize()
 
     def repack_tied(self) -> None:
-        """Repack an output layer that shares the embedding's weight, since it loads nothing itself."""
+        """Repack an output layer that shares the embedding's weight."""
         if not current_platform.is_cpu():
             return
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -83,7 +82,6 @@ class Reload:
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """Enter the context in which vLLM loads weights."""
         worker = self._worker
         with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
             yield

@@ -1,7 +1,4 @@
-"""Resumable grammars in vLLM's engine, within our limits.
-
-vLLM imports this module as a reasoning-parser plugin; no other hook exists.
-"""
+"""Resumable grammars in vLLM's engine, within our limits; loaded as a reasoning-parser plugin."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from asyncrl.messages.token_grammars import compile_grammar
 
 
 def patch_resumed() -> None:
-    """Advance an interrupted request's grammar by the prompt's last `num_resumed` ids (`extra_args`). vLLM
-    0.32 begins every grammar after the prompt.
+    """Advance a grammar by the prompt's last `num_resumed` ids (`extra_args`). vLLM 0.32 begins after the
+    prompt.
     """
     create = StructuredOutputManager._create_grammar
 
@@ -37,9 +34,7 @@ def patch_resumed() -> None:
 
 
 def patch_limits() -> None:
-    """Compile within the limits of asyncrl/messages/grammar_checks.py. In vLLM 0.32 a schema may take half a
-    gigabyte.
-    """
+    """Compile within asyncrl/messages/grammar_checks.py. In vLLM 0.32 a schema may take half a gigabyte."""
 
     def compile_within(backend: Any, request_type: Any, grammar_spec: str, *_: Any, **__: Any) -> Any:
         text = serialize_guidance_grammar(request_type, grammar_spec)

@@ -1,8 +1,7 @@
-"""Mixin for vLLM's workers (--worker-extension-cls): methods for POST /collective_rpc. Importing it patches
-vLLM on CPU.
+"""Mixin for vLLM's workers (--worker-extension-cls): methods for POST /collective_rpc.
 
-A method takes one JSON text and returns a dict with `ok` or `error` (plus rule and way_out). It never raises:
-that would end the engine or leave other workers waiting.
+Importing it patches vLLM on CPU. Methods take one JSON text and return `ok` or `error` (plus rule and
+way_out). They never raise, which would end the engine.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class WeightLoader:
         return self.asyncrl_loader_class(self)
 
     def asyncrl_facts(self, _: str = "{}") -> dict[str, Any]:
-        """Return facts about this worker; `broken`: why its weights have no version."""
+        """`broken`: why the weights have no version."""
         worker: Any = self
 
         def facts() -> dict[str, Any]:
@@ -76,11 +75,10 @@ def _answer(method: Callable[..., dict[str, Any] | None], request: str) -> dict[
 
 
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """Backend for vLLM's native weight transfer (weight_sync.transport=nccl): every worker receives the
-    broadcast and loads its part.
+    """Backend for vLLM's native weight transfer (weight_sync.transport=nccl).
 
-    Like our extension it checks the digest and the completeness of every parameter, unlike vLLM's nccl and
-    ipc backends, which also need CUDA. After a failure the route answers 500.
+    It checks digest and completeness, unlike vLLM's nccl and ipc backends, which also need CUDA. After a
+    failure the route answers 500.
     """
 
     init_info_cls = GroupMember
@@ -88,7 +86,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     _group: WeightGroup | None = None
 
     def init_transfer_engine(self, init_info: GroupMember) -> None:
-        """Join a new group with all members. `rank`: of this engine's first worker."""
+        """Join a new group. `rank`: of this engine's first worker."""
         self.shutdown()
         config = self.parallel_config
         rank = init_info.rank + config.data_parallel_index * config.world_size + config.rank
@@ -109,7 +107,6 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             raise
 
     def receive_weights(self, update_info: PrepareRequest) -> None:
-        """Load buffer after buffer, then check the digest."""
         assert self._group is not None, "this worker has no member: POST /init_weight_transfer_engine first"
 
         def take(sent: dict[str, Tensor]) -> Arrived:
