@@ -1,4 +1,4 @@
-"""Sample one segment with vLLM: translate the request and the answer."""
+"""Sample one segment with vLLM."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ from asyncrl.messages.records import TopLogprobs, VersionSpan
 from asyncrl.messages.stop_watch import Decode, StopWatch
 
 _NO_LOGPROB = -9999.0
-"""vLLM's value for NaN and any smaller logprob."""
 _MIN_TEMPERATURE = 0.01
-"""vLLM raises smaller positive temperatures to this."""
 
 
 def check_request(process: VllmProcess, request: GenerateRequest, requirements: VllmRequirements) -> None:
-    """Raise RequestRefused for a request that vLLM would change (truncate, raise the temperature), or that
-    would end its engine (an id outside the vocabulary).
+    """Raise RequestRefused for a request that vLLM would change, or that would end its engine (an id outside
+    the vocabulary).
     """
 
     def refuse(what: str, rule: str, way_out: str) -> NoReturn:
@@ -65,9 +63,7 @@ def ids_of(request: GenerateRequest) -> list[int]:
 async def sample(
     process: VllmProcess, segment: Segment, requirements: VllmRequirements, decode: Decode | None
 ) -> GenerateResponse:
-    """Return the segment's answer. `decode`: for stop strings across two segments. Raises RequestRefused,
-    EngineLost or EngineError.
-    """
+    """`decode`: for stop strings across two segments. Raises RequestRefused, EngineLost or EngineError."""
     request = segment.request
     async with process.calls():
         with process.holding(segment):
@@ -117,7 +113,7 @@ def generate_body(segment: Segment, requirements: VllmRequirements, model: str |
 
 
 def _likeliest(top: Sequence[TopLogprob], num: int) -> TopLogprobs:
-    """Return the likeliest tokens without impossible ones, and without a sampled token outside the top."""
+    """Return the likeliest tokens, without impossible ones."""
     found = sorted(
         (one for one in top if one.rank is not None and one.rank <= num), key=lambda one: one.rank or 0
     )
@@ -127,8 +123,7 @@ def _likeliest(top: Sequence[TopLogprob], num: int) -> TopLogprobs:
 class SampledSegment:
     """vLLM's answer to a segment.
 
-    Life: made when the segment may be sent -> add() for the whole answer, or stream(); neither if aborted
-        before -> response().
+    Life: made -> add() the whole answer, or stream() -> response().
     Invariant: on_chunk has got `num_told` tokens. `labels` come with the end and cover all tokens.
     """
 
@@ -211,10 +206,8 @@ class SampledSegment:
         self._finish = finish
 
     def response(self) -> GenerateResponse:
-        """Return the unreported tokens.
-
-        Returns none if the prompt was read from an older cache and sampling began under newer weights. Raises
-        EngineError for an invalid answer.
+        """Return the unreported tokens, or none if the prompt was read from an older cache under newer
+        weights. Raises EngineError for an invalid answer.
         """
         process, segment, num_told = self._process, self._segment, self._num_told
         name, request_id = process.name, segment.request.request_id
@@ -248,9 +241,7 @@ class SampledSegment:
         return answer
 
     def _routing(self) -> bytes:
-        """Return the experts of all tokens but the last, if enabled. Raises EngineError if they are
-        missing.
-        """
+        """Raises EngineError if enabled experts are missing."""
         num_tokens = len(self._token_ids)
         if not self._returns_routing or not num_tokens:
             return b""
@@ -277,8 +268,8 @@ class SampledSegment:
 
 
 def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
-    """Decode routed_experts of a Choice to [T, E], for layers with a router. vLLM writes zeros for the
-    others, and a router never picks one expert twice.
+    """Decode routed_experts of a Choice to [T, E], for layers with a router; vLLM writes zeros for the
+    others.
     """
     experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     is_routed = [len(set(row)) == len(row) for row in experts[0].tolist()]
@@ -287,7 +278,7 @@ def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
 
 
 def joint_watch(request: GenerateRequest, decode: Decode | None) -> StopWatch | None:
-    """Return a watch for stop strings that begin before a segment; vLLM searches only new text."""
+    """Watch for stop strings that begin before a segment; vLLM searches only new text."""
     if decode is None or not request.num_resumed or not any(request.stop):
         return None
     return StopWatch(request.stop, decode, ids_of(request)[-request.num_resumed :])
