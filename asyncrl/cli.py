@@ -300,7 +300,7 @@ def export(
     Works in any state of the run and changes nothing in RUN_DIR. Without --step: final/ if it exists, else
     the newest checkpoint. Needs no GPU.
     """
-    from asyncrl.job.export import export_run
+    from asyncrl.job.run_export import export_run
 
     if len(paths) > 2:
         raise typer.BadParameter(f"export takes RUN_DIR and OUT, not {len(paths)} paths")

@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 
 from asyncrl.base.errors import AsyncrlError, ConfigError, HubError
-from asyncrl.job.export import open_repo, push_folder
+from asyncrl.job.run_export import open_repo, push_folder
 
 TOKEN = "hf_for_tests"
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.base.errors import AsyncrlError, CheckpointDamaged, ConfigError
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.job.export import MARK, export_run, find_weights
+from asyncrl.job.run_export import MARK, export_run, find_weights
 from asyncrl.journal.checkpoints import write_manifest
 from asyncrl.trainer.model_folder import ModelPin
 from asyncrl.trainer.step import TrainStep

@@ -116,8 +116,12 @@ class ForkServer:
 
         The first three `files` become standard streams; the others keep their numbers.
         """
-        self._ensure_running()
-        started, cancelled = await uncut(asyncio.to_thread(self.start, module, arguments, env, files))
+        try:
+            self._ensure_running()
+            started, cancelled = await uncut(asyncio.to_thread(self.start, module, arguments, env, files))
+        except EOFError:  # the server died before it forked
+            self._ensure_running()
+            started, cancelled = await uncut(asyncio.to_thread(self.start, module, arguments, env, files))
         process = ForkedProcess(*started)
         if cancelled is not None:
             process.kill()
@@ -136,7 +140,11 @@ class ForkServer:
         if not select.select([status], [], [], TIMEOUT_S)[0]:
             os.close(status)
             raise RoomError("fork server", f"no child within {TIMEOUT_S:g} s", way_out="run it again.")
-        return forkserver.read_signed(status), status
+        try:
+            return forkserver.read_signed(status), status
+        except EOFError:
+            os.close(status)
+            raise
 
     def close(self) -> None:
         if self.pid is not None:
