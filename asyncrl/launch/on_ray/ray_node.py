@@ -84,7 +84,7 @@ class RayNode:
             self._polling = asyncio.ensure_future(self._poll())
 
     async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
-        """Call a Host method. Raises NodeLost without an answer, RoomError if it raised."""
+        """Raises NodeLost without an answer, RoomError if the method raised."""
         if self._lost:
             raise self.gone(self.node.name)
         try:
