@@ -31,7 +31,7 @@ async def _at_once() -> None:
 
 @dataclass
 class Broadcast:
-    """A broadcast with one GroupMember per engine; the first of `members` asks the trainer to send.
+    """A broadcast; the first of `members` asks the trainer to send.
 
     `failure` stops the other members, until everything is sent. A broken group is not reused.
     """
@@ -61,9 +61,8 @@ class BroadcastGroup:
     """Collects the engines of a broadcast; the trainer sends once all of them wait.
 
     Life: per version: engines are expected as they prepare -> each waits in receive(), or leaves -> the
-        trainer sends -> all have the version, or it failed. Processes that did not fail keep their group.
-    Waits: receive sleeps until there is a trainer, all members wait, and its workers have the weights;
-        weight_sync.timeout_s is the limit.
+        trainer sends -> all have the version, or it failed.
+    Waits: receive sleeps for the trainer, all members, and its workers, at most weight_sync.timeout_s.
     Invariant: none joins later, so trainer and workers make the same calls.
     """
 
@@ -76,8 +75,8 @@ class BroadcastGroup:
         store: Callable[[], str] = str,
         wait_up: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`send` raises TrainerError; `wait_up` returns once the trainer can send. `folder`: private folder
-        for the group's file. `store`: ADDRESS:PORT of the trainer instead, for several nodes.
+        """`send` raises TrainerError; `wait_up` returns once the trainer can send. `folder`: of the
+        group's file. `store`: ADDRESS:PORT of the trainer instead, for several nodes.
         """
         self._send_all, self._folder = send, folder
         self._timeout_s = min(timeout_s, max(MIN_STEP_S, STEP_FRACTION * timeout_s))

@@ -43,15 +43,14 @@ class EngineClient(Protocol):
     Calls raise EngineError, EngineLost if the process is gone or given up, and RequestRefused.
     `policy_version` is the last confirmed version.
 
-    - disconnect_nowait: give the process up; all its calls raise EngineLost. Idempotent.
+    - disconnect_nowait: give the process up; all calls raise EngineLost. Idempotent.
     - reset_nowait: use a new process with the initial weights. Idempotent.
     - generate_segment: sample until the end, the budget or an interruption. `on_chunk` gets tokens early;
     the answer is the rest. A server that can hold an interrupted request passes its tokens to
     `on_interrupted` and continues if that returns true.
     - abort: end these requests (None: all) with their tokens; return the ids found.
     - prepare, load_chunk: load weights during serving, or a chunk into woken weights; return the digest.
-    - sleep, wake: free and allocate these parts. Idempotent. Requests wait for all parts and a committed
-    push.
+    - sleep, wake: free and allocate these parts. Idempotent.
     """
 
     name: str
@@ -80,7 +79,7 @@ class CallScope:
     """Ends all calls to a lost process; its successor gets a new CallScope.
 
     Life: whole -> cut: given up by the supervisor (disconnect_nowait), or broken (break_nowait).
-    Waits: calls() sleeps in its block. A cut ends calls at once: a frozen process keeps its connections.
+    Waits: calls() sleeps in its block until a cut: a frozen process keeps its connections.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -91,7 +90,7 @@ class CallScope:
 
     @contextlib.asynccontextmanager
     async def calls(self) -> AsyncIterator[None]:
-        """Raise EngineLost once the process is given up, and EngineError for a failed call."""
+        """Raise EngineLost once the process is given up, EngineError for a failed call."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
@@ -158,11 +157,10 @@ class EngineServer:
 
     Life: connected -> disconnect_nowait() -> reset_nowait(): a new process.
     Waits: calls sleep until the server answers, is gone or is given up. The caller sets limits.
-    Invariant: no token is older than the version confirmed when its segment was sent; SegmentCheck verifies
-        this.
+    Invariant: no token is older than the version confirmed at sending (SegmentCheck).
 
-    `broadcast_group`: for transport nccl. Sampling continues with the old weights until all members wait; a
-    failed commit receives once more.
+    `broadcast_group`: for transport nccl. Sampling continues until all members wait; a failed commit
+    receives once more.
     """
 
     def __init__(

@@ -37,8 +37,7 @@ class Link:
 
     Life: opening -> open -> broken (server gone, or close_nowait()).
     Waits: sample() sleeps until its answer comes or the link breaks.
-    Invariant: requests of one event-loop iteration share a frame, in order; a request whose caller has left
-        is aborted.
+    Invariant: requests of one event-loop iteration share a frame, in order.
 
     `newest` returns the policy_version offered last.
     """

@@ -28,14 +28,13 @@ OnSpent = Callable[[int], None]
 class EnginePool:
     """Samples on M servers: one logical request in, one joined completion out.
 
-    Life: a request stays on one server until its end; it moves with its tokens if the server is lost, or is
-        overloaded at an interruption while another has a free slot.
-    Waits: generate sleeps in the server's answer; without a server, until up_nowait. The caller's
-        rollout.timeout_s is the limit.
-    Invariant: generate returns what an uninterrupted request under the same weights would return, because
-        SegmentJoin keeps seed and positions.
+    Life: a request moves, with its tokens, if its server is lost, or is overloaded at an interruption
+        while another has a free slot.
+    Waits: generate sleeps in the server's answer; without a server, until up_nowait. The limit is
+        rollout.timeout_s.
+    Invariant: SegmentJoin keeps seed and positions, so a completion equals an uninterrupted one.
 
-    `on_lost` is called with every EngineLost and must take the server down; without it the error reaches the
+    `on_lost` gets every EngineLost and must take the server down; without it the error reaches the
     caller.
     """
 
@@ -78,7 +77,7 @@ class EnginePool:
         return gauges
 
     def counted_apart(self) -> EnginePool:
-        """Return a view with separate counts, for tokens that are not trained on."""
+        """Return a view with separate counts, for untrained tokens."""
         other = copy.copy(self)
         other._interrupted = other._tokens = 0
         return other
@@ -88,7 +87,7 @@ class EnginePool:
         self._router.up.discard(self._index[name])
 
     def up_nowait(self, name: str) -> None:
-        """Route to this server, which serves the newest announced version or a newer one. Idempotent."""
+        """Route to this server, which serves the newest announced version. Idempotent."""
         self._router.up.add(self._index[name])
         self._changed.set()
         self._changed.clear()
@@ -101,7 +100,7 @@ class EnginePool:
             await self._abort(index, requests, DRAIN_TIMEOUT_S)
 
     async def balance(self) -> None:
-        """Move queued requests, the newest first, to free slots of other servers. Call it after up_nowait."""
+        """Move the newest queued requests to free slots. Call it after up_nowait."""
         router = self._router
         num_free = sum(max(0, self.slots - router.load[index]) for index in router.up)
         aborts = []
@@ -125,8 +124,8 @@ class EnginePool:
         """Sample one completion across pushes, aborts and lost servers. Raises RequestRefused (data) or
         EngineError.
 
-        All calls of `on_tokens`, joined, are the completion's token_ids, `partial` included. `on_spent` gets
-        each segment's number of tokens, even if the request fails later.
+        The calls of `on_tokens`, joined, are the completion's token_ids, `partial` included. `on_spent`
+        gets each segment's number of tokens, even if the request fails later.
         """
         join = SegmentJoin(request, partial, on_segment)
         if on_tokens is not None and join.token_ids:
@@ -157,8 +156,8 @@ class EnginePool:
     async def _sample_on(
         self, charge: Charge, join: SegmentJoin, on_part: Callable[[list[int]], None], *, is_streamed: bool
     ) -> None:
-        """Append segments of one server to `join` until the request ends or moves. A token is in `join`
-        before `on_part` gets it.
+        """Append segments to `join` until the request ends or moves. A token is in `join` before
+        `on_part` gets it.
         """
         index = charge.index
         server = self.servers[index]
@@ -213,8 +212,8 @@ class Router:
     """Prefers the server with the request's prefix while it has a free slot, else the least loaded one.
     Pure.
 
-    Invariant: a server without a free slot gets a request only if all are full. An interrupted request of an
-        overloaded server moves to a free slot; nothing else moves, so none oscillates.
+    Invariant: a full server gets a request only if all are full. Only interrupted requests of overloaded
+        servers move, so none oscillates.
     """
 
     def __init__(self, num_servers: int, slots: int) -> None:
@@ -226,7 +225,7 @@ class Router:
 
     @contextlib.contextmanager
     def take(self, route_key: str, near: int = -1) -> Iterator[Charge]:
-        """Charge a server until the block ends. The key "" is no key; a server must be up."""
+        """Charge a server until the block ends. "" is no key; a server must be up."""
         index, num_taken = self._keys.get(route_key, (near, 0))
         if index not in self.up or self.load[index] >= self.slots:
             index = self._least_loaded()
@@ -267,8 +266,8 @@ class SegmentJoin:
     A segment is any number of chunks and an end, or cut(). `partial`: tokens of an earlier process.
     `on_segment` gets all tokens after each interruption.
 
-    Invariant: the spans cover every token once; all segments have at most request.max_tokens tokens, unless
-        an earlier run's `partial` has more.
+    Invariant: the spans cover every token once; there are at most request.max_tokens tokens unless
+        `partial` has more.
     """
 
     def __init__(
@@ -300,10 +299,7 @@ class SegmentJoin:
         return self._has_stopped or self.num_left <= 0
 
     def next_request(self) -> GenerateRequest:
-        """Return the request that continues after the last segment.
-
-        The server draws each token from (seed, absolute position), so draws repeat.
-        """
+        """Continue after the last segment: the server draws by (seed, absolute position)."""
         request = self.request
         prompt_ids = request.prompt_ids
         if self.token_ids:

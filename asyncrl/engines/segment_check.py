@@ -19,9 +19,9 @@ def is_sampled(token_id: int, logprob: float) -> bool:
 class SegmentCheck:
     """Raises EngineError for invalid answers of server `name` to `request`.
 
-    Invariant: accepted tokens number at most max_tokens and have non-decreasing versions from `oldest`
-        (confirmed at sending) to `newest` (offered last). A completion's last token is accepted only with
-        its finish_reason, so a request can continue after a lost server.
+    Invariant: versions never decrease from `oldest` (confirmed at sending) to `newest` (offered last). A
+        completion's last token comes with its finish_reason, so a request can continue after a lost
+        server.
     """
 
     def __init__(self, name: str, request: GenerateRequest, *, oldest: int) -> None:
@@ -94,11 +94,10 @@ class SegmentCheck:
 
 
 class RoutedTokens:
-    """Experts of a logical request's tokens: `known`, uint16 (little endian), for each token but the last.
-    Pure.
+    """Experts of a request's tokens: `known`, uint16 (little endian), for each token but the last. Pure.
 
-    A part of an answer contains the tokens read since the previous part; a segment's first part its whole
-    prompt. Tokens may be read again under other weights: known experts stay, unknown ones are NO_EXPERT.
+    An answer's part covers the tokens read since the previous part; the first part the whole prompt.
+    Known experts stay when tokens are read again; unknown ones are NO_EXPERT.
     """
 
     def __init__(self, num_prompt: int) -> None:
@@ -114,7 +113,6 @@ class RoutedTokens:
         first = len(self.known) // width
         assert len(routing) >= (end - first) * width, f"{len(routing)} bytes for tokens {first} to {end}"
         new = bytearray(routing[len(routing) - (end - first) * width :])
-        # A lost server had read the tokens between the recorded ones and this segment.
         lost_from = max(first, self._num_prompt - 1)
         num_lost = self._num_prompt + num_before - 1 - lost_from
         if num_lost > 0:

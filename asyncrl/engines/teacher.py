@@ -21,11 +21,10 @@ class Teacher:
     """Client of one teacher process.
 
     Life: up -> down_nowait(): open calls restart later -> reset_nowait() -> up_nowait().
-    Waits: judge sleeps until the teacher is up, for one of the `places`, then for the answer, at most
-        timeout_s.
+    Waits: judge sleeps until the teacher is up, for a place, then for the answer, at most timeout_s.
 
-    Its weights never change. `on_lost` is called with every EngineLost and must take the teacher down;
-    without it the error reaches the caller.
+    `on_lost` gets every EngineLost and must take the teacher down; without it the error reaches the
+    caller.
     """
 
     def __init__(

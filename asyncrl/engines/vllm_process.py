@@ -26,7 +26,7 @@ _RULE = "a run needs a vLLM server that was started as docs/engines.md describes
 _MIN_KEEP_ALIVE_S = 60
 """Our connections idle up to 30 s (http.Caller)."""
 _ASK_AGAIN_S = 0.1
-"""An abort that overtook its request has no effect, so it is repeated."""
+"""Retry period: an abort that overtook its request has no effect."""
 _HEALTH_LIMIT_S = 5.0
 
 
@@ -48,13 +48,12 @@ class Segment:
 class VllmProcess(Routes):
     """vLLM process of a server.
 
-    Life: `state` is serving -> paused (a commit holds new requests back) -> loading (the weights belong to
-        no version) -> serving, once checked; or asleep, without weights. A process that fails while loading
-        is cut like any CallScope.
+    Life: `state` is serving -> paused (a commit holds new requests back) -> loading -> serving, once
+        checked; or asleep. A process that fails while loading is cut.
     Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a load began;
         change_nowait wakes both.
-    Invariant: a segment is sent only under `label` while `version` serves and no part sleeps. No token of a
-        failed load is passed on.
+    Invariant: a segment is sent only under `label` while `version` serves. No token of a failed load is
+        passed on.
     """
 
     def __init__(self, caller: Caller, version: int, mark: str = "") -> None:
@@ -120,7 +119,7 @@ class VllmProcess(Routes):
         return segment.num_loads == self._num_loads
 
     def is_stale(self, segment: Segment) -> bool:
-        """Return whether a later load kept the KV cache, which the segment may have read."""
+        """Return whether the segment may have read a KV cache older than its weights."""
         return self._last_kept_kv > segment.num_loads
 
     async def wait_open(self, segment: Segment) -> None:
@@ -138,7 +137,7 @@ class VllmProcess(Routes):
 
     @contextlib.contextmanager
     def holding(self, segment: Segment) -> Iterator[None]:
-        """Keep the segment in flight; cancelling breaks the connection, which ends it in vLLM."""
+        """Keep the segment in flight; cancelling ends it in vLLM."""
         self._segments[segment.wire_id] = segment
         try:
             yield
@@ -170,9 +169,9 @@ class VllmProcess(Routes):
 class VllmRequirements:
     """Requirements of the run.
 
-    `end_ids`: the only tokens that end a completion. `special_ids`: tokens without text, by name, for stop
-    strings. `starts_fresh`: it has the initial weights. `stays`: it keeps its memory during sleep.
-    `canary_limit` in nats.
+    `end_ids`: the only end tokens. `special_ids`: tokens without text, by name, for stop strings.
+    `starts_fresh`: with the initial weights. `stays`: keeps its memory during sleep. `canary_limit` in
+    nats.
     """
 
     model_path: str
@@ -225,9 +224,7 @@ def _at_least(value: object, least: int) -> bool:
 
 
 async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
-    """Wait until the server is up and configured; the caller sets the limit. Raises ConfigError, CallRefused
-    or CallLost.
-    """
+    """Wait until the server is up and configured. Raises ConfigError, CallRefused or CallLost."""
     there = f"{process.name}: the vLLM server there"
     with _refusal_means(
         f"{there} does not take the key", "put its key into the environment variable ASYNCRL_VLLM_KEY.", 401
@@ -265,7 +262,7 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
 
 @contextlib.contextmanager
 def _refusal_means(what: str, way_out: str, *statuses: int) -> Iterator[None]:
-    """Turn refusals with these statuses (none: any) into ConfigError; a missing route has 403 or 404."""
+    """Turn refusals with these statuses (none: any) into ConfigError."""
     try:
         yield
     except CallRefused as refusal:
@@ -275,7 +272,7 @@ def _refusal_means(what: str, way_out: str, *statuses: int) -> Iterator[None]:
 
 
 async def _until_up(process: VllmProcess) -> None:
-    """Wait until the server answers; an external one may refuse connections at first."""
+    """Wait for an answer; an external server may refuse connections at first."""
     while True:
         try:
             await process.get("/health", Text)

@@ -182,17 +182,15 @@ class Routes(CallScope):
         await self.tell("/update_weight_version", {"new_version": label})
 
     async def counts(self, *, timeout_s: float | None) -> dict[str, float]:
-        """Return counts from its metrics; tokens_prompted includes tokens_cached, and decode_s sums over
-        requests.
-        """
+        """Return counts from its metrics; tokens_prompted includes tokens_cached."""
         text = (await self.get("/metrics", Text, timeout_s)).text
         return {ours: sum(_metric(text, theirs) for theirs in names) for ours, names in _COUNTS.items()}
 
 
 @contextlib.contextmanager
 def _vllm_errors() -> Iterator[None]:
-    """Turn vLLM's error bodies into CallRefused: {"error": {"message": ..}}, {"error": "..."} or {"detail":
-    ..}; in a stream with a code instead of a status.
+    """Turn vLLM's error bodies into CallRefused: {"error": {"message": ..}}, {"error": "..."} or
+    {"detail": ..}.
     """
     try:
         yield

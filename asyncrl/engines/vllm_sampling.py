@@ -30,8 +30,8 @@ _MIN_TEMPERATURE = 0.01
 
 
 def check_request(process: VllmProcess, request: GenerateRequest, requirements: VllmRequirements) -> None:
-    """Raise RequestRefused for a request that vLLM would change, or that would end its engine (an id outside
-    the vocabulary).
+    """Raise RequestRefused for a request that vLLM would change, or that would end its engine (invalid
+    ids).
     """
 
     def refuse(what: str, rule: str, way_out: str) -> NoReturn:
@@ -90,8 +90,8 @@ async def sample(
 
 
 def generate_body(segment: Segment, requirements: VllmRequirements, model: str | None) -> dict[str, Any]:
-    """Return vLLM's request body. vLLM restarts its random stream per request, so the seed (63 bits) depends
-    on the segment's position.
+    """Return the body. vLLM restarts its random stream per request, so the seed (63 bits) depends on the
+    segment's position.
     """
     request = segment.request
     place = f"{request.seed}|{len(request.prompt_ids)}".encode()
@@ -154,7 +154,7 @@ class SampledSegment:
             self._num_cached = (part.usage.prompt_tokens_details or {}).get("cached_tokens") or 0
 
     async def stream(self, body: dict[str, Any], watch: StopWatch | None) -> None:
-        """Stream to the end, even after a stop string: the end has the weight labels."""
+        """Stream to the end, which has the weight labels."""
         process, segment = self._process, self._segment
         num_wanted: int | None = None
         async with contextlib.aclosing(process.stream(body)) as parts:
@@ -185,7 +185,7 @@ class SampledSegment:
             self._num_told = num_tokens
 
     def _part(self, spans: list[VersionSpan], finish: Finish | None) -> GenerateResponse:
-        """Return the tokens that on_chunk did not get; `spans` count from the segment's first token."""
+        """Return the tokens that on_chunk did not get."""
         told = self._num_told
         return GenerateResponse(
             request_id=self._segment.request.request_id,
@@ -206,8 +206,8 @@ class SampledSegment:
         self._finish = finish
 
     def response(self) -> GenerateResponse:
-        """Return the unreported tokens, or none if the prompt was read from an older cache under newer
-        weights. Raises EngineError for an invalid answer.
+        """Return the unreported tokens, or none if the prompt was read under older weights. Raises
+        EngineError.
         """
         process, segment, num_told = self._process, self._segment, self._num_told
         name, request_id = process.name, segment.request.request_id
@@ -268,9 +268,7 @@ class SampledSegment:
 
 
 def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
-    """Decode routed_experts of a Choice to [T, E], for layers with a router; vLLM writes zeros for the
-    others.
-    """
+    """Decode routed_experts to [T, E] for layers with a router; vLLM writes zeros for the others."""
     experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     is_routed = [len(set(row)) == len(row) for row in experts[0].tolist()]
     found: npt.NDArray[np.uint16] = experts[:, is_routed].reshape(len(experts), -1).astype("<u2")
@@ -278,7 +276,7 @@ def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
 
 
 def joint_watch(request: GenerateRequest, decode: Decode | None) -> StopWatch | None:
-    """Watch for stop strings that begin before a segment; vLLM searches only new text."""
+    """Watch for stop strings across segments; vLLM searches only new text."""
     if decode is None or not request.num_resumed or not any(request.stop):
         return None
     return StopWatch(request.stop, decode, ids_of(request)[-request.num_resumed :])

@@ -36,13 +36,13 @@ _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 class VllmServer:
     """EngineClient of a vLLM server. See VllmProcess and Commit.
 
-    Life: made -> ready() -> disconnect_nowait(), or broken by a failed commit -> reset_nowait() -> ready().
-    Waits: generate_segment sleeps during commits and sleeps, then until vLLM answers; the caller sets
-        limits.
-    Invariant: as for EngineServer; versions come from vLLM's own spans.
+    Life: made -> ready() -> disconnect_nowait(), or broken by a failed commit -> reset_nowait() ->
+        ready().
+    Waits: generate_segment sleeps during commits and sleeps; the caller sets limits.
+    Invariant: as for EngineServer; versions come from vLLM's spans.
 
-    `decode`: for stop strings across two segments. `mark`: in all labels of this run; tokens with another
-    run's label raise EngineError.
+    `decode`: for stop strings across two segments. `mark`: in all labels; other runs' tokens raise
+    EngineError.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class VllmServer:
         self._begin_nowait()
 
     async def ready(self, timeout_s: float) -> EngineHealth:
-        """Wait until the server answers, is configured and warmed up. Raises ConfigError, EngineError, or
+        """Wait until the server is configured and warmed up. Raises ConfigError, EngineError, or
         EngineLost after `timeout_s`.
         """
         async with self._within(timeout_s, "was not ready"):
@@ -192,9 +192,9 @@ class VllmServer:
     async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
         """Put parts to sleep. vLLM sleeps as a whole; other parts are woken again.
 
-        Weights are dropped (level 2) and pushed later: level 1 leaves a copy in pinned host memory that vLLM
-        never frees (vLLM #16663); it is used if only the KV cache sleeps. The number of bytes is unknown.
-        With `stays` vLLM pauses instead and clears its prefix cache.
+        Weights are dropped (level 2): level 1 leaves a copy in pinned host memory that vLLM never frees
+        (vLLM #16663); it is used if only the KV cache sleeps. With `stays` vLLM pauses instead and clears
+        its prefix cache.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         asleep_before = set(process.asleep)

@@ -41,9 +41,8 @@ _ADAPTER_RULE = "adapters are <module>.lora_A.weight and .lora_B.weight of one r
 class Load:
     """Load of one version into one process.
 
-    stage() returns the digest during generation; load() runs exclusively. Both raise CallRefused, CallLost
-    or EngineError. `model`: the name for later requests. This base class is the colocated push, whose chunks
-    are loaded already.
+    stage() returns the digest during generation; load() runs exclusively. Both raise CallRefused,
+    CallLost or EngineError. This base class is the colocated push, whose chunks are loaded already.
     """
 
     model: str | None = None
@@ -74,7 +73,7 @@ class FileLoad(Load):
     """Transport shm or disk: one file."""
 
     async def stage(self, process: VllmProcess) -> str:
-        """Poll the workers until the file is staged: a blocking call would stop generation."""
+        """Poll until the file is staged: a blocking call would stop generation."""
         wait_s = _ASK_AGAIN_S
         names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
         request = self.manifest.model_dump(include=names)
@@ -98,7 +97,7 @@ class BroadcastLoad(Load):
         self._group = group
 
     async def stage(self, process: VllmProcess) -> str:
-        """Announce this engine and its workers, which compare the digest as they load."""
+        """Announce this engine and its workers, which compare the digest later."""
         workers = await process.rpc("asyncrl_facts", {})
         self._group.expect_nowait(self.name, self.version, len(workers))
         return self.digest
@@ -139,7 +138,7 @@ class AdapterLoad(Load):
 
 
 def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> str:
-    """Write the manifest's adapters as a peft folder; return their digest. Raises EngineError."""
+    """Return the digest of the folder's adapters. Raises EngineError."""
     try:
         tensors = read_tensors(Path(manifest.path))
         digest = weights_digest((key, one.dtype, one.shape, one.data) for key, one in tensors.items())
@@ -189,8 +188,8 @@ class Commit:
 
     Life: run() once; for a sleeping engine, check() after waking.
     Waits: for vLLM, limited by the caller; resume has RESUME_LIMIT_S and ignores cancellation.
-    Invariant: a paused engine is resumed unless its process was given up. Tokens are held back from the
-        first loaded byte to a good canary; otherwise the process is broken.
+    Invariant: a paused engine is resumed unless its process was given up. Tokens wait for a good canary;
+        otherwise the process is broken.
     """
 
     def __init__(self, process: VllmProcess, load: Load, needed: VllmRequirements) -> None:
@@ -299,7 +298,7 @@ class Commit:
 
     @contextmanager
     def _all_or_broken(self) -> Iterator[None]:
-        """Mark the process as broken on an error or cancellation while its weights are unknown."""
+        """Break the process on an error or cancellation while its weights are unknown."""
         process = self._process
         try:
             yield

@@ -98,7 +98,7 @@ def _fractions(plan: Plan) -> tuple[float, float] | None:
 
 
 def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
-    """Raise ConfigError for too little known memory or a missing engine package."""
+    """Raises ConfigError."""
     placement = plan.placement
     started = [*(placement.engine_devices if config.rollout.urls is None else ()), placement.evaluation]
     starts_here = any(device is not None and device.node == 0 for device in started)

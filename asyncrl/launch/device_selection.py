@@ -88,7 +88,7 @@ class _Form(NamedTuple):
         return named_devices(self.key, self.form, nodes)
 
     def _free(self, cuda: Sequence[Side], taken: Side) -> Side:
-        """Take free devices, whole processes per node, from the smallest sufficient node."""
+        """Take whole processes per node, from the smallest sufficient node."""
         left = [[device for device in devices if device not in taken] for devices in cuda]
         whole = [devices[: len(devices) // self.split * self.split] for devices in left]
         whole = whole if any(whole) else left

@@ -1,7 +1,7 @@
 """Assign devices to ranks, engines, eval engine and teacher. Imports no torch.
 
 Sides on the same CUDA devices time-share them, or work concurrently if placement.share is a number. Each
-rank has its own CUDA device; engines may share one, and none spans two nodes.
+rank has its own CUDA device; no engine spans two nodes.
 """
 
 from __future__ import annotations
@@ -241,9 +241,7 @@ def _with_evaluation_and_teacher(config: RunConfig, placement: Placement) -> Pla
 def _device_of(
     name: str, form: Devices, placement: Placement, *, is_optional: bool = False
 ) -> NodeDevice | None:
-    """Return the device of the eval engine or teacher: never the trainer's CUDA device. `is_optional`:
-    None instead of an engine's.
-    """
+    """Never the trainer's CUDA device. `is_optional`: None instead of an engine's."""
     engines = [one for devices in placement.engines for one in devices if one.name != NO_DEVICE]
     cuda = [device for devices in cuda_devices(placement.nodes) for device in devices]
     if form == "cpu" or (form == "auto" and (not cuda or any(one.name == "cpu" for one in engines))):

@@ -92,11 +92,9 @@ def resident_turns(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Ph
 class Lease:
     """Turns of trainer and engines on shared devices.
 
-    Life: idle -> handover -> generating or training -> handover -> ...; a failed undo breaks the lease
-        for good.
+    Life: idle -> handover -> generating or training -> handover -> ...; a failed undo breaks the lease.
     Waits: hand_to and undo wait timeout_s at most per call; cancellation does not interrupt an undo.
-    Invariant: exactly one owner after the first turn, unless broken; the other side has released its
-        memory.
+    Invariant: one owner after the first turn, unless broken; the other side has released its memory.
     """
 
     def __init__(
@@ -154,7 +152,7 @@ class Lease:
         works = [self._one(name, call.verb, work) for name, work in self._calls(call).items()]
         outcomes = await asyncio.gather(*works, return_exceptions=True)
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
-        if isinstance(error, asyncio.CancelledError):  # this task was not cancelled, so the call failed
+        if isinstance(error, asyncio.CancelledError):
             error = RoomError("placement", "a call was cancelled from outside")
         return sum(outcome for outcome in outcomes if isinstance(outcome, int)), error
 

@@ -66,7 +66,6 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """Read parameters from file headers, else config.json, else the table."""
     if model.scratch is not None:
         return _shape({"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture})
     folder = _folder(model.path or "", model.revision)
@@ -83,7 +82,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
 def _folder(path: str, revision: str | None) -> Path:
     cached = None
     if not Path(path).is_dir():
-        with contextlib.suppress(ValueError, ModuleNotFoundError):  # not a hub id, or no train extra
+        with contextlib.suppress(ValueError, ModuleNotFoundError):
             from huggingface_hub import try_to_load_from_cache
 
             cached = try_to_load_from_cache(path, "config.json", revision=revision)

@@ -1,7 +1,6 @@
-"""Plan processes, devices, threads and memory of a run.
+"""Plan processes, devices, threads and memory of a run, without torch.
 
 Bytes are estimates: parameters, optimizer with gradients, KV cache, one micro-batch, and weight copies.
-Imports no torch.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Plan:
 
 
 def engine_threads(config: RunConfig, cores: int | None = None) -> int:
-    """Independent of the number of engines, because results depend on threads bit for bit."""
+    """Independent of the number of engines: results depend on threads bit for bit."""
     given = config.rollout.threads
     return given if given != "auto" else max(1, (cores or num_cores()) // 4)
 
@@ -162,7 +161,7 @@ def num_trained(config: RunConfig, shape: ModelShape) -> int:
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int = 0) -> Memory:
-    """Return a rank's memory: a sharded one gathers embeddings and one layer."""
+    """A sharded rank gathers embeddings and one layer."""
     trainer = config.trainer
     lora = trainer.lora
     item = item_bytes(config.model.dtype, device)
@@ -200,7 +199,7 @@ def engine_memory(
     *,
     stages: bool,
 ) -> Memory:
-    """Return memory per device. `stages`: new weights arrive during generation."""
+    """Per device. `stages`: new weights arrive during generation."""
     device = devices[0].name
     if device == NO_DEVICE:
         return Memory()

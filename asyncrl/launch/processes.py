@@ -39,7 +39,7 @@ PACKAGES = ("asyncrl", "asyncrl_servers")
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to start on any node: `python -m module` with `spec` (JSON file) and a listening socket.
+    """`python -m module` with `spec` (JSON file) and a listening socket, on any node.
 
     It sees only `devices` (cpu, cuda:1, ...). `secret` opens its server. `python` returns its Python
     (None: ours) or raises ConfigError.
@@ -63,8 +63,8 @@ class ProcessSpec:
 class Process:
     """A server process on any node.
 
-    Life: start() -> running -> ended, by aclose() or by itself (watch() raises). renewed() makes its
-        successor, with the same log.
+    Life: start() -> running -> ended, by aclose() or by itself. renewed() makes its successor, with the
+        same log.
     """
 
     def __init__(self, name: str, log_path: Path | str, url: str = "") -> None:
@@ -149,8 +149,8 @@ class ForeignProcess(Process):
 
 
 class ChildProcess(Process):
-    """A child of this process. Its standard input carries secrets; EOF, at our death, ends the child and
-    its group, after GROUP_TIMEOUT_S for cleanup. `host`: address to listen on.
+    """A child of this process. Its standard input carries secrets; EOF, at our death, ends its group,
+    after GROUP_TIMEOUT_S for cleanup. `host`: address to listen on.
     """
 
     def __init__(

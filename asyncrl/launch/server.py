@@ -25,8 +25,7 @@ UNANSWERED = (CallLost, CallRefused, EngineError)
 class Server:
     """A child process and its HTTP caller.
 
-    `answers`: type of /health. `start_s`: limit for the first answer. `client_health` replaces /health;
-    `ready`: extra readiness check.
+    `answers`: type of /health. `start_s`: limit for the first answer. `client_health` replaces /health.
     """
 
     child: Process
@@ -75,9 +74,7 @@ class Server:
         await self.child.watch()
 
     async def come_up(self) -> None:
-        """Start and wait until it serves. Raises RoomError if it dies or is late, ConfigError if it can
-        never serve.
-        """
+        """Wait until it serves. Raises RoomError if it dies or is late, ConfigError if it can never serve."""
         await self.child.start()
         self.caller.url = self.child.url
         asking = asyncio.ensure_future(self.ask(self.start_s) if self.ready is None else self.ready())
@@ -100,7 +97,7 @@ class Server:
             await cancel_all([asking, watching])
 
     async def end(self) -> str:
-        """Kill the process, close its connections and describe any survivor."""
+        """Return a description of any survivor."""
         self.child.kill_nowait()
         await self.aclose()
         left = self.child.left

@@ -48,8 +48,8 @@ class Supervision:
 class Supervisor:
     """Watches processes that live and die together; if one is lost, all restart.
 
-    Life: up -> lost (died, silent for heartbeat_s, or broke a call) -> down -> backoff -> new ones start
-        and restore state -> up. A loss on the way counts like the first.
+    Life: up -> lost (died, silent for heartbeat_s, or broke a call) -> down -> backoff -> start and
+        restore state -> up. A loss on the way counts too.
     Waits: for a loss, then backoff_s (doubled up to 30 s), free devices, the start, and bring_back.
     Invariant: more than max_restarts (see Restarts) end the run; a missing dispensable node is retried
         every NODE_PERIOD_S.
@@ -194,7 +194,7 @@ class Supervisor:
 async def until_lost(
     processes: Sequence[Server], heartbeat_s: float, *work: Coroutine[Any, Any, None]
 ) -> RoomError | None:
-    """Return None when `work` ends, or the loss. A death takes precedence over a broken call, then a
+    """Return the loss, or None when `work` ends. A death takes precedence over a broken call, then a
     missed heartbeat. Raises other errors of `work`.
     """
     watching = [asyncio.ensure_future(process.watch()) for process in processes]

@@ -1,4 +1,4 @@
-"""Push each policy_version to every engine, during generation or time-shared. Never opens the weights."""
+"""Push each policy_version to every engine, during generation or time-shared."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ async def at_once(*_: object) -> None:
 class Publisher:
     """Engines that get pushes, their version, and the report of the last push.
 
-    An engine is live, or down from down_nowait until it has the announced weights. Without `on_lost` a lost
-    engine ends the run. The file of an export exists until on_published returns. `locate` fetches a file to
-    an engine's node.
+    An engine is live, or down until it has the announced weights. Without `on_lost` a lost engine ends
+    the run. An export's file exists until on_published returns. `locate` fetches a file to an engine's
+    node.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Publisher:
         self.version = self.num_published = self.num_skipped = 0
         """num_skipped: versions that a newer one replaced."""
         self.report = PushReport()
-        """Timings of the last push; when time-shared, all of publish_s is a pause."""
+        """When time-shared, all of publish_s is a pause."""
 
     @property
     def _live(self) -> list[EngineClient]:
@@ -95,7 +95,7 @@ class ColocatedPush(Publisher):
     _pushed: tuple[ExportResponse, PushReport] | None = None
 
     async def push(self) -> TransferStats:
-        """Push to every live engine. Raises PublishError, or the errors of the trainer's client."""
+        """Raises PublishError, or the errors of the trainer's client."""
         push = self._push(
             self._trainer.policy_version, self._live, served=self.version, on_lost=self._on_lost
         )
@@ -116,13 +116,13 @@ class PushLoop(Publisher):
 
     Life: run(): idle -> exporting (begun between two steps) -> pushing -> announced by on_served, then by
         on_published -> idle.
-    Waits: run sleeps for a new version, then in export, prepare and commit, each at most timeout_s; the
-        train loop in wait_exported_or_busy. bring_up, leave and pushes exclude each other.
-    Invariant: on_served(v) follows every live engine's confirmation of v with the trainer's digest. Versions
-        are announced in order. The trainer never waits for a push.
+    Waits: run sleeps for a new version, then in export, prepare and commit, each at most timeout_s.
+        bring_up, leave and pushes exclude each other.
+    Invariant: on_served(v) follows every live engine's confirmation of v with the trainer's digest, in
+        order. The trainer never waits for a push.
 
-    The trainer keeps its two newest exports (one with `is_collective`). An export lost with the trainer's
-    node is repeated. `wait_released` returns once no evaluation needs the engines' present weights.
+    The trainer keeps its two newest exports (one with `is_collective`). `wait_released` returns once no
+    evaluation needs the engines' present weights.
     """
 
     def __init__(
@@ -170,9 +170,7 @@ class PushLoop(Publisher):
                 await self._export_and_push(newest, turn)
 
     async def bring_up(self, name: str) -> None:
-        """Give an engine with a new process the announced weights; it is live when this returns. Raises
-        EngineLost or PublishError.
-        """
+        """Give an engine with a new process the announced weights. Raises EngineLost or PublishError."""
         while self._announced is None and self._is_first_push_due:
             await self._changed.wait()
         lost: list[EngineLost] = []
@@ -206,8 +204,8 @@ class PushLoop(Publisher):
                 await self._changed.wait()
 
     async def wait_exported_or_busy(self, version: int) -> None:
-        """Return once the copy of `version` into staging has begun, or during another copy or push. The
-        trainer changes no weight before the copy is complete.
+        """Return once the copy of `version` has begun, or during another copy or push. The trainer
+        changes no weight before the copy is complete.
         """
         with waiting(f"the export of policy_version {version}", on="publisher"):
             while self._exported_version < version and not self._is_pushing:

@@ -34,8 +34,8 @@ async def in_place(engine: str, sent: Sent) -> Sent:
 class WeightTrainer(Protocol):
     """The trainer as weight sync sees it.
 
-    begin_export starts to copy the newest weights into staging, between two optimizer steps, and returns
-    their version; export waits for the copy. export_chunk overwrites the previous chunk.
+    begin_export starts to copy the newest weights, between two optimizer steps, and returns their
+    version; export waits for the copy. export_chunk overwrites the previous chunk.
     """
 
     @property
@@ -53,8 +53,8 @@ class WeightTrainer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Seconds in which the trainer wrote chunks (export_s), engines read the weights (prepare_s) and swapped
-    (commit_s); longest pause of an engine; interrupted requests.
+    """Seconds of writing chunks (export_s), reading (prepare_s) and swapping (commit_s); longest pause of
+    an engine; interrupted requests.
     """
 
     export_s: float = 0.0
@@ -72,13 +72,13 @@ class Push:
     """A push of one version to the engines in `live`: whole, during generation, or by chunks, into awake,
     empty weights.
 
-    Life: whole() or chunks(), once. `on_lost` is called with each engine lost during the push; without it
-        the loss is an error.
+    Life: whole() or chunks(), once. `on_lost` gets each engine lost during the push; without it the loss
+        is an error.
     Waits: for all engines at once, at most timeout_s per phase.
-    Invariant: both return only if every engine in `live` serves the version with the trainer's digest.
-        Except with nccl, no engine swaps before every engine has the right bytes.
+    Invariant: on return every engine in `live` serves the version with the trainer's digest. Except with
+        nccl, no engine swaps before every engine has the right bytes.
 
-    `is_down` is checked right before a commit: a lost engine may be a new process with nothing staged.
+    `is_down` is checked right before a commit: a lost engine may be a new process.
     """
 
     def __init__(
@@ -115,9 +115,7 @@ class Push:
         return await self._commit(manifest.digest, 0.0, clock() - start)
 
     async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, ExportResponse]:
-        """Load all chunks, each written once by the trainer, and commit. Raises PublishError, or what the
-        trainer's client raises.
-        """
+        """Load all chunks and commit. Raises PublishError, or what the trainer's client raises."""
         clock = asyncio.get_running_loop().time
         began, export_s, load_s = clock(), 0.0, 0.0
         sent: list[ExportChunkResponse] = []
@@ -176,7 +174,7 @@ class Push:
         self, targets: Sequence[EngineClient], phase: str, call: Callable[[EngineClient], Awaitable[Result]]
     ) -> dict[str, Result]:
         """Run a phase on all targets at once; return the answers of engines that were not lost. Waits for
-        all, so that an error reports the state of each.
+        all, so that an error reports each state.
         """
         answers: dict[str, Result] = {}
         doing = f"{phase} of policy_version {self.version}"

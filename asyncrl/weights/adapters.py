@@ -1,8 +1,7 @@
-"""Transport lora: only the adapters, as one small safetensors file in shared memory.
+"""Transport lora: only the adapters, as one safetensors file in shared memory.
 
 It contains `<module>.lora_A.weight` [rank, in], `<module>.lora_B.weight` [out, rank], and the scalar
-`scale`, alpha / rank. An embedded engine merges it over its initial weights; vLLM gets a peft folder
-(engines/vllm_weights.py).
+`scale`, alpha / rank. An embedded engine merges it; vLLM gets a peft folder.
 """
 
 from __future__ import annotations

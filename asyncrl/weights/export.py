@@ -1,9 +1,7 @@
 """Export of the trainer's weights: named, gathered, in the engines' dtype, whole or by chunks.
 
-Ranks use the model's names, exports the checkpoint's: stacked experts are gathered as one tensor and split
-on writing.
-
-A chunk contains tensors, in export order, up to chunk_bytes, or one larger tensor. Any chunk may be
+Exports use the checkpoint's names: stacked experts are gathered as one tensor and split on writing. A
+chunk contains tensors, in export order, up to chunk_bytes, or one larger tensor. Any chunk may be
 requested at any time, even from a restarted trainer.
 """
 
@@ -91,7 +89,7 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor (LazyWeights: its pieces) on `device`, contiguous, floats as `dtype`.
 
-    Sharded tensors are gathered on rank 0 (`on_all`: on all); all ranks must iterate.
+    Sharded tensors are gathered on rank 0 (`on_all`: everywhere); all ranks must iterate.
     """
     pieces = weights.pieces if isinstance(weights, LazyWeights) else {}
     for name, tensor in weights.items():
@@ -131,7 +129,7 @@ def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
 def gathered(
     weights: Mapping[str, Tensor], dtype: DType, device: Device = "cpu", *, on_all: bool = False
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Open whole_tensors and exhaust it even after an error, since other ranks gather too."""
+    """Exhaust whole_tensors even after an error, since other ranks gather too."""
     tensors = whole_tensors(weights, dtype, device, on_all=on_all)
     try:
         yield tensors
@@ -170,8 +168,7 @@ def begin_export(
 ) -> Future[ExportResponse]:
     """Run export_weights on the thread of `writer`.
 
-    Whole local weights must not change before the Future ends. Sharded or computed ones are gathered here
-    and may change on return.
+    Whole local weights must not change before the Future ends; others are gathered here.
     """
     if weights.are_plain:
         reading = after_what_was_begun(next((one.device for one in weights.like.values()), None))
@@ -274,7 +271,7 @@ class ChunkPlace(Protocol):
     """Destination of chunks: ChunkFile, or SharedChunk of ipc.py.
 
     `device`: required device of tensors. put overwrites the place and returns digests; it raises OSError.
-    `told()` returns the place's fields of an ExportChunkResponse.
+    `told()` returns fields of an ExportChunkResponse.
     """
 
     device: torch.device
@@ -298,8 +295,8 @@ class Chunks:
         self._digests: dict[str, bytes] = {}
 
     def names(self, weights: LazyWeights, version: int, index: int) -> list[str]:
-        """Return the tensors that all ranks gather for this chunk, in order; before the last chunk also
-        tensors without a digest. Raises Refused.
+        """Return the tensors that all ranks gather for this chunk; before the last chunk also tensors
+        without a digest. Raises Refused.
         """
         if version != self._version:
             self._version, self._digests = version, {}

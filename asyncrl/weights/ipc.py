@@ -1,11 +1,10 @@
 """Chunks of weights in memory that trainer and engine both map (transport ipc), or in a file (ChunkFile).
 
-The trainer writes each chunk over the previous one (SharedChunk); on several CUDA devices each rank does so.
-The engine opens its device's memory once (TrainerMemory), loads in place and hashes the result.
-
-On CPU the memory is a mapped file, on CUDA a driver allocation that CUDA IPC opens in another process.
-torch's IPC is unsuitable: shared memory stays in its caching allocator forever, and a handle serves only one
-reader. See https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html.
+The trainer writes each chunk over the previous one (SharedChunk). The engine opens the memory once
+(TrainerMemory), loads in place and hashes the result. On CPU the memory is a mapped file, on CUDA a
+driver allocation that CUDA IPC opens. torch's IPC is unsuitable: memory stays in its caching allocator,
+and a handle serves only one reader. See
+https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ def limit_memory(device: torch.device, share: float | None, cuda: Any = torch.cu
 
 
 class SharedMemory:
-    """Memory that other processes open by its handle. `data`: uint8, open while any view lives. Its maker
-    must keep it while others use it.
-    """
+    """Memory that other processes open by its handle; its maker must keep it. `data`: uint8."""
 
     def __init__(self, handle: MemoryHandle, data: Tensor) -> None:
         self.handle, self.data = handle, data
@@ -76,9 +73,7 @@ def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
 
 
 def make_file(path: Path, num_bytes: int) -> SharedMemory:
-    """Return a mapped, preallocated file: a full shared memory raises here instead of a signal at the first
-    write.
-    """
+    """Return a mapped, preallocated file: full memory raises here, instead of a signal at the first write."""
     path.unlink(missing_ok=True)
     path.touch(0o600)
     with path.open("r+b") as file:
@@ -214,9 +209,7 @@ class SharedChunk:
         rank: int = 0,
         gather: Callable[[Any], list[Any]] = lambda own: [own],
     ) -> None:
-        """`folder`: of the shared-memory file, on CPU; files of earlier processes are removed. `gather`:
-        JSON values of all ranks. Raises OSError.
-        """
+        """`folder`: of the shared-memory file, on CPU. `gather`: JSON values of all ranks. Raises OSError."""
         for old in folder.glob(f"chunk-{rank}-*.bin"):
             old.unlink()
         size = max(lay_out(entries)[1] for entries in chunks)

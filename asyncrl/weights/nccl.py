@@ -1,13 +1,13 @@
 """Transport nccl: one broadcast of all weights to all workers of all engines.
 
-The trainer copies each version into reusable device buffers (export), which takes the memory of all weights
-once more. Once every engine waits (engines/broadcast.py), rank 0 sends them (send), and receivers check the
-digest. The group uses NCCL on CUDA and gloo on CPU, in its own stream, which waits only for the buffers.
+The trainer copies each version into reusable device buffers (export), which takes the memory of all
+weights once more. Once every engine waits (engines/broadcast.py), rank 0 sends them, and receivers check
+the digest. The group uses NCCL on CUDA and gloo on CPU, in its own stream.
 
-vLLM's helpers unpickle what any program writes into their TCP store, and their waits never end. Here nothing
-is pickled and every wait is limited. Processes meet in a file of a private folder, or across nodes in a TCP
-store of rank 0. That store, gloo and NCCL do not authenticate: a program that reaches their ports can read
-and change weights.
+vLLM's helpers unpickle what any program writes into their TCP store, and their waits never end. Here
+nothing is pickled and every wait is limited. Processes meet in a private file, or across nodes in a TCP
+store of rank 0. That store, gloo and NCCL do not authenticate: a program that reaches their ports can
+read and change weights.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class BroadcastTransport(Transport):
     """Trainer end: copies a version and sends it.
 
     Life: empty -> export() -> send(), any number of times -> export() the next.
-    Waits: export and send for each other; send for every group member, limited by the GroupMember.
-    Invariant: a held version is sent whole. A broken group is never reused.
+    Waits: export and send for each other; send for every group member.
+    Invariant: a held version is sent whole.
     """
 
     def __init__(self, end: TrainerEnd, cuda: Any = None) -> None:
@@ -142,8 +142,9 @@ class GroupBroken(Exception):  # noqa: N818  a state of the group
 class WeightGroup:
     """Membership of this process in a group.
 
-    Life: joined, once all are present -> send or receive, repeatedly -> closed, also by the first failure.
-    Waits: every call waits for the others, at most timeout_s; then the group is broken.
+    Life: joined, once all are present -> send or receive, repeatedly -> closed, also by the first
+        failure.
+    Waits: every call waits for the others, at most timeout_s.
     Invariant: all members make the same calls in the same order, on CUDA in the group's stream.
     """
 
@@ -258,9 +259,7 @@ def _connect(member: GroupMember, device: torch.device, timeout: timedelta) -> A
 
 
 def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
-    """Return the members' store and gloo's interfaces. On several nodes the interface is the route to the
-    trainer.
-    """
+    """Return the members' store and gloo's interfaces; on several nodes the route to the trainer."""
     if not member.store:
         store: Any = dist.FileStore(member.path, member.size)  # type: ignore[attr-defined]
         interfaces = ["lo"]
@@ -296,8 +295,8 @@ def listen_at(where: str, rule: str) -> int:
 
 
 def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
-    """Run `work` in a thread with a time limit, since torch's limits are unreliable; an overdue thread is
-    abandoned. Raises its errors, and TimeoutError.
+    """Run `work` in a thread with a time limit, since torch's limits are unreliable. Raises its errors,
+    and TimeoutError.
     """
     done: Future[T] = Future()
 
@@ -327,8 +326,8 @@ def interface_of(address: str) -> str:
 
 
 def use_interface(address: str, *, is_apart: bool) -> None:
-    """Make gloo, and with several nodes (`is_apart`) NCCL, listen on the interface of `address`, unless the
-    environment sets one. Raises ConfigError.
+    """Make gloo (with `is_apart` also NCCL) listen on the interface of `address`, unless the environment
+    sets one. Raises ConfigError.
     """
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)

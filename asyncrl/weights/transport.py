@@ -1,8 +1,7 @@
 """Trainer end of each weight_sync.transport.
 
-shm, disk, stream: one safetensors file, which engines hash and copy during generation (prepare) and swap to
-(commit); with stream other nodes fetch it. Sleeping engines on shared devices get chunks (export.py;
-ipc.py). lora: adapters.py. nccl: nccl.py.
+shm, disk, stream: one safetensors file, which engines copy during generation (prepare) and swap to
+(commit). Sleeping engines get chunks (export.py; ipc.py). lora: adapters.py. nccl: nccl.py.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from asyncrl.weights.export import LazyWeights, begin_export, gather_along
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnd:
-    """`is_file_wanted`: evaluation reads exports as files. `store`: ADDRESS:PORT of rank 0's store, for
-    several nodes.
-    """
+    """`is_file_wanted`: for evaluation. `store`: ADDRESS:PORT of rank 0's store, for several nodes."""
 
     device: torch.device
     dtype: torch.dtype
@@ -64,8 +61,8 @@ class Transport:
         self._writer = ThreadPoolExecutor(1, "export")
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """Bring the weights to the engines during the next forward and backward pass; no weight may change
-        before the Future ends. Raises OSError, here or in the Future.
+        """Bring the weights to the engines; no weight may change before the Future ends. Raises OSError,
+        here or in the Future.
         """
         return self._begin_file(exported, path)
 

@@ -1,7 +1,5 @@
-"""Start processes on an existing Ray cluster.
-
-One placement group has a bundle and an actor (ray_host.py) per node. Ray ends the actors with the
-controller, its driver.
+"""Start processes on an existing Ray cluster: one placement group, with a bundle and an actor
+(ray_host.py) per node. Ray ends the actors with the controller, its driver.
 """
 
 from __future__ import annotations
