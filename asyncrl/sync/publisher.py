@@ -121,7 +121,7 @@ class PushLoop(Publisher):
     Invariant: on_served(v) follows every live engine's confirmation of v with the trainer's digest, in
         order. The trainer never waits for a push.
 
-    The trainer keeps its two newest exports (one with `is_collective`). `wait_released` returns once no
+    The trainer keeps its two newest exports (`is_collective`: one). `wait_released` returns once no
     evaluation needs the engines' present weights.
     """
 

@@ -26,7 +26,7 @@ class AdapterTransport(Transport):
     sends_chunks = False
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        assert exported.adapters is not None, "the config has it so"
+        assert exported.adapters is not None, "transport lora needs adapters"
         tensors = exported.adapters()
         if not self.end.is_first:
             return done(only_gathered(exported.version))
