@@ -1,6 +1,6 @@
 """Console of a run: a live panel on a terminal, else plain lines.
 
-Standard output that nobody reads (a closed pipe, a stopped terminal, a full disk) does not stop a run.
+Unread standard output (a closed pipe, a full disk) does not stop a run.
 """
 
 from __future__ import annotations
@@ -45,11 +45,8 @@ BY_TASK = "reward/mean/"
 class Console:
     """Shows progress.
 
-    live repaints a panel in a thread of rich; plain prints a line every few seconds; none prints nothing;
-    auto is live on a terminal, else plain. Output errors raise nothing. `health` returns sentences about
-    problems.
-
-    Life: silent until start(); live until close().
+    live repaints a panel in a thread of rich; plain prints a line every few seconds; auto is live on a
+    terminal, else plain. Output errors raise nothing. `health` returns sentences about problems.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class Console:
         self._num_unshown = 0
 
     def show_samples(self, samples: Sequence[ShownRollout]) -> None:
-        """Show the last sample, a random or failed one, if it is due."""
         now_s = time.monotonic()
         is_due = now_s - self._sample_at_s >= self._every(SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S, now_s)
         if self._shows_samples and samples and is_due:
@@ -212,7 +208,6 @@ def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) ->
 
 
 def reward_text(steps: Steps) -> Text:
-    """Show the recent mean reward, a sparkline, the first and the last reward."""
     rewards = steps.values("reward/mean")
     if not rewards:
         return Text("-")
@@ -252,17 +247,14 @@ logger = logging.getLogger(__name__)
 
 
 def outliving(file: TextIO | None = None) -> TextIO:
-    """Return `file` (default: standard output) without its errors; text that it does not take is dropped.
-    Errors are logged once.
-    """
+    """Return `file` (default: standard output) without its errors, which are logged once."""
     return cast("TextIO", _Outliving(file or sys.stdout or io.StringIO()))
 
 
 @functools.lru_cache(maxsize=4)  # one object for each file
 class _Outliving:
-    """A file that drops text after an OSError, and while its reader is behind.
-
-    The event loop calls write(), so it waits PATIENCE_S once per delay.
+    """Drops text after an OSError, and while its reader is behind: the event loop calls write(), so it
+    waits PATIENCE_S once.
     """
 
     def __init__(self, file: TextIO) -> None:

@@ -136,15 +136,14 @@ PROGRESS = frozenset(
     trainer/down trainer/restarts trainer/version turns/phases
     """.split()
 )
-"""Counters whose change means that the run moves, for the watchdog."""
+"""Counters whose change shows progress, for the watchdog."""
 
 
 @lru_cache(maxsize=4096)
 def gauge_of(name: str) -> Gauge | None:
-    """Return a declaration.
+    """Return a declaration; NAME/* covers all names below it.
 
-    A third part names a task or an engine: reward/mean/sums; eval/NAME/... is of one evaluation. NAME/*
-    covers all names below it.
+    A third part names a task or an engine: reward/mean/sums. eval/NAME/... is of one evaluation.
     """
     first, *rest = name.split("/")
     if first == "eval" and len(rest) > 1 and rest[0] != "task":
@@ -159,9 +158,9 @@ def is_total(name: str) -> bool:
 
 
 class Totals:
-    """Counters of the whole run by metric name, across processes.
+    """Counters of the whole run, across processes.
 
-    Invariant: a total never falls; a source that reports less was restarted, so its whole count is new.
+    Invariant: a total never falls; a source that reports less was restarted.
     """
 
     def __init__(self) -> None:
@@ -173,7 +172,7 @@ class Totals:
             self._totals[name] = max(value, self._totals.get(name, value))
 
     def add(self, counted: Mapping[str, float | Mapping[str, float]]) -> dict[str, float]:
-        """Return these totals. `counted`: counts so far, of one source or of several by name."""
+        """`counted`: counts so far, of one source or of several by name."""
         for name, value in counted.items():
             for source, now in (value if isinstance(value, Mapping) else {"": value}).items():
                 before = self._seen.get((name, source), 0)
@@ -191,8 +190,8 @@ class SpecialTokens:
 
 
 def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
-    """Return rewards, ages, lengths and endings of rollouts, with all branches. Without a token in the
-    loss no staleness is reported.
+    """Return rewards, ages, lengths and endings, with all branches. Without a token in the loss no
+    staleness is reported.
     """
     groups = [rollouts_of(group) for group in batch.groups]
     rollouts = [rollout for group in groups for rollout in group]

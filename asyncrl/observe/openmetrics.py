@@ -54,7 +54,6 @@ def family_of(name: str) -> tuple[str, str, Gauge] | None:
 
 
 def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]) -> bytes:
-    """Return the declared finite numbers, the state and the run's name."""
     from prometheus_client import core
     from prometheus_client.openmetrics.exposition import generate_latest
 
@@ -82,11 +81,7 @@ def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, st
 
 
 class StatusServer:
-    """Serves /metrics and /status to bearers of its key.
-
-    Life: made, with its port taken (raises ConfigError) -> start() -> aclose(). `numbers` returns the
-        current numbers.
-    """
+    """Serves /metrics and /status to bearers of its key. Raises ConfigError if the port is taken."""
 
     def __init__(
         self, run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, Any]]

@@ -43,7 +43,7 @@ NOT_FINITE = "not_finite"
 EVAL_PREFIX = "eval/"
 MAX_PROBLEMS = 100
 QUIET_S = 30.0
-"""A run that has not written its status for this long may be dead."""
+"""A run whose status is older may be dead."""
 
 T = TypeVar("T")
 State = Literal["starting", "running", "done", "failed", "interrupted", "crashed", "unknown"]
@@ -135,7 +135,7 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Raises ConfigError if the folder is not a run directory."""
+    """Raises ConfigError."""
     try:
         (folder / CONFIG_FILE).open("rb").close()
     except OSError as error:
@@ -209,7 +209,7 @@ def boot_id() -> str:
 
 
 def append_lines(path: Path, lines: Iterable[Any]) -> None:
-    """Append JSON values, after ending a killed process's incomplete line. Raises OSError."""
+    """End an incomplete line first. Raises OSError."""
     torn = path.exists() and next(lines_from_end(path), (0, b"\n"))[1][-1:] != b"\n"
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" if torn else "")
@@ -219,7 +219,7 @@ def append_lines(path: Path, lines: Iterable[Any]) -> None:
 
 def cut_steps(path: Path, num_steps: int) -> tuple[float, dict[str, Any]]:
     """Remove a torn end and steps after `num_steps`. Return the last kept step, lost ones included, and
-    its line ({} without one).
+    its line ({}: none).
     """
     end = path.stat().st_size
     newest = 0.0
@@ -247,7 +247,7 @@ def _parsed(text: bytes) -> tuple[dict[str, Any], float]:
 
 
 class Recorder:
-    """Writes metrics.jsonl, eval.jsonl and status.json from one thread; passes the numbers to trackers."""
+    """Writes metrics.jsonl, eval.jsonl and status.json from one thread."""
 
     def __init__(self, run_dir: str | Path, trackers: Background | None = None) -> None:
         self.run_dir = Path(run_dir)
@@ -256,10 +256,7 @@ class Recorder:
         self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
 
     def keep_steps(self, num_steps: int) -> Mapping[str, Any]:
-        """Drop the steps after `num_steps`; return the last kept line.
-
-        Missing steps are recorded as {"lost": [first, last], "why": ...}.
-        """
+        """Return the last kept line. Missing steps are recorded as {"lost": [first, last], "why": ...}."""
         path = self.run_dir / METRICS_FILE
         newest, last = cut_steps(path, num_steps)
         if newest < num_steps:
@@ -300,9 +297,7 @@ def _finite(value: Any) -> Any:
 
 
 def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics by their names in metrics.jsonl: eval/NAME/... if there are several evaluations;
-    totals count all of them.
-    """
+    """Return metrics by name: eval/NAME/... if there are several evaluations; totals count all of them."""
     found = {name: float(value) for name, value in line.items() if name.startswith(EVAL_PREFIX)}
     if not line.get("name"):
         return found

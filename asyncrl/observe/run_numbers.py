@@ -16,9 +16,7 @@ from rich.text import Text
 
 
 class Steps:
-    """Metrics of all steps by column. A repeated step replaces itself and all later steps. `last`: the
-    last line.
-    """
+    """Metrics of all steps by column. A repeated step replaces itself and all later steps."""
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self._columns: dict[str, array[float]] = {"step": array("d")}
@@ -50,7 +48,6 @@ class Steps:
         return self._columns.get(name, array("d", [math.nan]) * len(self))
 
     def values(self, name: str, part: slice = slice(None)) -> list[float]:
-        """Return the values of the steps in `part` that have the metric."""
         return [value for value in self.column(name)[part] if value == value]
 
     def total(self, name: str, part: slice = slice(None)) -> float:
@@ -64,7 +61,6 @@ class Steps:
         return max(self.values(name), default=None)
 
     def newest(self, name: str) -> float:
-        """Return the last value of a counter; 0 without one."""
         return ([0.0] + self.values(name))[-1]
 
 
@@ -87,7 +83,6 @@ SHARES = {
     "handovers": ("handovers", "cyan", "perf/handover_s"),
     "other": ("other", "bright_black", ""),
 }
-"""Share of the time -> its name, color and metric."""
 TRAIN_PARTS = {
     "forward": "perf/forward_s",
     "backward": "perf/backward_s",

@@ -1,4 +1,4 @@
-"""A run directory as Python values, for notebooks, status and report. Imports no torch and no pandas."""
+"""A run directory as Python values. Imports no torch and no pandas."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from asyncrl.observe.trained import TrainedRecord, trajectory_summaries
 from asyncrl.observe.verdict import Verdict, judge
 
 Table = dict[str, list[Any]]
-"""Columns by name, all of one length: `pandas.DataFrame(table)`. Missing numbers are NaN."""
+"""Columns of equal length: `pandas.DataFrame(table)`. Missing numbers are NaN."""
 
 
 class RunRecord:
     """Contents of a run directory, live or ended.
 
-    Each part is read on first access and kept; call read_run() again for later data. `state`: starting,
-    running, done, failed, interrupted, crashed or unknown; `why`: its explanation; `problems`: sentences
-    about unreadable data.
+    Each part is read once; call read_run() again for later data. `state`: starting, running, done,
+    failed, interrupted, crashed or unknown; `why`: its explanation; `problems`: sentences about
+    unreadable data.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -92,7 +92,7 @@ class RunRecord:
 
 
 def read_run(run_dir: str | Path) -> RunRecord:
-    """Raises ConfigError if it is not a run directory, or its config is invalid."""
+    """Raises ConfigError for an invalid run directory."""
     return RunRecord(Path(run_dir))
 
 

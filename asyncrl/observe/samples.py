@@ -1,6 +1,6 @@
 """samples.jsonl: a few rollouts of each step as text, one JSON object a line.
 
-A model wrote the text: it may be hostile. Long texts are cut.
+The text may be hostile. Long texts are cut.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_FILE = "samples.1.jsonl"
 MIDDLE_FILE = "samples.2.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 MAX_BYTES = 20_000_000
-"""A larger samples.jsonl becomes the first free of FIRST_FILE and MIDDLE_FILE, or replaces MIDDLE_FILE."""
+"""A larger file becomes the first free of FIRST_FILE and MIDDLE_FILE, or replaces MIDDLE_FILE."""
 MAX_TOKENS = 1024
 MAX_PARTS = 40
 MAX_CHARS = 4000
@@ -53,8 +53,8 @@ class ShownRollout(TypedDict):
     """A rollout as text.
 
     `step`: the step that trained on it, or the next step for a failed one; `metrics`: parts of the
-    reward; `versions`: oldest and newest policy_version; `staleness`: age of its oldest token in the
-    loss; `logprob_gap`: mean of |engine - trainer| in nats over fresh tokens.
+    reward; `versions`: oldest and newest policy_version; `staleness`: of its oldest token in the loss;
+    `logprob_gap`: mean |engine - trainer| in nats over fresh tokens.
     """
 
     step: int
@@ -86,9 +86,7 @@ class SampleDecoder(Protocol):
 
 
 def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, Rollout]]:
-    """Pick the best and the worst rollout by reward, then random ones, `num` in all; deterministic for a
-    seed and batch.
-    """
+    """Pick the best and the worst rollout by reward, then random ones (seeded), `num` in all."""
     rollouts = [(group, rollout) for group in batch.groups for rollout in rollouts_of(group)]
     random.Random(f"{seed} {batch.version}").shuffle(rollouts)
     found: list[tuple[SampleKind, Group, Rollout]] = []
@@ -177,7 +175,7 @@ def _middle_cut(text: str, most: int | None) -> str:
 
 
 class SampleWriter:
-    """Life: resume_at() in a resumed run -> step() and failed(). Raises OSError."""
+    """Raises OSError."""
 
     def __init__(self, run_dir: Path, *, seed: int, per_step: int) -> None:
         self._run_dir = run_dir
@@ -211,7 +209,7 @@ class SampleWriter:
     def failed(
         self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decoder: SampleDecoder
     ) -> list[ShownRollout]:
-        """Write a rollout that failed for good, if few did since the last step."""
+        """Write a failed rollout, if few were written since the last step."""
         self._num_failed += 1
         if self._num_failed > self.per_step:
             return []
@@ -253,7 +251,7 @@ def read_samples(
     return sorted(found, key=lambda sample: sample["step"])
 
 
-# ---- as text, on the console, in `asyncrl inspect --samples` and in TensorBoard
+# ---- as text
 
 NEWEST = 10
 NEWEST_JSON = 1000
@@ -293,7 +291,7 @@ def headline(sample: ShownRollout) -> str:
 
 
 def sample_text(sample: ShownRollout, *, most: int | None = None) -> str:
-    """Show at most `most` characters of each part; with a limit, only the last four parts."""
+    """Show at most `most` characters of each part, and only the last four parts."""
     lines = [headline(sample)]
     if sample["error"]:
         lines += _block("failed", sample["error"], most)
@@ -328,7 +326,7 @@ def render_samples(
     group: int | None = None,
     kinds: Sequence[str] = (),
 ) -> str:
-    """Return the samples of a step or group, else the newest ones. Raises ConfigError if there are none."""
+    """Raises ConfigError if there are no such samples."""
     newest = None if (step, group) != (None, None) else NEWEST_JSON if as_json else NEWEST
     found = read_samples(run_dir, problems, step, group=group, kinds=kinds, newest=newest)
     if as_json:

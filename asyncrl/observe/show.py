@@ -49,7 +49,7 @@ NUM_REWARDS = 10
 SHOWN_REWARDS = 1000
 SHOWN_ROWS = 30
 SHOWN_FLAGS = 2
-"""Limits of `status --json`, of a table of `inspect`, and of health sentences."""
+"""Limits of `status --json`, `inspect` tables, and health sentences."""
 _COLORS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
 _ENDED = ("done", "failed", "interrupted")
 _NOT_DRAWN = ("version", "min_version", "group_ids", "tokens_sha")
@@ -74,7 +74,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def newest_run(folder: Path = RUNS) -> Path:
-    """Return the run that wrote last. Raises ConfigError if there is none."""
+    """Raises ConfigError if there is none."""
     if not (runs := find_runs(folder)):
         raise ConfigError(
             f"no RUN_DIR is given, and {folder} has no run",
@@ -84,7 +84,7 @@ def newest_run(folder: Path = RUNS) -> Path:
 
 
 def render_runs(folder: Path, *, as_json: bool) -> str:
-    """List runs, newest first. Raises ConfigError if there is no such folder."""
+    """Newest first. Raises ConfigError if there is no such folder."""
     if not folder.is_dir():
         raise ConfigError(
             f"there is no folder {folder}",
@@ -102,7 +102,6 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
 
 
 def _written_s(run_dir: Path) -> float:
-    """Return when the run last wrote its status or config."""
     files = (run_dir / name for name in (STATUS_FILE, CONFIG_FILE))
     return next((path.stat().st_mtime for path in files if path.exists()), 0.0)
 
@@ -125,7 +124,7 @@ def _run_row(run_dir: Path) -> dict[str, Any]:
 
 
 def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: bool = False) -> str:
-    """Describe a run on one screen; `is_verbose`: with status.json and shares of time. Raises ConfigError."""
+    """Describe a run on one screen. Raises ConfigError."""
     files = read_run(run_dir)
     if as_json:
         return json.dumps(_status_summary(files), indent=2)
@@ -224,8 +223,8 @@ def render_inspect(
     samples: bool = False,
     kinds: Sequence[str] = (),
 ) -> str:
-    """Describe a run's batches, waste, restarts and resumes; `step` selects one batch, `group` one group;
-    `samples`, or `kinds` of samples: rollouts as text. Raises ConfigError.
+    """Describe a run's batches, waste, restarts and resumes, or its `samples`; `step` selects one batch,
+    `group` one group. Raises ConfigError.
     """
     files = read_run(run_dir)
     if samples or kinds:
@@ -245,9 +244,8 @@ def render_inspect(
 
 
 def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str, Any]:
-    """Return staleness from the trainer's record, the verdict, and the newest batches (or the batch of
-    `step` or `group`); `journal`, `batch` and `story` from the journal. Raises ConfigError for an unknown
-    step or group.
+    """Return staleness from the trainer's record, the verdict, and batches; `journal`, `batch` and
+    `story` from the journal. Raises ConfigError for an unknown step or group.
     """
     problems = files.problems
     record = TrainedRecord(files.run_dir, problems, files.config.buffer.max_staleness)
@@ -306,7 +304,6 @@ def _stories(
 
 
 def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord) -> dict[str, Any] | None:
-    """Return a group with its rollouts by sample_index, and their text."""
     if (story := group_story(connection, group_id)) is None:
         return None
     if not story["has_tokens"]:
@@ -345,9 +342,7 @@ def _branch(branch: Trajectory, decode: Decode | None) -> dict[str, Any]:
 
 
 def _find_decoder(files: RunRecord) -> tuple[Decode | None, str]:
-    """Return a decoder and its folder, or None and a reason. Other formats than tokenizer.json would
-    import torch.
-    """
+    """Return a decoder and its folder, or None and a reason. Other formats would import torch."""
     model = files.config.model
     folders = [files.run_dir / "model", files.run_dir / "final"]
     folders += [Path(model.path).expanduser()] if model.path else []
@@ -373,7 +368,7 @@ def _pieces(
 
 
 def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Draw values as a grid, then each mapping as a grid and each list as a table of its last rows."""
+    """Draw values and mappings as grids, and each list as a table of its last rows."""
     simple = [(str(name), value) for name, value in summary.items() if not _is_table(value)]
     yield numbers.grid((name, Text(harmless(numbers.plain(value)))) for name, value in simple)
     for name, value in summary.items():

@@ -84,11 +84,7 @@ _ROW = TypeAdapter(Row)
 
 
 class TimelineWriter:
-    """Writes the timeline of a run.
-
-    Life: made -> note(), slots() -> open(), which writes them -> ... -> close(). An OSError stops the
-        timeline, not the run; a kill loses the rows since the last slots().
-    """
+    """Writes the timeline. Rows are kept until open(). An OSError stops the timeline, not the run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / TIMELINE_FILE
@@ -108,7 +104,7 @@ class TimelineWriter:
         self._add(span.lane, span.kind, span.start_s, span.end_s, span.number, text)
 
     def slots(self, busy_s: Mapping[str, float], now_s: float) -> None:
-        """Add each engine's mean requests in flight. `busy_s`: its request-seconds so far."""
+        """`busy_s`: each engine's request-seconds so far."""
         if (seconds := now_s - self._busy_at_s) < SLOTS_PERIOD_S:
             return
         if known := self._busy_s.keys() & busy_s.keys():
@@ -149,8 +145,8 @@ def read_timeline(run_dir: Path, problems: list[str]) -> list[Row]:
 
 
 def spans_of(rows: Iterable[Row], problems: list[str]) -> list[Row]:
-    """Return spans of known kinds. The first start gets its own lane; the time without a process before a
-    later start becomes a span.
+    """Return spans of known kinds. The first start gets its own lane; the time before a later start
+    becomes a span.
     """
     spans: list[Row] = []
     end_s = 0.0
@@ -182,8 +178,8 @@ def _lane_names(names: Set[str]) -> list[str]:
 def timeline_view(
     rows: Sequence[Row], events: Iterable[tuple[float, str]], problems: list[str], num_slots: int
 ) -> dict[str, Any]:
-    """Return the timeline for the page: times in seconds since `start_s`; `spans` as [lane, kind, start,
-    end, text] with indices into `lanes` and `kinds`; `slots` as [time, busy requests] of each engine.
+    """Return times in seconds since `start_s`; `spans` as [lane, kind, start, end, text] with indices
+    into `lanes` and `kinds`; `slots` as [time, busy requests] of each engine.
 
     `events`: (seconds since the epoch, text); `num_slots`: of an engine.
     """
@@ -215,7 +211,6 @@ def timeline_view(
 
 
 def _busy_by_engine(slots: Iterable[Row], start_s: float) -> dict[str, list[tuple[float, float]]]:
-    """Return busy slots over time: 0 in gaps and at the end."""
     found: dict[str, list[tuple[float, float]]] = {}
     ends_s: dict[str, float] = {}
     for row in slots:
@@ -241,8 +236,8 @@ def write_trace(run_dir: Path) -> Path:
 
 
 def trace_of(rows: Sequence[Row], name: str) -> dict[str, Any]:
-    """Return Chrome's Trace Event Format: a track for each lane, more for overlapping spans, and a
-    counter per engine, in microseconds since the first row.
+    """Return Chrome's Trace Event Format, in microseconds since the first row: a track for each lane,
+    more for overlapping spans, and a counter per engine.
     """
     spans = sorted(spans_of(rows, []), key=lambda row: (row.start_s, -row.seconds))
     slots = [row for row in rows if row.busy]

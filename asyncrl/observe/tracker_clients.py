@@ -31,7 +31,7 @@ COLUMNS = (
 
 
 def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
-    """Return `columns`, and in `data` a row per sample; `completion` has only the sampled text."""
+    """Return `columns`, and in `data` a row per sample."""
     rows = []
     for sample in samples:
         messages = [f"{message.get('role')}: {message.get('content')}" for message in sample["messages"]]
@@ -51,7 +51,7 @@ class _ByStep(Tracker):
 
 
 class TensorBoard(_ByStep):
-    """TensorBoard: scalars by step, evaluations by policy_version, samples as text in RUN_DIR/tensorboard."""
+    """TensorBoard: scalars by step, evaluations by policy_version, samples as text."""
 
     def __init__(self) -> None:
         self._writer: Any = None
@@ -67,7 +67,7 @@ class TensorBoard(_ByStep):
         self._add([Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()], step)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        """Add text by kind, less often in a long run; indented, so that Markdown shows it verbatim."""
+        """Add text by kind; indented, so that Markdown shows it verbatim."""
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         if step % 10 ** max(0, len(str(step)) - 2):
@@ -153,7 +153,7 @@ class Wandb(Tracker):
 
 
 def _why_offline(base_url: str) -> str:
-    """Return why wandb's server cannot be used: it would wait for a key or for an answer."""
+    """Return why wandb would wait for a key or for an answer."""
     import wandb
 
     try:

@@ -1,4 +1,4 @@
-"""Trackers of a run: interface, names in observe.trackers, and the calling thread."""
+"""Trackers of a run: interface, names, and the calling thread."""
 
 from __future__ import annotations
 
@@ -28,18 +28,14 @@ POLL_S = 0.05
 SOON_S = 1.0
 """Seconds until the console names trackers that are still sending."""
 LEFT: list[str] = []
-"""Trackers that failed or did not close in time. Their clients may block the process's exit, so the
-command exits at once.
-"""
+"""Trackers whose clients may block the process's exit, so that the command exits at once."""
 METHODS = ("start", "step", "evaluation", "samples", "weights", "close")
 Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """`config`: plain values of config.yaml; `run_id`: stays the same over resumes; `warn`: shows a
-    warning, from any thread.
-    """
+    """`config`: plain values of config.yaml; `run_id`: the same over resumes; `warn`: from any thread."""
 
     run_dir: Path
     name: str
@@ -49,10 +45,10 @@ class TrackedRun:
 
 
 class Tracker:
-    """Base class of trackers; each method does nothing by default.
+    """Base class of trackers.
 
-    Life: start() -> step(), evaluation(), samples(), weights() in any order -> close(), all from one
-        thread. A tracker that raises is turned off with a warning.
+    start() -> step(), evaluation(), samples(), weights() in any order -> close(), all from one thread. A
+    tracker that raises is turned off with a warning.
     """
 
     def start(self, run: TrackedRun) -> str | None:
@@ -76,9 +72,8 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Callbacks(Tracker):
-    """Calls the given functions. An exception ends the run as CallbackError.
-
-    Raises ConfigError for a coroutine function or for other parameters.
+    """An exception ends the run as CallbackError. Raises ConfigError for a coroutine function or for
+    other parameters.
     """
 
     on_step: Callable[[int, Metrics], None] | None = None
@@ -132,8 +127,8 @@ def _call(name: str, function: Callable[..., None] | None, *arguments: Any) -> N
 
 
 def check_trackers(observe: ObserveConfig) -> None:
-    """Raise ConfigError for a tracker whose client is not installed, or an unusable user's class;
-    ModuleNotFoundError for a client of the extra `train`.
+    """Raise ConfigError for a missing client or an unusable user's class; ModuleNotFoundError for a
+    client of the extra `train`.
     """
     for name in observe.trackers:
         args = observe.tracker_args.get(name, {})
@@ -180,8 +175,8 @@ class Background:
     Life: made -> start() -> tell() -> tell("close", state) -> wait_closed(). Only `callbacks` are called
         directly, and may raise.
 
-    RUN_DIR/trackers/NAME.json has the id of each tracker and the last number of each method, so that no
-    number repeats after a resume.
+    RUN_DIR/trackers/NAME.json has each tracker's id and the last number of each method, so that no number
+    repeats after a resume.
     """
 
     def __init__(

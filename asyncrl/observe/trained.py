@@ -1,6 +1,6 @@
 """The trainer's record of all batches, trained.jsonl, and a check of the staleness bound.
 
-Step v + 1 trained on the batch that turned policy_version v into v + 1.
+Step v + 1 turned policy_version v into v + 1.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Step(NamedTuple):
 class TrainedRecord:
     """trained.jsonl, and whether it kept the bound.
 
-    After a restore the later line of a version counts, and is compared with the earlier one.
+    After a restore the later line of a version counts.
     """
 
     def __init__(self, run_dir: Path, problems: list[str], max_staleness: int) -> None:

@@ -30,15 +30,14 @@ SMALL_CHANGE = 0.05
 """A smaller part of the reward's range is a flat end."""
 BUSY_WAIT_SHARE = 0.10
 BALANCED_WAIT_SHARE = 0.25
-"""Below the first share of waiting, training set the pace; below the second, neither side waited much."""
+"""Shares of waiting: training sets the pace below the first; neither side waits much below the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
     """`first`: mean of the first 5 steps (below 10 steps: of the first half); `last`: recent mean
-    (run_numbers.recent), with standard error `noise`; `best`: highest mean of the same number of steps,
-    ending at `best_step`; `margin`: smaller changes are noise; `step_noise`: standard deviation of a step
-    around the trend.
+    (run_numbers.recent), with standard error `noise`; `best`: highest such mean, ending at `best_step`;
+    `margin`: smaller changes are noise; `step_noise`: standard deviation of a step around the trend.
     """
 
     first: float
@@ -66,11 +65,11 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Judgment of a run, in whole sentences, most important first.
+    """Judgment of a run, in whole sentences.
 
     `headline`: did it learn? If not, the likeliest reasons. `health`: problems. `speed`: bottleneck,
     setting to change, losses. `bottleneck`: training, generation, stragglers, publishing, handovers,
-    other, balanced or unknown. `trainer`: rows of a table.
+    other, balanced or unknown.
     """
 
     num_steps: int
@@ -133,7 +132,7 @@ def _reward_of(steps: Steps) -> Reward | None:
 
 
 def _trend(rewards: list[float], step_noise: float) -> Trend:
-    """Compare the last quarter of the run with the quarter before it."""
+    """Compare the last quarter of the run with the previous quarter."""
     size = len(rewards) // 4
     if len(rewards) < MIN_STEPS:
         return "unknown"
@@ -360,7 +359,7 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
         yield f"{several(given_up, 'prompt')} given up ({bound}); logs/controller.log names them."
 
 
-# ---- as a table and as a plot
+# ---- table and plot
 
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
@@ -391,9 +390,7 @@ PLOT_FILE = "reward.png"
 def write_reward_plot(
     run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[dict[str, Any]] = ()
 ) -> Path:
-    """Write RUN_DIR/reward.png: reward/mean, its running mean, and evaluations with standard error. At
-    least one step must have a reward.
-    """
+    """Write RUN_DIR/reward.png: reward/mean, its running mean, and evaluations with standard error."""
     from matplotlib.figure import Figure
 
     columns = zip(steps.column("step"), steps.column("reward/mean"), strict=True)

@@ -62,10 +62,8 @@ class ChildState:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """State of a run.
-
-    `marks`: counters; any change is progress. `oldest`: (rollout, seconds since its start), oldest first.
-    `is_starting`: a process is restarting, within its own limits.
+    """`marks`: counters; any change is progress. `oldest`: (rollout, seconds since its start), oldest
+    first. `is_starting`: a process is restarting, within its own limits.
     """
 
     marks: Mapping[str, float]
@@ -74,8 +72,8 @@ class Reported:
 
 
 class StuckClock:
-    """Reports are due watchdog_s after the last change of any counter, then after twice that, four times,
-    and so on. Pure.
+    """Reports are due watchdog_s after the last change of a counter, then after twice that, four times,
+    ... Pure.
     """
 
     def __init__(self, watchdog_s: float, now_s: float) -> None:
@@ -120,7 +118,6 @@ class StuckClock:
 class Watchdog:
     """Watches a run and reports once nothing has moved for watchdog_s.
 
-    Life: made -> run() in parallel with the run, until cancelled.
     Waits: run() sleeps until a report would be due; the status calls look() each second.
     Acts: reports to `tell`, to the log with all stacks, and to `note`; then on_stuck: warn, restart the
         engines, or end the run with a RoomError.

@@ -45,9 +45,7 @@ def render(page: Page) -> str:
 
 
 def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
-    """Write the page, and trace.json into each run directory; yield a line for each file. Raises
-    ConfigError.
-    """
+    """Write the page, and trace.json per run; yield a line for each file. Raises ConfigError."""
     page = make_page([view_run(run_dir) for run_dir in run_dirs])
     path = out or (run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE))
     try:

@@ -108,7 +108,7 @@ def without_secrets(value: Any, secrets: list[str]) -> Any:
 
 
 def _masked(value: Any, name: str, secrets: list[str]) -> Any:
-    """Hide values with a name such as api_key, and all of generator.env; add them to `secrets`."""
+    """Hide generator.env and values with a name such as api_key; add them to `secrets`."""
     if isinstance(value, Mapping):
         return {key: _masked(item, f"{name}.{key}", secrets) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -137,7 +137,6 @@ def _settings(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def curves_of(steps: Steps) -> dict[str, Curve]:
-    """Return all metrics as curves of at most MAX_BUCKETS points."""
     size = 1 + (len(steps) - 1) // MAX_BUCKETS
     return {name: _curve(np.array(steps.column(name)), size) for name in steps.names} if len(steps) else {}
 
@@ -194,7 +193,7 @@ Events = list[tuple[float, str, dict[str, Any]]]
 
 
 def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[dict[str, Any]]]:
-    """Return the newest events, oldest first, and failed rollouts by cause."""
+    """Newest events, oldest first, and failed rollouts by cause."""
     if not (folder / JOURNAL_FILE).is_file():
         problems.append(f"there is no {JOURNAL_FILE}: failures and restarts are unknown")
         return [], []
@@ -210,7 +209,7 @@ def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[dict[
 
 
 def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Count failures by cause, most frequent first, each with an example."""
+    """Count failures by cause, each with an example."""
     counts = Counter[str]()
     examples: dict[str, str] = {}
     query = (
