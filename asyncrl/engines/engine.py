@@ -46,11 +46,12 @@ class EngineClient(Protocol):
     - disconnect_nowait: give the process up; all calls raise EngineLost. Idempotent.
     - reset_nowait: use a new process with the initial weights. Idempotent.
     - generate_segment: sample until the end, the budget or an interruption. `on_chunk` gets tokens early;
-    the answer is the rest. A server that can hold an interrupted request passes its tokens to
-    `on_interrupted` and continues if that returns true.
+      the answer is the rest. A server that can hold an interrupted request passes its tokens to
+      `on_interrupted` and continues if that returns true. Cancelling the call ends the request.
     - abort: end these requests (None: all) with their tokens; return the ids found.
     - prepare, load_chunk: load weights during serving, or a chunk into woken weights; return the digest.
-    - sleep, wake: free and allocate these parts. Idempotent.
+    - sleep, wake: interrupt requests and free these parts; allocate them again. Idempotent. Requests wait
+      until all parts are awake and a push is committed.
     """
 
     name: str
