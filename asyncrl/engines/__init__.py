@@ -1,3 +1,1 @@
-"""Clients of the engine servers: routing, abort and resume. They handle token ids, not rewards or
-staleness.
-"""
+"""Clients of the engine servers: routing, abort and resume."""

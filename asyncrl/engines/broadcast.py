@@ -1,6 +1,4 @@
-"""Controller end of transport nccl. The trainer sends a version once, when all expected engines wait for
-it.
-"""
+"""Controller end of transport nccl."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from asyncrl.messages.trainer_api import BroadcastRequest
 
 MIN_STEP_S = 60.0
 STEP_FRACTION = 0.1
-"""Fraction of weight_sync.timeout_s for forming a group and for each buffer."""
+"""Fraction of weight_sync.timeout_s for forming a group and per buffer."""
 Send = Callable[[BroadcastRequest], Awaitable[object]]
 Take = Callable[[GroupMember], Awaitable[None]]
 _FAILS_ALL = "weights are sent once, to all engines; an early failure ends the broadcast for all"
@@ -33,10 +31,9 @@ async def _at_once() -> None:
 
 @dataclass
 class Broadcast:
-    """A broadcast with one GroupMember per engine; the first of `members` asks the trainer to send.
+    """A broadcast; the first of `members` asks the trainer to send.
 
-    `failure` stops the other members. It is set only before everything is sent; afterwards engines finish
-    independently. A broken group is not reused.
+    `failure` stops the other members, until everything is sent. A broken group is not reused.
     """
 
     version: int
@@ -61,14 +58,12 @@ class Broadcast:
 
 
 class BroadcastGroup:
-    """Collects the engines of a broadcast, and has the trainer send once all of them wait.
+    """Collects the engines of a broadcast; the trainer sends once all of them wait.
 
     Life: per version: engines are expected as they prepare -> each waits in receive(), or leaves -> the
-        trainer sends -> all have the version, or it failed. The group of processes is reused while the same
-        ones take part and none failed.
-    Waits: receive sleeps until there is a trainer, then until all members wait, then until its workers have
-        the weights. The caller sets the limit (weight_sync.timeout_s).
-    Invariant: none joins later, so trainer and workers make the same calls. An engine that fails raises.
+        trainer sends -> all have the version, or it failed.
+    Waits: receive sleeps for the trainer, all members, and its workers, at most weight_sync.timeout_s.
+    Invariant: none joins later, so trainer and workers make the same calls.
     """
 
     def __init__(
@@ -80,8 +75,8 @@ class BroadcastGroup:
         store: Callable[[], str] = str,
         wait_up: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`send` raises TrainerError; `wait_up` returns once the trainer can send. `folder`: private folder
-        for the group's file. `store`: ADDRESS:PORT of the trainer instead, for processes on several nodes.
+        """`send` raises TrainerError; `wait_up` returns once the trainer can send. `folder`: of the
+        group's file. `store`: ADDRESS:PORT of the trainer instead, for several nodes.
         """
         self._send_all, self._folder = send, folder
         self._timeout_s = min(timeout_s, max(MIN_STEP_S, STEP_FRACTION * timeout_s))
@@ -92,13 +87,11 @@ class BroadcastGroup:
         self._last: Broadcast | None = None
 
     def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
-        """Wait for this engine before sending."""
         if version != self._version:
             self._version, self._expected, self._here = version, {}, {}
         self._expected[name] = num_workers
 
     def leave_nowait(self, name: str) -> None:
-        """Stop expecting this lost or restarted engine. Idempotent."""
         self._expected.pop(name, None)
         turn = self._here.pop(name, None)
         if turn is not None and not turn.done():
@@ -109,13 +102,12 @@ class BroadcastGroup:
         self._begin_nowait()
 
     def sender_gone_nowait(self) -> None:
-        """Form a new group next time: the trainer is another process."""
         if self._last is not None:
             self._last.is_broken = True
 
     async def receive(self, name: str, version: int, take: Take) -> None:
-        """Have `take` join and receive for this engine; return once its workers have the weights. Raises
-        EngineError, SenderLost, and errors of wait_up.
+        """Have `take` join and receive for this engine. Raises EngineError, SenderLost, and errors of
+        wait_up.
         """
         await self._wait_up()
         if version != self._version or name not in self._expected:

@@ -40,16 +40,15 @@ _TWICE = "weights that the trainer sends are asked for twice, then the process i
 class EngineClient(Protocol):
     """Client of an engine server: EngineServer (ours) or VllmServer.
 
-    Calls raise EngineError, EngineLost if the process is gone or was given up, and RequestRefused for a
-    request that the server cannot serve. `policy_version` is the last
-    confirmed version.
+    Calls raise EngineError, EngineLost if the process is gone or given up, and RequestRefused.
+    `policy_version` is the last confirmed version.
 
-    - disconnect_nowait: give the process up; all its calls raise EngineLost. Idempotent.
-    - reset_nowait: the client belongs to a new process with the initial weights. Idempotent.
-    - generate_segment: sample until the end, the budget or an interruption. `on_chunk` gets tokens early; the
-      answer is the rest. A server that can hold an interrupted request passes its tokens to `on_interrupted`
-      and continues if that returns true. Cancelling the call ends the request.
-    - abort: end these requests (None: all) with their tokens so far; return the ids found.
+    - disconnect_nowait: give the process up; all calls raise EngineLost. Idempotent.
+    - reset_nowait: use a new process with the initial weights. Idempotent.
+    - generate_segment: sample until the end, the budget or an interruption. `on_chunk` gets tokens early;
+      the answer is the rest. A server that can hold an interrupted request passes its tokens to
+      `on_interrupted` and continues if that returns true. Cancelling the call ends the request.
+    - abort: end these requests (None: all) with their tokens; return the ids found.
     - prepare, load_chunk: load weights during serving, or a chunk into woken weights; return the digest.
     - sleep, wake: interrupt requests and free these parts; allocate them again. Idempotent. Requests wait
       until all parts are awake and a push is committed.
@@ -78,10 +77,10 @@ class EngineClient(Protocol):
 
 
 class CallScope:
-    """Ends all calls to a process when it is lost; its successor gets a new CallScope.
+    """Ends all calls to a lost process; its successor gets a new CallScope.
 
-    Life: whole -> cut: given up by the supervisor (disconnect_nowait), or found broken (break_nowait).
-    Waits: calls() sleeps in its block. A cut ends all calls at once: a frozen process keeps its connections.
+    Life: whole -> cut: given up by the supervisor (disconnect_nowait), or broken (break_nowait).
+    Waits: calls() sleeps in its block until a cut: a frozen process keeps its connections.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -92,7 +91,7 @@ class CallScope:
 
     @contextlib.asynccontextmanager
     async def calls(self) -> AsyncIterator[None]:
-        """Raise EngineLost in the block once the process is given up, and EngineError for a failed call."""
+        """Raise EngineLost once the process is given up, EngineError for a failed call."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
@@ -115,7 +114,7 @@ class CallScope:
             raise self.lost(self._why_cut, rule=self._rule)
 
     def disconnect_nowait(self) -> None:
-        """Give the process up. Idempotent."""
+        """Idempotent."""
         self.is_given_up = True
         self._end_calls()
 
@@ -147,7 +146,6 @@ class CallScope:
 
 
 def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> RequestRefused:
-    """Return the error of a refused request."""
     said, sizes = refusal.body, f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
     what = f"{name} answered {refusal.status} to request {request.request_id} ({sizes}): {said.error}"
     way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
@@ -158,14 +156,12 @@ def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> Reques
 class EngineServer:
     """EngineClient of an embedded or simulated engine.
 
-    Life: connected to a process with its initial version -> disconnect_nowait() -> reset_nowait(): a new
-        process.
+    Life: connected -> disconnect_nowait() -> reset_nowait(): a new process.
     Waits: calls sleep until the server answers, is gone or is given up. The caller sets limits.
-    Invariant: no token is older than the version confirmed when its segment was sent; SegmentCheck verifies
-        this.
+    Invariant: no token is older than the version confirmed at sending (SegmentCheck).
 
-    `broadcast_group`: for transport nccl. Sampling continues with the old weights until all members wait; a
-    failed commit receives once more.
+    `broadcast_group`: for transport nccl. Sampling continues until all members wait; a failed commit
+    receives once more.
     """
 
     def __init__(
@@ -173,7 +169,6 @@ class EngineServer:
     ) -> None:
         self._caller, self.name, self._broadcast_group = caller, caller.name, broadcast_group
         self._expected: ExportResponse | None = None
-        """Prepared weights that arrive with the commit."""
         self.policy_version = self._offered_version = self._start_version = policy_version
         self._line = CallScope(caller)
         self._link: Link | None = None
@@ -256,9 +251,7 @@ class EngineServer:
         return (await self._post("/load_chunk", request, LoadChunkResponse)).digest
 
     async def _receive(self, manifest: ExportResponse) -> None:
-        """Stage the trainer's broadcast. Raises EngineLost after two failures, and WeightsLost if the trainer
-        is lost.
-        """
+        """Raises EngineLost after two failures, and WeightsLost if the trainer is lost."""
         assert self._broadcast_group is not None, "weights are expected only from a broadcast"
         announced = manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 

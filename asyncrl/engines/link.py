@@ -1,4 +1,4 @@
-"""Client end of the link to an engine server: all requests as frames on one WebSocket."""
+"""Client end of the link to an engine server: frames on one WebSocket."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ TURN_ROWS = 32
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A request on the link, under `number`; `done` has its answer."""
-
     request: GenerateRequest
     check: SegmentCheck
     on_chunk: OnChunk | None = None
@@ -37,11 +35,9 @@ class OpenRequest:
 class Link:
     """Link to one engine server.
 
-    Life: opening -> open -> broken: the server is gone, or close_nowait().
-    Waits: sample() sleeps until its answer comes or the link breaks; the reader until a frame comes, the
-        writer until there is something to send.
-    Invariant: requests of one event-loop iteration share a frame (up to FRAME_REQUESTS), in order. A request
-        whose caller has left is aborted.
+    Life: opening -> open -> broken (server gone, or close_nowait()).
+    Waits: sample() sleeps until its answer comes or the link breaks.
+    Invariant: requests of one event-loop iteration share a frame, in order.
 
     `newest` returns the policy_version offered last.
     """
@@ -66,7 +62,7 @@ class Link:
         return [one for one in self._open.values() if wanted is None or one.request.request_id in wanted]
 
     async def sample(self, opened: OpenRequest) -> GenerateResponse:
-        """Return the answer. Raises CallRefused, CallLost or EngineError."""
+        """Raises CallRefused, CallLost or EngineError."""
         if self._broken is not None:
             raise self._broken
         opened.number = next(self._numbers)
@@ -85,7 +81,7 @@ class Link:
         self._has_news.set()
 
     def close_nowait(self) -> None:
-        """Close the link; open requests raise CallLost."""
+        """Open requests raise CallLost."""
         self._running.cancel()
         self._break(CallLost(self._caller.name, PATH, "the link was closed"))
 
@@ -128,7 +124,7 @@ class Link:
                 for kind, numbers in numbers_of.items():
                     if numbers:
                         await socket.send(codec.numbers_frame(kind, numbers))
-        except Exception as error:  # CallLost, or an invalid request
+        except Exception as error:
             self._break(error)
             self._running.cancel()
 
@@ -156,7 +152,7 @@ class Link:
             return
         try:
             answer = self._answer_of(opened, row)
-        except Exception as error:  # of the check, or of the caller's callbacks
+        except Exception as error:
             self.abort_nowait(opened)
             self._end(opened, error)
         else:
@@ -164,7 +160,7 @@ class Link:
                 self._end(opened, answer)
 
     def _answer_of(self, opened: OpenRequest, row: codec.Sampled) -> GenerateResponse | None:
-        """Return the answer, or None if the request continues."""
+        """Return None if the request continues."""
         part = codec.response(opened.request.request_id, row)
         opened.check.accept(part, newest=self._newest())
         if part.finish_reason is None:

@@ -28,16 +28,14 @@ OnSpent = Callable[[int], None]
 class EnginePool:
     """Samples on M servers: one logical request in, one joined completion out.
 
-    Life: a logical request stays on one server, segment after segment, until its end, or until its server is
-        lost, or is overloaded when it interrupts while another has a free slot. It continues elsewhere with
-        its tokens.
-    Waits: generate sleeps in the server's answer; without a server, until up_nowait. The limit is the
-        caller's rollout.timeout_s.
-    Invariant: generate returns what one uninterrupted request would have returned under the same weights,
-        because SegmentJoin keeps seed and positions.
+    Life: a request moves, with its tokens, if its server is lost, or is overloaded at an interruption
+        while another has a free slot.
+    Waits: generate sleeps in the server's answer; without a server, until up_nowait. The limit is
+        rollout.timeout_s.
+    Invariant: SegmentJoin keeps seed and positions, so a completion equals an uninterrupted one.
 
-    `on_lost` is called with every EngineLost and must take the server down (down_nowait and
-    disconnect_nowait). Without it the error reaches the caller.
+    `on_lost` gets every EngineLost and must take the server down; without it the error reaches the
+    caller.
     """
 
     def __init__(self, servers: Sequence[EngineClient], *, slots: int, on_lost: OnLost | None = None) -> None:
@@ -48,7 +46,7 @@ class EnginePool:
         self._index = {server.name: index for index, server in enumerate(servers)}
         self._router = Router(len(servers), slots)
         self._sent: list[dict[str, None]] = [{} for _ in servers]
-        """Requests of each server, in order of arrival; requests beyond its slots queue."""
+        """Requests of each server, in order of arrival."""
         self._busy_s = [0.0] * len(servers)
         self._changed = asyncio.Event()
         self._interrupted = self._tokens = 0
@@ -58,7 +56,7 @@ class EnginePool:
         return {server.name: count for server, count in zip(self.servers, self._router.load, strict=True)}
 
     def busy_s(self, now_s: float) -> dict[str, float]:
-        """Return each server's request-seconds so far, up to `now_s`."""
+        """Return each server's request-seconds up to `now_s`."""
         sums = zip(self.servers, self._busy_s, self._sent, strict=True)
         return {server.name: busy_s + len(sent) * now_s for server, busy_s, sent in sums}
 
@@ -67,7 +65,6 @@ class EnginePool:
         return tuple(one.name for index, one in enumerate(self.servers) if index not in self._router.up)
 
     def gauges(self) -> dict[str, float]:
-        """Return values for the metrics in observe/metrics.py."""
         gauges: dict[str, float] = {
             "tokens/generated": self._tokens,
             "rollout/interrupted": self._interrupted,
@@ -80,30 +77,30 @@ class EnginePool:
         return gauges
 
     def counted_apart(self) -> EnginePool:
-        """Return a view with separate counts, for tokens that are not trained on."""
+        """Return a view with separate counts, for untrained tokens."""
         other = copy.copy(self)
         other._interrupted = other._tokens = 0
         return other
 
     def down_nowait(self, name: str) -> None:
-        """Stop routing to this server. The supervisor also cuts its calls, so that they move. Idempotent."""
+        """Stop routing to this server. Idempotent."""
         self._router.up.discard(self._index[name])
 
     def up_nowait(self, name: str) -> None:
-        """Route to this server, which serves the newest announced version or a newer one. Idempotent."""
+        """Route to this server, which serves the newest announced version. Idempotent."""
         self._router.up.add(self._index[name])
         self._changed.set()
         self._changed.clear()
 
     async def drain(self, name: str) -> None:
-        """Stop routing to this server and move its requests, with their tokens."""
+        """Stop routing to this server and move its requests."""
         self.down_nowait(name)
         index = self._index[name]
         if requests := list(self._sent[index]):
             await self._abort(index, requests, DRAIN_TIMEOUT_S)
 
     async def balance(self) -> None:
-        """Move queued requests, the newest first, to free slots of other servers. Call it after up_nowait."""
+        """Move the newest queued requests to free slots. Call it after up_nowait."""
         router = self._router
         num_free = sum(max(0, self.slots - router.load[index]) for index in router.up)
         aborts = []
@@ -127,8 +124,8 @@ class EnginePool:
         """Sample one completion across pushes, aborts and lost servers. Raises RequestRefused (data) or
         EngineError.
 
-        All calls of `on_tokens`, joined, are the completion's token_ids, `partial` included.
-        `on_spent` gets the number of tokens of each segment, even if the request fails later.
+        The calls of `on_tokens`, joined, are the completion's token_ids, `partial` included. `on_spent`
+        gets each segment's number of tokens, even if the request fails later.
         """
         join = SegmentJoin(request, partial, on_segment)
         if on_tokens is not None and join.token_ids:
@@ -159,8 +156,8 @@ class EnginePool:
     async def _sample_on(
         self, charge: Charge, join: SegmentJoin, on_part: Callable[[list[int]], None], *, is_streamed: bool
     ) -> None:
-        """Append segments of one server to `join` until the request ends or moves. A token is in `join`
-        before `on_part` gets it.
+        """Append segments to `join` until the request ends or moves. A token is in `join` before
+        `on_part` gets it.
         """
         index = charge.index
         server = self.servers[index]
@@ -194,12 +191,11 @@ class EnginePool:
                 return
 
     async def _abort(self, index: int, request_ids: list[str], timeout_s: float) -> None:
-        """Abort requests. Waiting calls detect a lost server."""
+        """Waiting calls detect a lost server."""
         with contextlib.suppress(EngineError):
             await self.servers[index].abort(request_ids, timeout_s=timeout_s)
 
     def _near(self, request: SamplingRequest) -> int:
-        """Return the server whose cache has the previous turns, or -1."""
         after = request.after
         if after is None or not 0 <= after.engine < len(self.servers):
             return -1
@@ -208,19 +204,16 @@ class EnginePool:
 
 @dataclass(slots=True)
 class Charge:
-    """Server that a request is charged to."""
-
     index: int
     route_key: str
 
 
 class Router:
-    """Prefers the server with the request's prefix (`near`, or of its key) while it has a free slot, else the
-    least loaded one. Pure.
+    """Prefers the server with the request's prefix while it has a free slot, else the least loaded one.
+    Pure.
 
-    Invariant: a server without a free slot gets a request only if no server in `up` has one. Once another
-        has, an interrupted request of an overloaded server moves there and charges the slot at once. Nothing
-        else moves a request, so none oscillates.
+    Invariant: a full server gets a request only if all are full. Only interrupted requests of overloaded
+        servers move, so none oscillates.
     """
 
     def __init__(self, num_servers: int, slots: int) -> None:
@@ -228,11 +221,11 @@ class Router:
         self.up = set(range(num_servers))
         self.slots = slots
         self._keys: dict[str, tuple[int, int]] = {}
-        """(server of the last request, requests in flight) by route key."""
+        """(last server, requests in flight) by route key."""
 
     @contextlib.contextmanager
     def take(self, route_key: str, near: int = -1) -> Iterator[Charge]:
-        """Charge a server until the block ends. The key "" is no key; a server must be up."""
+        """Charge a server until the block ends. "" is no key; a server must be up."""
         index, num_taken = self._keys.get(route_key, (near, 0))
         if index not in self.up or self.load[index] >= self.slots:
             index = self._least_loaded()
@@ -250,9 +243,7 @@ class Router:
                     self._keys[route_key] = last, num_taken - 1
 
     def moves(self, charge: Charge) -> bool:
-        """Return whether an interrupted request must move. Its charge moves at once, so that a free slot
-        moves one request.
-        """
+        """Return whether an interrupted request must move, and move its charge."""
         index = charge.index
         is_full = self.load[index] > self.slots
         if index in self.up and not (is_full and any(self.load[other] < self.slots for other in self.up)):
@@ -272,10 +263,11 @@ class Router:
 class SegmentJoin:
     """Sampled tokens of one request and its next segment. Pure.
 
-    A segment is any number of chunks and an end, or cut() if the rest is lost. `partial`: tokens of an
-    earlier process. `on_segment` gets all tokens after each interruption.
-    Invariant: the spans cover every token once, and all segments have at most request.max_tokens tokens,
-        unless `partial` has more: an earlier run may have had a larger limit.
+    A segment is any number of chunks and an end, or cut(). `partial`: tokens of an earlier process.
+    `on_segment` gets all tokens after each interruption.
+
+    Invariant: the spans cover every token once; there are at most request.max_tokens tokens unless
+        `partial` has more.
     """
 
     def __init__(
@@ -292,15 +284,14 @@ class SegmentJoin:
         self.spans = list(before.version_spans)
         self.num_interruptions = before.num_interruptions + (partial is not None)
         self.top_logprobs: list[TopLogprobs] = [()] * len(self.token_ids)
-        """Top logprobs, if requested; unknown for an earlier process."""
+        """Unknown for an earlier process."""
         self._routed = RoutedTokens(len(request.prompt_ids))
         self._num_kept = len(self.token_ids)
-        """Tokens that on_segment has."""
         self._has_stopped = False
 
     @property
     def num_left(self) -> int:
-        """Remaining token budget; may be below 0 with a partial."""
+        """Remaining token budget; below 0 if a partial is longer."""
         return self.request.max_tokens - len(self.token_ids)
 
     @property
@@ -308,11 +299,7 @@ class SegmentJoin:
         return self._has_stopped or self.num_left <= 0
 
     def next_request(self) -> GenerateRequest:
-        """Return the request that continues after the last segment.
-
-        The server draws each token from (seed, absolute position), so it repeats the uninterrupted request's
-        draws.
-        """
+        """Continue after the last segment: the server draws by (seed, absolute position)."""
         request = self.request
         prompt_ids = request.prompt_ids
         if self.token_ids:
@@ -353,7 +340,6 @@ class SegmentJoin:
             self._interrupted()
 
     def completion(self) -> Completion:
-        """Return all segments joined."""
         return Completion(
             tuple(self.token_ids),
             tuple(self.logprobs),

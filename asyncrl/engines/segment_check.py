@@ -9,22 +9,19 @@ from asyncrl.messages.engine_api import NO_EXPERT, GenerateRequest, GenerateResp
 
 _UNKNOWN = NO_EXPERT.to_bytes(2, "little")
 LOGPROB_SLACK = 1e-3
-"""Maximum float32 rounding of a logprob above 0, in nats."""
+"""In nats."""
 
 
 def is_sampled(token_id: int, logprob: float) -> bool:
-    """Return whether a token id and its logprob are possible."""
     return token_id >= 0 and math.isfinite(logprob) and logprob <= LOGPROB_SLACK
 
 
 class SegmentCheck:
     """Raises EngineError for invalid answers of server `name` to `request`.
 
-    Invariant: accepted tokens number at most max_tokens, have a logprob each, and versions from `oldest` to
-        `newest` that never decrease. A completion's last token is accepted only with its finish_reason, so
-        that a request can continue after a lost server.
-
-    `oldest`: version confirmed when the request was sent; `newest`: version offered last.
+    Invariant: versions never decrease from `oldest` (confirmed at sending) to `newest` (offered last). A
+        completion's last token comes with its finish_reason, so a request can continue after a lost
+        server.
     """
 
     def __init__(self, name: str, request: GenerateRequest, *, oldest: int) -> None:
@@ -34,7 +31,6 @@ class SegmentCheck:
         self._version = oldest
 
     def accept(self, part: GenerateResponse, *, newest: int) -> None:
-        """Check a chunk, or the end of the answer."""
         request = self._request
         token_ids = part.token_ids
         logprobs = part.logprobs
@@ -98,12 +94,10 @@ class SegmentCheck:
 
 
 class RoutedTokens:
-    """Experts that read a logical request's tokens: `known`, uint16 (little endian), a fixed number for each
-    token but the last, from the prompt on. Pure.
+    """Experts of a request's tokens: `known`, uint16 (little endian), for each token but the last. Pure.
 
-    A part of an answer contains the tokens read since the previous part; a segment's first part its whole
-    prompt. Earlier tokens are read again, maybe under other weights: known experts stay, unknown ones are
-    NO_EXPERT.
+    An answer's part covers the tokens read since the previous part; the first part the whole prompt.
+    Known experts stay when tokens are read again; unknown ones are NO_EXPERT.
     """
 
     def __init__(self, num_prompt: int) -> None:
@@ -119,7 +113,6 @@ class RoutedTokens:
         first = len(self.known) // width
         assert len(routing) >= (end - first) * width, f"{len(routing)} bytes for tokens {first} to {end}"
         new = bytearray(routing[len(routing) - (end - first) * width :])
-        # Sampled tokens between the recorded ones and this segment: a lost server had read them.
         lost_from = max(first, self._num_prompt - 1)
         num_lost = self._num_prompt + num_before - 1 - lost_from
         if num_lost > 0:

@@ -20,13 +20,10 @@ from asyncrl.messages.records import Rollout, Trajectory
 class Teacher:
     """Client of one teacher process.
 
-    Life: up -> down_nowait(), once its process is lost: open calls restart later -> reset_nowait(): a new
-        process -> up_nowait(). It lives as long as its `caller`.
-    Waits: judge sleeps until the teacher is up, then for one `places` slot, then for the
-        answer, at most timeout_s.
-    Invariant: its weights never change, so logprobs do not depend on when they are computed.
+    Life: up -> down_nowait(): open calls restart later -> reset_nowait() -> up_nowait().
+    Waits: judge sleeps until the teacher is up, for a place, then for the answer, at most timeout_s.
 
-    `on_lost` is called with every EngineLost and must take the teacher down. Without it the error reaches the
+    `on_lost` gets every EngineLost and must take the teacher down; without it the error reaches the
     caller.
     """
 
@@ -47,11 +44,10 @@ class Teacher:
         self._num_scored = 0
 
     def gauges(self) -> dict[str, float]:
-        """Return values for the metrics in observe/metrics.py."""
         return {"teacher/tokens": self._num_scored}
 
     def down_nowait(self) -> None:
-        """Give the process up. Idempotent."""
+        """Idempotent."""
         self._is_up = False
         self._line.disconnect_nowait()
 

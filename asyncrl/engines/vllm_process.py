@@ -24,17 +24,15 @@ _LOGPROBS, _KEEP_ALIVE = "processed_logprobs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 _ROUTING = "enable_return_routed_experts"
 _RULE = "a run needs a vLLM server that was started as docs/engines.md describes"
 _MIN_KEEP_ALIVE_S = 60
-"""Our connections idle up to 30 s (http.Caller); a server that closes earlier breaks the next request."""
+"""Our connections idle up to 30 s (http.Caller)."""
 _ASK_AGAIN_S = 0.1
-"""An abort that overtook its request has no effect, so it is repeated."""
+"""Retry period: an abort that overtook its request has no effect."""
 _HEALTH_LIMIT_S = 5.0
 
 
 @dataclass(eq=False)
 class Segment:
-    """A segment from arrival to answer. It is sent under a version and its label; `num_loads` counts the
-    weight loads before that.
-    """
+    """Sent under a version and its label, after `num_loads` weight loads."""
 
     request: GenerateRequest
     wire_id: str
@@ -50,17 +48,16 @@ class Segment:
 class VllmProcess(Routes):
     """vLLM process of a server.
 
-    Life: `state` is serving: the weights of `label` serve -> paused: a commit holds new requests back ->
-        loading: the weights belong to no version -> serving, once checked. asleep: a sleep dropped the
-        weights. A process that fails while loading is cut like any CallScope.
-    Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a load began before its
-        answer. change_nowait wakes both.
-    Invariant: a segment is sent only while `version`'s weights serve and no part sleeps, under `label`. No
-        token of a failed load is passed on.
+    Life: `state` is serving -> paused (a commit holds new requests back) -> loading -> serving, once
+        checked; or asleep. A process that fails while loading is cut.
+    Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled if a load began;
+        change_nowait wakes both.
+    Invariant: a segment is sent only under `label` while `version` serves. No token of a failed load is
+        passed on.
     """
 
     def __init__(self, caller: Caller, version: int, mark: str = "") -> None:
-        """`mark` is in every label, to distinguish runs that push to the same server."""
+        """`mark`: in every label; distinguishes runs that push to one server."""
         super().__init__(caller)
         self._mark = f"~{mark}" if mark else ""  # vLLM allows no @ in a salt
         self.version = self.offered_version = self._start_version = version
@@ -69,12 +66,12 @@ class VllmProcess(Routes):
         self.label = START_LABEL
         self.digest = ""
         self.model: str | None = None
-        """Adapter that serves; None is the base model."""
+        """Serving adapter; None: the base model."""
         self.adapter_folder: Path | None = None
         self.vocab_size: float = math.inf
-        """The model knows ids 0..vocab_size - 1. Set when ready."""
+        """Ids are 0..vocab_size - 1. Set when ready."""
         self.resumes_grammars = False
-        """True if the server has our plugin. Set when ready."""
+        """Set when ready."""
         self._num_loads = self._last_kept_kv = 0
         self._segments: dict[str, Segment] = {}
         self._changed = asyncio.Event()
@@ -92,11 +89,10 @@ class VllmProcess(Routes):
         return [one for one in segments if request_ids is None or one.request.request_id in request_ids]
 
     def label_of(self, version: int) -> str:
-        """Return the server's label of a version."""
         return f"{version}{self._mark}"
 
     def version_of(self, label: str) -> int:
-        """Return the label's version, or -1 if it is another run's."""
+        """Return -1 for another run's label."""
         if label == START_LABEL:
             return self._start_version
         text = label.removesuffix(self._mark)
@@ -115,7 +111,6 @@ class VllmProcess(Routes):
             self._last_kept_kv = self._num_loads
 
     def confirm_nowait(self) -> None:
-        """Confirm the weights of `label`, unless they sleep."""
         self.state = "asleep" if "weights" in self.asleep else "serving"
         self.change_nowait()
 
@@ -124,11 +119,11 @@ class VllmProcess(Routes):
         return segment.num_loads == self._num_loads
 
     def is_stale(self, segment: Segment) -> bool:
-        """Return whether a later load kept the KV cache: the segment may have read old blocks."""
+        """Return whether the segment may have read a KV cache older than its weights."""
         return self._last_kept_kv > segment.num_loads
 
     async def wait_open(self, segment: Segment) -> None:
-        """Wait until the segment may be sent and mark it, or until it is aborted."""
+        """Wait until the segment may be sent, or is aborted."""
         while not segment.is_aborted and (self.state != "serving" or self.asleep):
             await self._changed.wait()
         segment.version = self.version
@@ -142,9 +137,7 @@ class VllmProcess(Routes):
 
     @contextlib.contextmanager
     def holding(self, segment: Segment) -> Iterator[None]:
-        """Keep the segment in flight until the block ends; cancelling breaks the connection, which ends it in
-        vLLM.
-        """
+        """Keep the segment in flight; cancelling ends it in vLLM."""
         self._segments[segment.wire_id] = segment
         try:
             yield
@@ -153,7 +146,7 @@ class VllmProcess(Routes):
             segment.answered.set()
 
     async def end(self, segments: Sequence[Segment]) -> None:
-        """Abort these segments and wait until vLLM has answered all."""
+        """Abort these segments and wait for vLLM's answers."""
         while wire_ids := [segment.wire_id for segment in segments if not segment.answered.is_set()]:
             await self.abort(wire_ids)
             with contextlib.suppress(TimeoutError):
@@ -162,7 +155,7 @@ class VllmProcess(Routes):
                         await segment.answered.wait()
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
-        """Return EngineLost if the engine is dead: its server answers 500 or above for a moment."""
+        """Return EngineLost if the engine is dead: its server briefly answers 500 or above."""
         if isinstance(failure, CallRefused) and failure.status >= 500:
             try:
                 await self.get("/health", Text, _HEALTH_LIMIT_S)
@@ -174,11 +167,11 @@ class VllmProcess(Routes):
 
 @dataclass(frozen=True, slots=True)
 class VllmRequirements:
-    """What the run needs of a server, and how it pushes.
+    """Requirements of the run.
 
-    `end_ids`: the only tokens that end a completion. `special_ids`: tokens without text, by name, for stop
-    strings. `starts_fresh`: it has the initial weights; an external server's are replaced first. `stays`: it
-    keeps its memory during sleep. `canary_limit` in nats.
+    `end_ids`: the only end tokens. `special_ids`: tokens without text, by name, for stop strings.
+    `starts_fresh`: with the initial weights. `stays`: keeps its memory during sleep. `canary_limit` in
+    nats.
     """
 
     model_path: str
@@ -195,7 +188,7 @@ class VllmRequirements:
 
 
 def check_settings(name: str, info: ServerInfo, needed: VllmRequirements) -> None:
-    """Raise ConfigError, with the flag for vLLM, if a setting differs from the run's requirements."""
+    """Raise ConfigError, with vLLM's flag, if a setting differs."""
     config = info.vllm_config
     model = config.get("model_config") or {}
     path = str(model.get("model"))
@@ -231,9 +224,7 @@ def _at_least(value: object, least: int) -> bool:
 
 
 async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
-    """Wait until the server is up and configured; the caller sets the limit. Raises ConfigError, CallRefused
-    or CallLost.
-    """
+    """Wait until the server is up and configured. Raises ConfigError, CallRefused or CallLost."""
     there = f"{process.name}: the vLLM server there"
     with _refusal_means(
         f"{there} does not take the key", "put its key into the environment variable ASYNCRL_VLLM_KEY.", 401
@@ -271,7 +262,7 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
 
 @contextlib.contextmanager
 def _refusal_means(what: str, way_out: str, *statuses: int) -> Iterator[None]:
-    """Turn refusals with these statuses (none: any) into ConfigError; a missing route has 403 or 404."""
+    """Turn refusals with these statuses (none: any) into ConfigError."""
     try:
         yield
     except CallRefused as refusal:
@@ -281,7 +272,7 @@ def _refusal_means(what: str, way_out: str, *statuses: int) -> Iterator[None]:
 
 
 async def _until_up(process: VllmProcess) -> None:
-    """Wait until the server answers; an external server may refuse connections for a while."""
+    """Wait for an answer; an external server may refuse connections at first."""
     while True:
         try:
             await process.get("/health", Text)

@@ -17,7 +17,7 @@ from asyncrl.engines.engine import CallScope
 Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
 _WIRE_ID = "generate-tokens-{}"
-"""vLLM's id for our request_id, required by /abort_requests, which answers "aborted" to any id."""
+"""vLLM's id for our request_id, required by /abort_requests, which accepts any id."""
 _COUNTS = {
     "num_running": ("num_requests_running",),
     "num_queued": ("num_requests_waiting",),
@@ -36,8 +36,6 @@ class Read(BaseModel):
 
 
 class Text(Read):
-    """An answer without relevant content."""
-
     text: str = ""
 
     @classmethod
@@ -46,7 +44,7 @@ class Text(Read):
 
 
 class LabelSpan(Read):
-    """Output tokens [start, end), sampled under this weight label."""
+    """Output tokens [start, end) of this weight label."""
 
     version: str
     start: int
@@ -54,7 +52,7 @@ class LabelSpan(Read):
 
 
 class TopLogprob(Read):
-    """Candidate token; `rank` 1 is the likeliest."""
+    """`rank` 1 is the likeliest."""
 
     token_id: int
     logprob: float
@@ -62,7 +60,7 @@ class TopLogprob(Read):
 
 
 class TokenLogprob(Read):
-    """Logprob of a sampled or prompt token. `top_logprobs`: the sampled token, then the likeliest."""
+    """`top_logprobs`: the sampled token, then the likeliest."""
 
     logprob: float
     top_logprobs: list[TopLogprob] = []
@@ -73,18 +71,14 @@ class Logprobs(Read):
 
 
 class Choice(Read):
-    """An answer, or tokens of a stream. `weight_versions` comes with the finish_reason and covers the whole
-    output.
-    """
+    """An answer, or tokens of a stream. `weight_versions` comes with the finish_reason."""
 
     token_ids: list[int] | None = None
     finish_reason: Finish | None = None
     weight_versions: list[LabelSpan] | None = None
     logprobs: Logprobs | None = None
     routed_experts: str | None = None
-    """With the finish_reason, if enabled: .npy file in base64, uint8 or uint16 [T, layers, k], for all tokens
-    but the last.
-    """
+    """With the finish_reason: .npy file in base64, uint8 or uint16 [T, layers, k], without the last token."""
 
 
 class Usage(Read):
@@ -94,9 +88,7 @@ class Usage(Read):
 
 
 class Generated(Read):
-    """Answer of GENERATE, or a line of its stream. `prompt_logprobs`: by token id, None for the first
-    token.
-    """
+    """Answer of GENERATE, or a line of its stream."""
 
     choices: list[Choice] = Field(max_length=1)
     usage: Usage | None = None
@@ -125,8 +117,8 @@ class ServerInfo(Read):
 def vllm_request(
     token_ids: list[int], request_id: str, label: str, model: str | None, **sampling: Any
 ) -> dict[str, Any]:
-    """Return the body of GENERATE. Only stop_token_ids end it. The salt contains the label, so that cached
-    prefixes never outlive their weights.
+    """Return the body of GENERATE. The salt contains the label, so cached prefixes never outlive their
+    weights.
     """
     return {
         "token_ids": token_ids,
@@ -138,7 +130,7 @@ def vllm_request(
 
 
 class Routes(CallScope):
-    """Calls to one vLLM process. They raise CallRefused with vLLM's error, or CallLost. `timeout_s` None: no
+    """Calls to one vLLM process. Raise CallRefused with vLLM's error, or CallLost. `timeout_s` None: no
     limit.
     """
 
@@ -159,7 +151,7 @@ class Routes(CallScope):
         await self.post(path, body, Text, timeout_s)
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Generated, None]:
-        """Yield parts of GENERATE. Closing it breaks the connection, and vLLM drops the request."""
+        """Yield parts of GENERATE. Closing it ends the request."""
         streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
         with _vllm_errors():
             async with contextlib.aclosing(self.caller.lines(GENERATE, JsonBody(streamed))) as lines:
@@ -177,7 +169,7 @@ class Routes(CallScope):
         await self.tell("/abort_requests", {"request_ids": [_WIRE_ID.format(name) for name in request_ids]})
 
     async def rpc(self, method: str, argument: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Call our worker extension in each worker. Raises CallRefused if one answers an error."""
+        """Call our extension in each worker. Raises CallRefused."""
         args = [] if argument is None else [json.dumps(argument)]
         answer = await self.post("/collective_rpc", {"method": method, "args": args}, RpcResults)
         for result in answer.results:
@@ -190,17 +182,15 @@ class Routes(CallScope):
         await self.tell("/update_weight_version", {"new_version": label})
 
     async def counts(self, *, timeout_s: float | None) -> dict[str, float]:
-        """Return counts from its metrics; tokens_prompted includes tokens_cached, and decode_s sums over
-        requests.
-        """
+        """Return counts from its metrics; tokens_prompted includes tokens_cached."""
         text = (await self.get("/metrics", Text, timeout_s)).text
         return {ours: sum(_metric(text, theirs) for theirs in names) for ours, names in _COUNTS.items()}
 
 
 @contextlib.contextmanager
 def _vllm_errors() -> Iterator[None]:
-    """Turn vLLM's error bodies into CallRefused: {"error": {"message": ..}}, {"error": "..."} or {"detail":
-    ..}. In a stream the error has a code instead of a status.
+    """Turn vLLM's error bodies into CallRefused: {"error": {"message": ..}}, {"error": "..."} or
+    {"detail": ..}.
     """
     try:
         yield

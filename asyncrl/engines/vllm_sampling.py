@@ -1,4 +1,4 @@
-"""Sample one segment with vLLM: translate the request and the answer."""
+"""Sample one segment with vLLM."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ from asyncrl.messages.records import TopLogprobs, VersionSpan
 from asyncrl.messages.stop_watch import Decode, StopWatch
 
 _NO_LOGPROB = -9999.0
-"""vLLM's value for NaN and any smaller logprob."""
 _MIN_TEMPERATURE = 0.01
-"""vLLM raises smaller positive temperatures to this."""
 
 
 def check_request(process: VllmProcess, request: GenerateRequest, requirements: VllmRequirements) -> None:
-    """Raise RequestRefused for a request that vLLM would change (truncate, raise the temperature), or that
-    would end its engine (an id outside the vocabulary).
+    """Raise RequestRefused for a request that vLLM would change, or that would end its engine (invalid
+    ids).
     """
 
     def refuse(what: str, rule: str, way_out: str) -> NoReturn:
@@ -65,9 +63,7 @@ def ids_of(request: GenerateRequest) -> list[int]:
 async def sample(
     process: VllmProcess, segment: Segment, requirements: VllmRequirements, decode: Decode | None
 ) -> GenerateResponse:
-    """Return the segment's answer. `decode`: for stop strings across two segments. Raises RequestRefused,
-    EngineLost or EngineError.
-    """
+    """`decode`: for stop strings across two segments. Raises RequestRefused, EngineLost or EngineError."""
     request = segment.request
     async with process.calls():
         with process.holding(segment):
@@ -94,8 +90,8 @@ async def sample(
 
 
 def generate_body(segment: Segment, requirements: VllmRequirements, model: str | None) -> dict[str, Any]:
-    """Return vLLM's request body. vLLM restarts its random stream per request, so the seed (63 bits) depends
-    on the segment's position.
+    """Return the body. vLLM restarts its random stream per request, so the seed (63 bits) depends on the
+    segment's position.
     """
     request = segment.request
     place = f"{request.seed}|{len(request.prompt_ids)}".encode()
@@ -117,7 +113,7 @@ def generate_body(segment: Segment, requirements: VllmRequirements, model: str |
 
 
 def _likeliest(top: Sequence[TopLogprob], num: int) -> TopLogprobs:
-    """Return the likeliest tokens without impossible ones, and without a sampled token outside the top."""
+    """Return the likeliest tokens, without impossible ones."""
     found = sorted(
         (one for one in top if one.rank is not None and one.rank <= num), key=lambda one: one.rank or 0
     )
@@ -127,8 +123,7 @@ def _likeliest(top: Sequence[TopLogprob], num: int) -> TopLogprobs:
 class SampledSegment:
     """vLLM's answer to a segment.
 
-    Life: made when the segment may be sent -> add() for the whole answer, or stream(); neither if aborted
-        before -> response().
+    Life: made -> add() the whole answer, or stream() -> response().
     Invariant: on_chunk has got `num_told` tokens. `labels` come with the end and cover all tokens.
     """
 
@@ -159,7 +154,7 @@ class SampledSegment:
             self._num_cached = (part.usage.prompt_tokens_details or {}).get("cached_tokens") or 0
 
     async def stream(self, body: dict[str, Any], watch: StopWatch | None) -> None:
-        """Stream to the end, even after a stop string: the end has the weight labels."""
+        """Stream to the end, which has the weight labels."""
         process, segment = self._process, self._segment
         num_wanted: int | None = None
         async with contextlib.aclosing(process.stream(body)) as parts:
@@ -190,7 +185,7 @@ class SampledSegment:
             self._num_told = num_tokens
 
     def _part(self, spans: list[VersionSpan], finish: Finish | None) -> GenerateResponse:
-        """Return the tokens that on_chunk did not get; `spans` count from the segment's first token."""
+        """Return the tokens that on_chunk did not get."""
         told = self._num_told
         return GenerateResponse(
             request_id=self._segment.request.request_id,
@@ -211,10 +206,8 @@ class SampledSegment:
         self._finish = finish
 
     def response(self) -> GenerateResponse:
-        """Return the unreported tokens.
-
-        Returns none if the prompt was read from an older cache and sampling began under newer weights. Raises
-        EngineError for an invalid answer.
+        """Return the unreported tokens, or none if the prompt was read under older weights. Raises
+        EngineError.
         """
         process, segment, num_told = self._process, self._segment, self._num_told
         name, request_id = process.name, segment.request.request_id
@@ -248,9 +241,7 @@ class SampledSegment:
         return answer
 
     def _routing(self) -> bytes:
-        """Return the experts of all tokens but the last, if enabled. Raises EngineError if they are
-        missing.
-        """
+        """Raises EngineError if enabled experts are missing."""
         num_tokens = len(self._token_ids)
         if not self._returns_routing or not num_tokens:
             return b""
@@ -277,9 +268,7 @@ class SampledSegment:
 
 
 def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
-    """Decode routed_experts of a Choice to [T, E], for layers with a router. vLLM writes zeros for the
-    others, and a router never picks one expert twice.
-    """
+    """Decode routed_experts to [T, E] for layers with a router; vLLM writes zeros for the others."""
     experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     is_routed = [len(set(row)) == len(row) for row in experts[0].tolist()]
     found: npt.NDArray[np.uint16] = experts[:, is_routed].reshape(len(experts), -1).astype("<u2")
@@ -287,7 +276,7 @@ def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
 
 
 def joint_watch(request: GenerateRequest, decode: Decode | None) -> StopWatch | None:
-    """Return a watch for stop strings that begin before a segment; vLLM searches only new text."""
+    """Watch for stop strings across segments; vLLM searches only new text."""
     if decode is None or not request.num_resumed or not any(request.stop):
         return None
     return StopWatch(request.stop, decode, ids_of(request)[-request.num_resumed :])

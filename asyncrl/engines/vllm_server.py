@@ -34,16 +34,15 @@ _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 
 
 class VllmServer:
-    """EngineClient of a vLLM server.
+    """EngineClient of a vLLM server. See VllmProcess and Commit.
 
-    Life: made -> ready() -> disconnect_nowait(), or broken by a failed commit -> reset_nowait(): a new
-        process, again before ready().
-    Waits: generate_segment sleeps during commits and sleeps, then until vLLM answers. The caller sets limits:
-        rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat.
-    Invariant: as for EngineServer. Versions come from vLLM's own spans. See VllmProcess and Commit.
+    Life: made -> ready() -> disconnect_nowait(), or broken by a failed commit -> reset_nowait() ->
+        ready().
+    Waits: generate_segment sleeps during commits and sleeps; the caller sets limits.
+    Invariant: as for EngineServer; versions come from vLLM's spans.
 
-    `decode`: for stop strings across two segments. `mark`: in all labels of this run; tokens with another
-    run's label raise EngineError.
+    `decode`: for stop strings across two segments. `mark`: in all labels; other runs' tokens raise
+    EngineError.
     """
 
     def __init__(
@@ -84,8 +83,8 @@ class VllmServer:
         self._begin_nowait()
 
     async def ready(self, timeout_s: float) -> EngineHealth:
-        """Wait until the server answers, is configured and warmed up. Raises ConfigError with the missing
-        flag, EngineError, or EngineLost after `timeout_s`.
+        """Wait until the server is configured and warmed up. Raises ConfigError, EngineError, or
+        EngineLost after `timeout_s`.
         """
         async with self._within(timeout_s, "was not ready"):
             await make_ready(self._process, self.needed)
@@ -98,7 +97,7 @@ class VllmServer:
         on_chunk: OnChunk | None = None,
         on_interrupted: OnInterrupted | None = None,
     ) -> GenerateResponse:
-        """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens so far."""
+        """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens."""
         process = self._process
         check_request(process, request, self.needed)
         if process.segments([request.request_id]):
@@ -112,7 +111,7 @@ class VllmServer:
         segments = process.segments(request_ids)
         for segment in segments:
             segment.is_aborted = True
-        process.change_nowait()  # unsent segments end
+        process.change_nowait()
         async with self._within(timeout_s, "gave no answer to /abort_requests"):
             await process.end([segment for segment in segments if segment.is_sent])
         return [segment.request.request_id for segment in segments]
@@ -148,7 +147,7 @@ class VllmServer:
         return digest
 
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
-        """Return once the canary agrees, or once a sleeping engine has the weights."""
+        """Return once the canary agrees, or a sleeping engine has the weights."""
         process, load = self._process, self._staged
         self._check_weights_awake(f"policy_version {version} cannot be committed")
         self._num_chunks = 0
@@ -191,12 +190,11 @@ class VllmServer:
         return report
 
     async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
-        """Put parts to sleep.
+        """Put parts to sleep. vLLM sleeps as a whole; other parts are woken again.
 
-        vLLM sleeps as a whole, so the other parts are woken again. Weights are dropped (level 2) and pushed
-        later: level 1 would leave a copy in pinned host memory, up to twice as large, that vLLM never frees
-        (vLLM #16663); it is used if only the KV cache sleeps. The number of bytes is unknown. With `stays`
-        vLLM pauses instead and clears its prefix cache.
+        Weights are dropped (level 2): level 1 leaves a copy in pinned host memory that vLLM never frees
+        (vLLM #16663); it is used if only the KV cache sleeps. With `stays` vLLM pauses instead and clears
+        its prefix cache.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         asleep_before = set(process.asleep)
@@ -217,7 +215,6 @@ class VllmServer:
         return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
-        """Wake parts. Weights have no content until a push is committed."""
         process, started = self._process, asyncio.get_running_loop().time()
         if woken := process.asleep & set(parts):
             async with process.calls():
@@ -233,7 +230,6 @@ class VllmServer:
         return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
-        """Load a chunk; workers refuse wrong or corrupt chunks."""
         process, num_loaded = self._process, self._num_chunks
         what = f"chunk {chunk.index} of policy_version {chunk.version} cannot be loaded"
         self._check_weights_awake(what)
@@ -263,7 +259,7 @@ class VllmServer:
         return str(workers[0]["digest"])
 
     async def _wake(self, parts: Iterable[EnginePart]) -> None:
-        """Allocate memory for these parts; after level 1 the weights are copied back."""
+        """After level 1 the weights are copied back."""
         if tags := sorted(_TAGS[part] for part in parts):
             await self._process.tell(f"/wake_up?{urlencode([('tags', tag) for tag in tags])}")
 

@@ -1,6 +1,4 @@
-"""Weight transports of one vLLM process (file, chunks, adapter, broadcast), and the commit: pause, load,
-label, resume, canary.
-"""
+"""Weight transports of one vLLM process, and the commit: pause, load, label, resume, canary."""
 
 from __future__ import annotations
 
@@ -41,11 +39,10 @@ _ADAPTER_RULE = "adapters are <module>.lora_A.weight and .lora_B.weight of one r
 
 
 class Load:
-    """Weights of one version for one process: stage() during generation returns their digest, load() runs
-    while nothing else does. Both raise CallRefused, CallLost or EngineError. `model`: the name for later
-    requests.
+    """Load of one version into one process.
 
-    This base class is the colocated push: its chunks were loaded into woken weights, and load() closes it.
+    stage() returns the digest during generation; load() runs exclusively. Both raise CallRefused,
+    CallLost or EngineError. This base class is the colocated push, whose chunks are loaded already.
     """
 
     model: str | None = None
@@ -61,7 +58,6 @@ class Load:
         return self.digest
 
     async def load(self, process: VllmProcess) -> None:
-        """Workers refuse an incomplete push."""
         await process.rpc("asyncrl_finish_chunks", {"version": self.version, "digest": self.digest})
 
 
@@ -74,16 +70,14 @@ def load_of(name: str, manifest: ExportResponse, group: BroadcastGroup | None) -
 
 
 class FileLoad(Load):
-    """Transport shm or disk: a whole set of weights in one file."""
+    """Transport shm or disk: one file."""
 
     async def stage(self, process: VllmProcess) -> str:
-        """Poll the workers until the file is staged; they hash it in a thread, and a blocking call would stop
-        generation.
-        """
+        """Poll until the file is staged: a blocking call would stop generation."""
         wait_s = _ASK_AGAIN_S
         names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
         request = self.manifest.model_dump(include=names)
-        await process.rpc("asyncrl_drop", {})  # else a staged file is not read again
+        await process.rpc("asyncrl_drop", {})
         while True:
             workers = await process.rpc("asyncrl_stage", request)
             if all(worker.get("state") == "staged" for worker in workers):
@@ -96,14 +90,14 @@ class FileLoad(Load):
 
 
 class BroadcastLoad(Load):
-    """Transport nccl: weights sent once to all engines, through vLLM's weight-transfer routes."""
+    """Transport nccl, through vLLM's weight-transfer routes."""
 
     def __init__(self, name: str, manifest: ExportResponse, group: BroadcastGroup) -> None:
         super().__init__(name, manifest)
         self._group = group
 
     async def stage(self, process: VllmProcess) -> str:
-        """Announce this engine and its workers. They compare the digest later, as they load."""
+        """Announce this engine and its workers, which compare the digest later."""
         workers = await process.rpc("asyncrl_facts", {})
         self._group.expect_nowait(self.name, self.version, len(workers))
         return self.digest
@@ -122,16 +116,14 @@ class BroadcastLoad(Load):
 
 
 class AdapterLoad(Load):
-    """Transport lora: adapters for vLLM's initial weights, as a peft folder made from the trainer's file
-    (asyncrl/weights/adapters.py).
-    """
+    """Transport lora: adapters as a peft folder."""
 
     model = ADAPTER
 
     def __init__(self, name: str, manifest: ExportResponse) -> None:
         super().__init__(name, manifest)
         self._folder = Path(manifest.path).with_name(f"{name}-adapter-{manifest.version}")
-        """Folder per version: vLLM's prefix cache distinguishes adapters by it."""
+        """Folder per version, since vLLM's prefix cache distinguishes adapters by it."""
 
     async def stage(self, process: VllmProcess) -> str:
         return await asyncio.to_thread(write_adapter_folder, self.name, self.manifest, self._folder)
@@ -146,9 +138,7 @@ class AdapterLoad(Load):
 
 
 def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> str:
-    """Write the manifest's adapters as a peft folder for server `name`; return their digest. Raises
-    EngineError.
-    """
+    """Return the digest of the folder's adapters. Raises EngineError."""
     try:
         tensors = read_tensors(Path(manifest.path))
         digest = weights_digest((key, one.dtype, one.shape, one.data) for key, one in tensors.items())
@@ -171,7 +161,7 @@ def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> s
 
 
 def _peft_config(tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
-    """Return peft's config. Raises ValueError or KeyError for invalid adapters."""
+    """Raises ValueError or KeyError for invalid adapters."""
     modules = adapted_modules(tensors)
     ranks = {tensors[f"{module}.lora_A.weight"].shape[0] for module in modules}
     ranks |= {tensors[f"{module}.lora_B.weight"].shape[1] for module in modules}
@@ -194,12 +184,12 @@ class CanaryError(EngineError):
 
 
 class Commit:
-    """Makes one Load the serving weights of a process.
+    """Makes one Load the serving weights.
 
     Life: run() once; for a sleeping engine, check() after waking.
     Waits: for vLLM, limited by the caller; resume has RESUME_LIMIT_S and ignores cancellation.
-    Invariant: a paused engine is resumed unless its process was given up. From the first loaded byte to the
-        canary's answer no token is passed on; without a good answer the process is broken.
+    Invariant: a paused engine is resumed unless its process was given up. Tokens wait for a good canary;
+        otherwise the process is broken.
     """
 
     def __init__(self, process: VllmProcess, load: Load, needed: VllmRequirements) -> None:
@@ -212,7 +202,6 @@ class Commit:
         self._num_interrupted = 0
 
     async def run(self, interrupt: Interrupt) -> CommitResponse:
-        """Return once the weights serve, or once they are in a sleeping engine."""
         process, load = self._process, self._load
         with self._all_or_broken():
             async with process.calls():
@@ -236,7 +225,6 @@ class Commit:
         )
 
     async def check(self) -> None:
-        """Run the deferred canary in an awake engine."""
         with self._all_or_broken():
             async with self._process.calls():
                 await self._check_canary()
@@ -264,8 +252,8 @@ class Commit:
         self._pause_s = clock() - started
 
     def _not_kept(self, interrupt: Interrupt) -> list[Segment]:
-        """Return the segments to end: all with abort; else streams, whose next tokens could not be reported
-        early, and enough others to leave a slot for the canary.
+        """Return the segments to end: all with abort; else streams, whose tokens could not be reported
+        early, and enough others to leave the canary a slot.
         """
         sent = self._process.sent
         if interrupt == "abort":
@@ -280,8 +268,8 @@ class Commit:
         await self._process.set_label(self._label)
 
     async def _resume(self) -> None:
-        """Resume, with one retry: an extra resume is harmless, and vLLM closes the connection after a route
-        that answered 500 (uvicorn), losing a /resume sent on it.
+        """Resume, with one retry: vLLM closes the connection after a 500 (uvicorn), losing a /resume sent on
+        it.
         """
         process, clock = self._process, asyncio.get_running_loop().time
         until_s = clock() + RESUME_LIMIT_S
@@ -310,7 +298,7 @@ class Commit:
 
     @contextmanager
     def _all_or_broken(self) -> Iterator[None]:
-        """Mark the process as broken on an error or cancellation while its weights are unknown."""
+        """Break the process on an error or cancellation while its weights are unknown."""
         process = self._process
         try:
             yield
@@ -328,8 +316,7 @@ async def canary_fault(
 ) -> str:
     """Return how vLLM and the trainer differ on the canary, or ''.
 
-    The first probe uses the prefix cache like every request; the second recomputes the prompt. They run in
-    sequence: the second would fill the cache for the first.
+    The first probe uses the prefix cache; the second recomputes the prompt.
     """
     answers = []
     for name, probe in {"next": {}, "prompt": {"prompt_logprobs": 0}}.items():

@@ -1,1 +1,1 @@
-"""Placement of processes, turns on shared devices, and supervision of children."""
+"""Placement of processes, turns on shared devices, and supervision."""

@@ -28,7 +28,9 @@ TRAINER_FACTOR = 1.25
 def resolve_auto(
     config: RunConfig, nodes: Sequence[Node], *, begun: str | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Resolve `auto` of model.dtype and weight_sync.transport. Return with messages. Raises ConfigError."""
+    """Return the config without `auto` in model.dtype and weight_sync.transport, and messages. Raises
+    ConfigError.
+    """
     placement = place(config, nodes)
     messages = list[str]()
     if config.model.dtype == "auto":
@@ -61,7 +63,7 @@ def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str,
 
 
 def _with_resident_sides(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
-    """Keep both colocated sides in memory if `placement.share: auto` finds that they fit."""
+    """Keep both colocated sides in memory if `placement.share: auto` finds space."""
     placement = plan.placement
     share = config.placement.share
     if placement.mode == "apart" or placement.resident:
@@ -96,7 +98,7 @@ def _fractions(plan: Plan) -> tuple[float, float] | None:
 
 
 def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
-    """Raise ConfigError if known memory is too small or the engines' package is missing."""
+    """Raises ConfigError."""
     placement = plan.placement
     started = [*(placement.engine_devices if config.rollout.urls is None else ()), placement.evaluation]
     starts_here = any(device is not None and device.node == 0 for device in started)

@@ -1,13 +1,9 @@
-"""Select devices from the forms of `placement`. Imports no torch.
+"""Select devices from the forms of `placement`, without torch.
 
-numbers, lists, ranges, cpu: devices of the controller's machine.
-all: every CUDA device.
-{nodes: N, gpus: G}: G CUDA devices on each of N nodes; gpus: 0 is the CPU.
-auto: one CUDA device per process; without CUDA the CPU.
-trainer (rollout only): the trainer's devices.
-
-The side whose form leaves least open selects first. `{nodes, gpus}` and `auto` prefer free devices, then
-share the other side's.
+numbers, lists, ranges, cpu: devices of the controller's machine. all: every CUDA device. {nodes: N, gpus:
+G}: G CUDA devices on each of N nodes; gpus: 0 is the CPU. auto: one CUDA device per process; without CUDA
+the CPU. trainer (rollout only): the trainer's devices. The side with the least open form selects first.
+`{nodes, gpus}` and `auto` prefer free devices, then share the other side's.
 """
 
 from __future__ import annotations
@@ -25,8 +21,6 @@ NO_DEVICE = "none"
 
 
 class NodeDevice(NamedTuple):
-    """Node index and device name (cpu, cuda:1, ...)."""
-
     node: int
     name: str
 
@@ -62,7 +56,7 @@ def select(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]:
 
 
 class _Form(NamedTuple):
-    """Setting of `key`, for `num_wanted` devices, `split` per process."""
+    """`num_wanted` devices, `split` per process."""
 
     key: str
     form: Devices
@@ -94,9 +88,7 @@ class _Form(NamedTuple):
         return named_devices(self.key, self.form, nodes)
 
     def _free(self, cuda: Sequence[Side], taken: Side) -> Side:
-        """Take free devices, whole processes per node, from the smallest sufficient node, first without the
-        other side.
-        """
+        """Take whole processes per node, from the smallest sufficient node."""
         left = [[device for device in devices if device not in taken] for devices in cuda]
         whole = [devices[: len(devices) // self.split * self.split] for devices in left]
         whole = whole if any(whole) else left

@@ -1,7 +1,7 @@
 """Assign devices to ranks, engines, eval engine and teacher. Imports no torch.
 
-Sides on the same CUDA devices time-share them, or work concurrently if placement.share is a number. Each rank
-has its own CUDA device; engines may share one, and none spans two nodes.
+Sides on the same CUDA devices time-share them, or work concurrently if placement.share is a number. Each
+rank has its own CUDA device; no engine spans two nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices of all processes; None: not in the run."""
+    """None: not in the run."""
 
     nodes: tuple[Node, ...]
     """The controller's is first."""
@@ -49,7 +49,6 @@ class Placement:
 
     @property
     def moves(self) -> bool:
-        """Return True if each side frees its memory for the other."""
         return self.mode == "colocated" and not self.resident
 
     @property
@@ -82,9 +81,6 @@ class Placement:
         return None if self.memory_fraction is None else self.memory_fraction / num
 
     def parts(self, *, has_engines: bool, serves_only: bool = False) -> dict[int, list[str]]:
-        """Return devices by node, one entry per process. `has_engines`: the run starts engines;
-        `serves_only`: only engines.
-        """
         parts = defaultdict[int, list[str]](list, {0: []})
         used = [device for devices in self.engines for device in devices] if has_engines else []
         if not serves_only:
@@ -95,7 +91,7 @@ class Placement:
 
 
 def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
-    """Place a run; the controller's node is first. Raises ConfigError."""
+    """The controller's node is first. Raises ConfigError."""
     trainer, rollout = select(config, nodes)
     is_shared = bool({*_cuda(trainer)} & {*rollout})
     share = config.placement.share
@@ -245,9 +241,7 @@ def _with_evaluation_and_teacher(config: RunConfig, placement: Placement) -> Pla
 def _device_of(
     name: str, form: Devices, placement: Placement, *, is_optional: bool = False
 ) -> NodeDevice | None:
-    """Return the device of the eval engine or teacher, which work during training: never the trainer's CUDA
-    device. `is_optional`: None instead of an engine's.
-    """
+    """Never the trainer's CUDA device. `is_optional`: None instead of an engine's."""
     engines = [one for devices in placement.engines for one in devices if one.name != NO_DEVICE]
     cuda = [device for devices in cuda_devices(placement.nodes) for device in devices]
     if form == "cpu" or (form == "auto" and (not cuda or any(one.name == "cpu" for one in engines))):
@@ -284,7 +278,6 @@ def chunk_devices(config: RunConfig, placement: Placement) -> Side:
 def child_environ(
     devices: Sequence[str], cuda: Sequence[CudaDevice] | Mapping[int, CudaDevice]
 ) -> dict[str, str]:
-    """Return the environment that shows a child only these devices."""
     if not devices[0].startswith("cuda:"):
         return {}
     names = [cuda[int(device.removeprefix("cuda:"))].name for device in devices]

@@ -42,7 +42,6 @@ def find_version(rollout: RolloutConfig) -> dict[str, str]:
 
 @functools.cache
 def version_in(python: Path, package: str) -> str | None:
-    """Return a package's version without importing it; None: missing."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
         asking = [str(python), "-c", ASK, package]

@@ -1,7 +1,7 @@
-"""Fork server, with torch and transformers preloaded.
+"""Fork server, with torch and transformers preloaded: a forked child saves about 4 CPU seconds.
 
-A forked child saves about 4 CPU seconds. Preloaded modules start no thread, open no device and run no torch
-operator. Secrets go through standard input, not the environment.
+Preloaded modules start no thread, open no device and run no torch operator. Secrets go through standard
+input.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEY_ENV = "ASYNCRL_VLLM_KEY"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Otherwise each hashing or copying thread starts a spinning OpenMP team."""
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
-"""Secrets: /proc shows environments to all processes of the user."""
+"""Secrets: /proc shows environments."""
 PRELOADED = (
     "asyncrl.trainer.model.random_init",
     "asyncrl.trainer.rank_process",
@@ -52,7 +52,6 @@ IMPORT_ENV = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, through scikit-learn
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # or is_available() opens the driver
 }
-"""Keeps imports from starting threads."""
 
 
 class ForkedProcess:
@@ -83,7 +82,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Client of the fork server. Its death kills its children; the next fork restarts it."""
+    """Client. The server's death kills its children; the next fork restarts it."""
 
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
         self.modules = frozenset(modules)

@@ -39,7 +39,7 @@ ROUTINE = frozenset({"handover", "handover phase", "handed over"})
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A repeatable call to engines or trainer, or a push into awake, empty weights."""
+    """A repeatable call to engines or trainer, or a push."""
 
     of: Literal["engines", "trainer", "publisher"]
     verb: Literal["sleep", "wake", "offload", "onload", "push"]
@@ -79,7 +79,6 @@ FIRST: dict[Side, tuple[Phase, ...]] = {
 
 
 def resident_turns(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ...]]:
-    """Drop the trainer's calls."""
     return {
         side: tuple(
             (call, tuple(undo for undo in undoing if undo.of != "trainer"))
@@ -93,10 +92,9 @@ def resident_turns(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Ph
 class Lease:
     """Turns of trainer and engines on shared devices.
 
-    Life: idle -> handover -> generating or training -> handover -> the other -> ...; a failed undo breaks the
-        lease for good.
+    Life: idle -> handover -> generating or training -> handover -> ...; a failed undo breaks the lease.
     Waits: hand_to and undo wait timeout_s at most per call; cancellation does not interrupt an undo.
-    Invariant: exactly one owner after the first turn, unless broken; the other side has released its memory.
+    Invariant: one owner after the first turn, unless broken; the other side has released its memory.
     """
 
     def __init__(
@@ -114,9 +112,7 @@ class Lease:
         self.state: State = "idle"
         self.owner: Side | None = None
         self.phase = ""
-        """Empty outside a handover."""
         self.broken = ""
-        """Failed phase and undo."""
         self.num_handovers = 0
 
     def __repr__(self) -> str:
@@ -156,7 +152,7 @@ class Lease:
         works = [self._one(name, call.verb, work) for name, work in self._calls(call).items()]
         outcomes = await asyncio.gather(*works, return_exceptions=True)
         error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
-        if isinstance(error, asyncio.CancelledError):  # this task was not cancelled, so the call failed
+        if isinstance(error, asyncio.CancelledError):
             error = RoomError("placement", "a call was cancelled from outside")
         return sum(outcome for outcome in outcomes if isinstance(outcome, int)), error
 
@@ -193,7 +189,7 @@ class Lease:
         return failed
 
     async def _undo_calls(self, begun: Sequence[Phase], why: str) -> None:
-        """A failure breaks the lease and skips the rest: memory may be missing."""
+        """A failure breaks the lease and skips the rest."""
         for undone, calls in reversed(begun):
             for call in calls:
                 _, error = await self._make(call)

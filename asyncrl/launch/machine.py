@@ -19,7 +19,6 @@ DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""/proc/cpuinfo flags of bfloat16 multiplication (the last: ARM)."""
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -34,7 +33,7 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`memory` in bytes; `is_here`: False for a described machine."""
+    """`is_here`: False for a described machine."""
 
     cuda: tuple[CudaDevice, ...]
     cores: int
@@ -89,7 +88,7 @@ def ask_nvidia_smi() -> str:
 
 @functools.cache
 def torch_has_cuda() -> bool:
-    """Read torch's CUDA support from its version file. Without torch, True: pip installs a CUDA build."""
+    """Read torch's version file. Without torch, True: pip installs a CUDA build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return spec is None

@@ -1,4 +1,4 @@
-"""Model sizes from config.json and file headers, or a table. Imports no torch."""
+"""Model sizes from config.json and file headers, or a table, without torch."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class ModelShape:
     cached: int = 0
     """Keys and values, or the latent, per token and layer."""
     active: int = 0
-    """MLP width of a token's experts together."""
+    """MLP width of a token's active experts."""
     embeddings: int = 0
     """Parameters of embedding and head."""
     has_experts: bool = False
 
     def activation_bytes(self, num_tokens: int, item: int, kind: str, *, is_checkpointed: bool) -> int:
-        """Return the bytes kept by a forward-backward: all layers (checkpointed: their inputs and one layer),
-        and a float32 slice of logits with gradient.
+        """Return the bytes kept by a forward-backward: all layers (checkpointed: their inputs and one
+        layer), and a float32 slice of logits with gradient.
         """
         layer = num_tokens * item * (4 * self.hidden + self.attention + 3 * self.active)
         logits = min(max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab)
@@ -66,7 +66,6 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """Read parameters from file headers, else config.json, else the table."""
     if model.scratch is not None:
         return _shape({"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture})
     folder = _folder(model.path or "", model.revision)
@@ -83,7 +82,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
 def _folder(path: str, revision: str | None) -> Path:
     cached = None
     if not Path(path).is_dir():
-        with contextlib.suppress(ValueError, ModuleNotFoundError):  # not a hub id, or no train extra
+        with contextlib.suppress(ValueError, ModuleNotFoundError):
             from huggingface_hub import try_to_load_from_cache
 
             cached = try_to_load_from_cache(path, "config.json", revision=revision)

@@ -19,8 +19,6 @@ from asyncrl.messages.engine_api import FileRequest
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the run. `address`: of its servers, for other nodes."""
-
     name: str
     address: str
     machine: Machine
@@ -64,8 +62,8 @@ def _bytes_of(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NodeRequirements:
-    """`files`: required contents by absolute path ("": any). `package` runs on the node and returns engine
-    versions, equal on all nodes, or raises ConfigError.
+    """`files`: required contents by absolute path ("": any). `package` returns engine versions, equal on
+    all nodes, or raises ConfigError.
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
@@ -74,8 +72,6 @@ class NodeRequirements:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """State of NodeRequirements; `refusal`: the package is missing."""
-
     unseen: Sequence[str]
     versions: Mapping[str, str]
     refusal: ConfigError | None = None
@@ -137,7 +133,7 @@ class Launcher:
         """Blocks; raises ConfigError."""
 
     async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
-        """Reserve devices by node index, per process: `cpu` or `cuda:K`. Raises ConfigError or RoomError."""
+        """Reserve devices by node index, per process. Raises ConfigError or RoomError."""
 
     def process(self, node: int, spec: ProcessSpec) -> Process:
         raise NotImplementedError

@@ -1,7 +1,6 @@
-"""Plan processes, devices, threads and memory of a run as a table.
+"""Plan processes, devices, threads and memory of a run, without torch.
 
 Bytes are estimates: parameters, optimizer with gradients, KV cache, one micro-batch, and weight copies.
-Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ from asyncrl.launch.nodes import Node
 EVAL_ENGINE = "engine-eval"
 TEACHER = "teacher"
 OWN_BYTES = 2**29
-"""Uncounted memory of a process: CUDA's on a device, Python's on the host."""
+"""Uncounted: CUDA's on a device, Python's on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a process. `optimizer`: with gradients and float32 masters; `copies`: second weights, or
-    offloaded state.
-    """
+    """`optimizer`: with gradients and float32 masters; `copies`: second weights, or offloaded state."""
 
     parameters: int = 0
     optimizer: int = 0
@@ -67,7 +64,7 @@ class Plan:
     """(free, total) bytes by device; None: unknown."""
 
     def needed_bytes(self, device: str) -> int:
-        """Return a device's peak: everything, or with moving sides the larger side or both sides' weights."""
+        """Return a device's peak: all, or with moving sides the larger side or both sides' weights."""
         here = [one for one in self.processes if one.device == device]
         everything = sum(one.memory.total for one in here)
         if not self.placement.moves:
@@ -79,9 +76,7 @@ class Plan:
 
 
 def engine_threads(config: RunConfig, cores: int | None = None) -> int:
-    """Return an engine's threads; independent of the number of engines, because results depend on threads bit
-    for bit.
-    """
+    """Independent of the number of engines: results depend on threads bit for bit."""
     given = config.rollout.threads
     return given if given != "auto" else max(1, (cores or num_cores()) // 4)
 
@@ -89,9 +84,7 @@ def engine_threads(config: RunConfig, cores: int | None = None) -> int:
 def trainer_threads(
     config: RunConfig, cores: int | None = None, num_engines: int | None = None, num_ranks: int | None = None
 ) -> int:
-    """Return a rank's threads: its part of the cores beyond the most rollout engines. Results depend on it
-    bit for bit.
-    """
+    """Return a rank's share of the cores beyond the most rollout engines."""
     if config.trainer.threads != "auto":
         return config.trainer.threads
     engines = config.rollout.max_engines if num_engines is None else num_engines
@@ -100,7 +93,6 @@ def trainer_threads(
 
 
 def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int, int]:
-    """Return (engine, rank) threads on this node."""
     cores = placement.nodes[node].machine.cores
     num_engines = sum(devices[0].node == node for devices in placement.engines)
     num_ranks = sum(device.node == node for device in placement.trainer)
@@ -161,7 +153,7 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
 
 
 def num_trained(config: RunConfig, shape: ModelShape) -> int:
-    """Return the number of trained parameters; adapters are on seven matrices per layer."""
+    """Adapters are on seven matrices per layer."""
     lora = config.trainer.lora
     if lora is None:
         return shape.num_parameters
@@ -169,7 +161,7 @@ def num_trained(config: RunConfig, shape: ModelShape) -> int:
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int = 0) -> Memory:
-    """Return the memory of a rank: a sharded one gathers embeddings and one layer."""
+    """A sharded rank gathers embeddings and one layer."""
     trainer = config.trainer
     lora = trainer.lora
     item = item_bytes(config.model.dtype, device)
@@ -207,7 +199,7 @@ def engine_memory(
     *,
     stages: bool,
 ) -> Memory:
-    """Return an engine's memory per device. `stages`: new weights arrive during generation."""
+    """Per device. `stages`: new weights arrive during generation."""
     device = devices[0].name
     if device == NO_DEVICE:
         return Memory()
@@ -227,7 +219,6 @@ def engine_memory(
 
 
 def item_bytes(dtype: str, device: str) -> int:
-    """Return bytes per weight on the computing device."""
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda")) else 4
 
 
@@ -236,7 +227,6 @@ def size_text(size: int) -> str:
 
 
 def plan_text(plan: Plan, config: RunConfig) -> str:
-    """Return model, processes, weight transport and device memory as text."""
     num = plan.shape.num_parameters
     placement = plan.placement
     revision = f" --revision {config.model.revision}" if config.model.revision else ""

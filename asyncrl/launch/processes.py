@@ -33,17 +33,16 @@ KILL_TIMEOUT_S = 5.0
 """SIGKILL limit, for processes held by a driver or network file system."""
 STACKS = signal.SIGUSR1
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Huge pages for large CPU tensors: allocation takes a third of the time."""
+"""Huge pages cut the allocation time of large CPU tensors to a third."""
 PACKAGES = ("asyncrl", "asyncrl_servers")
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to start on any node.
+    """`python -m module` with `spec` (JSON file) and a listening socket, on any node.
 
-    `module` runs as `python -m module` with `spec` (JSON file) and a listening socket. It sees only `devices`
-    (cpu, cuda:1, ...). `secret` opens its server. `python` runs on its node and returns its Python (None:
-    ours) or raises ConfigError.
+    It sees only `devices` (cpu, cuda:1, ...). `secret` opens its server. `python` returns its Python
+    (None: ours) or raises ConfigError.
     """
 
     name: str
@@ -62,10 +61,10 @@ class ProcessSpec:
 
 
 class Process:
-    """A server process, here or on another node.
+    """A server process on any node.
 
-    Life: start() -> running -> ended, by aclose() or by itself (watch() raises). renewed() makes its
-        successor, with the same log.
+    Life: start() -> running -> ended, by aclose() or by itself. renewed() makes its successor, with the
+        same log.
     """
 
     def __init__(self, name: str, log_path: Path | str, url: str = "") -> None:
@@ -74,12 +73,12 @@ class Process:
         self.url = url
         """Empty before the start."""
         self.left = ""
-        """Survivors of aclose(), as text."""
+        """Survivors of aclose()."""
         self._log_start = 0
 
     @property
     def pid(self) -> int | None:
-        """Process id on this machine."""
+        """On this machine."""
         return None
 
     @property
@@ -87,7 +86,6 @@ class Process:
         return None
 
     def seen(self) -> str:
-        """Describe the state without a request."""
         return "no process of this run"
 
     async def start(self) -> None:
@@ -100,12 +98,12 @@ class Process:
         await asyncio.Event().wait()
 
     async def watch(self) -> None:
-        """Wait for the end; raise RoomError with its reason."""
+        """Raise RoomError with the reason of its end."""
         await self.wait()
         raise self.death()
 
     def death(self) -> RoomError:
-        """Return the reason of its end, from the last words in its log."""
+        """Return the reason of its end, from its log."""
         fatal = find_fatal(self._log())
         if fatal is not None:
             return RoomError(self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
@@ -126,7 +124,6 @@ class Process:
         return "\n".join(f"    {line}" for line in lines) or f"    (empty: {self.log_path})"
 
     def _log(self) -> str:
-        """Return this process's part of a shared log."""
         try:
             with Path(self.log_path).open("rb") as file:
                 file.seek(self._log_start)
@@ -135,7 +132,7 @@ class Process:
             return ""
 
     async def aclose(self) -> None:
-        """End the process group. Idempotent."""
+        """Idempotent."""
 
     def kill_nowait(self) -> None:
         """Send SIGKILL without waiting."""
@@ -145,17 +142,15 @@ class Process:
 
 
 class ForeignProcess(Process):
-    """A server not started by the run; only its heartbeat is observable."""
+    """A server not started by the run."""
 
     def __init__(self, name: str, url: str) -> None:
         super().__init__(name, f"the log of {url.rstrip('/')}", url.rstrip("/"))
 
 
 class ChildProcess(Process):
-    """A child of this process.
-
-    Standard input carries secrets; its EOF, at our death, ends the child. The child's process group ends with
-    it, after GROUP_TIMEOUT_S for cleanup. `host`: address to listen on.
+    """A child of this process. Its standard input carries secrets; EOF, at our death, ends its group,
+    after GROUP_TIMEOUT_S for cleanup. `host`: address to listen on.
     """
 
     def __init__(
@@ -220,7 +215,7 @@ class ChildProcess(Process):
         await self._process.wait()
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """End the group: SIGTERM, after `timeout_s` SIGKILL; describe survivors in `left`. Idempotent."""
+        """SIGTERM, then SIGKILL after `timeout_s`; survivors are in `left`. Idempotent."""
         process = self._process
         if process is not None:
             if process.returncode is None:
@@ -247,7 +242,6 @@ class ChildProcess(Process):
         return self.returncode is not None
 
     def kill_nowait(self) -> None:
-        """Send SIGKILL without waiting; its group sees the end."""
         if self._process is not None:
             if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -260,7 +254,7 @@ class ChildProcess(Process):
 
 
 def import_folder(folder: Path) -> Path:
-    """Link our two packages for a Python that must not see our site-packages."""
+    """Link our packages for a Python that must not see our site-packages."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     for name in PACKAGES:
@@ -273,7 +267,6 @@ def import_folder(folder: Path) -> Path:
 
 
 def bind_socket(host: str = LOOPBACK) -> socket.socket:
-    """Return a socket that listens at any free port."""
     return socket.create_server((host, 0), backlog=2048)
 
 
@@ -315,7 +308,7 @@ async def start_process(
 
 
 async def run_module(module: str, arguments: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
-    """Run a module; return (exit code, output), code None: too slow."""
+    """Return (exit code, output); code None: too slow."""
     with tempfile.TemporaryFile() as output:
         process = await start_process(module, arguments, files=[output.fileno()] * 3)
         try:
@@ -331,7 +324,6 @@ async def run_module(module: str, arguments: Sequence[str], timeout_s: float) ->
 
 
 def group_members(leader: int) -> list[psutil.Process]:
-    """Return running group members except the leader."""
     found = []
     for member in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

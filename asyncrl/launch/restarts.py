@@ -36,7 +36,7 @@ class Restarts:
 
     @property
     def is_node_gone(self) -> bool:
-        """Return True if its node is missing, with no work since."""
+        """Return true if its node is missing, with no work since."""
         return self._gone_since_s is not None
 
     def works_nowait(self) -> None:
@@ -44,15 +44,12 @@ class Restarts:
         self._gone_since_s = None
 
     def rests_nowait(self) -> None:
-        """Reset the count of an unneeded component."""
         self._works_since_s = None
         self._gone_since_s = None
         self._counting.clear()
 
     def again_nowait(self, lost: RoomError, *, is_dispensable: bool = False) -> str:
-        """Count a restart; return the remaining allowance as text. Raises the final RoomError.
-        `is_dispensable`: the run continues without it.
-        """
+        """Count a restart; return the remaining allowance as text. Raises the final RoomError."""
         now_s = asyncio.get_running_loop().time()
         if self._works_since_s is not None:
             self._worked_s += now_s - self._works_since_s

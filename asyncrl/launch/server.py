@@ -25,8 +25,7 @@ UNANSWERED = (CallLost, CallRefused, EngineError)
 class Server:
     """A child process and its HTTP caller.
 
-    `answers`: type of /health. `start_s`: limit for the first answer. `client_health` replaces /health, with
-    a limit in seconds; `ready`: extra readiness check.
+    `answers`: type of /health. `start_s`: limit for the first answer. `client_health` replaces /health.
     """
 
     child: Process
@@ -42,13 +41,13 @@ class Server:
         return self.child.name
 
     async def ask(self, timeout_s: float) -> Health:
-        """Query the health. Raises CallLost, CallRefused or EngineError."""
+        """Raises CallLost, CallRefused or EngineError."""
         if self.client_health is not None:
             return await self.client_health(timeout_s)
         return await self.caller.get("/health", self.answers, timeout_s=timeout_s)
 
     async def check_alive(self, timeout_s: float) -> None:
-        """Query the health. Raises RoomError after `timeout_s`."""
+        """Raises RoomError after `timeout_s`."""
         try:
             self.health = await self.ask(timeout_s)
         except UNANSWERED as error:
@@ -71,13 +70,11 @@ class Server:
         return "answers: " + ", ".join(f"{key} {value}" for key, value in health.model_dump().items()), True
 
     async def watch(self) -> None:
-        """Wait for the end; raise RoomError with its reason."""
+        """Raises RoomError when the process ends."""
         await self.child.watch()
 
     async def come_up(self) -> None:
-        """Start and wait until it serves. Raises RoomError if it dies or is late, ConfigError if it can never
-        serve.
-        """
+        """Wait until it serves. Raises RoomError if it dies or is late, ConfigError if it can never serve."""
         await self.child.start()
         self.caller.url = self.child.url
         asking = asyncio.ensure_future(self.ask(self.start_s) if self.ready is None else self.ready())
@@ -100,7 +97,7 @@ class Server:
             await cancel_all([asking, watching])
 
     async def end(self) -> str:
-        """Kill the process, close its connections and describe any survivor."""
+        """Return a description of any survivor."""
         self.child.kill_nowait()
         await self.aclose()
         left = self.child.left
@@ -124,7 +121,7 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 async def start_all(servers: Sequence[Server]) -> None:
-    """Start all servers. Raises the first RoomError immediately: trainer ranks wait for each other."""
+    """Raises the first RoomError immediately: trainer ranks wait for each other."""
     starts = [asyncio.ensure_future(server.come_up()) for server in servers]
     try:
         await asyncio.gather(*starts)
@@ -133,7 +130,6 @@ async def start_all(servers: Sequence[Server]) -> None:
 
 
 async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:
-    """Return the first death within `timeout_s`."""
     children = [server.child for server in servers if server.child.url]
     if waits := [asyncio.ensure_future(child.wait()) for child in children if child.returncode is None]:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -30,18 +30,15 @@ logger = logging.getLogger("asyncrl.launch.supervise")
 
 HEARTBEAT_PERIOD_S = 1.0
 GRACE_S = 1.0
-"""Seconds for the kernel to report a death, which explains a broken call."""
+"""Seconds for the kernel to report a death."""
 MAX_BACKOFF_S = 30.0
 NODE_PERIOD_S = 5.0
-"""Search interval for a missing node."""
 NO_LOSS = (PublishError, JournalError, TrainerError)
 """Errors that a new process would not fix; TrainerLost is excepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """Settings of all supervisors. `on_event` journals events."""
-
     config: SupervisionConfig
     heartbeat_s: float
     warn: Callable[[str], None]
@@ -49,13 +46,13 @@ class Supervision:
 
 
 class Supervisor:
-    """Watches processes that live and die together; if one is lost, all restart. Subclasses override hooks.
+    """Watches processes that live and die together; if one is lost, all restart.
 
-    Life: up -> lost (died, silent for heartbeat_s, or broke a call) -> down -> backoff -> new ones start and
-        restore state -> up. A loss on the way counts like the first.
+    Life: up -> lost (died, silent for heartbeat_s, or broke a call) -> down -> backoff -> start and
+        restore state -> up. A loss on the way counts too.
     Waits: for a loss, then backoff_s (doubled up to 30 s), free devices, the start, and bring_back.
-    Invariant: more than max_restarts (see Restarts) end the run; a missing dispensable node is retried every
-        NODE_PERIOD_S.
+    Invariant: more than max_restarts (see Restarts) end the run; a missing dispensable node is retried
+        every NODE_PERIOD_S.
     """
 
     kind = ""
@@ -69,7 +66,7 @@ class Supervisor:
         self._restarts = Restarts(supervision.config)
         self.is_up = True
         self.is_starting = False
-        """Processes end or start, within start limits; False while waiting for devices or weights."""
+        """Processes end or start, within start limits."""
         self._report: RoomError | None = None
         self._reported = asyncio.Event()
 
@@ -82,12 +79,12 @@ class Supervisor:
         return self._restarts.num
 
     def lost_nowait(self, error: EngineLost) -> None:
-        """Report a broken call; the component is down on return, and run restarts it."""
+        """Report a broken call; the component is down on return."""
         if not error.is_told:
             self._lost_by(error)
 
     async def run(self) -> None:
-        """Watch and restart until cancelled. Raises the RoomError that ends the run."""
+        """Watch until cancelled. Raises the RoomError that ends the run."""
         lost = None if self.is_up else await self._start()
         while True:
             if lost is None:
@@ -97,7 +94,7 @@ class Supervisor:
                 lost = await self._replace(lost)
 
     async def _replace(self, lost: RoomError) -> RoomError | None:
-        """Restart once; return the reason of another loss, if any."""
+        """Return the reason of another loss, if any."""
         was_node_gone = self._restarts.is_node_gone
         try:
             allowance = self._restarts.again_nowait(lost, is_dispensable=self._is_dispensable())
@@ -134,7 +131,7 @@ class Supervisor:
                 self._warn(left)
 
     async def _start(self) -> RoomError | None:
-        """Start new processes; return the reason of another loss, if any."""
+        """Return the reason of another loss, if any."""
         self._report = None
         self._reported = asyncio.Event()
         async with self._room():
@@ -174,11 +171,10 @@ class Supervisor:
         return False
 
     def _down(self, lost: RoomError) -> None:
-        """Stop requests. Idempotent."""
+        """Idempotent."""
         self.is_up = False
 
     def _room(self) -> AbstractAsyncContextManager[None]:
-        """Wait for free devices and hold them."""
         return contextlib.nullcontext()
 
     async def _before_start(self) -> None:
@@ -198,8 +194,8 @@ class Supervisor:
 async def until_lost(
     processes: Sequence[Server], heartbeat_s: float, *work: Coroutine[Any, Any, None]
 ) -> RoomError | None:
-    """Watch processes until `work` ends (None) or one is lost (reason). A death takes precedence over a
-    broken call, then a missed heartbeat. Raises other errors of `work`.
+    """Return the loss, or None when `work` ends. A death takes precedence over a broken call, then a
+    missed heartbeat. Raises other errors of `work`.
     """
     watching = [asyncio.ensure_future(process.watch()) for process in processes]
     working = [asyncio.ensure_future(coro) for coro in work]
@@ -222,7 +218,7 @@ async def until_lost(
 
 
 async def heartbeat(process: Server, limit_s: float) -> None:
-    """Poll health forever. Raises RoomError after `limit_s`."""
+    """Raises RoomError after `limit_s`."""
     while True:
         await process.check_alive(limit_s)
         await asyncio.sleep(HEARTBEAT_PERIOD_S)

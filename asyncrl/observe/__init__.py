@@ -1,1 +1,1 @@
-"""The numbers of a run: declared, written, shown, judged and read back. Changes nothing in the run."""
+"""The numbers of a run: declared, written, shown, judged and read back."""

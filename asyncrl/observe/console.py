@@ -1,6 +1,6 @@
-"""Console of a run: a live panel on a terminal, else a plain line every few seconds.
+"""Console of a run: a live panel on a terminal, else plain lines.
 
-Standard output that nobody reads (a closed pipe, a stopped terminal, a full disk) does not stop a run.
+Unread standard output (a closed pipe, a full disk) does not stop a run.
 """
 
 from __future__ import annotations
@@ -39,16 +39,14 @@ LATER_SAMPLE_EVERY_S = 300.0
 LATER_S = 60.0
 """Plain lines and samples are rarer after this time."""
 MAX_SAMPLE_CHARS = 300
-"""Maximum characters of each part of a sample."""
 BY_TASK = "reward/mean/"
 
 
 class Console:
     """Shows progress.
 
-    live repaints a panel in a thread of rich; plain prints a line every few seconds with the means of its
-    steps; none prints nothing; auto is live on a terminal, else plain. Output errors raise nothing. `health`
-    returns sentences about problems of the run. Life: silent until start(); live until close().
+    live repaints a panel in a thread of rich; plain prints a line every few seconds; auto is live on a
+    terminal, else plain. Output errors raise nothing. `health` returns sentences about problems.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class Console:
         self._started_s = time.monotonic()
         self._health_of = health
         self._health: tuple[int, tuple[str, ...]] = (0, ())
-        """Number of steps, and the sentences about them."""
         self._line_at_s = -math.inf
         self._num_unshown = 0
         self._live: Live | None = None
@@ -91,11 +88,9 @@ class Console:
             self._live.start()
 
     def resume_from(self, steps: Steps) -> None:
-        """Continue from the steps of earlier processes."""
         self._steps = steps
 
     def show_step(self, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of one optimizer step."""
         self._steps.add(metrics)
         self._num_unshown += 1
         now_s = time.monotonic()
@@ -107,7 +102,6 @@ class Console:
         return first_s if now_s - self._started_s < LATER_S else later_s
 
     def _show_line(self, now_s: float) -> None:
-        """Print a plain line about the steps since the last line."""
         if self.kind == "plain" and self._num_unshown:
             limits = {"num_steps": self._num_steps, "max_staleness": self._max_staleness}
             self.say(plain_line(self._steps, self._num_unshown, **limits))
@@ -115,7 +109,6 @@ class Console:
         self._num_unshown = 0
 
     def show_samples(self, samples: Sequence[ShownRollout]) -> None:
-        """Show the last sample of a step, a random or failed one, if it is due."""
         now_s = time.monotonic()
         is_due = now_s - self._sample_at_s >= self._every(SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S, now_s)
         if self._shows_samples and samples and is_due:
@@ -126,11 +119,10 @@ class Console:
             self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
 
     def show_activity(self, text: str) -> None:
-        """Set the present activity ("waiting for stragglers") in the live panel."""
+        """Set the activity ("waiting for stragglers") in the live panel."""
         self._activity = text
 
     def say(self, text: str) -> None:
-        """Print a line, above the live panel."""
         self._rich.print(escape(text), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
@@ -144,7 +136,7 @@ class Console:
             self._live = None
 
     def panel(self) -> RenderableType:
-        """Draw the panel; fits 80 columns."""
+        """Fits 80 columns."""
         steps = self._steps
         last = steps.last
         activity = Text(self._activity, overflow="ellipsis", no_wrap=True)
@@ -191,8 +183,8 @@ class Console:
 
 
 def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) -> str:
-    """Describe the newest `num` steps: `step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)
-    0.41 s/step  train 71% wait 24%  1 min 58 s left`.
+    """Format as `step 12/300 reward 0.413 staleness 1.2 (max 3 of 4) 0.41 s/step train 71% wait 24% 1 min
+    58 s left`.
     """
     part = slice(-num, None)
     parts = [f"step {int(steps.last['step']):>{len(str(num_steps))}}/{num_steps}"]
@@ -216,7 +208,6 @@ def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) ->
 
 
 def reward_text(steps: Steps) -> Text:
-    """Show the mean reward of the recent steps, a sparkline of all steps, the first and the last reward."""
     rewards = steps.values("reward/mean")
     if not rewards:
         return Text("-")
@@ -227,19 +218,18 @@ def reward_text(steps: Steps) -> Text:
 
 
 def shares_text(shares: Mapping[str, float]) -> Text:
-    """Show where the time went: `training 71%, waiting for generation 17%`."""
+    """Format as `training 71%, waiting for generation 17%`."""
     shown = [(*numbers.SHARES[name][:2], share) for name, share in shares.items() if share >= 0.005]
     return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
 
 
 def tasks_text(steps: Steps, part: slice) -> str:
-    """Show the mean reward of each of several tasks in `part`: `sums 0.413, words 0.250`; else ''."""
+    """Format as `sums 0.413, words 0.250`; '' for a single task."""
     names = [name for name in steps.names if name.startswith(BY_TASK)]
     return ", ".join(f"{name.removeprefix(BY_TASK)} {steps.mean(name, part) or 0.0:.3f}" for name in names)
 
 
 def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:
-    """Describe the age of the tokens of a step."""
     if "sample/staleness_mean" not in metrics:
         return "no token in the loss"
     masked = metrics.get("sample/masked_fraction", 0.0)
@@ -251,24 +241,20 @@ def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:
 PATIENCE_S = 1.0
 """Seconds to wait, once, for a slow reader."""
 PIECE = 1000
-"""Characters per write: at most 4 KB, so that a writable pipe takes them whole (pipe(7), PIPE_BUF)."""
+"""Characters per write: at most 4 KB, which a writable pipe takes whole (pipe(7), PIPE_BUF)."""
 
 logger = logging.getLogger(__name__)
 
 
 def outliving(file: TextIO | None = None) -> TextIO:
-    """Return `file` (default: standard output) without its errors: after an error nothing is written; text
-    that a full pipe or terminal does not take is dropped. Both are logged once.
-    """
+    """Return `file` (default: standard output) without its errors, which are logged once."""
     return cast("TextIO", _Outliving(file or sys.stdout or io.StringIO()))
 
 
 @functools.lru_cache(maxsize=4)  # one object for each file
 class _Outliving:
-    """A file that drops text after an OSError, and while its reader is behind.
-
-    The event loop calls write(), so it waits PATIENCE_S once for a reader that falls behind, and then not
-    again until it has caught up.
+    """Drops text after an OSError, and while its reader is behind: the event loop calls write(), so it
+    waits PATIENCE_S once.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -300,7 +286,7 @@ class _Outliving:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: each piece is flushed when written, so no buffer blocks the end of the process."""
+        """Do nothing: each piece is flushed when written."""
 
     def _has_room(self) -> bool:
         timeout_ms = 0 if self._is_behind else PATIENCE_S * 1000

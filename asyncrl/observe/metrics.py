@@ -1,6 +1,4 @@
-"""Declare every metric once, and measure batches. Components report their numbers in `gauges()`;
-docs/metrics.md is written from GAUGES.
-"""
+"""Declare every metric once, and measure batches. docs/metrics.md is written from GAUGES."""
 
 from __future__ import annotations
 
@@ -26,8 +24,6 @@ KINDS: Mapping[GaugeKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A metric of metrics.jsonl, eval.jsonl, trackers and Prometheus."""
-
     kind: GaugeKind
     unit: str
     meaning: str
@@ -140,15 +136,14 @@ PROGRESS = frozenset(
     trainer/down trainer/restarts trainer/version turns/phases
     """.split()
 )
-"""Counters whose change means that the run moves, for the watchdog. Those without a declaration are in no
-file.
-"""
+"""Counters whose change shows progress, for the watchdog."""
 
 
 @lru_cache(maxsize=4096)
 def gauge_of(name: str) -> Gauge | None:
-    """Return the declaration of a name. A third part names a task or an engine: reward/mean/sums;
-    eval/NAME/... is of one evaluation. A declared NAME/* covers all names that begin with NAME/.
+    """Return a declaration; NAME/* covers all names below it.
+
+    A third part names a task or an engine: reward/mean/sums. eval/NAME/... is of one evaluation.
     """
     first, *rest = name.split("/")
     if first == "eval" and len(rest) > 1 and rest[0] != "task":
@@ -158,16 +153,14 @@ def gauge_of(name: str) -> Gauge | None:
 
 
 def is_total(name: str) -> bool:
-    """Return whether the metric is counted over the whole run."""
     gauge = gauge_of(name)
     return gauge is not None and gauge.kind == "total"
 
 
 class Totals:
-    """Counters of the whole run by metric name; they outlive the processes that count them.
+    """Counters of the whole run, across processes.
 
-    Invariant: a total never falls. A source that reports less than before was restarted: its whole count is
-        new.
+    Invariant: a total never falls; a source that reports less was restarted.
     """
 
     def __init__(self) -> None:
@@ -175,12 +168,11 @@ class Totals:
         self._seen: dict[tuple[str, str], float] = {}
 
     def starts_from(self, totals: Mapping[str, float]) -> None:
-        """Start from the counts of earlier processes; a higher total stays."""
         for name, value in totals.items():
             self._totals[name] = max(value, self._totals.get(name, value))
 
     def add(self, counted: Mapping[str, float | Mapping[str, float]]) -> dict[str, float]:
-        """Return the totals of these names. `counted`: counts so far, of one source or of several by name."""
+        """`counted`: counts so far, of one source or of several by name."""
         for name, value in counted.items():
             for source, now in (value if isinstance(value, Mapping) else {"": value}).items():
                 before = self._seen.get((name, source), 0)
@@ -191,15 +183,15 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Token ids of one tokenizer: `end_ids` end a turn; `stray_ids` have no place inside an answer."""
+    """`end_ids` end a turn; `stray_ids` have no place inside an answer."""
 
     end_ids: frozenset[int] = frozenset()
     stray_ids: frozenset[int] = frozenset()
 
 
 def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
-    """Return the rewards, ages, lengths and endings of a batch's rollouts, each with all its branches.
-    Without a token in the loss no staleness is reported.
+    """Return rewards, ages, lengths and endings, with all branches. Without a token in the loss no
+    staleness is reported.
     """
     groups = [rollouts_of(group) for group in batch.groups]
     rollouts = [rollout for group in groups for rollout in group]
@@ -231,7 +223,6 @@ def batch_metrics(batch: Batch, special: SpecialTokens) -> dict[str, float]:
 
 
 def _means(rollouts: Sequence[Rollout], ending: str) -> dict[str, float]:
-    """Return the means that are also reported for each of several tasks."""
     return {
         f"reward/mean{ending}": fmean(rollout[0].reward for rollout in rollouts),
         f"sample/length_mean{ending}": fmean(sum(branch.num_sampled for branch in r) for r in rollouts),
@@ -240,7 +231,7 @@ def _means(rollouts: Sequence[Rollout], ending: str) -> dict[str, float]:
 
 
 def rollouts_of(group: Group) -> list[Rollout]:
-    """Return the rollouts of a group, each with all its branches."""
+    """Return the rollouts, each with all its branches."""
     by_index = groupby(group.trajectories, lambda branch: branch.sample_index)
     return [tuple(branches) for _, branches in by_index]
 
@@ -251,21 +242,19 @@ def _has_stray(rollout: Rollout, special: SpecialTokens) -> bool:
 
 
 def _is_unfinished(rollout: Rollout, special: SpecialTokens) -> bool:
-    """Return whether the last branch is truncated. An answer that ended (also by a stop text) before its
-    agent met a limit is not.
-    """
+    """An answer that ended before its agent met a limit is not truncated."""
     last = rollout[-1]
     return last.is_truncated and int(last.token_ids[-1]) not in special.end_ids
 
 
 def num_turns(rollout: Rollout) -> int:
-    """Count stretches of sampled tokens: between two turns there is always something that was not sampled."""
+    """Count stretches of sampled tokens; turns are always separated."""
     masks = [branch.loss_mask for branch in rollout]
     return sum(int(mask[0]) + int(np.count_nonzero(mask[1:] > mask[:-1])) for mask in masks)
 
 
 def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:
-    """Return the number of tokens with a loss weight, and the oldest version among them."""
+    """Return the number of tokens with a loss weight, and their oldest version."""
     num = 0
     versions = []
     for span in trajectory.version_spans:

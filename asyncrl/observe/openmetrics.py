@@ -25,14 +25,15 @@ from asyncrl.observe.web import IDLE_S, MAX_CONNECTIONS, bind, make_app
 
 KEY_FILE = "status.key"
 KEY_ENV = "ASYNCRL_STATUS_KEY"
-"""Environment variable with the user's own key, which is then written to no file."""
+"""The user's own key, written to no file."""
 STATES = ("starting", "running", "done", "failed", "interrupted")
 
 
 def family_of(name: str) -> tuple[str, str, Gauge] | None:
-    """Return family, value of the label `name` ('' for none) and declaration of a metric; None if undeclared.
+    """Return family, label `name` ('' for none) and declaration; None if undeclared.
 
-    perf/step_s is asyncrl_perf_step_seconds; reward/mean/sums is asyncrl_reward_mean_by_name{name="sums"}.
+    perf/step_s is asyncrl_perf_step_seconds; reward/mean/sums is
+    asyncrl_reward_mean_by_name{name="sums"}.
     """
     stem = name
     label = ending = ""
@@ -53,7 +54,6 @@ def family_of(name: str) -> tuple[str, str, Gauge] | None:
 
 
 def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]) -> bytes:
-    """Return the declared finite numbers, the state of the run and its name in OpenMetrics format."""
     from prometheus_client import core
     from prometheus_client.openmetrics.exposition import generate_latest
 
@@ -81,11 +81,7 @@ def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, st
 
 
 class StatusServer:
-    """Serves /metrics and /status of a run to bearers of its key.
-
-    Life: made, with its port taken (raises ConfigError) -> start() -> aclose(). `numbers` returns the current
-        numbers.
-    """
+    """Serves /metrics and /status to bearers of its key. Raises ConfigError if the port is taken."""
 
     def __init__(
         self, run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, Any]]
@@ -102,16 +98,14 @@ class StatusServer:
         self._listener = AppServer(app, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
 
     async def start(self) -> None:
-        """Start to answer."""
         await self._listener.listen(self._socket)
 
     async def aclose(self) -> None:
-        """Close all connections. Idempotent."""
         await self._listener.aclose()
         self._socket.close()
 
     def _key(self) -> str:
-        """Return the user's key, or the key of the file, which is kept over resumes."""
+        """Return the user's key, or the key of the file, kept over resumes."""
         if given := os.environ.get(KEY_ENV):
             return given
         if not self.key_path.exists():

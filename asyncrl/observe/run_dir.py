@@ -1,5 +1,5 @@
-"""The files of a run directory: their writer (Recorder), and tolerant readers, which skip and report a torn
-or invalid line. Imports no torch.
+"""Files of a run directory: writer (Recorder), and readers that skip and report invalid lines. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ JOURNAL_FILE = "journal.sqlite"
 LOCK_FILE = "run.lock"
 REPORT_FILE = "report.html"
 LOST_KEY = "lost"
-"""Key of a line without a step: [first, last] of steps whose lines are missing, with `why`."""
+"""Key of a line without a step: [first, last] of missing steps, with `why`."""
 NOT_FINITE = "not_finite"
-"""Key with the names of metrics that were NaN or infinite."""
+"""Names of metrics that were NaN or infinite."""
 EVAL_PREFIX = "eval/"
 MAX_PROBLEMS = 100
 QUIET_S = 30.0
-"""A run that has not written its status for this long may be dead."""
+"""A run whose status is older may be dead."""
 
 T = TypeVar("T")
 State = Literal["starting", "running", "done", "failed", "interrupted", "crashed", "unknown"]
@@ -59,14 +59,13 @@ def tell(problems: list[str], problem: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number, not a bool."""
     return type(value) in (int, float) and -1e300 < value < 1e300
 
 
 def read_lines(
     path: Path, problems: list[str], form: TypeAdapter[T], *, from_end: bool = False
 ) -> Iterator[T]:
-    """Yield the JSON lines of a file in the `form`; report others in `problems`. No file means no lines."""
+    """Yield JSON lines in the `form`; report others in `problems`. No file means no lines."""
     try:
         for line in _raw_lines(path, from_end=from_end):
             try:
@@ -96,7 +95,7 @@ def _fault(line: bytes, error: ValidationError) -> str:
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Read a file that holds one JSON object; {} if it is absent or invalid."""
+    """Return {} if the file is absent or invalid."""
     try:
         return OBJECT.validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -122,14 +121,12 @@ def numbers_in(
 
 
 def read_metrics(run_dir: Path, problems: list[str], *, from_end: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the finite metrics of each step."""
     lines = read_lines(run_dir / METRICS_FILE, problems, OBJECT, from_end=from_end)
     for line in numbers_in(lines, METRICS_FILE, problems, "step"):
         yield {name: value for name, value in line.items() if is_number(value)}
 
 
 def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Return the complete lines of eval.jsonl."""
     lines = read_lines(run_dir / EVAL_FILE, problems, OBJECT)
     required = ("policy_version", "eval/version", "eval/seconds")
     of_samples = {"eval/length_mean", "eval/truncated_fraction"}
@@ -138,7 +135,7 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Read config.yaml of a run. Raises ConfigError if the folder is not a run directory."""
+    """Raises ConfigError."""
     try:
         (folder / CONFIG_FILE).open("rb").close()
     except OSError as error:
@@ -150,7 +147,6 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:
-    """Read status.json; {} if it is absent or invalid."""
     status = read_object(folder / STATUS_FILE, problems)
     if is_number(status.get("updated_s", 0.0)):
         return status
@@ -164,8 +160,9 @@ def age_of(status: Mapping[str, Any]) -> float:
 
 
 def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
-    """Return the state and its explanation, from status.json and the lock. A run is `crashed` only if this
-    machine can prove it.
+    """Return state and explanation, from status.json and the lock.
+
+    A run is `crashed` only if this machine can prove it.
     """
     reported = status.get("state")
     age_s = age_of(status)
@@ -203,7 +200,7 @@ def _is_held(path: Path) -> bool | None:
 
 
 def boot_id() -> str:
-    """Return the id of the running kernel; all containers of a machine share it."""
+    """All containers of a machine share its kernel's id."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text(encoding="ascii").strip() if path.exists() else ""
 
@@ -212,18 +209,17 @@ def boot_id() -> str:
 
 
 def append_lines(path: Path, lines: Iterable[Any]) -> None:
-    """Append JSON values, after ending the incomplete line of a killed process. Raises OSError."""
+    """End an incomplete line first. Raises OSError."""
     torn = path.exists() and next(lines_from_end(path), (0, b"\n"))[1][-1:] != b"\n"
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" if torn else "")
         for line in lines:
-            file.write(json.dumps(line, default=methodcaller("item")) + "\n")  # numpy's numbers
+            file.write(json.dumps(line, default=methodcaller("item")) + "\n")
 
 
 def cut_steps(path: Path, num_steps: int) -> tuple[float, dict[str, Any]]:
-    """Remove a torn end and the lines of steps after `num_steps`.
-
-    Return the last kept step, lost ones included, and the line of the last kept step ({} without one).
+    """Remove a torn end and steps after `num_steps`. Return the last kept step, lost ones included, and
+    its line ({}: none).
     """
     end = path.stat().st_size
     newest = 0.0
@@ -242,7 +238,7 @@ def cut_steps(path: Path, num_steps: int) -> tuple[float, dict[str, Any]]:
 
 
 def _parsed(text: bytes) -> tuple[dict[str, Any], float]:
-    """Return a line and its step, or the last of lost steps; -1 for another line."""
+    """Return a line and its step, or the last lost step; -1 for another line."""
     try:
         line = OBJECT.validate_json(text)
         return line, float(line[LOST_KEY][1] if LOST_KEY in line else line["step"])
@@ -251,7 +247,7 @@ def _parsed(text: bytes) -> tuple[dict[str, Any], float]:
 
 
 class Recorder:
-    """Writes metrics.jsonl, eval.jsonl and status.json from one thread; passes the numbers to trackers."""
+    """Writes metrics.jsonl, eval.jsonl and status.json from one thread."""
 
     def __init__(self, run_dir: str | Path, trackers: Background | None = None) -> None:
         self.run_dir = Path(run_dir)
@@ -260,10 +256,7 @@ class Recorder:
         self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
 
     def keep_steps(self, num_steps: int) -> Mapping[str, Any]:
-        """Drop the steps after `num_steps`, which are trained again; return the line of the last kept step.
-
-        If steps up to `num_steps` are missing, append {"lost": [first, last], "why": ...}.
-        """
+        """Return the last kept line. Missing steps are recorded as {"lost": [first, last], "why": ...}."""
         path = self.run_dir / METRICS_FILE
         newest, last = cut_steps(path, num_steps)
         if newest < num_steps:
@@ -271,7 +264,7 @@ class Recorder:
         return last
 
     def record_step(self, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of one optimizer step. NaN and infinity are named in `not_finite` instead."""
+        """NaN and infinity are named in `not_finite` instead."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         left_out = [name for name in metrics if name not in finite]
         append_lines(self.run_dir / METRICS_FILE, [{**finite, NOT_FINITE: left_out} if left_out else finite])
@@ -286,7 +279,7 @@ class Recorder:
             self.trackers.tell("evaluation", line["policy_version"], evaluation_metrics(line))
 
     def write_status(self, status: Mapping[str, Any]) -> None:
-        """Replace status.json atomically: `status` with pid, host, boot_id and `updated_s`."""
+        """Replace status.json atomically, adding pid, host, boot_id and `updated_s`."""
         body = {**status, **self._owner, "updated_s": time.time()}
         path = self.run_dir / STATUS_FILE
         temporary = path.with_name(f".{STATUS_FILE}.new")
@@ -304,9 +297,7 @@ def _finite(value: Any) -> Any:
 
 
 def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of an evaluation by their names in metrics.jsonl: eval/NAME/... if there are
-    several; totals count all evaluations together.
-    """
+    """Return metrics by name: eval/NAME/... if there are several evaluations; totals count all of them."""
     found = {name: float(value) for name, value in line.items() if name.startswith(EVAL_PREFIX)}
     if not line.get("name"):
         return found

@@ -1,4 +1,4 @@
-"""Numbers of a whole run from its step metrics, and how console, status and summary show them."""
+"""Numbers of a whole run, as console, status and summary show them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from rich.text import Text
 
 
 class Steps:
-    """The metrics of all steps of a run, by column. A repeated step replaces itself and all later steps.
-    `last`: the last line.
-    """
+    """Metrics of all steps by column. A repeated step replaces itself and all later steps."""
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self._columns: dict[str, array[float]] = {"step": array("d")}
@@ -46,11 +44,10 @@ class Steps:
         return [*self._columns]
 
     def column(self, name: str) -> array[float]:
-        """Return one number per step, NaN if it is missing."""
+        """NaN: missing."""
         return self._columns.get(name, array("d", [math.nan]) * len(self))
 
     def values(self, name: str, part: slice = slice(None)) -> list[float]:
-        """Return the values of the steps in `part` that have the metric."""
         return [value for value in self.column(name)[part] if value == value]
 
     def total(self, name: str, part: slice = slice(None)) -> float:
@@ -64,17 +61,16 @@ class Steps:
         return max(self.values(name), default=None)
 
     def newest(self, name: str) -> float:
-        """Return the last value of a counter; 0 without one."""
         return ([0.0] + self.values(name))[-1]
 
 
 def recent(num: int) -> slice:
-    """Select the recent steps of `num`: the last tenth, 5 to 50; below 10 steps the second half."""
+    """Select the last tenth, 5 to 50 steps; below 10 steps the second half."""
     return slice(-max(1, min(50, num // 10), min(5, num // 2)), None)
 
 
 def seconds_left(steps: Steps, num_steps: int) -> float | None:
-    """Estimate the time until `num_steps`, at the pace of the last 20 steps; None before the first step."""
+    """Estimate from the pace of the last 20 steps; None before the first step."""
     step_s = steps.mean("perf/step_s", slice(-20, None))
     return None if step_s is None else step_s * max(0, num_steps - int(steps.last["step"]))
 
@@ -87,7 +83,6 @@ SHARES = {
     "handovers": ("handovers", "cyan", "perf/handover_s"),
     "other": ("other", "bright_black", ""),
 }
-"""Share of the time -> its name, color and metric."""
 TRAIN_PARTS = {
     "forward": "perf/forward_s",
     "backward": "perf/backward_s",
@@ -96,11 +91,10 @@ TRAIN_PARTS = {
     "passes without gradient": "perf/logprobs_s",
     "blocked by copies of the weights": "perf/blocked_s",
 }
-"""Names of the parts of perf/train_s."""
 
 
 def time_shares(seconds_of: Callable[[str], float]) -> dict[str, float]:
-    """Return shares of the wall time, 1 in total. Parts that exceed it (rounding) are scaled down."""
+    """Return shares of the wall time, 1 in total."""
     parts = {name: seconds_of(metric) for name, (*_, metric) in SHARES.items() if metric}
     total_s = max(seconds_of("perf/step_s"), sum(parts.values())) or 1.0
     shares = {name: part_s / total_s for name, part_s in parts.items()}
@@ -112,7 +106,6 @@ def waiting_share(shares: Mapping[str, float]) -> float:
 
 
 def trainer_rows(steps: Steps) -> Iterator[tuple[str, str]]:
-    """Yield the parts of training and the use of the device, for a table."""
     if (train_s := steps.total("perf/train_s")) <= 0:
         return
     parts = {words: steps.total(name) / train_s for words, name in TRAIN_PARTS.items()}
@@ -131,7 +124,6 @@ def trainer_rows(steps: Steps) -> Iterator[tuple[str, str]]:
 
 
 def masked_tokens(steps: Steps) -> int:
-    """Count sampled tokens without a loss weight."""
     both = zip(steps.column("tokens/sampled"), steps.column("tokens/trained"), strict=True)
     masked = (sampled - (0.0 if math.isnan(trained) else trained) for sampled, trained in both)
     return int(sum(num for num in masked if num > 0))
@@ -149,7 +141,7 @@ def thinned(values: Sequence[float], num: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], *, width: int = 32) -> str:
-    """Draw values as at most `width` block characters."""
+    """Draw at most `width` block characters."""
     blocks = "▁▂▃▄▅▆▇█"
     means = thinned(values, width)
     low = min(means, default=0.0)
@@ -188,7 +180,6 @@ def boxed(rows: Rows, title: str) -> Panel:
 
 
 def plain(value: Any) -> str:
-    """Format a value of a summary for a table."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -202,13 +193,13 @@ def plain(value: Any) -> str:
 
 
 def skipped_text(metrics: Mapping[str, float]) -> str:
-    """Format as `1 update skipped in step 12: not finite`; '' without a skipped update."""
+    """Format as `1 update skipped in step 12: not finite`; '' without any."""
     num = metrics.get("trainer/skipped_steps", 0.0)
     return f"{several(num, 'update')} skipped in step {metrics['step']:.0f}: not finite" if num else ""
 
 
 def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Group lines of eval.jsonl by the name of their evaluation, '' for the only one."""
+    """Group lines by evaluation, '' for the only one."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         found.setdefault(str(line.get("name", "")), []).append(line)
@@ -216,9 +207,7 @@ def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, A
 
 
 def evaluation_text(metrics: Mapping[str, Any]) -> str:
-    """Format a line of eval.jsonl: `v40 reward 0.413 ± 0.031  12.3 tokens, 2.0% truncated  3.2 s`, then
-    failures.
-    """
+    """Format as `v40 reward 0.413 ± 0.031 12.3 tokens, 2.0% truncated 3.2 s`, then failures."""
     parts = [f"{metrics.get('name', '')} v{metrics['eval/version']:.0f}".lstrip()]
     if "eval/reward_mean" in metrics:
         error = f" ± {metrics['eval/standard_error']:.3f}" if "eval/standard_error" in metrics else ""

@@ -1,4 +1,4 @@
-"""A run directory as Python values, for notebooks, status and report. Imports no torch and no pandas."""
+"""A run directory as Python values. Imports no torch and no pandas."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from asyncrl.observe.trained import TrainedRecord, trajectory_summaries
 from asyncrl.observe.verdict import Verdict, judge
 
 Table = dict[str, list[Any]]
-"""Columns by name, all of one length: `pandas.DataFrame(table)`. Missing numbers are NaN."""
+"""Columns of equal length: `pandas.DataFrame(table)`. Missing numbers are NaN."""
 
 
 class RunRecord:
-    """Contents of a run directory, live or ended. Each part is read on first access and then kept; call
-    read_run() again to see later data.
+    """Contents of a run directory, live or ended.
 
-    `state`: starting, running, done, failed, interrupted, crashed or unknown; `why`: its explanation;
-    `problems`: sentences about unreadable data.
+    Each part is read once; call read_run() again for later data. `state`: starting, running, done,
+    failed, interrupted, crashed or unknown; `why`: its explanation; `problems`: sentences about
+    unreadable data.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -59,7 +59,6 @@ class RunRecord:
 
     @cached_property
     def steps(self) -> Table:
-        """The metrics of each step, by their names in docs/metrics.md."""
         return table_of(read_metrics(self.run_dir, self.problems))
 
     @cached_property
@@ -74,9 +73,9 @@ class RunRecord:
 
     @cached_property
     def trained(self) -> Table:
-        """One row per trained trajectory, from the trainer's own record: step, group_id, prompt_id,
-        sample_index, branch, reward, num_tokens, num_loss_tokens, tokens_sha, staleness (None without a token
-        in the loss) and spans ([start, end, version] of the tokens in the loss).
+        """One row per trained trajectory: step, group_id, prompt_id, sample_index, branch, reward,
+        num_tokens, num_loss_tokens, tokens_sha, staleness (None without a token in the loss) and spans
+        ([start, end, version] of the tokens in the loss).
         """
         record = TrainedRecord(self.run_dir, self.problems, self.config.buffer.max_staleness)
         return table_of(
@@ -87,18 +86,18 @@ class RunRecord:
 
     @property
     def weights(self) -> Path | None:
-        """The folder with the trained model in Hugging Face format; None before the run is done."""
+        """The trained model in Hugging Face format; None before the run is done."""
         folder = self.run_dir / "final"
         return folder if folder.is_dir() else None
 
 
 def read_run(run_dir: str | Path) -> RunRecord:
-    """Return the record of a run directory. Raises ConfigError if it is not one, or its config is invalid."""
+    """Raises ConfigError for an invalid run directory."""
     return RunRecord(Path(run_dir))
 
 
 def table_of(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Return columns, in the order in which they first appear."""
+    """Return columns in order of appearance."""
     table: Table = {}
     for number, row in enumerate(rows):
         for name, value in row.items():

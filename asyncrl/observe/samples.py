@@ -1,6 +1,6 @@
 """samples.jsonl: a few rollouts of each step as text, one JSON object a line.
 
-A model wrote the text: it may be hostile. Long texts are cut. The record of training is trained.jsonl.
+The text may be hostile. Long texts are cut.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from asyncrl.observe.run_numbers import plain, several
 from asyncrl.rollouts.rollout import FailedRollout
 
 SampleKind = Literal["best", "worst", "random", "failed"]
-"""Best and worst reward of the batch, by chance (seeded), or failed."""
+"""Best and worst reward of the batch, random (seeded), or failed."""
 FIRST_FILE = "samples.1.jsonl"
 MIDDLE_FILE = "samples.2.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 MAX_BYTES = 20_000_000
-"""A larger samples.jsonl is renamed to the first free of FIRST_FILE and MIDDLE_FILE, or replaces MIDDLE_FILE.
-"""
+"""A larger file becomes the first free of FIRST_FILE and MIDDLE_FILE, or replaces MIDDLE_FILE."""
 MAX_TOKENS = 1024
 MAX_PARTS = 40
 MAX_CHARS = 4000
 MAX_MESSAGES = 40
-"""Tokens of a part, parts of a rollout, characters of a message, messages."""
+"""Limits: tokens of a part, parts of a rollout, characters of a message, messages."""
 
 
 class ShownPart(TypedDict):
-    """Neighboring tokens of a branch as text: all sampled, or all given (prompt, tool results)."""
+    """Neighboring tokens of a branch: all sampled, or all given (prompt, tool results)."""
 
     branch: int
     is_sampled: bool
@@ -51,10 +50,11 @@ class ShownPart(TypedDict):
 
 @with_config(ConfigDict(allow_inf_nan=False))
 class ShownRollout(TypedDict):
-    """A rollout as text. `step`: the step that trained on it, or the next step for a failed one; `metrics`:
-    parts of the reward; `versions`: oldest and newest policy_version of its tokens; `staleness`: age of its
-    oldest token in the loss; `logprob_gap`: mean of |engine - trainer| in nats over its fresh tokens;
-    `error`: reason of a failure.
+    """A rollout as text.
+
+    `step`: the step that trained on it, or the next step for a failed one; `metrics`: parts of the
+    reward; `versions`: oldest and newest policy_version; `staleness`: of its oldest token in the loss;
+    `logprob_gap`: mean |engine - trainer| in nats over fresh tokens.
     """
 
     step: int
@@ -81,16 +81,12 @@ _SHOWN = TypeAdapter(ShownRollout)
 
 
 class SampleDecoder(Protocol):
-    """Part of a tokenizer."""
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of the ids."""
 
 
 def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, Rollout]]:
-    """Pick the best and the worst rollout by reward, then others by chance, `num` in all: the same in every
-    run with this seed and batch.
-    """
+    """Pick the best and the worst rollout by reward, then random ones (seeded), `num` in all."""
     rollouts = [(group, rollout) for group in batch.groups for rollout in rollouts_of(group)]
     random.Random(f"{seed} {batch.version}").shuffle(rollouts)
     found: list[tuple[SampleKind, Group, Rollout]] = []
@@ -105,8 +101,6 @@ def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, R
 
 @dataclass(frozen=True, slots=True)
 class SampleOf:
-    """Names of a sampled rollout."""
-
     kind: SampleKind
     step: int
     group_id: GroupId
@@ -123,7 +117,7 @@ def shown(
     min_version: int | None = None,
     error: str | None = None,
 ) -> ShownRollout:
-    """Make text of a rollout. `min_version`: oldest version in the loss; None if it was not trained on."""
+    """`min_version`: oldest version in the loss; None if it was not trained on."""
     prompt = sample_of.prompt
     versions = [span.version for branch in rollout for span in branch.version_spans]
     in_loss = [version for version in versions if min_version is not None and version >= min_version]
@@ -169,7 +163,7 @@ def _parts(branch: Trajectory, decoder: SampleDecoder) -> Iterator[ShownPart]:
 
 
 def _cut(value: Any) -> str:
-    """Keep beginning and end of a long text; as Unicode, without lone surrogates."""
+    """Keep beginning and end of a long text, without lone surrogates."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return _middle_cut(text, MAX_CHARS).encode(errors="replace").decode()
 
@@ -181,7 +175,7 @@ def _middle_cut(text: str, most: int | None) -> str:
 
 
 class SampleWriter:
-    """Writes samples.jsonl. Life: resume_at() in a resumed run -> step() and failed(). Raises OSError."""
+    """Raises OSError."""
 
     def __init__(self, run_dir: Path, *, seed: int, per_step: int) -> None:
         self._run_dir = run_dir
@@ -192,7 +186,7 @@ class SampleWriter:
         self._num_failed = 0
 
     def resume_at(self, step: int) -> None:
-        """Drop the lines of steps from `step` on, which are trained again."""
+        """Drop lines from `step` on, which is trained again."""
         self._next_step = step
         for name in (SAMPLES_FILE, MIDDLE_FILE, FIRST_FILE):
             if (self._run_dir / name).exists():
@@ -201,7 +195,7 @@ class SampleWriter:
     def step(
         self, batch: Batch, gaps: Mapping[tuple[int, int], float], decoder: SampleDecoder
     ) -> list[ShownRollout]:
-        """Write some rollouts of a trained batch; `gaps` by group and sample."""
+        """`gaps` by group and sample."""
         self._next_step = batch.version + 2
         self._num_failed = 0
         samples = []
@@ -215,7 +209,7 @@ class SampleWriter:
     def failed(
         self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decoder: SampleDecoder
     ) -> list[ShownRollout]:
-        """Write a rollout that failed for good, if few did since the last step."""
+        """Write a failed rollout, if few were written since the last step."""
         self._num_failed += 1
         if self._num_failed > self.per_step:
             return []
@@ -243,7 +237,7 @@ def read_samples(
     kinds: Sequence[str] = (),
     newest: int | None = None,
 ) -> list[ShownRollout]:
-    """Return the samples of a run, a step, a group or some kinds, by step; at most the `newest` ones."""
+    """Return samples by step, at most the `newest` ones."""
     files = (SAMPLES_FILE, MIDDLE_FILE, FIRST_FILE)
     lines = (read_lines(run_dir / name, problems, _SHOWN, from_end=True) for name in files)
     wanted = (
@@ -257,17 +251,17 @@ def read_samples(
     return sorted(found, key=lambda sample: sample["step"])
 
 
-# ---- as text, on the console, in `asyncrl inspect --samples` and in TensorBoard
+# ---- as text
 
 NEWEST = 10
 NEWEST_JSON = 1000
-"""Number of samples without --step and --group, as text and as JSON."""
+"""Samples without --step and --group, as text and as JSON."""
 LABEL = 12
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def harmless(text: str) -> str:
-    """Escape control characters except the line end, for a terminal."""
+    """Escape control characters except the line end."""
     return "".join(
         char
         if char == "\n" or unicodedata.category(char) not in _HIDDEN
@@ -277,7 +271,6 @@ def harmless(text: str) -> str:
 
 
 def headline(sample: ShownRollout) -> str:
-    """Describe a sample in a line."""
     reward = "no reward" if sample["reward"] is None else f"reward {plain(sample['reward'])}"
     what = "failed rollout" if sample["kind"] == "failed" else f"{sample['kind']} sample"
     words = [f"{what} of step {sample['step']}: {reward}"]
@@ -298,9 +291,7 @@ def headline(sample: ShownRollout) -> str:
 
 
 def sample_text(sample: ShownRollout, *, most: int | None = None) -> str:
-    """Return a sample as text, at most `most` characters of each part; with a limit, only the last four
-    parts.
-    """
+    """Show at most `most` characters of each part, and only the last four parts."""
     lines = [headline(sample)]
     if sample["error"]:
         lines += _block("failed", sample["error"], most)
@@ -335,7 +326,7 @@ def render_samples(
     group: int | None = None,
     kinds: Sequence[str] = (),
 ) -> str:
-    """Return the samples of a step or group, else the newest ones. Raises ConfigError if there are none."""
+    """Raises ConfigError if there are no such samples."""
     newest = None if (step, group) != (None, None) else NEWEST_JSON if as_json else NEWEST
     found = read_samples(run_dir, problems, step, group=group, kinds=kinds, newest=newest)
     if as_json:

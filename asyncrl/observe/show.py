@@ -1,6 +1,4 @@
-"""`asyncrl runs`, `status` and `inspect`: a folder of runs, a run on one screen, and its groups and batches.
-All only read, and import no torch.
-"""
+"""`asyncrl runs`, `status` and `inspect`. All only read, and import no torch."""
 
 from __future__ import annotations
 
@@ -47,17 +45,14 @@ from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 RUNS = Path("runs")
-"""Folder of runs that were given no directory."""
 NUM_REWARDS = 10
-"""Number of last steps whose mean reward `runs` shows."""
 SHOWN_REWARDS = 1000
 SHOWN_ROWS = 30
 SHOWN_FLAGS = 2
-"""Limits of `status --json`, of a table of `inspect`, and of health sentences on the first screen."""
+"""Limits of `status --json`, `inspect` tables, and health sentences."""
 _COLORS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
 _ENDED = ("done", "failed", "interrupted")
 _NOT_DRAWN = ("version", "min_version", "group_ids", "tokens_sha")
-"""Columns that tables leave out."""
 _WAITS = TypeAdapter(list[Wait])
 Decode = Callable[[Sequence[int]], str]
 
@@ -74,12 +69,12 @@ def to_text(*drawn: RenderableType) -> str:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the run directories in `folder`, newest first."""
+    """Newest first."""
     return sorted((path.parent for path in folder.glob(f"*/{CONFIG_FILE}")), key=_written_s, reverse=True)
 
 
 def newest_run(folder: Path = RUNS) -> Path:
-    """Return the run that wrote last. Raises ConfigError if there is none."""
+    """Raises ConfigError if there is none."""
     if not (runs := find_runs(folder)):
         raise ConfigError(
             f"no RUN_DIR is given, and {folder} has no run",
@@ -89,7 +84,7 @@ def newest_run(folder: Path = RUNS) -> Path:
 
 
 def render_runs(folder: Path, *, as_json: bool) -> str:
-    """List the runs in `folder`, newest first. Raises ConfigError if there is no such folder."""
+    """Newest first. Raises ConfigError if there is no such folder."""
     if not folder.is_dir():
         raise ConfigError(
             f"there is no folder {folder}",
@@ -107,7 +102,6 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
 
 
 def _written_s(run_dir: Path) -> float:
-    """Return when the run last wrote its status, or its config before the first status."""
     files = (run_dir / name for name in (STATUS_FILE, CONFIG_FILE))
     return next((path.stat().st_mtime for path in files if path.exists()), 0.0)
 
@@ -130,9 +124,7 @@ def _run_row(run_dir: Path) -> dict[str, Any]:
 
 
 def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: bool = False) -> str:
-    """Describe a run on one screen; `is_verbose`: with status.json and the shares of time. Raises ConfigError
-    if `run_dir` is not a run directory.
-    """
+    """Describe a run on one screen. Raises ConfigError."""
     files = read_run(run_dir)
     if as_json:
         return json.dumps(_status_summary(files), indent=2)
@@ -164,7 +156,6 @@ def _status_summary(files: RunRecord) -> dict[str, Any]:
 
 
 def _status_rows(files: RunRecord, *, is_verbose: bool) -> Iterator[tuple[str, RenderableType]]:
-    """Yield state and progress, then whether the run learns, its health and its speed."""
     steps = files.columns
     verdict = files.verdict
     ago = f" {numbers.duration(age_of(files.status))} ago" if files.state in _ENDED else ""
@@ -232,10 +223,8 @@ def render_inspect(
     samples: bool = False,
     kinds: Sequence[str] = (),
 ) -> str:
-    """Describe a run's batches, waste, restarts and resumes; `step` selects one batch, `group` one group with
-    its rollouts; `samples`, or `kinds` of samples: rollouts as text from samples.jsonl.
-
-    Raises ConfigError if `run_dir` is not a run directory, or has no such step, group or sample.
+    """Describe a run's batches, waste, restarts and resumes, or its `samples`; `step` selects one batch,
+    `group` one group. Raises ConfigError.
     """
     files = read_run(run_dir)
     if samples or kinds:
@@ -255,10 +244,8 @@ def render_inspect(
 
 
 def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str, Any]:
-    """Return plain values: staleness from the trainer's record, whether the bound was kept, the verdict, and
-    the newest batches (or the batch of `step` or `group`); `journal`, `batch` and `story` from the journal.
-
-    Raises ConfigError for an unknown step or group.
+    """Return staleness from the trainer's record, the verdict, and batches; `journal`, `batch` and
+    `story` from the journal. Raises ConfigError for an unknown step or group.
     """
     problems = files.problems
     record = TrainedRecord(files.run_dir, problems, files.config.buffer.max_staleness)
@@ -305,7 +292,6 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
 def _stories(
     connection: sqlite3.Connection, files: RunRecord, step: int | None, group: int | None
 ) -> dict[str, Any]:
-    """Read the group, the step or the whole run from the journal."""
     stories: dict[str, Any] = {}
     if group is not None:
         stories["story"] = _group_story(connection, group, files)
@@ -318,7 +304,6 @@ def _stories(
 
 
 def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord) -> dict[str, Any] | None:
-    """Return a group with its rollouts by sample_index, and their sampled text."""
     if (story := group_story(connection, group_id)) is None:
         return None
     if not story["has_tokens"]:
@@ -357,9 +342,7 @@ def _branch(branch: Trajectory, decode: Decode | None) -> dict[str, Any]:
 
 
 def _find_decoder(files: RunRecord) -> tuple[Decode | None, str]:
-    """Return a decoder and the folder of its tokenizer, or None and a reason. Other formats than
-    tokenizer.json would import torch.
-    """
+    """Return a decoder and its folder, or None and a reason. Other formats would import torch."""
     model = files.config.model
     folders = [files.run_dir / "model", files.run_dir / "final"]
     folders += [Path(model.path).expanduser()] if model.path else []
@@ -375,7 +358,7 @@ def _find_decoder(files: RunRecord) -> tuple[Decode | None, str]:
 def _pieces(
     token_ids: Sequence[int], spans: Sequence[VersionSpan], decode: Decode | None
 ) -> list[dict[str, Any]]:
-    """Return each span with its version, engine (-1: unknown) and text, or token ids without a tokenizer."""
+    """Return each span with version, engine (-1: unknown) and text, or token ids."""
     pieces = []
     for span in spans:
         ids = list(token_ids[span.start : span.end])
@@ -385,9 +368,7 @@ def _pieces(
 
 
 def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Draw values as a grid, then each mapping as a grid and each list of mappings as a table of its last
-    rows.
-    """
+    """Draw values and mappings as grids, and each list as a table of its last rows."""
     simple = [(str(name), value) for name, value in summary.items() if not _is_table(value)]
     yield numbers.grid((name, Text(harmless(numbers.plain(value)))) for name, value in simple)
     for name, value in summary.items():
@@ -405,7 +386,6 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _rollout_text(rollouts: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
-    """Show each rollout, its sampled text by version, and rewards of parts."""
     for rollout in rollouts:
         facts = {name: value for name, value in rollout.items() if name not in ("branches", "pieces")}
         yield Text(harmless(numbers.plain(facts)), "green")
@@ -424,7 +404,6 @@ def _is_table(value: Any) -> bool:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Draw `rows` as a table: text left, numbers right."""
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_DRAWN)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in names:

@@ -1,8 +1,8 @@
-"""timeline.jsonl: spans of all processes, for the page of a run and, as trace.json, for Perfetto.
+"""timeline.jsonl: spans of all processes, for the page and, as trace.json, for Perfetto.
 
 A line is a JSON array: [lane, kind, start, seconds, number, text]. `start` is in seconds since the epoch;
-`number` is the batch or policy_version, or -1. Lane "" has rows of kind "slots": each engine's mean number
-of requests in flight.
+`number` is the batch or policy_version, or -1. Lane "" has rows of kind "slots": each engine's mean
+requests in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ OLDER_FILE = "timeline.1.jsonl"
 MAX_BYTES = 2**20
 """A larger timeline.jsonl replaces OLDER_FILE."""
 SLOTS_PERIOD_S = 0.1
-"""Minimum time between two rows of slots."""
 KINDS = {
     "wait for generation": "the trainer waits for rollouts",
     "wait for stragglers": "the trainer waits for groups that would become too old",
@@ -58,8 +57,6 @@ logger = logging.getLogger("asyncrl.observe.timeline")
 
 
 class Row(NamedTuple):
-    """A line of the file."""
-
     lane: str
     kind: str
     start_s: FiniteFloat
@@ -78,7 +75,6 @@ class Row(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The step or version of a span, and its text."""
         is_version = self.kind in _OF_VERSION or self.kind.startswith("held")
         number = f"version {self.number}" if is_version else f"step {self.number + 1}"
         return ": ".join(filter(None, (number if self.number >= 0 else "", str(self.text))))
@@ -88,11 +84,7 @@ _ROW = TypeAdapter(Row)
 
 
 class TimelineWriter:
-    """Writes the timeline of a run.
-
-    Life: made -> note(), slots() -> open(), which writes them -> ... -> close(). An OSError stops the
-        timeline, not the run. A kill loses the rows since the last slots().
-    """
+    """Writes the timeline. Rows are kept until open(). An OSError stops the timeline, not the run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / TIMELINE_FILE
@@ -104,17 +96,15 @@ class TimelineWriter:
         self._busy_at_s = time.monotonic()
 
     def open(self) -> None:
-        """Start to write. Idempotent."""
         self._is_open = True
         self._write()
 
     def note(self, span: TimedSpan) -> None:
-        """Add a span; slots() writes it."""
         text = span.text.encode(errors="replace").decode()  # JSON has no lone surrogates
         self._add(span.lane, span.kind, span.start_s, span.end_s, span.number, text)
 
     def slots(self, busy_s: Mapping[str, float], now_s: float) -> None:
-        """Add the mean requests in flight of each engine. `busy_s`: request-seconds of each engine so far."""
+        """`busy_s`: each engine's request-seconds so far."""
         if (seconds := now_s - self._busy_at_s) < SLOTS_PERIOD_S:
             return
         if known := self._busy_s.keys() & busy_s.keys():
@@ -155,8 +145,8 @@ def read_timeline(run_dir: Path, problems: list[str]) -> list[Row]:
 
 
 def spans_of(rows: Iterable[Row], problems: list[str]) -> list[Row]:
-    """Return the spans of known kinds. The first start gets its own lane; the time without a process before a
-    later start becomes a span.
+    """Return spans of known kinds. The first start gets its own lane; the time before a later start
+    becomes a span.
     """
     spans: list[Row] = []
     end_s = 0.0
@@ -188,10 +178,10 @@ def _lane_names(names: Set[str]) -> list[str]:
 def timeline_view(
     rows: Sequence[Row], events: Iterable[tuple[float, str]], problems: list[str], num_slots: int
 ) -> dict[str, Any]:
-    """Return the timeline for the page: times in seconds since `start_s`; `spans` as [lane, kind, start, end,
-    text] with indices into `lanes` and `kinds`; `slots` as [time, busy requests] of each engine.
+    """Return times in seconds since `start_s`; `spans` as [lane, kind, start, end, text] with indices
+    into `lanes` and `kinds`; `slots` as [time, busy requests] of each engine.
 
-    `events`: (seconds since the epoch, text) from the journal; `num_slots`: slots of an engine.
+    `events`: (seconds since the epoch, text); `num_slots`: of an engine.
     """
     spans = spans_of(rows, problems)
     spans += [Row("restarts", "event", at_s, 0.0, -1, text) for at_s, text in events]
@@ -221,7 +211,6 @@ def timeline_view(
 
 
 def _busy_by_engine(slots: Iterable[Row], start_s: float) -> dict[str, list[tuple[float, float]]]:
-    """Return the busy slots of each engine over time: 0 in gaps and at the end."""
     found: dict[str, list[tuple[float, float]]] = {}
     ends_s: dict[str, float] = {}
     for row in slots:
@@ -240,15 +229,15 @@ def _busy_by_engine(slots: Iterable[Row], start_s: float) -> dict[str, list[tupl
 
 
 def write_trace(run_dir: Path) -> Path:
-    """Write trace.json. Raises OSError."""
+    """Raises OSError."""
     trace = trace_of(read_timeline(run_dir, []), run_dir.name)
     write_whole(run_dir / TRACE_FILE, json.dumps(trace, separators=(",", ":")))
     return run_dir / TRACE_FILE
 
 
 def trace_of(rows: Sequence[Row], name: str) -> dict[str, Any]:
-    """Return the timeline in the Trace Event Format of Chrome: a track for each lane, more where its spans
-    overlap, and a counter for each engine. Times are in microseconds since the first row.
+    """Return Chrome's Trace Event Format, in microseconds since the first row: a track for each lane,
+    more for overlapping spans, and a counter per engine.
     """
     spans = sorted(spans_of(rows, []), key=lambda row: (row.start_s, -row.seconds))
     slots = [row for row in rows if row.busy]

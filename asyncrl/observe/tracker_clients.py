@@ -16,11 +16,10 @@ from asyncrl.observe.samples import ShownRollout, sample_text
 from asyncrl.observe.trackers import TrackedRun, Tracker
 
 MAX_CHARS = 2000
-"""Characters of each part of a sample in TensorBoard."""
 REACH_S = 10.0
 """Seconds for wandb's server to answer; otherwise the run is kept in RUN_DIR/wandb."""
 NO_NAME = re.compile(r"[^A-Za-z0-9_\-. :/]")
-"""Characters that MLflow refuses in names of metrics."""
+"""Characters that MLflow refuses in metric names."""
 STATES = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 RUN_TAG = "asyncrl.run_id"
 
@@ -32,7 +31,7 @@ COLUMNS = (
 
 
 def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
-    """Return `columns`, and in `data` a row for each sample; `completion` has only the sampled text."""
+    """Return `columns`, and in `data` a row per sample."""
     rows = []
     for sample in samples:
         messages = [f"{message.get('role')}: {message.get('content')}" for message in sample["messages"]]
@@ -45,14 +44,14 @@ def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
 
 
 class _ByStep(Tracker):
-    """A tracker whose evaluations have the policy_version as their step."""
+    """Evaluations have the policy_version as their step."""
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         self.step(version, metrics)
 
 
 class TensorBoard(_ByStep):
-    """TensorBoard: scalars by step, evaluations by policy_version, samples as text in RUN_DIR/tensorboard."""
+    """TensorBoard: scalars by step, evaluations by policy_version, samples as text."""
 
     def __init__(self) -> None:
         self._writer: Any = None
@@ -68,7 +67,7 @@ class TensorBoard(_ByStep):
         self._add([Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()], step)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        """Add text by kind, at fewer steps of a long run; indented, so that Markdown shows it verbatim."""
+        """Add text by kind; indented, so that Markdown shows it verbatim."""
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         if step % 10 ** max(0, len(str(step)) - 2):
@@ -102,7 +101,7 @@ class Wandb(Tracker):
         tags: Sequence[str] = (),
         mode: Literal["online", "offline"] | None = None,
     ) -> None:
-        """`mode`: None is the value of WANDB_MODE, else online."""
+        """`mode`: None is WANDB_MODE, else online."""
         self._project = project
         self._entity = entity
         self._group = group
@@ -154,15 +153,15 @@ class Wandb(Tracker):
 
 
 def _why_offline(base_url: str) -> str:
-    """Return why wandb's server cannot be used: it would wait for a key on the terminal or for an answer."""
+    """Return why wandb would wait for a key or for an answer."""
     import wandb
 
     try:
         urllib.request.urlopen(base_url, timeout=REACH_S).close()
     except urllib.error.HTTPError:
-        pass  # an answer
+        pass
     except OSError as error:
-        is_certificate = isinstance(getattr(error, "reason", None), ssl.SSLError)  # the client may know it
+        is_certificate = isinstance(getattr(error, "reason", None), ssl.SSLError)
         if not is_certificate:
             return f"{base_url} cannot be reached ({error})"
     is_known = wandb.login(prompt=False, verify=False)
@@ -170,7 +169,7 @@ def _why_offline(base_url: str) -> str:
 
 
 class Mlflow(_ByStep):
-    """MLflow: metrics by step, evaluations by policy_version, and samples as one table artifact a step."""
+    """MLflow: metrics by step, evaluations by policy_version, and samples as a table artifact per step."""
 
     def __init__(self, *, uri: str | None = None, experiment: str = "asyncrl") -> None:
         """`uri`: tracking server or database; None is MLFLOW_TRACKING_URI, else ./mlflow.db."""
@@ -180,7 +179,7 @@ class Mlflow(_ByStep):
         self._id = ""
 
     def start(self, run: TrackedRun) -> str:
-        """Continue the run with this run_id in the experiment, or create it."""
+        """Continue the run with this run_id, or create it."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -213,7 +212,7 @@ class Mlflow(_ByStep):
 
 
 class Trackio(_ByStep):
-    """Trackio: metrics by step, and evaluations by policy_version, under a name that ends in the run's id."""
+    """Trackio: metrics by step, evaluations by policy_version."""
 
     def __init__(self, *, project: str = "asyncrl", space_id: str | None = None) -> None:
         """`space_id`: a Hugging Face Space such as user/name; None is this machine, or TRACKIO_SPACE_ID."""
@@ -244,7 +243,7 @@ class Trackio(_ByStep):
 
 
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """List settings as text by their keys, such as `buffer.max_staleness`."""
+    """List settings by keys such as `buffer.max_staleness`."""
     for name, value in config.items():
         of_section = value if isinstance(value, Mapping) else {"": value}
         for key, inner in of_section.items():

@@ -1,4 +1,4 @@
-"""Trackers of a run: their interface, the names in observe.trackers, and the thread that calls them."""
+"""Trackers of a run: interface, names, and the calling thread."""
 
 from __future__ import annotations
 
@@ -23,23 +23,19 @@ from asyncrl.observe.run_dir import read_object
 from asyncrl.observe.samples import ShownRollout
 
 MAX_WAITING = 256
-"""Maximum number of queued calls; a full queue drops its oldest call."""
+"""Queued calls; a full queue drops its oldest call."""
 POLL_S = 0.05
 SOON_S = 1.0
 """Seconds until the console names trackers that are still sending."""
 LEFT: list[str] = []
-"""Names of trackers that failed or did not close in time. Their clients may block the exit of the process, so
-the command exits at once.
-"""
+"""Trackers whose clients may block the process's exit, so that the command exits at once."""
 METHODS = ("start", "step", "evaluation", "samples", "weights", "close")
 Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """A run for a tracker. `config`: plain values of config.yaml; `run_id`: stays the same over resumes;
-    `warn`: shows a warning, from any thread.
-    """
+    """`config`: plain values of config.yaml; `run_id`: the same over resumes; `warn`: from any thread."""
 
     run_dir: Path
     name: str
@@ -49,22 +45,20 @@ class TrackedRun:
 
 
 class Tracker:
-    """Base class of trackers; each method does nothing by default.
+    """Base class of trackers.
 
-    Life: start() -> step(), evaluation(), samples(), weights() in any order -> close(). All calls come from
-        one thread, in the order of events. A tracker that raises is turned off with a warning.
+    start() -> step(), evaluation(), samples(), weights() in any order -> close(), all from one thread. A
+    tracker that raises is turned off with a warning.
     """
 
     def start(self, run: TrackedRun) -> str | None:
-        """Open the run. Return an id of its place; while the id stays the same over resumes, no step,
-        evaluation or samples repeat.
-        """
+        """Return an id of the tracker's place; while it stays the same over resumes, no number repeats."""
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Show the finite metrics of a step, by their names in docs/metrics.md, without eval/*."""
+        """Show the finite metrics of a step (docs/metrics.md), without eval/*."""
 
     def evaluation(self, version: int, metrics: Metrics) -> None:
-        """Show the eval/* metrics of one evaluation of policy `version`."""
+        """Show the eval/* metrics of policy `version`."""
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
         """Show the samples of a step."""
@@ -78,8 +72,8 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Callbacks(Tracker):
-    """Calls the given functions. An exception in one ends the run as CallbackError. Raises ConfigError, when
-    made, for a coroutine function or for other parameters.
+    """An exception ends the run as CallbackError. Raises ConfigError for a coroutine function or for
+    other parameters.
     """
 
     on_step: Callable[[int, Metrics], None] | None = None
@@ -133,8 +127,8 @@ def _call(name: str, function: Callable[..., None] | None, *arguments: Any) -> N
 
 
 def check_trackers(observe: ObserveConfig) -> None:
-    """Raise ConfigError for a tracker whose client is not installed, or a user's class that cannot be loaded
-    or called with its arguments, or lacks a method; ModuleNotFoundError for a client of the extra `train`.
+    """Raise ConfigError for a missing client or an unusable user's class; ModuleNotFoundError for a
+    client of the extra `train`.
     """
     for name in observe.trackers:
         args = observe.tracker_args.get(name, {})
@@ -150,7 +144,7 @@ def check_trackers(observe: ObserveConfig) -> None:
 def make_trackers(
     observe: ObserveConfig, warn: Callable[[str], None], callbacks: Sequence[Tracker] = ()
 ) -> Background:
-    """Return the trackers of the config, which are made later, in their thread."""
+    """The thread makes the trackers later."""
     args = observe.tracker_args
     makers = {name: partial(class_of(name), **args.get(name, {})) for name in observe.trackers}
     return Background(makers, warn, callbacks)
@@ -179,8 +173,10 @@ class Background:
     """Calls trackers in one daemon thread, so that no client delays or ends the run.
 
     Life: made -> start() -> tell() -> tell("close", state) -> wait_closed(). Only `callbacks` are called
-        directly, and may raise. RUN_DIR/trackers/NAME.json has the id of each tracker and the last number of
-        each method, so that no number repeats after a resume.
+        directly, and may raise.
+
+    RUN_DIR/trackers/NAME.json has each tracker's id and the last number of each method, so that no number
+    repeats after a resume.
     """
 
     def __init__(
@@ -201,13 +197,12 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Start the thread."""
         run = replace(run, warn=self._warnings.append)
         self._thread = threading.Thread(target=self._work, args=(run,), name="trackers", daemon=True)
         self._thread.start()
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Queue a call of a method of every tracker."""
+        """Queue a call of every tracker."""
         for callback in self.callbacks:
             getattr(callback, method)(*arguments)
         self._show_warnings()
@@ -221,7 +216,7 @@ class Background:
         self._calls.put((method, arguments))
 
     async def wait_closed(self, limit_s: float, say: Callable[[str], None]) -> None:
-        """Wait until the queue is sent, `limit_s` at most; name the trackers that are late."""
+        """Wait until the queue is sent, `limit_s` at most; name late trackers."""
         waited_s = 0.0
         is_said = False
         try:

@@ -1,6 +1,6 @@
 """The trainer's record of all batches, trained.jsonl, and a check of the staleness bound.
 
-Step v + 1, as in metrics.jsonl, trained on the batch that turned policy_version v into v + 1.
+Step v + 1 turned policy_version v into v + 1.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing_extensions import TypedDict
 from asyncrl.observe.run_dir import TRAINED_FILE, read_lines
 
 SHOWN_STEPS = 1000
-"""Number of the newest steps that are listed one by one."""
+"""Newest steps that are listed one by one."""
 
 
 class Entry(TypedDict):
-    """A trajectory in a line of the record, as asyncrl.trainer.step_report writes it."""
+    """A trajectory of a step, written by asyncrl.trainer.step_report."""
 
     group_id: int
     prompt_id: str
@@ -37,8 +37,6 @@ class Entry(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A step of the record."""
-
     version: int
     min_version: int
     trajectories: list[Entry]
@@ -46,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The trainer was restored to version `restored`; `lost`: first and last missing version, with `why`."""
+    """The trainer was restored to version `restored`; `lost`: first and last missing version."""
 
     restored: int
     lost: tuple[int, int] | None = None
@@ -57,15 +55,13 @@ _FORM: TypeAdapter[Line | Restored] = TypeAdapter(Line | Restored)
 
 
 class _Step(NamedTuple):
-    """Numbers of one step. `data`: hash of what must repeat when the step is trained again; `faults`: broken
-    promises.
-    """
+    """`data`: hash of what must repeat when the step is trained again; `faults`: broken promises."""
 
     version: int
     num_trajectories: int
     num_loss_tokens: int
     ages: tuple[int, int, int]
-    """Sum, number and largest of the ages of trajectories."""
+    """Sum, number and largest age of trajectories."""
     data: int
     faults: list[str]
 
@@ -73,8 +69,7 @@ class _Step(NamedTuple):
 class TrainedRecord:
     """trained.jsonl, and whether it kept the bound.
 
-    After a restore the later line of a version counts; the earlier one is compared with it. Lines are not
-    kept in memory.
+    After a restore the later line of a version counts.
     """
 
     def __init__(self, run_dir: Path, problems: list[str], max_staleness: int) -> None:
@@ -85,7 +80,7 @@ class TrainedRecord:
         self._why_lost: dict[int, str] = {}
         """Version -> why its line is missing."""
         self._earlier: dict[int, int] = {}
-        """Version -> hash of its data before the restore."""
+        """Version -> hash before the restore."""
         self._trained_in: dict[int, int] = {}
         """Group -> version."""
         self._replay_faults: list[str] = []
@@ -126,8 +121,8 @@ class TrainedRecord:
         self._steps.append(_Step(line.version, len(entries), num_loss_tokens, counted, data, faults))
 
     def violations(self) -> tuple[list[str], list[str]]:
-        """Return the broken promises (too old, from the future, trained twice, wrong sums, missing steps),
-        and the missing steps that the record explains.
+        """Return the broken promises (too old, from the future, trained twice, wrong sums, missing
+        steps), and explained missing steps.
         """
         broken: list[str] = []
         lost: list[str] = []
@@ -147,7 +142,6 @@ class TrainedRecord:
         return broken + self._replay_faults, lost
 
     def totals(self) -> dict[str, Any]:
-        """Return numbers of all steps."""
         num_ages = sum(step.ages[1] for step in self._steps)
         return {
             "num_steps": len(self),
@@ -158,7 +152,7 @@ class TrainedRecord:
         }
 
     def lines(self, step: int | None = None, group: int | None = None) -> list[Line]:
-        """Read the lines of a step or of a group's step again, or of the newest steps."""
+        """Read the lines of a step, of a group's step, or of the newest steps."""
         wanted = {each.version for each in self._steps}
         if step is not None:
             wanted &= {step - 1}
@@ -172,7 +166,6 @@ class TrainedRecord:
 
 
 def _faults(line: Line, max_staleness: int) -> Iterator[str]:
-    """Yield the broken promises of a step."""
     names: set[str] = set()
     for entry in line.trajectories:
         name = f"step {line.version + 1}, group {entry['group_id']}, sample {entry['sample_index']}"
@@ -193,7 +186,7 @@ def _faults(line: Line, max_staleness: int) -> Iterator[str]:
 
 
 def _age(version: int, entry: Entry) -> int:
-    """Return the versions between the batch and its oldest token in the loss."""
+    """Return the age of the oldest token in the loss."""
     return version - min(sampled for _, _, sampled in entry["spans"])
 
 
@@ -202,10 +195,9 @@ def _ages(line: Line) -> list[int]:
 
 
 def batch_summary(line: Line) -> dict[str, Any]:
-    """Return numbers of a step without its trajectories."""
     entries = line.trajectories
     ages = _ages(line)
-    rewards = [entry["reward"] for entry in entries if entry["branch"] == 0]  # one a rollout
+    rewards = [entry["reward"] for entry in entries if entry["branch"] == 0]
     tokens = Counter[int]()
     for entry in entries:
         for start, end, sampled in entry["spans"]:
@@ -225,7 +217,6 @@ def batch_summary(line: Line) -> dict[str, Any]:
 
 
 def trajectory_summaries(line: Line, group_id: int | None = None) -> list[dict[str, Any]]:
-    """Return the trajectories of a step, or of one group, with their staleness."""
     return [
         {**entry, "staleness": _age(line.version, entry) if entry["spans"] else None}
         for entry in line.trajectories

@@ -1,6 +1,4 @@
-"""Judge a run from its step metrics: did it learn, is it healthy, how fast was it; and plot its reward.
-Imports no torch.
-"""
+"""Judge a run from its step metrics, and plot its reward. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,20 +25,19 @@ MIN_STEPS = 20
 MIN_TRAINING_S = 10.0
 """A shorter run is not judged."""
 SIGMAS = 3.0
-"""A change of the reward counts from this many standard errors on."""
+"""Standard errors from which a change of the reward counts."""
 SMALL_CHANGE = 0.05
-"""A change at the end of the run below this part of the reward's range is flat."""
+"""A smaller part of the reward's range is a flat end."""
 BUSY_WAIT_SHARE = 0.10
 BALANCED_WAIT_SHARE = 0.25
-"""Below the first share of waiting, training set the pace; below the second, neither side waited much."""
+"""Shares of waiting: training sets the pace below the first; neither side waits much below the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """`first`: mean of the first 5 steps (below 10 steps: of the first half); `last`: mean of the recent
-    steps (run_numbers.recent), with standard error `noise`; `best`: highest mean of the same number of steps,
-    ending at `best_step`; `margin`: smaller changes from `first` to `last` are noise; `step_noise`: standard
-    deviation of one step around the trend; `trend`: at the end.
+    """`first`: mean of the first 5 steps (below 10 steps: of the first half); `last`: recent mean
+    (run_numbers.recent), with standard error `noise`; `best`: highest such mean, ending at `best_step`;
+    `margin`: smaller changes are noise; `step_noise`: standard deviation of a step around the trend.
     """
 
     first: float
@@ -54,7 +51,7 @@ class Reward:
 
     @property
     def was_lost(self) -> bool:
-        """Whether the reward had risen, and more than half of the rise is gone."""
+        """True if more than half of a rise is gone."""
         return self.best - self.first > 2 * self.margin and self.last < (self.best + self.first) / 2
 
     @property
@@ -68,11 +65,11 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Judgment of a run, most important first. Each text is whole sentences.
+    """Judgment of a run, in whole sentences.
 
-    `headline`: did it learn? If not, the likeliest reasons. `health`: a sentence for each problem. `speed`:
-    the bottleneck, the setting that would change it, and losses. `bottleneck`: training, generation,
-    stragglers, publishing, handovers, other, balanced or unknown. `trainer`: rows of a table.
+    `headline`: did it learn? If not, the likeliest reasons. `health`: problems. `speed`: bottleneck,
+    setting to change, losses. `bottleneck`: training, generation, stragglers, publishing, handovers,
+    other, balanced or unknown.
     """
 
     num_steps: int
@@ -87,7 +84,7 @@ class Verdict:
 
 
 def judge(steps: Steps, config: RunConfig) -> Verdict:
-    """Judge a run with at least one step."""
+    """The run has at least one step."""
     shares = time_shares(steps.total)
     reward = _reward_of(steps)
     findings = _findings(steps, config, reward)
@@ -109,7 +106,7 @@ def judge(steps: Steps, config: RunConfig) -> Verdict:
 
 
 def _reward_of(steps: Steps) -> Reward | None:
-    """Measure the reward at the start and at the end with its noise; None if no step has a reward."""
+    """Return None if no step has a reward."""
     columns = zip(steps.column("reward/mean"), steps.column("step"), strict=True)
     both = [(value, int(step)) for value, step in columns if value == value]
     if not both:
@@ -135,7 +132,7 @@ def _reward_of(steps: Steps) -> Reward | None:
 
 
 def _trend(rewards: list[float], step_noise: float) -> Trend:
-    """Compare the last quarter of the run with the quarter before it."""
+    """Compare the last quarter of the run with the previous quarter."""
     size = len(rewards) // 4
     if len(rewards) < MIN_STEPS:
         return "unknown"
@@ -167,7 +164,7 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
 
 
 def _reasons(reward: Reward, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> Iterator[str]:
-    """Yield reasons why the reward did not rise, likeliest first."""
+    """Likeliest first."""
     yield from (finding.clause for finding in findings)
     learning_rate = f"trainer.learning_rate={config.trainer.learning_rate:g}"
     gradients = steps.values("policy/grad_norm")
@@ -187,7 +184,7 @@ def _reasons(reward: Reward, steps: Steps, config: RunConfig, findings: Sequence
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A problem with its numbers, and what to do. `is_certain`: nothing can be learned while it lasts."""
+    """`is_certain`: nothing can be learned while it lasts."""
 
     clause: str
     advice: str
@@ -198,7 +195,7 @@ class _Finding:
 
 
 def _findings(steps: Steps, config: RunConfig, reward: Reward | None) -> list[_Finding]:
-    """List the problems of the run, most serious first, mostly from its recent steps."""
+    """Most serious first, mostly from recent steps."""
     has_risen = reward is not None and reward.has_risen
     found = [*_gradient(steps, config, has_risen), *_answers(steps, config, has_risen)]
     gap = steps.mean("policy/logprob_gap_mean", recent(len(steps))) or 0.0
@@ -252,7 +249,6 @@ def _first_without_gradient(steps: Steps) -> int:
 
 
 def _answers(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Finding]:
-    """Find answers that are cut off, contain special tokens or are all the same."""
     part = recent(len(steps))
     if (truncated := steps.mean("sample/truncated_fraction", part) or 0.0) > 0.5:
         limit = f"rollout.max_tokens={config.rollout.max_tokens}"
@@ -288,7 +284,6 @@ def _bottleneck(steps: Steps, shares: Mapping[str, float]) -> str:
 
 
 def _speed(steps: Steps, config: RunConfig, shares: Mapping[str, float], bottleneck: str) -> Iterator[str]:
-    """Say what set the pace, which setting would change it, and what the run lost."""
     waited = f"the trainer waited {waiting_share(shares):.0%} of the time"
     yield {
         "unknown": f"Too short to judge speed: {MIN_STEPS} steps and {MIN_TRAINING_S:.0f} s are needed.",
@@ -302,7 +297,6 @@ def _speed(steps: Steps, config: RunConfig, shares: Mapping[str, float], bottlen
 
 
 def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
-    """Name the setting that would change the speed, with its value."""
     bound = config.buffer.max_staleness
     if bound == 0 and bottleneck in ("generation", "publishing"):
         return (
@@ -323,7 +317,7 @@ def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
 
 
 def _generation_advice(steps: Steps, config: RunConfig) -> str:
-    """Advise by the engines' busy slots: rollouts in flight may wait for their agent or their reward."""
+    """Rollouts in flight may wait for their agent or reward instead of an engine."""
     engines = steps.mean("engine/up") or config.rollout.max_engines
     slots = engines * config.rollout.slots
     busy = steps.mean("engine/busy_slots")
@@ -346,7 +340,6 @@ def _generation_advice(steps: Steps, config: RunConfig) -> str:
 
 
 def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
-    """Report the time, tokens, groups and prompts that were lost."""
     choice = config.buffer.on_overdue
     again = steps.newest("rollout/dropped")
     waited_s = steps.total("perf/wait_stragglers_s")
@@ -366,11 +359,11 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
         yield f"{several(given_up, 'prompt')} given up ({bound}); logs/controller.log names them."
 
 
-# ---- as a table and as a plot
+# ---- table and plot
 
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
-    """Draw the verdict, then where the time went. Fits 80 columns."""
+    """Draw the verdict and the shares of time. Fits 80 columns."""
     steps = f"{verdict.num_steps} in {numbers.duration(verdict.wall_s)}, "
     steps += f"{verdict.wall_s / verdict.num_steps:.2f} s each"
     return numbers.boxed([*verdict_rows(verdict), ("steps", steps), *time_rows(verdict)], title)
@@ -397,9 +390,7 @@ PLOT_FILE = "reward.png"
 def write_reward_plot(
     run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[dict[str, Any]] = ()
 ) -> Path:
-    """Write RUN_DIR/reward.png: reward/mean by step, its running mean, and evaluations with their standard
-    error. At least one step must have a reward.
-    """
+    """Write RUN_DIR/reward.png: reward/mean, its running mean, and evaluations with standard error."""
     from matplotlib.figure import Figure
 
     columns = zip(steps.column("step"), steps.column("reward/mean"), strict=True)
@@ -422,6 +413,6 @@ def write_reward_plot(
 
 
 def running_mean(values: Sequence[float], *, window: int) -> list[float]:
-    """Return the mean of the last `window` values at each place (of fewer at the start)."""
+    """Return the mean of the last `window` values (fewer at the start)."""
     parts = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(part) / len(part) for part in parts]

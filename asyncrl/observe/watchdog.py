@@ -19,7 +19,7 @@ log = logging.getLogger("asyncrl.watchdog")
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`who` waits in the function `where` for `what` since `seconds`; `waker` ends the wait."""
+    """`who` waits in function `where` for `what` since `seconds`; `waker` ends the wait."""
 
     who: str
     where: str
@@ -33,7 +33,7 @@ class Wait:
 
 
 def waits_now() -> tuple[Wait, ...]:
-    """Return the waits of the running loop's tasks, oldest first; equal waits share a line."""
+    """Return waits of the loop's tasks, oldest first; equal waits share a line."""
     now_s = asyncio.get_running_loop().time()
     return tuple(
         Wait(
@@ -49,7 +49,7 @@ def waits_now() -> tuple[Wait, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ChildState:
-    """A child process: its state in the kernel (sleeping, stopped, ended), and its answer to /health."""
+    """State in the kernel (sleeping, stopped, ended), and answer to /health."""
 
     name: str
     process: str
@@ -62,10 +62,8 @@ class ChildState:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """State of a run at one moment.
-
-    `marks`: counters; a change of any of them is progress. `oldest`: (rollout, seconds since its start),
-    oldest first. `is_starting`: a process is restarting; its start has its own limits.
+    """`marks`: counters; any change is progress. `oldest`: (rollout, seconds since its start), oldest
+    first. `is_starting`: a process is restarting, within its own limits.
     """
 
     marks: Mapping[str, float]
@@ -74,8 +72,8 @@ class Reported:
 
 
 class StuckClock:
-    """When a report is due: watchdog_s after the last change of any counter, then after twice that, four
-    times, and so on. Pure.
+    """Reports are due watchdog_s after the last change of a counter, then after twice that, four times,
+    ... Pure.
     """
 
     def __init__(self, watchdog_s: float, now_s: float) -> None:
@@ -86,12 +84,10 @@ class StuckClock:
 
     @property
     def due_s(self) -> float:
-        """Time of the next report if nothing moves."""
         return self._moved_s + self.watchdog_s * self._factor
 
     @property
     def is_moving(self) -> bool:
-        """No report was due since the last change."""
         return self._factor == 1
 
     def look(self, marks: Mapping[str, float], now_s: float) -> None:
@@ -100,19 +96,18 @@ class StuckClock:
             self.reset(now_s)
 
     def reset(self, now_s: float) -> None:
-        """Count from now on, as if something had moved."""
         self._moved_s = now_s
         self._factor = 1
 
     def forgive(self, seconds: float) -> None:
-        """Do not count these seconds, in which this process itself was stopped (Ctrl-Z, SIGSTOP)."""
+        """Do not count seconds in which this process was stopped (Ctrl-Z, SIGSTOP)."""
         self._moved_s += seconds
 
     def quiet_s(self, now_s: float) -> float:
         return now_s - self._moved_s
 
     def take_due(self, now_s: float) -> bool:
-        """Return whether a report is due, and then double the time without a change until the next."""
+        """Return whether a report is due, and then double the delay."""
         if now_s < self.due_s:
             return False
         while now_s >= self.due_s:
@@ -123,12 +118,11 @@ class StuckClock:
 class Watchdog:
     """Watches a run and reports once nothing has moved for watchdog_s.
 
-    Life: made -> run() in parallel with the run, until cancelled.
-    Waits: run() sleeps until a report would be due. look() notices progress; the status calls it each second,
-        so a report is at most a second late.
-    Acts: reports to `tell`, to the log with all stacks, and to `note`; then on_stuck: warn again after twice
-        as long, restart the engines, or end the run with a RoomError that names who is stuck. If the loop
-        itself is blocked, faulthandler's timer writes the stacks of all threads into `log_path`.
+    Waits: run() sleeps until a report would be due; the status calls look() each second.
+    Acts: reports to `tell`, to the log with all stacks, and to `note`; then on_stuck: warn, restart the
+        engines, or end the run with a RoomError.
+
+    If the loop itself is blocked, faulthandler's timer writes all stacks into `log_path`.
     """
 
     def __init__(
@@ -143,7 +137,7 @@ class Watchdog:
         restart: Callable[[], Awaitable[None]],
         note: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
-        """`ask_children` makes each child process dump its stacks into its log, and returns their states."""
+        """`ask_children` makes each child dump its stacks, and returns their states."""
         self._settings = settings
         self._report = report
         self._log_path = log_path
@@ -159,12 +153,12 @@ class Watchdog:
         reported = self._report()
         now_s = asyncio.get_running_loop().time()
         self._clock.look(reported.marks, now_s)
-        if reported.is_starting:  # otherwise a slow start would be restarted for ever
+        if reported.is_starting:
             self._clock.reset(now_s)
         return waits_now()
 
     async def run(self) -> None:
-        """Watch until cancelled. Raises RoomError if nothing moves and on_stuck is fail."""
+        """Raises RoomError if nothing moves and on_stuck is fail."""
         now = asyncio.get_running_loop().time
         clock = self._clock
         with self._log_path.open("a", encoding="utf-8") as file:
@@ -172,7 +166,7 @@ class Watchdog:
                 while True:
                     until_s = max(clock.due_s, now())
                     blocked_s = until_s - now() + self._settings.watchdog_s
-                    faulthandler.dump_traceback_later(blocked_s, file=file)  # unless the loop comes back
+                    faulthandler.dump_traceback_later(blocked_s, file=file)
                     await asyncio.sleep(until_s - now())
                     clock.forgive(max(0.0, now() - until_s))
                     self.look()
@@ -182,10 +176,9 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
 
     async def _stuck(self) -> None:
-        """Ask the processes, report, act."""
         children = await self._ask_children()
         waits = self.look()
-        if self._clock.is_moving:  # it moved during the question
+        if self._clock.is_moving:
             return
         reported = self._report()
         policy = self._settings.on_stuck

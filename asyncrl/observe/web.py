@@ -1,4 +1,4 @@
-"""Read-only HTTP servers of a run: the status port and `asyncrl watch`."""
+"""Read-only HTTP servers: the status port and `asyncrl watch`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.base.errors import ConfigError
 
 MAX_CONNECTIONS = 64
 IDLE_S = 75.0
-"""An idle connection is closed after this time."""
+"""Idle limit of connections."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -28,7 +28,7 @@ _HEADERS = {
 
 
 def bind(host: str, port: int, setting: str) -> tuple[socket.socket, str]:
-    """Take a port (0: any free one); return the socket and its URL. Raises ConfigError."""
+    """Take a port (0: any). Raises ConfigError."""
     try:
         listening = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -44,8 +44,8 @@ def bind(host: str, port: int, setting: str) -> tuple[socket.socket, str]:
 def make_app(routes: Mapping[str, Callable[[Request], Awaitable[Response]]], key: str | None) -> FastAPI:
     """Serve GET requests that have `key` as bearer token or in ?key=.
 
-    Without a key, only requests that name a loopback address as their host are served, so that no page of
-    another site can read the answers.
+    Without a key, only requests with a loopback host are served, so that no page of another site can read
+    the answers.
     """
     app = FastAPI(openapi_url=None)
 
@@ -67,7 +67,6 @@ def make_app(routes: Mapping[str, Callable[[Request], Awaitable[Response]]], key
 
 
 def is_local(host: str) -> bool:
-    """Return whether HOST or HOST:PORT is a name or an address of the loopback interface."""
     try:
         name = urlsplit(f"//{host}" if host.count(":") < 2 or "[" in host else f"//[{host}]").hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback

@@ -1,4 +1,4 @@
-"""transport: stream. Before an engine loads weights, its node fetches the file from the trainer's node."""
+"""Transport stream: an engine's node fetches the file from the trainer's node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse, Tr
 
 Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
 Fetch = Callable[[int, FileRequest, float], Awaitable[str]]
-"""Download a file to a node within a limit in seconds; return its path there. Raises RoomError."""
+"""Download a file to a node within a limit in seconds. Raises RoomError."""
 Purpose = Literal["rollout", "evaluation"]
 
 
@@ -29,7 +29,7 @@ class NodeFiles:
         trainer_node: int,
         timeout_s: float,
     ) -> None:
-        """`trainer` calls rank 0, which serves its staging folder. `node_of`: the node of each engine."""
+        """`trainer` calls rank 0. `node_of`: the node of each engine."""
         self._fetch = fetch
         self._trainer = trainer
         self._node_of = node_of
@@ -37,17 +37,13 @@ class NodeFiles:
         self._timeout_s = timeout_s
 
     async def locate(self, engine: str, sent: Sent) -> Sent:
-        """Return `sent` with the path of the file on the engine's node.
-
-        Raises EngineLost if the node is lost, WeightsLost if the trainer is lost with the file, RoomError if
-        the node cannot take it.
-        """
+        """Return `sent` with the path on the engine's node. Raises EngineLost, WeightsLost or RoomError."""
         if not sent.path or self._node_of[engine] == self._trainer_node:
             return sent
         return await self._fetch_to(engine, sent, "rollout")
 
     async def for_evaluation(self, engine: str, sent: ExportResponse) -> ExportResponse:
-        """Keep a file on the eval engine's node, apart from those of the rollout engines."""
+        """Keep a file apart from those of the rollout engines."""
         return await self._fetch_to(engine, sent, "evaluation")
 
     async def _fetch_to(self, engine: str, sent: Sent, purpose: Purpose) -> Sent:

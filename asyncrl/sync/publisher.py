@@ -1,4 +1,4 @@
-"""Push each policy_version to every engine, during generation or time-shared. Never opens the weights."""
+"""Push each policy_version to every engine, during generation or time-shared."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ async def at_once(*_: object) -> None:
 
 
 class Publisher:
-    """Engines that get pushes, the version that they serve, and the report of the last push.
+    """Engines that get pushes, their version, and the report of the last push.
 
-    An engine is live, or down from down_nowait until it has the announced weights again. Without `on_lost` a
-    lost engine ends the run. The file of an export exists until on_published returns. `locate` fetches a file
-    to an engine's node.
+    An engine is live, or down until it has the announced weights. Without `on_lost` a lost engine ends
+    the run. An export's file exists until on_published returns. `locate` fetches a file to an engine's
+    node.
     """
 
     def __init__(
@@ -52,16 +52,15 @@ class Publisher:
         self._push = partial(Push, timeout_s=timeout_s, locate=locate)
         self._down: set[str] = set()
         self.version = self.num_published = self.num_skipped = 0
-        """num_skipped: versions that a newer one replaced before their turn."""
+        """num_skipped: versions that a newer one replaced."""
         self.report = PushReport()
-        """Timings of the last push; when time-shared, all of publish_s is a pause."""
+        """When time-shared, all of publish_s is a pause."""
 
     @property
     def _live(self) -> list[EngineClient]:
         return [target for target in self._targets if target.name not in self._down]
 
     def gauges(self) -> dict[str, float]:
-        """Return the metrics of observe/metrics.py."""
         return {
             "publish/version": self.version,
             "weight_sync/skipped": self.num_skipped,
@@ -70,19 +69,18 @@ class Publisher:
         }
 
     def is_down(self, name: str) -> bool:
-        """Return whether pushes skip this engine."""
         return name in self._down
 
     def down_nowait(self, name: str) -> None:
-        """Skip this lost engine. A push that waits for it continues once its calls are cut. Idempotent."""
+        """Skip this lost engine; a waiting push continues once its calls are cut. Idempotent."""
         self._down.add(name)
 
     def up_nowait(self, name: str) -> None:
-        """Push to this engine again, from the next push on. Idempotent."""
+        """Push to this engine from the next push on. Idempotent."""
         self._down.discard(name)
 
     async def leave(self, name: str) -> None:
-        """Leave this engine out; no push goes to it when this returns."""
+        """Exclude this engine from pushes when this returns."""
         self._down.add(name)
 
     def _count(self, version: int, report: PushReport) -> None:
@@ -97,9 +95,7 @@ class ColocatedPush(Publisher):
     _pushed: tuple[ExportResponse, PushReport] | None = None
 
     async def push(self) -> TransferStats:
-        """Push the trainer's version to every live engine. Raises PublishError, or the errors of the
-        trainer's client.
-        """
+        """Raises PublishError, or the errors of the trainer's client."""
         push = self._push(
             self._trainer.policy_version, self._live, served=self.version, on_lost=self._on_lost
         )
@@ -108,7 +104,6 @@ class ColocatedPush(Publisher):
         return TransferStats(num_bytes=manifest.num_bytes, seconds=report.publish_s)
 
     async def announce(self) -> None:
-        """Announce the last pushed version: all live engines serve it and can sample."""
         assert self._pushed is not None, "announce() comes after push()"
         manifest, report = self._pushed
         self._count(manifest.version, report)
@@ -119,17 +114,15 @@ class ColocatedPush(Publisher):
 class PushLoop(Publisher):
     """Pushes the newest weights to engines on separate devices, one push at a time.
 
-    Life: run(): idle -> exporting a new version (begun between two steps) -> pushing -> announced by
-        on_served, then by on_published -> idle.
-    Waits: run sleeps for a new version, then in export, prepare and commit, each at most timeout_s. The train
-        loop sleeps in wait_exported_or_busy until an export begins. bring_up, leave and pushes exclude each
-        other, so no returning engine misses a version.
-    Invariant: on_served(v) is called only after every live engine has confirmed v with the digest that the
-        trainer sent. Versions are announced in order. The trainer never waits for a push.
+    Life: run(): idle -> exporting (begun between two steps) -> pushing -> announced by on_served, then by
+        on_published -> idle.
+    Waits: run sleeps for a new version, then in export, prepare and commit, each at most timeout_s.
+        bring_up, leave and pushes exclude each other.
+    Invariant: on_served(v) follows every live engine's confirmation of v with the trainer's digest, in
+        order. The trainer never waits for a push.
 
-    The trainer keeps its two newest exports, or one with `is_collective`, so it has the announced one for
-    bring_up. An export lost with the trainer's node is repeated, once per trainer restart. `wait_released`
-    returns once no evaluation needs the engines' present weights.
+    The trainer keeps its two newest exports (`is_collective`: one). `wait_released` returns once no
+    evaluation needs the engines' present weights.
     """
 
     def __init__(
@@ -167,22 +160,17 @@ class PushLoop(Publisher):
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Publish version after version until cancelled. Raises PublishError, or what the trainer's client
-        raises.
-        """
+        """Publish until cancelled. Raises PublishError, or what the trainer's client raises."""
         while True:
             with waiting(f"a policy_version above {self._exported_version}", on="the train loop"):
                 newest = await self._trainer.wait_version_above(self._exported_version)
-            self._set_pushing(True)  # the trainer is not held
+            self._set_pushing(True)
             await self._wait_released()
             async with contextlib.AsyncExitStack() as turn:
                 await self._export_and_push(newest, turn)
 
     async def bring_up(self, name: str) -> None:
-        """Give an engine whose process is new the announced weights; it is live when this returns.
-
-        Raises EngineLost if it is lost again, PublishError if it loads something else.
-        """
+        """Give an engine with a new process the announced weights. Raises EngineLost or PublishError."""
         while self._announced is None and self._is_first_push_due:
             await self._changed.wait()
         lost: list[EngineLost] = []
@@ -199,12 +187,12 @@ class PushLoop(Publisher):
             self._down.discard(name)
 
     async def leave(self, name: str) -> None:
-        """Leave this engine out from the next push on; none goes to it when this returns."""
+        """Exclude this engine from the next push on."""
         async with self._turn:
             self._down.add(name)
 
     def start_before_nowait(self, version: int) -> None:
-        """Mark the engines as older than `version`, so that run pushes it first. Call before run."""
+        """Mark the engines as older than `version`. Call before run."""
         self._exported_version = version - 1
         self._is_first_push_due = True
         self.version = self._exported_version
@@ -216,8 +204,8 @@ class PushLoop(Publisher):
                 await self._changed.wait()
 
     async def wait_exported_or_busy(self, version: int) -> None:
-        """Return once the copy of `version` into staging has begun, right after its step. The trainer changes
-        no weight before the copy is complete. Returns at once during another copy or push.
+        """Return once the copy of `version` has begun, or during another copy or push. The trainer
+        changes no weight before the copy is complete.
         """
         with waiting(f"the export of policy_version {version}", on="publisher"):
             while self._exported_version < version and not self._is_pushing:
@@ -225,7 +213,7 @@ class PushLoop(Publisher):
 
     async def _export_and_push(self, newest: int, turn: contextlib.AsyncExitStack) -> None:
         if self._is_collective:
-            self._set_pushing(True)  # the trainer is not held while an engine is brought up
+            self._set_pushing(True)
             await turn.enter_async_context(self._turn)
         clock = asyncio.get_running_loop().time
         start = clock()
@@ -259,7 +247,7 @@ class PushLoop(Publisher):
         self._set_pushing(False)
 
     async def _limited(self, newest: int, call: Callable[[], Awaitable[T]]) -> T:
-        """Run a part of an export, and repeat it if a restart of the trainer interrupted it."""
+        """Repeat a part of an export that a trainer restart interrupted."""
         while True:
             await self._trainer.wait_up()  # a restarted trainer may train for long on journaled batches
             num_restarts = self._trainer.num_restarts

@@ -1,4 +1,4 @@
-"""Push one version to all engines in two phases: load the weights and compare digests, then commit."""
+"""Push one version to all engines: load and compare digests, then commit."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ _ANNOUNCED = "a version is announced only when every engine serves it, with the 
 
 
 class Locate(Protocol):
-    """Bring weights to an engine's node and return their path there (NodeFiles.locate). Raises RoomError."""
+    """Bring weights to an engine's node (NodeFiles.locate). Raises RoomError."""
 
     async def __call__(self, engine: str, sent: Sent) -> Sent: ...
 
 
 async def in_place(engine: str, sent: Sent) -> Sent:
-    """Locate on one machine: the trainer's file."""
     return sent
 
 
 class WeightTrainer(Protocol):
-    """The trainer as weight sync sees it; SupervisedTrainer implements it.
+    """The trainer as weight sync sees it.
 
-    begin_export starts to copy the newest weights into staging, between two optimizer steps, and returns
-    their version; export waits for the copy. export_chunk overwrites the previous chunk with the next.
+    begin_export starts to copy the newest weights, between two optimizer steps, and returns their
+    version; export waits for the copy. export_chunk overwrites the previous chunk.
     """
 
     @property
@@ -54,8 +53,8 @@ class WeightTrainer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Seconds in which the trainer wrote chunks (export_s), engines read the weights (prepare_s) and swapped
-    (commit_s); `pause_s` of the engine that paused longest; interrupted requests of all engines.
+    """Seconds of writing chunks (export_s), reading (prepare_s) and swapping (commit_s); longest pause of
+    an engine; interrupted requests.
     """
 
     export_s: float = 0.0
@@ -70,18 +69,16 @@ class PushReport:
 
 
 class Push:
-    """A push of one version to the engines in `live`: whole, during generation, or by chunks, into weights
-    that are awake and empty.
+    """A push of one version to the engines in `live`: whole, during generation, or by chunks, into awake,
+    empty weights.
 
-    Life: whole() or chunks(), once. `on_lost` is called with each engine lost during the push; `live` holds
-        the others. Without it the loss is an error.
+    Life: whole() or chunks(), once. `on_lost` gets each engine lost during the push; without it the loss
+        is an error.
     Waits: for all engines at once, at most timeout_s per phase.
-    Invariant: both return only if every engine in `live` serves the version with the digest that the trainer
-        sent. Except with nccl, no engine swaps before every engine has the right bytes. A chunk is requested
-        only after every engine has loaded the previous one.
+    Invariant: on return every engine in `live` serves the version with the trainer's digest. Except with
+        nccl, no engine swaps before every engine has the right bytes.
 
-    `is_down` is checked right before a commit: an engine lost during the commits of others may be a new
-    process with nothing staged.
+    `is_down` is checked right before a commit: a lost engine may be a new process.
     """
 
     def __init__(
@@ -103,7 +100,7 @@ class Push:
         self._serving: dict[str, str] = {target.name: str(served) for target in targets}
 
     async def whole(self, manifest: ExportResponse) -> PushReport:
-        """Prepare and commit. Raises PublishError with the versions that each engine has now."""
+        """Raises PublishError with each engine's version."""
         clock = asyncio.get_running_loop().time
         start = clock()
 
@@ -118,9 +115,7 @@ class Push:
         return await self._commit(manifest.digest, 0.0, clock() - start)
 
     async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, ExportResponse]:
-        """Load all chunks, each written once by the trainer, and commit. Raises PublishError, or what the
-        trainer's client raises.
-        """
+        """Load all chunks and commit. Raises PublishError, or what the trainer's client raises."""
         clock = asyncio.get_running_loop().time
         began, export_s, load_s = clock(), 0.0, 0.0
         sent: list[ExportChunkResponse] = []
@@ -152,7 +147,6 @@ class Push:
         self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest)
 
     async def _commit(self, digest: str, export_s: float, prepare_s: float) -> PushReport:
-        """Have all of them serve the version, and check that they do."""
         clock = asyncio.get_running_loop().time
         start = clock()
 
@@ -179,8 +173,8 @@ class Push:
     async def _on(
         self, targets: Sequence[EngineClient], phase: str, call: Callable[[EngineClient], Awaitable[Result]]
     ) -> dict[str, Result]:
-        """Run a phase on all targets at once, and return the answers of the engines that were not lost. Waits
-        for all of them, so that an error can report the state of each.
+        """Run a phase on all targets at once; return the answers of engines that were not lost. Waits for
+        all, so that an error reports each state.
         """
         answers: dict[str, Result] = {}
         doing = f"{phase} of policy_version {self.version}"

@@ -1,8 +1,7 @@
-"""Transport lora: only the adapters, as one small safetensors file in shared memory.
+"""Transport lora: only the adapters, as one safetensors file in shared memory.
 
-It contains `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each adapted
-layer, and the scalar `scale`, alpha / rank. An embedded engine merges each set over its initial weights, like
-the trainer; vLLM gets a peft folder (engines/vllm_weights.py).
+It contains `<module>.lora_A.weight` [rank, in], `<module>.lora_B.weight` [out, rank], and the scalar
+`scale`, alpha / rank. An embedded engine merges it; vLLM gets a peft folder.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ from asyncrl.weights.transport import Exported, Transport, done, only_gathered
 
 
 class AdapterTransport(Transport):
-    """The adapters in one float32 file."""
-
     sends_chunks = False
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        assert exported.adapters is not None, "the config has it so"
+        assert exported.adapters is not None, "transport lora needs adapters"
         tensors = exported.adapters()
         if not self.end.is_first:
             return done(only_gathered(exported.version))
@@ -37,7 +34,7 @@ class AdapterTransport(Transport):
 
 
 def linear_parameters(model: nn.Module) -> set[str]:
-    """Return the parameters that an adapter may change: unshared weights of linear layers."""
+    """Return unshared weights of linear layers."""
     times: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         times[id(parameter)] = times.get(id(parameter), 0) + 1
@@ -49,14 +46,12 @@ def linear_parameters(model: nn.Module) -> set[str]:
 
 
 def routers_of(model: nn.Module) -> list[Any]:
-    """Return a transformers model's routers in layer order; their forward returns (logits, weights, indices),
-    from topk.
-    """
+    """Return routers in layer order; their forward returns (logits, weights, indices), from topk."""
     return [one for one in model.modules() if re.search(r"Top[kK]Router$", type(one).__name__)]
 
 
 def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:  # noqa: N803
-    """Return W + scale * B A, computed in float32, in the dtype of W, for trainer and engine."""
+    """Return W + scale * B A, computed in float32, in the dtype of W."""
     return (base.float() + (lora_B.float() @ lora_A.float()) * scale).to(base.dtype)
 
 
@@ -64,9 +59,7 @@ def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
 def merge_adapters(
     tensors: Mapping[str, Tensor], base: Mapping[str, Tensor], linear: set[str], path: str
 ) -> dict[str, Tensor]:
-    """Merge a file's adapters into `base`, in its dtypes and on its devices. Raises Refused (409) with the
-    name of a mismatch.
-    """
+    """Merge a file's adapters into `base`, in its dtypes. Raises Refused (409)."""
     modules = adapted_modules(tensors)
     expected = {SCALE, *(module + suffix for module in modules for suffix in SUFFIXES)}
     missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)

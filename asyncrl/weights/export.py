@@ -1,9 +1,8 @@
 """Export of the trainer's weights: named, gathered, in the engines' dtype, whole or by chunks.
 
-Ranks use the model's names, exports the checkpoint's: stacked experts are gathered as one tensor and split on
-writing. Sharded weights are gathered tensor by tensor on rank 0, or on all ranks if each writes chunks to its
-own device. A chunk contains tensors, in export order, up to chunk_bytes, or one larger tensor. Each replaces
-the previous one; any may be requested at any time, even from a restarted trainer.
+Exports use the checkpoint's names: stacked experts are gathered as one tensor and split on writing. A
+chunk contains tensors, in export order, up to chunk_bytes, or one larger tensor. Any chunk may be
+requested at any time, even from a restarted trainer.
 """
 
 from __future__ import annotations
@@ -35,15 +34,12 @@ from asyncrl.weights.tensor_files import (
 )
 
 Entries = list[tuple[str, str, list[int]]]
-"""(name, dtype, shape) of each tensor."""
 DType: TypeAlias = torch.dtype | None
 Device: TypeAlias = str | torch.device
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Weights by the model's names, some computed on access. `like` has shapes and dtypes; `pieces`: exported
-    tensors by checkpoint names.
-    """
+    """Weights by the model's names, some computed on access. `pieces`: tensors by checkpoint names."""
 
     def __init__(
         self,
@@ -65,7 +61,6 @@ class LazyWeights(Mapping[str, Tensor]):
 
     @property
     def are_plain(self) -> bool:
-        """True if all tensors are whole in this process and none is computed."""
         return not self._computed and not any(isinstance(one, DTensor) for one in self.like.values())
 
     def only(self, names: list[str]) -> LazyWeights:
@@ -73,8 +68,8 @@ class LazyWeights(Mapping[str, Tensor]):
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """Return weights_of(model), detached; a mesh of one rank gives the local tensor. Tensors that an export
-    must not cast are nn.Buffer: buffers and float32 parameters.
+    """Return weights_of(model), detached; a mesh of one rank gives the local tensor. An nn.Buffer keeps its
+    dtype in exports.
     """
     found, kept = dict[str, Tensor](), float32_names(model)
     for name, tensor in weights_of(model).items():
@@ -85,7 +80,6 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 def whole_here(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a mesh of one rank, any other tensor unchanged."""
     is_one = isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1
     return cast(DTensor, tensor).to_local() if is_one else tensor
 
@@ -93,11 +87,9 @@ def whole_here(tensor: Tensor) -> Tensor:
 def whole_tensors(
     weights: Mapping[str, Tensor], dtype: DType = None, device: Device = "cpu", *, on_all: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor (LazyWeights: its pieces) on `device`, contiguous, floats as `dtype`, copying only if
-    needed.
+    """Yield each tensor (LazyWeights: its pieces) on `device`, contiguous, floats as `dtype`.
 
-    Sharded tensors are gathered on rank 0; all ranks must iterate, and the others get nothing. `on_all`: all
-    get them.
+    Sharded tensors are gathered on rank 0 (`on_all`: everywhere); all ranks must iterate.
     """
     pieces = weights.pieces if isinstance(weights, LazyWeights) else {}
     for name, tensor in weights.items():
@@ -111,7 +103,7 @@ def whole_tensors(
 
 
 def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
-    """Return the whole tensor on rank 0 of its mesh, None on the others; or on all."""
+    """Return the whole tensor on rank 0 of its mesh, None elsewhere; or on all."""
     if tensor.device_mesh.size() == 1:
         return tensor.to_local()
     if on_all:
@@ -137,7 +129,7 @@ def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
 def gathered(
     weights: Mapping[str, Tensor], dtype: DType, device: Device = "cpu", *, on_all: bool = False
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Open whole_tensors and exhaust it even after an error, since other ranks gather too."""
+    """Exhaust whole_tensors even after an error, since other ranks gather too."""
     tensors = whole_tensors(weights, dtype, device, on_all=on_all)
     try:
         yield tensors
@@ -151,7 +143,7 @@ def in_export_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[s
 
 
 def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-    """Take part in the writing rank's gathering without keeping a copy."""
+    """Take part in the writing rank's gathering."""
     for tensor in weights.values():
         if isinstance(tensor, DTensor):
             _gathered(cast(DTensor, tensor.to(_export_dtype(tensor, dtype))))
@@ -165,7 +157,7 @@ def digest_of(weights: Mapping[str, Tensor]) -> str:
 def export_weights(
     weights: Mapping[str, Tensor], path: Path, version: int, dtype: torch.dtype | None = None
 ) -> ExportResponse:
-    """Write a safetensors file atomically. Raises OSError, e.g. for a full shared memory."""
+    """Write a safetensors file atomically. Raises OSError."""
     weights = weights if isinstance(weights, LazyWeights) else LazyWeights(weights)
     with gathered(weights, dtype) as tensors:
         return _write_export(weights, tensors, path, version, dtype)
@@ -174,9 +166,9 @@ def export_weights(
 def begin_export(
     writer: ThreadPoolExecutor, weights: LazyWeights, path: Path, version: int, dtype: torch.dtype
 ) -> Future[ExportResponse]:
-    """Run export_weights on the thread of `writer`. Whole local weights are not copied and must not change
-    before the Future ends. Sharded or computed ones are gathered here, in parallel with writing, and may
-    change on return.
+    """Run export_weights on the thread of `writer`.
+
+    Whole local weights must not change before the Future ends; others are gathered here.
     """
     if weights.are_plain:
         reading = after_what_was_begun(next((one.device for one in weights.like.values()), None))
@@ -193,7 +185,7 @@ def begin_export(
         try:
             return _write_export(weights, tensors, path, version, dtype)
         finally:
-            for _ in tensors:  # after an error too: the other ranks gather too
+            for _ in tensors:
                 pass
 
     writing = writer.submit(write)
@@ -225,9 +217,7 @@ def _write_export(
 
 
 def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[Any]:
-    """Return a context for another thread that reads a CUDA device's tensors as of now, in parallel with
-    later work of this thread.
-    """
+    """Return a context in which another thread reads a CUDA device's tensors as of now."""
     if device is None or device.type != "cuda":
         return nullcontext()
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -247,7 +237,7 @@ def _beside(index: int, stream: Any) -> Iterator[None]:
 def manifest_of(
     weights: LazyWeights, dtype: torch.dtype | None, version: int, digests: Mapping[str, bytes], path: str
 ) -> ExportResponse:
-    """Return the export's description; without a file ('') the trainer holds it."""
+    """Return the export's description; path '': the trainer holds it."""
     return ExportResponse(
         version=version,
         path=path,
@@ -259,7 +249,6 @@ def manifest_of(
 
 
 def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that an export gives a tensor. An nn.Buffer keeps its own (named_weights)."""
     is_cast = tensor.is_floating_point() and not isinstance(tensor, nn.Buffer)
     return dtype if is_cast and dtype is not None else tensor.dtype
 
@@ -279,9 +268,10 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
 
 
 class ChunkPlace(Protocol):
-    """Destination of chunks: ChunkFile, or SharedChunk of ipc.py. `device`: required device of tensors. put
-    overwrites the place with the tensors of `entries` and returns their digests; it raises OSError. `told()`
-    returns the place's fields of an ExportChunkResponse.
+    """Destination of chunks: ChunkFile, or SharedChunk of ipc.py.
+
+    `device`: required device of tensors. put overwrites the place and returns digests; it raises OSError.
+    `told()` returns fields of an ExportChunkResponse.
     """
 
     device: torch.device
@@ -291,10 +281,7 @@ class ChunkPlace(Protocol):
 
 
 class Chunks:
-    """Chunks of a trainer's weights, version after version. `on_all`: each rank writes to its own place.
-
-    Life: for each version: chunk after chunk; the last one has the digest of all.
-    """
+    """Chunks of a trainer's weights, version after version. `on_all`: each rank writes to its own place."""
 
     def __init__(
         self, place: ChunkPlace, chunk_bytes: int, dtype: torch.dtype, *, on_all: bool = False
@@ -308,8 +295,8 @@ class Chunks:
         self._digests: dict[str, bytes] = {}
 
     def names(self, weights: LazyWeights, version: int, index: int) -> list[str]:
-        """Return the tensors that all ranks gather for this chunk, in order; before the last chunk also
-        tensors without a digest. Raises Refused.
+        """Return the tensors that all ranks gather for this chunk; before the last chunk also tensors
+        without a digest. Raises Refused.
         """
         if version != self._version:
             self._version, self._digests = version, {}
@@ -326,7 +313,7 @@ class Chunks:
         return index + 1 == len(self._cut(weights))
 
     def write(self, weights: LazyWeights, index: int) -> ExportChunkResponse:
-        """Write the chunk over the previous one, gathering names(). Raises OSError."""
+        """Write the chunk over the previous one. Raises OSError."""
         chunk = weights.only(self._cut(weights)[index])
         digests = self._put(chunk, weights.only(self.names(weights, self._version, index)))
         is_last = self.is_last(weights, index)
@@ -349,7 +336,7 @@ class Chunks:
             gather_along(weights.only(names), self._dtype)
 
     def _put(self, chunk: LazyWeights, gathering: LazyWeights) -> dict[str, bytes]:
-        """Gather the tensors, whose last ones are the chunk; return the chunk's digests."""
+        """The chunk's tensors come last; return their digests."""
         entries = entries_of(chunk, self._dtype)
         num_before = len(entries_of(gathering, self._dtype)) - len(entries)
         with gathered(gathering, self._dtype, self._place.device, on_all=self._on_all) as tensors:
@@ -360,7 +347,6 @@ class Chunks:
         return digests
 
     def _cut(self, weights: LazyWeights) -> list[list[str]]:
-        """Return names by chunk, cached: names and sizes never change."""
         self._chunks = self._chunks or cut(sizes_of(weights, self._dtype), self._chunk_bytes)
         return self._chunks
 
@@ -370,7 +356,7 @@ def chunks_of(weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int) -> lis
 
 
 def cut(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
-    """Return names by chunk, in order: up to chunk_bytes, or one larger tensor."""
+    """Return names by chunk: up to chunk_bytes, or one larger tensor."""
     chunks: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

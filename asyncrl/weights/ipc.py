@@ -1,13 +1,10 @@
 """Chunks of weights in memory that trainer and engine both map (transport ipc), or in a file (ChunkFile).
 
-The trainer allocates memory for the largest chunk on the shared device and writes each chunk over the
-previous one (SharedChunk); on several CUDA devices each rank does so. Handles and offsets travel as JSON. The
-engine opens its device's memory once (TrainerMemory), loads the tensors in place and hashes the result. On
-CPU the memory is a mapped file, on CUDA a driver allocation that CUDA IPC opens in another process.
-
-torch's IPC is unsuitable: shared memory stays in its caching allocator forever, and a handle serves only one
-reader. See https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html. CUDA copies may still run when
-a call returns: call settle() first.
+The trainer writes each chunk over the previous one (SharedChunk). The engine opens the memory once
+(TrainerMemory), loads in place and hashes the result. On CPU the memory is a mapped file, on CUDA a
+driver allocation that CUDA IPC opens. torch's IPC is unsuitable: memory stays in its caching allocator,
+and a handle serves only one reader. See
+https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html.
 """
 
 from __future__ import annotations
@@ -38,34 +35,30 @@ from asyncrl.weights.tensor_files import (
 
 ALIGNMENT = 256
 GRANULE = 2**21
-"""CUDA may place smaller allocations into one block and share all of it; whole blocks are shared here."""
+"""CUDA may share a whole block of smaller allocations."""
 LAZY_PEER_ACCESS = 1
 
 
 def limit_memory(device: torch.device, share: float | None, cuda: Any = torch.cuda) -> None:
-    """Limit torch's memory in this process to a fraction of the current CUDA device, for the benefit of the
-    neighbor. None, or CPU: no limit.
-    """
+    """Limit torch's memory to a fraction of the current CUDA device. None, or CPU: no limit."""
     if share is not None and device.type == "cuda":
         cuda.set_per_process_memory_fraction(share)
 
 
 class SharedMemory:
-    """Memory that other processes open by its handle. `data`: all of it, as uint8, open while any view lives.
-    Its maker must keep it while others use it.
-    """
+    """Memory that other processes open by its handle; its maker must keep it. `data`: uint8."""
 
     def __init__(self, handle: MemoryHandle, data: Tensor) -> None:
         self.handle, self.data = handle, data
 
     def settle(self) -> None:
-        """Wait until all work on `data` is done, in all streams."""
+        """Wait for all work on `data`, in all streams."""
         if self.data.is_cuda:
             torch.cuda.synchronize(self.data.device)
 
 
 def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemory:
-    """Allocate memory; on CPU the file `path`. Raises OSError if it is unavailable or cannot be shared."""
+    """Allocate memory; on CPU the file `path`. Raises OSError."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the driver does not see torch's unused cache
         return make_cuda_memory(num_bytes, device)
@@ -73,16 +66,14 @@ def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemor
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
-    """Open another process's memory. Raises OSError, and ValueError for another device's handle."""
+    """Raises OSError, and ValueError for another device's handle."""
     if (handle.kind == "cuda") != (device.type == "cuda"):
         raise ValueError(f"{handle.kind} memory cannot be opened for tensors on {device}")
     return open_file(handle) if handle.kind == "file" else open_cuda_memory(handle, device)
 
 
 def make_file(path: Path, num_bytes: int) -> SharedMemory:
-    """Return a mapped, preallocated file: a full shared memory raises here instead of a signal at the first
-    write.
-    """
+    """Return a mapped, preallocated file: full memory raises here, instead of a signal at the first write."""
     path.unlink(missing_ok=True)
     path.touch(0o600)
     with path.open("r+b") as file:
@@ -91,7 +82,7 @@ def make_file(path: Path, num_bytes: int) -> SharedMemory:
 
 
 def open_file(handle: MemoryHandle) -> SharedMemory:
-    """Open a file. Raises OSError, also if it is too short."""
+    """Raises OSError, also if the file is too short."""
     if (found := Path(handle.name).stat().st_size) < handle.num_bytes:
         raise OSError(f"{handle.name} has {found} bytes instead of {handle.num_bytes}")
     return SharedMemory(
@@ -100,7 +91,6 @@ def open_file(handle: MemoryHandle) -> SharedMemory:
 
 
 def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
-    """Allocate whole granules."""
     driver = CudaDriver()
     num_bytes = -(-num_bytes // GRANULE) * GRANULE
     pointer, shared = ctypes.c_uint64(), IpcHandle()
@@ -114,7 +104,7 @@ def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
 
 
 def open_cuda_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
-    """Open another process's allocation; CUDA cannot open this process's own."""
+    """CUDA cannot open this process's own allocation."""
     driver, pointer = CudaDriver(), ctypes.c_uint64()
     shared = IpcHandle.from_buffer_copy(base64.b64decode(handle.name, validate=True))
     with driver.on(_ordinal(device)):
@@ -125,7 +115,7 @@ def open_cuda_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory
 
 
 def name_of(device: torch.device) -> str:
-    """Return the device's name in a MemoryHandle. Raises OSError."""
+    """Raises OSError."""
     return CudaDriver().uuid(_ordinal(device)) if device.type == "cuda" else ""
 
 
@@ -134,7 +124,7 @@ def _ordinal(device: torch.device) -> int:
 
 
 class _Allocation:
-    """Device memory for torch.as_tensor; freed by the call `end` with its last tensor."""
+    """Device memory for torch.as_tensor; `end` frees it with its last tensor."""
 
     def __init__(
         self, driver: CudaDriver, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str
@@ -152,14 +142,10 @@ class _Allocation:
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle, passed by value."""
-
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
 class CudaDriver:
-    """CUDA driver. All calls raise OSError."""
-
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
         self._contexts: dict[int, ctypes.c_void_p] = {}
@@ -172,7 +158,7 @@ class CudaDriver:
             device, context = ctypes.c_int(), ctypes.c_void_p()
             self.call("cuInit", ctypes.c_uint(0))
             self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # for good, like torch
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
             self._contexts[ordinal] = context
         self.call("cuCtxPushCurrent_v2", context)
         try:
@@ -181,7 +167,7 @@ class CudaDriver:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def uuid(self, ordinal: int) -> str:
-        """Return the device's UUID; in MIG mode the instance's."""
+        """In MIG mode the instance's."""
         device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
         self.call("cuInit", ctypes.c_uint(0))
         self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
@@ -211,10 +197,8 @@ class ChunkFile:
 
 
 class SharedChunk:
-    """A trainer rank's end: memory of `device` for any chunk, which engines keep open while this process
-    lives.
-
-    Digests precede the copy, so that the other end detects copy faults.
+    """A trainer rank's end: memory of `device`, which engines keep open. Digests precede the copy, to detect
+    copy faults.
     """
 
     def __init__(
@@ -225,9 +209,7 @@ class SharedChunk:
         rank: int = 0,
         gather: Callable[[Any], list[Any]] = lambda own: [own],
     ) -> None:
-        """`folder`: of the shared-memory file, on CPU; files of earlier processes of this rank are removed.
-        `gather`: JSON values of all ranks with such memory. Raises OSError.
-        """
+        """`folder`: of the shared-memory file, on CPU. `gather`: JSON values of all ranks. Raises OSError."""
         for old in folder.glob(f"chunk-{rank}-*.bin"):
             old.unlink()
         size = max(lay_out(entries)[1] for entries in chunks)
@@ -237,7 +219,7 @@ class SharedChunk:
         self._handles: list[MemoryHandle] = []
 
     def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
-        """Write the chunk; return once all ranks have it."""
+        """Return once all ranks have written the chunk."""
         self._placed, _ = lay_out(entries)
         digests = copy_placed(self._placed, self._memory.data, tensors)
         self._memory.settle()
@@ -260,7 +242,7 @@ def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
 def copy_placed(
     placed: Iterable[PlacedTensor], data: Tensor, tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, bytes]:
-    """Copy the tensors, in order, to their places; return their digests."""
+    """Copy the tensors to their places; return their digests."""
     begun = {}
     for name, view in views(placed, data).items():
         found, tensor = next(tensors)
@@ -271,7 +253,7 @@ def copy_placed(
 
 
 def views(placed: Iterable[PlacedTensor], data: Tensor) -> dict[str, Tensor]:
-    """Return views of the tensors in `data`. Raises Refused (400) for an impossible place."""
+    """Raises Refused (400) for an impossible place."""
     tensors: dict[str, Tensor] = {}
     sizes = dict(DTYPES.values())
     for one in placed:
@@ -287,14 +269,14 @@ def views(placed: Iterable[PlacedTensor], data: Tensor) -> dict[str, Tensor]:
 
 
 class TrainerMemory:
-    """Engine end. It keeps a trainer's memory open until another handle arrives or the process ends."""
+    """Engine end; keeps a trainer's memory open until another handle arrives."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: SharedMemory | None = None
 
     def _own(self, handles: Sequence[MemoryHandle]) -> MemoryHandle:
-        """Return the handle on this device. Raises OSError."""
+        """Raises OSError."""
         here = name_of(self._device)
         for handle in handles:
             if handle.device == here:
@@ -304,9 +286,7 @@ class TrainerMemory:
 
     @contextmanager
     def chunk(self, request: LoadChunkRequest) -> Iterator[dict[str, Tensor]]:
-        """Yield a chunk's tensors in place, from a file or memory; afterwards they may be overwritten. Raises
-        Refused (400).
-        """
+        """Yield a chunk's tensors in place, valid inside the context. Raises Refused (400)."""
         if request.memory is None:
             yield {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
             return

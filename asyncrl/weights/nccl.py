@@ -1,14 +1,12 @@
 """Transport nccl: one broadcast of all weights to all workers of all engines.
 
-The trainer copies each version on its device into reusable buffers (export), which takes the memory of all
-weights once more; training continues with the originals. Once every engine waits (engines/broadcast.py), rank
-0 sends the buffers (send), and each receiver checks the digest. The group uses NCCL on CUDA and gloo on CPU.
-It has its own stream, which waits only for the buffers: in the default stream it would wait for all of
-training's kernels.
+The trainer copies each version into reusable device buffers (export), which takes the memory of all
+weights once more. Once every engine waits (engines/broadcast.py), rank 0 sends them, and receivers check
+the digest. The group uses NCCL on CUDA and gloo on CPU, in its own stream.
 
-vLLM's own helpers unpickle what any program writes into their TCP store, and their waits never end. Here
-nothing is pickled and every wait is limited. Processes meet in a file of a private folder, or across nodes in
-a TCP store of rank 0. That store, gloo and NCCL do not authenticate: a program that reaches their ports can
+vLLM's helpers unpickle what any program writes into their TCP store, and their waits never end. Here
+nothing is pickled and every wait is limited. Processes meet in a private file, or across nodes in a TCP
+store of rank 0. That store, gloo and NCCL do not authenticate: a program that reaches their ports can
 read and change weights.
 """
 
@@ -56,19 +54,18 @@ OPEN_PORTS = "let the nodes of the run reach each other at every TCP port"
 class BroadcastTransport(Transport):
     """Trainer end: copies a version and sends it.
 
-    Life: empty -> export(): rank 0 holds a version -> send() it, any number of times -> export() the next.
-    Waits: export and send for each other; send for every group member, limited by the GroupMember.
-    Invariant: a held version is sent whole. A broken group is never reused.
+    Life: empty -> export() -> send(), any number of times -> export() the next.
+    Waits: export and send for each other; send for every group member.
+    Invariant: a held version is sent whole.
     """
 
     def __init__(self, end: TrainerEnd, cuda: Any = None) -> None:
-        """`cuda`: replaces torch.cuda; None on CPU. Raises ConfigError if no store can be opened."""
+        """`cuda`: replaces torch.cuda; None on CPU. Raises ConfigError if no store opens."""
         super().__init__(end)
         self._store = _open_store(end.store) if end.store and end.is_first else None
-        """Store for groups on several nodes, open while this object lives."""
+        """Store for groups on several nodes."""
         self._cuda = cuda or _cuda_of(end.device)
         self._filled: Any = None
-        """Event of the last export's completed copy."""
         self._digest = ""
         self._chunks: list[SentChunk] = []
         self._buffers: list[Tensor] = []
@@ -79,8 +76,8 @@ class BroadcastTransport(Transport):
         return done(self.export(exported, path))
 
     def export(self, exported: Exported, path: Path) -> ExportResponse:
-        """Copy the weights over the held ones, gathering shards; write a file too if evaluation needs one.
-        Raises OSError, or RuntimeError without memory.
+        """Copy the weights over the held ones; write a file too if evaluation needs one. Raises OSError, or
+        RuntimeError without memory.
         """
         end, version = self.end, exported.version
         written = self._begin_file(exported, path).result().path if end.is_file_wanted else ""
@@ -103,7 +100,7 @@ class BroadcastTransport(Transport):
         return answer.model_copy(update={"path": written})
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send to all group members; call it in a separate thread. Raises Refused."""
+        """Send to all group members, in a separate thread. Raises Refused."""
         member = request.member
         with self._in_use:
             if self.version != request.version:
@@ -139,21 +136,20 @@ class BroadcastTransport(Transport):
 
 
 class GroupBroken(Exception):  # noqa: N818  a state of the group
-    """A group member is gone, late, or out of order. The group cannot be used any more."""
+    """A group member is gone, late, or out of order; the group is unusable."""
 
 
 class WeightGroup:
     """Membership of this process in a group.
 
-    Life: joined, once all are present -> send, or receive, any number of times -> closed, also by the first
+    Life: joined, once all are present -> send or receive, repeatedly -> closed, also by the first
         failure.
-    Waits: every call waits for the others, at most timeout_s; then the group is broken.
-    Invariant: all members make the same calls in the same order. On CUDA everything runs in the group's
-        stream.
+    Waits: every call waits for the others, at most timeout_s.
+    Invariant: all members make the same calls in the same order, on CUDA in the group's stream.
     """
 
     def __init__(self, member: GroupMember, device: torch.device, cuda: Any = None) -> None:
-        """Join. `cuda`: as for BroadcastTransport. Raises GroupBroken."""
+        """`cuda`: as for BroadcastTransport. Raises GroupBroken."""
         self.path, self._device, self._timeout = member.path, device, timedelta(seconds=member.timeout_s)
         self._group: Any = None
         self._cuda = cuda or _cuda_of(device)
@@ -163,20 +159,20 @@ class WeightGroup:
             # torch's limits miss a silent store.
             connect = partial(_connect, member, device, self._timeout)
             self._group = run_within(member.timeout_s + _LATE_S, connect, name="join")
-        except (RuntimeError, OSError, ConfigError) as error:  # includes TimeoutError
+        except (RuntimeError, OSError, ConfigError) as error:
             where, way_out = (f" at {member.store}", f"; {OPEN_PORTS}") if member.store else ("", "")
             what = f"no group of {member.size} processes{where} within {member.timeout_s} s"
-            why = str(error).partition("\n")[0] or "no answer"  # torch's stack frames follow
+            why = str(error).partition("\n")[0] or "no answer"
             raise GroupBroken(f"{what}: {why}{way_out}") from error
 
     def close(self) -> None:
-        """Leave the group. Idempotent; the others notice at their next call."""
+        """Idempotent; the others notice at their next call."""
         group, self._group = self._group, None
         if group is not None and self._device.type == "cuda":
             group.abort()
 
     def send(self, weights: SentWeights, buffers: list[Tensor], filled: Any = None) -> None:
-        """Send the description, then the buffers, whole after the event `filled`. Raises GroupBroken."""
+        """Send the description, then the buffers after the event `filled`. Raises GroupBroken."""
         text = bytearray(weights.model_dump_json().encode())
         with self._beside():
             head = torch.frombuffer(text, dtype=torch.uint8).to(self._device)
@@ -186,9 +182,7 @@ class WeightGroup:
                 self._broadcast(tensor)
 
     def receive(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Yield (version, tensors of a buffer), each buffer in separate memory and complete. Raises
-        GroupBroken.
-        """
+        """Yield (version, tensors of a buffer), each complete and in separate memory. Raises GroupBroken."""
         with self._beside():
             length = torch.zeros(1, dtype=torch.int64, device=self._device)
             self._broadcast(length)
@@ -220,7 +214,7 @@ class WeightGroup:
             raise GroupBroken(f"a broadcast of {tensor.nbytes} bytes failed: {error}") from error
 
     def _wait(self, work: Any) -> None:
-        """Wait until it is done, on the device too. Raises RuntimeError."""
+        """Wait on the device too. Raises RuntimeError."""
         work.wait(self._timeout)
         if self._cuda is None:
             return
@@ -239,7 +233,7 @@ def _cuda_of(device: torch.device) -> Any:
 def _connect(member: GroupMember, device: torch.device, timeout: timedelta) -> Any:
     store, interfaces = _meet(member, timeout)
     if device.type == "cuda":
-        if device.index is not None:  # for this thread
+        if device.index is not None:
             torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 2 * timeout  # our limit comes first
@@ -265,15 +259,13 @@ def _connect(member: GroupMember, device: torch.device, timeout: timedelta) -> A
 
 
 def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
-    """Return the members' store and gloo's interfaces. On several nodes the interface is the route to the
-    trainer's node.
-    """
+    """Return the members' store and gloo's interfaces; on several nodes the route to the trainer."""
     if not member.store:
         store: Any = dist.FileStore(member.path, member.size)  # type: ignore[attr-defined]
         interfaces = ["lo"]
     else:
         host, _, port = member.store.rpartition(":")
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # sends nothing
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
             route.connect((host, int(port)))
             use_interface(route.getsockname()[0], is_apart=True)
         interfaces = os.environ["GLOO_SOCKET_IFNAME"].split(",")
@@ -284,7 +276,7 @@ def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
 
 
 def _open_store(where: str) -> Any:
-    """Open a store at ADDRESS:PORT that lives as long as the object. Raises ConfigError."""
+    """Raises ConfigError."""
     host, _, port = where.rpartition(":")
     descriptor = listen_at(where, "there it opens the store in which trainer and engines meet")
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
@@ -303,15 +295,15 @@ def listen_at(where: str, rule: str) -> int:
 
 
 def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
-    """Run `work` in a thread with a time limit, for torch calls with unreliable limits; an overdue thread is
-    abandoned. Raises its errors, and TimeoutError.
+    """Run `work` in a thread with a time limit, since torch's limits are unreliable. Raises its errors,
+    and TimeoutError.
     """
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except Exception as error:  # re-raised in the caller
+        except Exception as error:
             done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -319,7 +311,7 @@ def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with this IPv4 address. Raises ConfigError."""
+    """Raises ConfigError."""
     found = {
         one.address: name.partition(":")[0]
         for name, ones in psutil.net_if_addrs().items()
@@ -334,8 +326,8 @@ def interface_of(address: str) -> str:
 
 
 def use_interface(address: str, *, is_apart: bool) -> None:
-    """Make gloo, and with several nodes (`is_apart`) NCCL, listen on the interface of `address`, unless the
-    environment sets one; avoids host-name lookups. Raises ConfigError.
+    """Make gloo (with `is_apart` also NCCL) listen on the interface of `address`, unless the environment
+    sets one. Raises ConfigError.
     """
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)

@@ -1,8 +1,8 @@
 """Tensors in safetensors files: format, digests, and storage of a model's tensors.
 
 Format: 8 bytes with the length of a JSON head, the head, the data
-(https://github.com/huggingface/safetensors#format). torch is imported only for tensors and device hashes: the
-controller and the simulated engine read files without it.
+(https://github.com/huggingface/safetensors#format). The controller and the simulated engine read files
+without torch.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ DTYPES = {
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
 }
-"""Names in the format: (torch's name, bytes of an element)."""
+"""(torch's name, bytes of an element)."""
 _FILE_NAMES = {name: code for code, (name, _) in DTYPES.items()}
 _ITEM_BYTES = dict(DTYPES.values())
 _PIECE_BLOCKS = 512
-"""Blocks hashed at once: they fit a CPU's cache, or 4 MiB of floats on a device."""
+"""Blocks hashed at once: they fit a CPU's cache."""
 MIN_HASHED_BYTES = 2**22
-"""Minimum bytes per task of the hashing thread, worth a thread switch."""
+"""Minimum bytes per task of the hashing thread."""
 SCALE = "scale"
-"""Scalar float32 tensor alpha / rank in a file of adapters, for the engine; the digest covers it."""
+"""Scalar alpha / rank in a file of adapters."""
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 RESEND = "export and prepare again; if it repeats, find the other program that writes the staging file."
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor in a file; `dtype` in torch's terms."""
+    """`dtype` in torch's terms."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class RawTensor:
 
 
 def read_tensors(path: Path) -> dict[str, RawTensor]:
-    """Return a file's tensors in order, in a private mapping. Raises OSError or ValueError."""
+    """Return tensors in a private mapping. Raises OSError or ValueError."""
     with path.open("rb") as file:
         view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     length = int.from_bytes(view[:8], "little")
@@ -80,7 +80,7 @@ def read_tensors(path: Path) -> dict[str, RawTensor]:
 
 
 def read_or_refuse(path: str) -> dict[str, RawTensor]:
-    """Call read_tensors for a server. Raises Refused (400)."""
+    """Raises Refused (400)."""
     try:
         return read_tensors(Path(path))
     except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ def _raw(name: str, entry: Mapping[str, Any], data: memoryview) -> RawTensor:
 
 
 def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes:
-    """Return the bytes before the data of tensors (name, torch's dtype, shape)."""
+    """Return the bytes before the data of (name, torch's dtype, shape)."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in entries:
@@ -110,9 +110,7 @@ def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes
 def write_tensors(
     file: Any, entries: Iterable[tuple[str, str, Iterable[int]]], tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, bytes]:
-    """Write the `tensors` of `entries`, in order, hashing in parallel, small ones together; return their
-    digests. Raises OSError.
-    """
+    """Write the `tensors` of `entries`, hashing in parallel; return their digests. Raises OSError."""
     digests = dict[str, bytes]()
     file.write(safetensors_head(entries))
     with ThreadPoolExecutor(1, "digest") as hashing:
@@ -125,7 +123,7 @@ def write_tensors(
 
 
 def _together(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield groups in order, large enough for a thread."""
+    """Yield groups large enough for a thread."""
     some: dict[str, Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors:
@@ -143,18 +141,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def digest_of_tensor(name: str, tensor: Tensor) -> bytes:
-    """Return tensor_digest of a torch tensor, computed on its device."""
+    """Return tensor_digest, computed on the tensor's device."""
     return digests_of({name: tensor})[name]
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return digest_of_tensor of each, waiting for a device once."""
+    """Wait for a device only once."""
     return finish_digests({name: begin_digest(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class BegunDigest:
-    """A tensor's block_sums in progress: int32 [blocks, 8] on its device."""
+    """block_sums in progress: int32 [blocks, 8] on its device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -210,9 +208,7 @@ def _product_of_floats(blocks: Tensor, keys: Tensor, *, out: Tensor) -> None:
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous host tensor without copying. numpy() would fix the storage's size,
-    which an offload changes.
-    """
+    """Return the bytes without copying. numpy() would fix the storage's size, which an offload changes."""
     if not tensor.nbytes:
         return memoryview(b"")
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -225,7 +221,7 @@ def adapted_modules(names: Iterable[str]) -> list[str]:
 
 
 class StoredPiece(NamedTuple):
-    """A checkpoint tensor as a view of a model tensor: arguments of torch.as_strided."""
+    """A checkpoint tensor as a view of a model tensor (torch.as_strided)."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -237,9 +233,7 @@ Pieces = Mapping[str, Mapping[str, StoredPiece]]
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """Return a model's parameters (tied ones once) and persistent buffers by name, as trainer and engines
-    share them.
-    """
+    """Return a model's parameters (tied ones once) and persistent buffers by name."""
     with_duplicates = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict(keep_vars=True).items()
     buffers = {name: tensor for name, tensor in state if name not in with_duplicates}
@@ -247,9 +241,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def float32_names(model: Any) -> set[str]:
-    """Return parameters that transformers keeps in float32 in any model, such as DeepSeek-V3's router
-    weights.
-    """
+    """Return parameters that transformers keeps in float32, such as DeepSeek-V3's router weights."""
     patterns = [one.replace("*", ".*") for one in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     return {
         name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns)
@@ -257,14 +249,12 @@ def float32_names(model: Any) -> set[str]:
 
 
 def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
-    """Return the checkpoint's pieces of weights that transformers stacks or renames at load. A computed or
-    joined tensor keeps the model's name.
-    """
+    """Return the checkpoint's pieces of weights that transformers stacks or renames at load."""
     import torch
     from torch.overrides import TorchFunctionMode
     from transformers.core_model_loading import revert_weight_conversion
 
-    class Uncopied(TorchFunctionMode):  # pieces of a tensor stay views
+    class Uncopied(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
@@ -287,7 +277,6 @@ def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
 
 
 def pieces_of(tensors: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors as views of whole contiguous model tensors."""
     return {
         piece: tensor if cut is None else tensor.as_strided(*cut[:2], tensor.storage_offset() + cut.start)
         for name, tensor in tensors.items()

@@ -1,9 +1,7 @@
 """Trainer end of each weight_sync.transport.
 
-shm, disk, stream: the trainer writes all weights as one safetensors file, which engines read, copy and hash
-during generation (prepare) and swap to (commit); with stream other nodes fetch it. With shared devices a
-sleeping engine has memory for one set of weights, which arrive by chunks (export.py), with ipc through shared
-memory (ipc.py). lora: adapters.py. nccl: nccl.py.
+shm, disk, stream: one safetensors file, which engines copy during generation (prepare) and swap to
+(commit). Sleeping engines get chunks (export.py; ipc.py). lora: adapters.py. nccl: nccl.py.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ from asyncrl.weights.export import LazyWeights, begin_export, gather_along
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnd:
-    """Trainer properties for a transport. `is_file_wanted`: evaluation reads each export as a file. `store`:
-    ADDRESS:PORT of rank 0's store for engines on several nodes.
-    """
+    """`is_file_wanted`: for evaluation. `store`: ADDRESS:PORT of rank 0's store, for several nodes."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,9 +32,7 @@ class TrainerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Weights of `version`: all of them, adapters merged, and only the adapters, if any. Calling `adapters`
-    gathers them.
-    """
+    """Weights of `version`: all with adapters merged, and only adapters. Calling `adapters` gathers them."""
 
     version: int
     merged: Callable[[], LazyWeights]
@@ -56,20 +50,19 @@ def done(answer: ExportResponse) -> Future[ExportResponse]:
 
 
 class Transport:
-    """Trainer end of a transport, writing a file. Constructed on every rank; all call begin() together."""
+    """Trainer end of a transport, on every rank; all call begin() together."""
 
     sends_chunks = True
     version = -1
-    """Version of the held copy; -1: none."""
+    """-1: none."""
 
     def __init__(self, end: TrainerEnd) -> None:
         self.end = end
         self._writer = ThreadPoolExecutor(1, "export")
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        """Bring the weights to the engines during the next forward and backward pass; no weight may change
-        before the Future ends. Rank 0 describes them; the others gather. Raises OSError, here or in the
-        Future.
+        """Bring the weights to the engines; no weight may change before the Future ends. Raises OSError,
+        here or in the Future.
         """
         return self._begin_file(exported, path)
 
@@ -81,5 +74,5 @@ class Transport:
         return done(only_gathered(exported.version))
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the held copy: transport nccl. Raises Refused."""
+        """Transport nccl. Raises Refused."""
         raise NotImplementedError

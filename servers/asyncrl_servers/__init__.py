@@ -1,3 +1,1 @@
-"""Engine servers, started as processes. They import only messages, http, waits, files and weights from
-asyncrl.
-"""
+"""Engine servers. They import only messages, http, waits, files and weights from asyncrl."""

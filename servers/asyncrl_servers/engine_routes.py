@@ -52,8 +52,7 @@ class ServedLink(Generic[Of]):
     """Server end of one link.
 
     Life: open -> closed by the client or with its process, which aborts open requests.
-    Waits: the reader sleeps until a frame comes. The sampling thread sends without blocking; the event loop
-        sends the rest.
+    Waits: the reader sleeps until a frame comes; sending never blocks.
     Invariant: frames leave whole, in sampling order.
     """
 

@@ -1,4 +1,4 @@
-"""Spec, requests, checks and random numbers of all engine servers. Imports no torch."""
+"""Shared by all engine servers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ServedEngine(Protocol[Of]):
     """Engine interface of the routes.
 
     Futures may raise Refused; other errors become 500. `run` raises Refused (400). `abort` ends runs with
-    their tokens so far and ignores finished ones.
+    their tokens so far.
     """
 
     @property
@@ -107,8 +107,6 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return float64 in [0, 1) with 53 random bits, by (seed, absolute position), so that resumed requests
-    repeat their draws.
-    """
+    """Return float64 in [0, 1) with 53 random bits, by (seed, absolute position) for resumed requests."""
     counter = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return (_mix(counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53

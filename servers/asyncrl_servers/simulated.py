@@ -71,7 +71,6 @@ class SimulatedEngine:
     """Engine that costs one heap entry per request.
 
     All running requests share one step clock, which advances every decode_step_s + n * per_row_s seconds.
-    Tokens are drawn at a request's end, or per step if streamed.
 
     Invariant: the clock never goes back, and no answer has tokens beyond the clock.
     """

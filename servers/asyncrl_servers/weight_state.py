@@ -65,8 +65,8 @@ def take_announced(
 class ChunkedPush:
     """Loaded chunks of the newest push.
 
-    Life: empty -> chunk 0, 1, ... of one version -> whole -> taken. Chunk 0 restarts at any time; a corrupt
-        chunk or refused take() empties it.
+    Life: empty -> chunk 0, 1, ... of one version -> whole -> taken. A corrupt chunk or refused take()
+        empties it.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class ChunkedPush:
         return digest
 
     def take(self, version: int, digest: str, names: Collection[str] = ()) -> None:
-        """End the push. Raises Refused (409) if it is incomplete, lacks `names`, or has another digest."""
+        """Raises Refused (409) for an incomplete push, missing `names`, or another digest."""
         missing = sorted(set(names) - self.digests.keys())
         loaded, state = joint_digest(self.digests.values()), str(self)
         is_whole = self.is_whole and self.version == version

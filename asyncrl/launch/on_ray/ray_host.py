@@ -1,4 +1,4 @@
-"""Ray actor that holds a node's processes: when it ends, their standard inputs close and they clean up."""
+"""Ray actor that holds a node's processes: when it ends, their standard inputs close."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Host:
         return await asyncio.to_thread(inspect_node, requirements)
 
     async def start(self, key: str, spec: ProcessSpec) -> tuple[str, int | None] | ConfigError:
-        """Return (URL, process id) of a process under a new key."""
+        """Return (URL, process id)."""
         if fork_server.current is None and spec.python is None:
             fork_server.current = fork_server.ForkServer()
         child = ChildProcess(spec, child_environ(spec.devices, self._cuda), self._address)
@@ -68,7 +68,7 @@ class Host:
         return child.url, child.pid
 
     async def ends(self, wait_s: float) -> Mapping[str, int]:
-        """Return exit codes of ended processes, after at most `wait_s` seconds."""
+        """Return exit codes after at most `wait_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._changed.wait()
@@ -77,7 +77,7 @@ class Host:
         return {key: code for key, code in codes.items() if code is not None}
 
     async def end(self, key: str) -> tuple[int | None, str]:
-        """End a process group; return (exit code, survivors as text)."""
+        """Return (exit code, survivors)."""
         child = self._children.get(key)
         if child is None:
             return None, ""

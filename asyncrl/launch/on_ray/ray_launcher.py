@@ -1,7 +1,5 @@
-"""Start processes on an existing Ray cluster.
-
-One placement group has a bundle and an actor (ray_host.py) per node. Ray ends the actors with the controller,
-its driver.
+"""Start processes on an existing Ray cluster: one placement group, with a bundle and an actor
+(ray_host.py) per node. Ray ends the actors with the controller, its driver.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from asyncrl.messages.engine_api import FileRequest
 logger = logging.getLogger("asyncrl.launch.on_ray.ray_launcher")
 
 DESCRIBE_S = 120.0
-"""Limit for a node's first answer, from a new Python."""
 HOLD_S = 600.0
 ANSWER_S = 5.0
 CLOSE_S = 10.0

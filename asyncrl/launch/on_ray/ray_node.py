@@ -27,7 +27,6 @@ RETRY_S = 0.5
 LOST_S = 15.0
 ACTOR_S = 120.0
 START_S = 180.0
-"""Limit for a start, with imports from a slow disk."""
 END_S = 5.0 + GROUP_TIMEOUT_S + 2 * KILL_TIMEOUT_S + LOST_S
 LOST_ERRORS = (TimeoutError, ConnectionError, RayError)
 _keys = itertools.count()
@@ -37,7 +36,7 @@ class RayNode:
     """A node and its actor.
 
     Life: open() -> up -> lost (actor died, or silent for LOST_S) -> open() with a new actor -> aclose().
-    Waits: one task polls for ended processes; each call has a limit.
+    Waits: one task polls for ended processes.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class RayNode:
             self._polling = asyncio.ensure_future(self._poll())
 
     async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
-        """Call a Host method. Raises NodeLost without an answer, RoomError if it raised."""
+        """Raises NodeLost without an answer, RoomError if the method raised."""
         if self._lost:
             raise self.gone(self.node.name)
         try:

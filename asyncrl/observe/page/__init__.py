@@ -1,1 +1,1 @@
-"""The page of a run: its data is gathered here as plain values and drawn by page.js."""
+"""The page of a run: plain values, drawn by page.js."""

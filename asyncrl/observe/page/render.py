@@ -1,4 +1,4 @@
-"""`asyncrl report`: the page of runs as one HTML file that needs no network."""
+"""`asyncrl report`: the page of runs as one HTML file, without network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLACES = re.compile(r"/\*(STYLE|SCRIPT|DATA)\*/")
 
 
 def make_page(runs: Sequence[dict[str, Any]], *, is_live: bool = False) -> Page:
-    """Return the data of the page; runs of the same name are named by their directories."""
+    """Runs of the same name are named by their directories."""
     names = [run["name"] for run in runs]
     for run in runs:
         if names.count(run["name"]) > 1:
@@ -31,9 +31,7 @@ def make_page(runs: Sequence[dict[str, Any]], *, is_live: bool = False) -> Page:
 
 
 def render(page: Page) -> str:
-    """Return the page with its style, script and data. The data is ASCII JSON without `<`, so that no text of
-    a model can close its element.
-    """
+    """The data is ASCII JSON without `<`, so that no text of a model can close its element."""
     folder = files("asyncrl.observe.page")
     texts = {entry.name: entry for entry in (folder / "static").iterdir()}
     names = sorted(texts, key=lambda name: (not name.startswith("uPlot"), name))
@@ -47,9 +45,7 @@ def render(page: Page) -> str:
 
 
 def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
-    """Write the page, and trace.json into each run directory; yield a line for each file. Raises ConfigError
-    if a folder is not a run directory, or if the page cannot be written.
-    """
+    """Write the page, and trace.json per run; yield a line for each file. Raises ConfigError."""
     page = make_page([view_run(run_dir) for run_dir in run_dirs])
     path = out or (run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE))
     try:

@@ -1,4 +1,4 @@
-"""Reads a run directory for the page, as plain JSON values. Text of models, tasks and users is never HTML."""
+"""Reads a run directory for the page, as JSON values. Text of models, tasks and users is never HTML."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_EVALUATIONS = 1000
 MAX_EVENTS = 1000
 MAX_CAUSES = 50
 NUM_SAMPLES = 60
-"""Number of the newest samples on the page, and of older samples spread over the run."""
+"""Newest samples on the page, and older samples spread over the run."""
 HIDDEN = "(hidden)"
 MIN_SECRET_CHARS = 8
 """Shorter secrets are hidden only in their own setting."""
@@ -40,16 +40,13 @@ _SECRET_TEXT = re.compile(
     r"|(?<=Bearer )[\w.~+/-]{16,}"
     r"|(?i:(?<=api_key=)|(?<=apikey=)|(?<=token=)|(?<=password=)|(?<=secret=))[\w.~+/-]{8,}"
 )
-"""Keys of well-known services, and values after the name of a secret."""
+"""Keys of well-known services, and values after a secret's name."""
 Curve = dict[str, list[float | None]]
-"""`mean`, `low` and `high` of each bucket of neighboring steps; only `mean` if each bucket is one step."""
+"""`mean`, `low` and `high` per bucket of steps; only `mean` for single steps."""
 
 
 def view_run(run_dir: str | Path) -> dict[str, Any]:
-    """Return the data of a run for the page; `problems` lists unreadable data.
-
-    Raises ConfigError if `run_dir` is not a run directory or its config cannot be read.
-    """
+    """`problems` lists unreadable data. Raises ConfigError."""
     files = read_run(run_dir)
     folder = files.run_dir
     config = files.config
@@ -97,7 +94,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
 
 
 def without_secrets(value: Any, secrets: list[str]) -> Any:
-    """Hide the secrets (shortest first), and keys of well-known services, in all texts."""
+    """Hide the secrets (shortest first), and keys of well-known services."""
     if isinstance(value, str):
         for secret in reversed(secrets):
             value = value.replace(secret, HIDDEN)
@@ -111,7 +108,7 @@ def without_secrets(value: Any, secrets: list[str]) -> Any:
 
 
 def _masked(value: Any, name: str, secrets: list[str]) -> Any:
-    """Hide values with a name such as api_key, and all of generator.env; add them to `secrets`."""
+    """Hide generator.env and values with a name such as api_key; add them to `secrets`."""
     if isinstance(value, Mapping):
         return {key: _masked(item, f"{name}.{key}", secrets) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -124,7 +121,6 @@ def _masked(value: Any, name: str, secrets: list[str]) -> Any:
 
 
 def _settings(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return key, value and default of each setting as text, and whether they differ."""
     keys = [key for _, _, of_section in sections() for key in of_section]
     names = {key.name.rpartition(".")[0] for key in keys}
     settings = []
@@ -141,13 +137,11 @@ def _settings(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def curves_of(steps: Steps) -> dict[str, Curve]:
-    """Return all metrics as curves of at most MAX_BUCKETS points."""
     size = 1 + (len(steps) - 1) // MAX_BUCKETS
     return {name: _curve(np.array(steps.column(name)), size) for name in steps.names} if len(steps) else {}
 
 
 def _curve(values: Any, size: int) -> Curve:
-    """Take means, minima and maxima of `size` neighboring steps; the last bucket may be smaller."""
     if size == 1:
         return {"mean": _rounded(values)}
     starts = np.arange(0, len(values), size)
@@ -164,7 +158,6 @@ def _rounded(values: Any) -> list[float | None]:
 
 
 def _tiles(files: RunRecord) -> Iterator[tuple[str, str, str]]:
-    """Yield label, value and note of the key numbers."""
     steps = files.columns
     config = files.config
     num_steps = config.trainer.num_steps
@@ -200,7 +193,7 @@ Events = list[tuple[float, str, dict[str, Any]]]
 
 
 def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[dict[str, Any]]]:
-    """Return the newest events, oldest first, and failed rollouts by cause."""
+    """Newest events, oldest first, and failed rollouts by cause."""
     if not (folder / JOURNAL_FILE).is_file():
         problems.append(f"there is no {JOURNAL_FILE}: failures and restarts are unknown")
         return [], []
@@ -216,7 +209,7 @@ def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[dict[
 
 
 def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Count failed rollouts and groups by cause, most frequent first, each with an example."""
+    """Count failures by cause, each with an example."""
     counts = Counter[str]()
     examples: dict[str, str] = {}
     query = (
@@ -235,13 +228,12 @@ def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:
 
 
 def cause_of(why: str) -> str:
-    """Return the first line of a message without its quoted names and numbers."""
+    """Return a message's first line without quoted names and numbers."""
     line = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", (why.strip().splitlines() or ["no reason recorded"])[0][:600])
     return re.sub(r"\b(?:g\d+(?:/r\d+)?|r\d+|0x[0-9a-f]+|[0-9a-f]{12,}|\d[\d.,]*)", "N", line)[:160]
 
 
 def _is_shown(what: str) -> bool:
-    """Return whether no span shows the event."""
     return not (what.startswith("hand") or what.endswith(" up"))
 
 
@@ -254,7 +246,6 @@ def _event_text(what: str, detail: Mapping[str, Any]) -> str:
 
 
 def _warnings(status: Mapping[str, Any], summary: Mapping[str, Any], events: Events) -> list[str]:
-    """Return the warnings of the run, then its losses and restarts."""
     warnings = summary.get("warnings") or status.get("warnings") or []
     texts = [str(text) for text in warnings] if isinstance(warnings, list) else []
     losses = ("lost", "stuck", "restored", "broken", "failed")

@@ -1,4 +1,4 @@
-"""`asyncrl watch`: the page of runs, live. On an address other than loopback it requires a key."""
+"""`asyncrl watch`: the live page of runs. Addresses other than loopback require a key."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from asyncrl.observe.run_dir import CONFIG_FILE
 from asyncrl.observe.web import IDLE_S, MAX_CONNECTIONS, bind, is_local, make_app
 
 READ_SHARE = 0.2
-"""Maximum share of the time that is spent on reading files."""
+"""Maximum share of time for reading files."""
 
 
 class LivePage:
-    """The page of runs, read again when their files have changed; runs without a config are omitted."""
+    """The page of runs; runs without a config are omitted."""
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
         self.page = make_page([], is_live=True)
@@ -38,7 +38,7 @@ class LivePage:
         self._reading = asyncio.Lock()
 
     async def newest(self) -> dict[str, Any]:
-        """Return the page, read again if needed."""
+        """Read the page again if files changed."""
         async with self._reading:
             began_s = time.monotonic()
             if began_s >= self._next_s:
@@ -55,12 +55,12 @@ class LivePage:
             if seen != self._seen:
                 self.page = make_page(list(map(view_run, runs)), is_live=True)
                 self._seen = seen
-        except (AsyncrlError, OSError):  # a file that is being replaced: keep the last page
+        except (AsyncrlError, OSError):  # a file that is being replaced
             return
 
 
 def make_watch_app(live: LivePage, key: str | None) -> FastAPI:
-    """Serve the page at /, and its data at /page.json?since=MADE_S (204 if it is unchanged)."""
+    """Serve the page at /, and its data at /page.json?since=MADE_S (204 if unchanged)."""
 
     async def show(_: Request) -> Response:
         page = await live.newest()
@@ -79,7 +79,7 @@ def make_watch_app(live: LivePage, key: str | None) -> FastAPI:
 def watch(
     run_dirs: Sequence[Path], host: str, port: int, *, opens: bool, say: Callable[[str], None] = print
 ) -> int:
-    """Serve the page until Ctrl-C or SIGTERM; return 0. Raises ConfigError if the port is not free."""
+    """Serve until Ctrl-C or SIGTERM; return 0. Raises ConfigError if the port is not free."""
     asyncio.run(_serve(run_dirs, host, port, opens, say))
     return 0
 

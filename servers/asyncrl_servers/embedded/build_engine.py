@@ -84,7 +84,7 @@ def check_same_model(runner: Runner, name: str) -> None:
 
 @torch.inference_mode()
 def check_determinism(runner: Runner, name: str) -> None:
-    """End the process unless logits are batch-invariant, also across slots, resumes and prefix copies."""
+    """End the process unless logits are batch-invariant."""
     total, slots = min(40, runner.max_length), runner.slots
     ids = [(5 * i + 1) % runner.loaded.vocab_size for i in range(total)]
     first = total - min(3, total - 1)
@@ -118,7 +118,7 @@ def check_determinism(runner: Runner, name: str) -> None:
 
 
 def _decode(runner: Runner, n: int, token_id: int, length: int) -> Tensor:
-    """Return logits [n, V] of a step in which row n-1 takes `token_id` as token number length-1."""
+    """Return logits [n, V]; row n-1 takes `token_id` as token number length-1."""
     last_ids, lengths = np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
     last_ids[-1], lengths[-1] = token_id, length
     return runner.decode(last_ids, lengths)

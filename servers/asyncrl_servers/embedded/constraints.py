@@ -15,9 +15,9 @@ from asyncrl_servers.embedded.sequence import Sequence
 
 
 class Constraints:
-    """Grammars of an engine, created on demand.
+    """Grammars of an engine.
 
-    Invariant: a matcher consumes each sampled token once: resumed ones in begin(), others in advance().
+    Invariant: a matcher consumes each sampled token once, in begin() or advance().
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -54,7 +54,7 @@ class Constraints:
     def advance(
         self, sequences: list[Sequence], token_ids: npt.NDArray[np.int64], failed: dict[int, Refused]
     ) -> None:
-        """Pass drawn tokens to the matchers, except in `failed` rows; add rows that fail."""
+        """Pass drawn tokens to the matchers; add rows that fail to `failed`."""
         for row, sequence in enumerate(sequences):
             if sequence.matcher is not None and row not in failed:
                 try:

@@ -41,7 +41,7 @@ class Engine:
     """Continuous batching over slots.
 
     Life: start() -> serving -> stop(). A loop exception ends the process through `on_crash`.
-    Waits: the loop sleeps in its inbox; every call wakes it. Callers wait on futures.
+    Waits: the loop sleeps in its inbox; callers wait on futures.
     Invariant: weights and version change together, in _finish_commit, between decode steps.
     """
 

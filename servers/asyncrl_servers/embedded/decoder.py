@@ -1,4 +1,4 @@
-"""Spec, model, forward pass and device transfers of an embedded engine server."""
+"""Spec, model, forward pass and device transfers of an embedded engine."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class LoadedModel:
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
         linear = [one for one in self.model.modules() if isinstance(one, nn.Linear)]
         self.spare_rows = int(any(one.out_features % 2 for one in linear))
-        """Padding rows of an exact call. Elementwise kernels compute the remainder after whole vector pairs
-        (32 floats) differently (measured for silu and gelu); odd widths have one.
+        """Padding rows of an exact call: elementwise kernels compute the remainder after whole vector
+        pairs (32 floats) differently (measured for silu and gelu); odd widths have one.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -143,7 +143,7 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _probe(self, spec: EmbeddedSpec) -> tuple[Tensor, CacheShape]:
-        """Return the model's own logits for probe_ids, then switch it to our attention."""
+        """Return the model's logits for probe_ids, then install our attention."""
         try:
             ids = torch.tensor([self.probe_ids], device=self.device)
             logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
@@ -190,9 +190,8 @@ class CudaCaptures:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that replays `function` on the same memory. Raises RuntimeError.
-
-        `function` runs once before the capture, which must not record library initialization.
+        """Return a function that replays `function`, which runs once before the capture, to initialize
+        libraries. Raises RuntimeError.
         """
         here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         self._stream.wait_stream(here)
@@ -237,10 +236,7 @@ def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
 
 
 class PlainDecoder:
-    """Forward pass of Llama-like models over their own modules.
-
-    Python in transformers is half of a small model's decode step. check_same_model compares both at start.
-    """
+    """Forward pass of Llama-like models. Python in transformers is half of a small model's decode step."""
 
     def __init__(self, model: Any, max_length: int) -> None:
         self._model, self._layers = model, [_layer(layer) for layer in model.model.layers]

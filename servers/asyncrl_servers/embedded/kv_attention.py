@@ -1,10 +1,8 @@
 """Attention over the slot cache, called from inside any Hugging Face model.
 
-A call has one row per token. Only attention needs a row's slot, from the call's `Pass`.
-
-On CPU, float32 rows are batch-invariant and decoding equals prefilling bit for bit. MKL changes the
-summation order of products below 4 rows and splits sums above 192, so both are avoided; masked probabilities
-are 0 and cached values finite. build_engine.check_determinism checks this.
+A call has one row per token. On CPU, float32 rows are batch-invariant and decoding equals prefilling bit
+for bit. MKL changes the summation order of products below 4 rows and splits sums above 192, so both are
+avoided; masked probabilities are 0 and cached values finite.
 """
 
 from __future__ import annotations
@@ -117,11 +115,10 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive rows of a call: `tokens` queries per slot in [start, end) over `length` positions.
+    """Rows of a call: `tokens` queries per slot in [start, end) over `length` positions.
 
     `invalid`, bool [end - start, 1, 1, tokens, length], is the causal mask. If slots have fewer queries,
-    `gather`, int64 [(end - start) * tokens], fills the gaps with arbitrary rows and `kept` indexes the real
-    rows.
+    `gather`, int64 [(end - start) * tokens], fills the gaps and `kept` indexes the real rows.
     """
 
     start: int
@@ -134,7 +131,7 @@ class Stretch:
 
 
 def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
-    """Return stretches (start, end, length) covering rows [n] with at least their padded lengths.
+    """Return stretches (start, end, length) covering rows [n].
 
     Neighboring chunks are joined unless this wastes more positions than a stretch is `worth`.
     """
@@ -198,9 +195,7 @@ class Pass:
     source: Tensor | None = None
     """int64: each key's row of the call; None: in order."""
     _biases: dict[int, Tensor] = field(default_factory=dict)
-    """Additive masks by stretch, shared by all layers: [slots * kv_heads, rows, length]; [1, rows, length]
-    for one slot.
-    """
+    """Additive masks by stretch: [slots * kv_heads, rows, length]; [1, rows, length] for one slot."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Map queries [R, heads, d], keys and values [R, kv_heads, d] to [R, heads, d]."""

@@ -1,7 +1,4 @@
-"""Weights of an embedded engine, under checkpoint names.
-
-Stacked tensors are copied into views of the stack. Adapters change the initial weights, which are kept.
-"""
+"""Weights of an embedded engine, under checkpoint names."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class Weights(WeightState):
 
     @property
     def digest(self) -> str:
-        """Digest of the serving weights; the initial digest is computed on first use and lost by a sleep."""
+        """The initial digest is computed on first use and lost by a sleep."""
         if not self._digest and self.has_content:
             self._digest = digest_tensors(pieces_of(self._parameters, self._pieces))
         return self._digest
@@ -189,7 +186,7 @@ class Weights(WeightState):
         return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
 
     def _check_parameters(self, tensors: Mapping[str, Tensor], place: str, *, is_part: bool = False) -> None:
-        """Raise Refused (409) unless the tensors are the model's parameters; `is_part`: some of them."""
+        """Raise Refused (409) for wrong tensors; `is_part`: some suffice."""
         found, kinds = _kinds(tensors), self._stored_kinds
         missing = set() if is_part else kinds.keys() - found.keys()
         wrong = sorted(missing | {name for name, kind in found.items() if kinds.get(name) != kind})
@@ -208,9 +205,7 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
 
 
 def _packed(files: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], Arrived]:
-    """Copy tensors into one zero-padded block, each at the start of a digest block, so that one hash covers
-    all.
-    """
+    """Copy tensors into one zero-padded block at digest-block starts, so that one hash covers all."""
     sizes = [-(-one.nbytes // BLOCK_BYTES) * BLOCK_BYTES for one in files.values()]
     memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     tensors = {}

@@ -38,7 +38,7 @@ QUERY_CHUNK = 256
 EXACT_ROWS = 16
 """A row of a float32 product keeps its bits from this row multiple on."""
 GRAPH_STEP = 64
-"""Length step of short layouts; long ones use an eighth to a quarter of the length."""
+"""Length step of short layouts; long ones use an eighth to a quarter."""
 MIN_STEPS = 4
 """Steps before a layout is captured, which costs as much as several steps."""
 MOST_GRAPHS = 64
@@ -69,7 +69,7 @@ class Runner:
 
     def take_graphs(self, most_rows: int, new_captures: Callable[[], Captures]) -> None:
         """Use CUDA graphs for decode steps of up to `most_rows` rows. Unsuitable for exact mode and for
-        transformers' forward, which may read values on the host.
+        transformers' forward.
         """
         if self._plain is not None and not self.is_exact:
             self.graphs = DecodeGraphs(self, self._plain, most_rows, new_captures)
@@ -93,7 +93,7 @@ class Runner:
     ) -> Tensor:
         """Decode and prefill in one call, up to PREFILL_ROWS tokens; return [n + jobs, V].
 
-        Shared tokens are written to both slots. A sharing job follows its source and counts shared tokens as
+        Shared tokens are written to both slots. A sharing job follows its source and counts them as
         present.
         """
         if self.graphs is not None and not jobs and len(last_ids) and not self.graphs.given_up:
@@ -106,7 +106,7 @@ class Runner:
     def _step_call(
         self, last_ids: Ints, lengths: Ints, parts: Sequence[Part], shares: Sequence[Share]
     ) -> Tensor:
-        """Return logits [n + K, V] of n slots and the K sequences that end in `parts`."""
+        """Return logits [n + K, V] of n slots and K ending sequences."""
         device, num_decoded = self.loaded.device, len(last_ids)
         worth = self.loaded.shape.stretch_worth(device)
         cuts = cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, worth)
@@ -221,8 +221,8 @@ class Captures(Protocol):
 class DecodeGraphs:
     """Decode steps as CUDA graphs.
 
-    Inputs and outputs go through `_inputs` and `_logits`; moved weights or caches drop all graphs. Rows and
-    lengths are padded so that layouts recur. A layout is captured after MIN_STEPS steps.
+    Moved weights or caches drop all graphs. Rows and lengths are padded so that layouts recur. A layout
+    is captured after MIN_STEPS steps.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class DecodeGraphs:
         self._new_captures, self._captures = new_captures, cast("Captures | None", None)
         self._parameters = [*runner.loaded.model.parameters()]
         self._inputs = torch.zeros(3, most_rows, dtype=torch.int64, device=runner.loaded.device)
-        """Per row: token id, position, and the slot or row whose key is written."""
+        """Per row: token id, position, and the source of its key."""
         self._logits: Tensor | None = None
         self._addresses: list[int] = []
         self._num_steps = Counter[Layout]()

@@ -47,8 +47,7 @@ class Prefill(NamedTuple):
 class Scheduler:
     """Sequences of an engine, and their results until hand_over.
 
-    Invariant: every token carries the version of the weights that computed it. Interrupted sequences keep
-        their slot.
+    Invariant: every token carries the version of the weights that computed it.
     """
 
     def __init__(self, spec: EmbeddedSpec, runner: Runner, weights: Weights) -> None:

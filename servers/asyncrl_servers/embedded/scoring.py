@@ -29,7 +29,7 @@ class ScoredText(NamedTuple):
 
 
 class Scorer(Runner):
-    """Reads up to score_slots texts at once over a separate KV cache, in the engine's loop."""
+    """Reads up to score_slots texts at once, in the engine's loop."""
 
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec, *, is_exact: bool) -> None:
         super().__init__(loaded, spec.score_slots, spec.max_length, is_exact=is_exact)

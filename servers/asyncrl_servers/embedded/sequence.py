@@ -26,7 +26,7 @@ class Sequence(Run):
     """A request in the engine.
 
     Life: queued -> running in a slot -> finished or aborted; an interrupted one keeps its slot.
-    Invariant: `token_ids` int64 [T] holds all tokens while it does not run, Rows while it runs.
+    Invariant: `token_ids` int64 [T] holds all tokens unless it runs.
     """
 
     def __init__(
@@ -55,9 +55,8 @@ class Sequence(Run):
 
 
 class Rows:
-    """Running sequences: row i is slot i of the KV cache.
-
-    The last `num_kept` rows keep finished sequences for their next turns (LRU).
+    """Running sequences: row i is slot i of the KV cache. The last `num_kept` rows are kept for next
+    turns (LRU).
     """
 
     def __init__(self, slots: int, num_kept: int, max_length: int) -> None:
@@ -192,10 +191,7 @@ class Rows:
 
 
 def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
-    """Return ordered moves (source, target) that close the gap at `row`.
-
-    Each chunk gets the longest row of later chunks, which keeps similar lengths together.
-    """
+    """Return moves (source, target) that close the gap at `row`; similar lengths stay together."""
     moves, gap, last = [], row, len(lengths) - 1
     starts = np.arange((row // CHUNK + 1) * CHUNK, last + 1, CHUNK)
     longest = np.maximum.reduceat(-(-lengths // LENGTH_STEP), starts).tolist() if len(starts) else []
@@ -222,8 +218,7 @@ def sample(
 ) -> Drawn:
     """Draw a token per row: ids int64 [N], logprobs float32 [N] in nats, `top` likeliest tokens.
 
-    Inverts the cumulative distribution in token-id order, in float64. Temperature 0 is greedy, with the
-    logprob at temperature 1.
+    Inverts the cumulative distribution in token-id order, in float64. Temperature 0 is greedy.
     """
     device = logits_NV.device
     logits_NV = logits_NV.float()

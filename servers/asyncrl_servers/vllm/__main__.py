@@ -1,7 +1,6 @@
 """`python -m asyncrl_servers.vllm --spec FILE --fd N`: one vLLM server.
 
-vLLM's engine and workers outlive a killed API server, so a forked process ends the process group after the
-leader exits.
+vLLM's workers outlive a killed API server, so a forked process ends the group after the leader.
 """
 
 from __future__ import annotations
@@ -89,9 +88,7 @@ def start_reaper(scratch: Path) -> None:
 
 
 def end_group(leader: int, grace_s: float = GRACE_S) -> None:
-    """SIGTERM, then SIGKILL after `grace_s`. The resource tracker comes last, after it removed their shared
-    memory.
-    """
+    """SIGTERM, then SIGKILL after `grace_s`; the resource tracker comes last, after its cleanup."""
     for number, with_tracker in ((signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)):
         members = _members(leader, with_tracker=with_tracker)
         if with_tracker:
@@ -103,7 +100,7 @@ def end_group(leader: int, grace_s: float = GRACE_S) -> None:
 
 
 def _members(leader: int, *, with_tracker: bool) -> list[psutil.Process]:
-    """Return live processes of the group, without leader, caller and (by default) resource tracker."""
+    """Return live processes without leader, caller and (by default) resource tracker."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):

@@ -52,7 +52,7 @@ MIN_BYTES = 2**26
 
 
 def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int:
-    """Return the KV cache bytes for full slots plus one block; MIN_BYTES if the config lacks a value."""
+    """Return the bytes for full slots plus one block; MIN_BYTES if the config lacks a value."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
@@ -217,10 +217,8 @@ def set_environment(spec: VllmSpec, scratch: Path) -> None:
 
 
 def can_fork(spec: VllmSpec) -> bool:
-    """Return true if engine and workers can be forked: on CPU with one unbound thread. Call it after
+    """Return true on CPU with one unbound thread: OpenMP threads do not survive a fork. Call it after
     set_environment.
-
-    OpenMP threads do not survive a fork.
     """
     is_bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
     is_bound |= not spec.args.keys().isdisjoint({"numa-bind", "numa_bind"})

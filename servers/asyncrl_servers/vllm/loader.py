@@ -21,8 +21,9 @@ class Loader:
     """Weights of one worker.
 
     Life: idle -> staging (hashed in a thread) -> staged -> load -> idle; or idle -> open (chunks) ->
-        finished -> idle. A failed load leaves the model `broken` until a full load.
-    Invariant: a load succeeds only if every parameter received all its elements.
+        finished -> idle.
+    Invariant: a load succeeds only if every parameter received all its elements; else the model is
+        `broken` until a full load.
     """
 
     reload_class = Reload

@@ -25,9 +25,8 @@ def patch_worker() -> None:
 def patch_waits() -> None:
     """Sleep 20 us between polls of the shared memory between engine and workers.
 
-    vLLM spins there with sched_yield, on two cores. On Linux 6.18 with two cores other processes starved for
-    up to 9 s; with this patch 5 ms, at the same tokens per second. vLLM's wait over zmq loses notices in
-    quick succession.
+    vLLM spins there with sched_yield, on two cores. On Linux 6.18 with two cores other processes starved
+    for up to 9 s; with this patch 5 ms, at the same tokens per second.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
@@ -38,8 +37,8 @@ def patch_waits() -> None:
 def patch_compiled() -> None:
     """Count ranks and draw tokens without torch.compile.
 
-    vLLM compiles both even with --enforce-eager: the first request with logprobs takes 9 s on CPU and
-    crashes without a C++ compiler.
+    vLLM compiles both even with --enforce-eager, which takes 9 s on CPU and crashes without a C++
+    compiler.
     """
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import topk_topp_sampler
@@ -53,8 +52,8 @@ def patch_compiled() -> None:
 def patch_seeds() -> None:
     """Undo a discarded draw by restoring the generator's state.
 
-    vLLM 0.32 calls Generator.set_offset after a partial prefill; CPU generators lack it and the engine dies.
-    Remove it once vLLM's CPU runner works without it.
+    vLLM 0.32 calls Generator.set_offset after a partial prefill, which CPU generators lack. Remove it
+    once vLLM's CPU runner works without it.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 
@@ -144,7 +143,7 @@ def patch_routing() -> None:
 def patch_spawn(listener: socket.socket) -> None:
     """Fork the engine and workers from the API process.
 
-    vLLM's CPU build spawns them; imports then take 11 of a start's 21 s of CPU time. See arguments.can_fork.
+    vLLM's CPU build spawns them; imports take 11 of a start's 21 s of CPU time. See arguments.can_fork.
     """
     import vllm.v1.worker.cpu_worker  # noqa: F401  (for forked processes)
     from vllm.v1.engine import utils

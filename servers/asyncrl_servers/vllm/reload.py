@@ -1,7 +1,5 @@
-"""Load weights into a vLLM model by layerwise reload.
-
-Plain `model.load_weights` fails after layers packed their weights. The layerwise reload restores a layer,
-buffers its tensors, and packs it when complete.
+"""Load weights into a vLLM model by layerwise reload: it restores a layer, buffers its tensors, and packs
+it when complete. Plain `model.load_weights` fails after packing.
 """
 
 from __future__ import annotations
@@ -20,10 +18,7 @@ from vllm.platforms import current_platform
 
 
 class Reload:
-    """Replaces the weights of one model.
-
-    Life: made -> begin() -> add(), repeatedly -> finish(). The model cannot compute in between.
-    """
+    """Life: made -> begin() -> add(), repeatedly -> finish(). The model cannot compute in between."""
 
     def __init__(self, worker: Any, model: nn.Module) -> None:
         self._worker, self._model = worker, model

@@ -1,7 +1,7 @@
 """Mixin for vLLM's workers (--worker-extension-cls): methods for POST /collective_rpc.
 
 Importing it patches vLLM on CPU. Methods take one JSON text and return `ok` or `error` (plus rule and
-way_out). They never raise, which would end the engine.
+way_out). Raising would end the engine.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ if current_platform.is_cpu():
 
 
 class WeightLoader:
-    """Mixin for vLLM's worker class; the loader is its only state."""
-
     asyncrl_loader_class = Loader
 
     @cached_property
@@ -77,8 +75,8 @@ def _answer(method: Callable[..., dict[str, Any] | None], request: str) -> dict[
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     """Backend for vLLM's native weight transfer (weight_sync.transport=nccl).
 
-    It checks digest and completeness, unlike vLLM's nccl and ipc backends, which also need CUDA. After a
-    failure the route answers 500.
+    It checks digest and completeness, unlike vLLM's backends, which also need CUDA. After a failure the
+    route answers 500.
     """
 
     init_info_cls = GroupMember
