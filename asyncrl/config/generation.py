@@ -126,7 +126,7 @@ class RolloutConfig(FrozenConfig):
     slots: int = Field(default=64, ge=1)
     """Sequences that one engine decodes at once."""
     max_tokens: int = Field(default=256, ge=1)
-    """Maximum sampled tokens of a rollout."""
+    """Maximum sampled tokens of a completion: of a single-turn rollout, or of one call of an agent."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Maximum prompt tokens. A longer prompt fails, and is never cut."""
     temperature: float = Field(default=1.0, gt=0)

@@ -30,6 +30,7 @@ from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.job.supervisors import EngineSupervisor, find_teacher
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
+from asyncrl.journal.schema import FILE_NAME
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.lease import ROUTINE
 from asyncrl.launch.plan import EVAL_ENGINE
@@ -191,7 +192,7 @@ async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
-    path = life.run_dir / "journal.sqlite"
+    path = life.run_dir / FILE_NAME
     journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(life.run_dir))
     life.closes("journal", journal.aclose)
     staging_dir = new_staging_dir(disk_dir)

@@ -28,6 +28,7 @@ from asyncrl.base.staging import clear_own_staging
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.journal.read import reading
+from asyncrl.journal.schema import FILE_NAME
 from asyncrl.launch.nodes import Launcher
 from asyncrl.launch.server import Server, first_death
 from asyncrl.observe.console import outliving
@@ -312,7 +313,7 @@ def has_begun(run_dir: Path) -> bool:
     """Return whether a group was admitted or a checkpoint made."""
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
-    journal = run_dir / "journal.sqlite"
+    journal = run_dir / FILE_NAME
     if not journal.exists():
         return (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0
     with reading(journal) as connection:

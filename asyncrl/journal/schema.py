@@ -11,6 +11,8 @@ from pathlib import Path
 from asyncrl.base.errors import JournalError
 from asyncrl.base.files import sync
 
+FILE_NAME = "journal.sqlite"
+"""File in the run directory. Every reader and writer of the journal takes its name from here."""
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 SCHEMA_VERSION = 5
 BUSY_S = 10.0

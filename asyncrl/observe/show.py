@@ -23,13 +23,13 @@ from rich.text import Text
 
 from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.journal.read import batch_story, group_story, reading, run_story
+from asyncrl.journal.schema import FILE_NAME
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import Trajectory, VersionSpan
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.console import reward_text, shares_text, staleness_text, tasks_text
 from asyncrl.observe.run_dir import (
     CONFIG_FILE,
-    JOURNAL_FILE,
     QUIET_S,
     STATUS_FILE,
     age_of,
@@ -251,7 +251,7 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
     record = TrainedRecord(files.run_dir, problems, files.config.buffer.max_staleness)
     stories: dict[str, Any] = {}
     try:
-        if (path := files.run_dir / JOURNAL_FILE).is_file():
+        if (path := files.run_dir / FILE_NAME).is_file():
             with reading(path) as connection:
                 stories = _stories(connection, files, step, group)
     except JournalError as error:

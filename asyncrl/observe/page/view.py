@@ -16,8 +16,9 @@ import numpy as np
 from asyncrl.base.errors import JournalError
 from asyncrl.config.load import sections
 from asyncrl.journal.read import reading
+from asyncrl.journal.schema import FILE_NAME
 from asyncrl.observe.metrics import gauge_of
-from asyncrl.observe.run_dir import JOURNAL_FILE, SUMMARY_FILE, TIMELINE_FILE, read_object
+from asyncrl.observe.run_dir import SUMMARY_FILE, TIMELINE_FILE, read_object
 from asyncrl.observe.run_numbers import Steps, duration, recent, seconds_left
 from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout, read_samples
@@ -194,11 +195,11 @@ Events = list[tuple[float, str, dict[str, Any]]]
 
 def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[dict[str, Any]]]:
     """Newest events, oldest first, and failed rollouts by cause."""
-    if not (folder / JOURNAL_FILE).is_file():
-        problems.append(f"there is no {JOURNAL_FILE}: failures and restarts are unknown")
+    if not (folder / FILE_NAME).is_file():
+        problems.append(f"there is no {FILE_NAME}: failures and restarts are unknown")
         return [], []
     try:
-        with reading(folder / JOURNAL_FILE) as connection:
+        with reading(folder / FILE_NAME) as connection:
             query = "SELECT s, what, detail FROM events ORDER BY id DESC LIMIT ?"
             rows = connection.execute(query, (MAX_EVENTS,)).fetchall()
             events = [(float(at_s), str(what), json.loads(detail)) for at_s, what, detail in reversed(rows)]
