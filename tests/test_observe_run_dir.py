@@ -172,7 +172,7 @@ def test_inspect_recomputes_the_staleness_from_the_spans(tmp_path: Path) -> None
     last = plain["steps"][-1]
     assert (last["version"], last["group_ids"], last["tokens_by_version"]) == (2, [4, 5], {"0": 1, "2": 7})
     assert (last["staleness_mean"], last["staleness_max"], last["reward_mean"]) == (1.0, 2, 0.5)
-    assert "bound_kept True" in words(render_inspect(tmp_path))
+    assert "bound kept True" in words(render_inspect(tmp_path))
 
 
 def test_every_broken_promise_of_a_record_is_found(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_invalid_data_is_skipped_and_reported(tmp_path: Path, name: str, text: s
     problems = [*status_of(tmp_path)["problems"], *inspected(tmp_path)["problems"]]
     assert any(problem in line for line in problems) or not problem
     assert str(tmp_path) in "".join(render_status(tmp_path, is_verbose=True).replace("│", "").split())
-    assert "num_steps 3" in words(render_inspect(tmp_path))
+    assert "steps 3" in words(render_inspect(tmp_path))
 
 
 # ---- the journal
@@ -357,11 +357,11 @@ def test_a_rollout_shows_all_branches_and_rewards_of_parts(run_dir: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, ["engine_restarted", "name engine-0", "bound_kept True"]),
+        ({}, ["engine_restarted", "name engine-0", "bound kept True"]),
         ({"group": 4}, ["state failed", "reason too few usable rollouts", "timed out"]),
-        ({"group": 5}, ["state requeued", "reason dropped", "same_prompt 6"]),
+        ({"group": 5}, ["state requeued", "reason dropped", "same prompt 6"]),
         ({"group": 8}, ["[v0, 2..11]", "start 7, end 12, reward 1.700, unit 3"]),
-        ({"step": 1}, ["tokens_by_version", "0 40", "retried"]),
+        ({"step": 1}, ["tokens by version", "0 40", "retried"]),
     ],
 )
 def test_inspect_shows_people_the_same(run_dir: Path, options: dict[str, Any], said: list[str]) -> None:

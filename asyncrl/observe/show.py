@@ -369,12 +369,12 @@ def _pieces(
 
 def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     """Draw values and mappings as grids, and each list as a table of its last rows."""
-    simple = [(str(name), value) for name, value in summary.items() if not _is_table(value)]
+    simple = [(_title(name), value) for name, value in summary.items() if not _is_table(value)]
     yield numbers.grid((name, Text(harmless(numbers.plain(value)))) for name, value in simple)
     for name, value in summary.items():
         if not _is_table(value):
             continue
-        yield Text(f"\n{name}", style="bold cyan")
+        yield Text(f"\n{_title(name)}", style="bold cyan")
         if isinstance(value, Mapping):
             yield from _tables(value)
         elif name == "rollouts":
@@ -397,6 +397,10 @@ def _rollout_text(rollouts: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
             yield from (Text(f"  {numbers.plain(credit)}") for credit in branch.get("credits", ()))
 
 
+def _title(name: object) -> str:
+    return str(name).removeprefix("num_").replace("_", " ")
+
+
 def _is_table(value: Any) -> bool:
     return bool(value) and (
         isinstance(value, Mapping) or (isinstance(value, list) and isinstance(value[0], Mapping))
@@ -408,8 +412,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in names:
         is_text = any(not isinstance(row.get(name, 0), int | float | None) for row in rows)
-        title = name.removeprefix("num_").replace("_", " ")
-        table.add_column(title, justify="left" if is_text else "right", overflow="fold")
+        table.add_column(_title(name), justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(harmless(numbers.plain(row.get(name)))) for name in names))
     return table
