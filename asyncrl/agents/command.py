@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
 from asyncrl.agents.sandbox import HOME, Forwarder, find_sandbox, is_file
 from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.base.waits import uncut
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
 
@@ -116,17 +117,22 @@ class CommandHarness:
             command = self.sandbox.around(command, folder, fds[0])
             environment = self._environment(session, folder) | {"HOME": HOME, "TMPDIR": "/tmp"}
         try:
-            transport, process = await asyncio.get_running_loop().subprocess_exec(
-                _Process,
-                *command,
-                cwd=folder / "work",
-                env=environment,
-                start_new_session=True,
-                pass_fds=fds,
+            # cancelled halfway, asyncio kills the child alone and waits for the pipes of its children
+            (transport, process), cancelled = await uncut(
+                asyncio.get_running_loop().subprocess_exec(
+                    _Process,
+                    *command,
+                    cwd=folder / "work",
+                    env=environment,
+                    start_new_session=True,
+                    pass_fds=fds,
+                )
             )
         except OSError as error:
             raise RolloutFailure(f"command {self.command[0]} cannot be started: {error}") from error
         try:
+            if cancelled is not None:
+                raise cancelled
             feed = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
             feed.write(_standard_input(task, session))
             feed.close()
