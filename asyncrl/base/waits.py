@@ -34,7 +34,10 @@ async def within(
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
-    """Run `work` to its end despite cancellations; return its result and the last cancellation."""
+    """Run `work` to its end despite cancellations; return its result and the last cancellation.
+
+    If `work` fails after a cancellation, raise the cancellation.
+    """
     doing = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not doing.done():
@@ -42,6 +45,8 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
             await asyncio.wait({doing})
         except asyncio.CancelledError as error:
             cancelled = error
+    if cancelled is not None and doing.exception() is not None:
+        raise cancelled from doing.exception()
     return doing.result(), cancelled
 
 

@@ -115,12 +115,18 @@ class ForkServer:
 
         The first three `files` become standard streams; the others keep their numbers.
         """
-        try:
+
+        async def started_once() -> tuple[int, int]:
             self._ensure_running()
-            started, cancelled = await uncut(asyncio.to_thread(self.start, module, arguments, env, files))
-        except EOFError:  # the server died before it forked
-            self._ensure_running()
-            started, cancelled = await uncut(asyncio.to_thread(self.start, module, arguments, env, files))
+            return await asyncio.to_thread(self.start, module, arguments, env, files)
+
+        async def started_or_again() -> tuple[int, int]:
+            try:
+                return await started_once()
+            except EOFError:  # the server died before it forked
+                return await started_once()
+
+        started, cancelled = await uncut(started_or_again())
         process = ForkedProcess(*started)
         if cancelled is not None:
             process.kill()
