@@ -26,7 +26,7 @@ import asyncrl
 from asyncrl.agents.endpoint.listener import AppServer
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import RunLock
-from asyncrl.base.spans import TimedSpan
+from asyncrl.base.waits import TimedSpan
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal import schema
 from asyncrl.observe import timeline

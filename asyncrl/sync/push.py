@@ -10,8 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from asyncrl.base.errors import EngineLost, NodeLost, PublishError, RoomError, WeightsLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
-from asyncrl.base.spans import SHORTEST_S, note_span
-from asyncrl.base.waits import waiting, within
+from asyncrl.base.waits import SHORTEST_S, note_span, waiting, within
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import CommitResponse, FileRequest, Interrupt
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse, TrainerHealth
