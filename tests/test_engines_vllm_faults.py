@@ -29,7 +29,7 @@ from fake_vllm import (
 
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RequestRefused
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_routes import GENERATE
+from asyncrl.engines.vllm_process import GENERATE
 from asyncrl.engines.vllm_sampling import joint_watch
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import GenerateResponse, Interrupt

@@ -18,8 +18,18 @@ from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import CallLost, CallRefused
 from asyncrl.engines.engine import refused
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.engines.vllm_process import GRAMMARS, Segment, VllmProcess, VllmRequirements
-from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, TopLogprob, vllm_request
+from asyncrl.engines.vllm_process import (
+    GENERATE,
+    GRAMMARS,
+    Finish,
+    Generated,
+    LabelSpan,
+    Segment,
+    TopLogprob,
+    VllmProcess,
+    VllmRequirements,
+    vllm_request,
+)
 from asyncrl.messages.codec import request_fault
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 from asyncrl.messages.records import TopLogprobs, VersionSpan
