@@ -11,9 +11,8 @@ from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.config.learning import TEACHER_SLOTS
 from asyncrl.config.weight_sync import fetches_files
 from asyncrl.engines.broadcast import BroadcastGroup
-from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.engine import EngineClient, Teacher
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.teacher import Teacher
 from asyncrl.job.checkpointer import recover_trainer
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import Servers

@@ -12,9 +12,8 @@ import xxhash
 
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.config import RunConfig
-from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.engine import EngineClient, Teacher
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.teacher import Teacher
 from asyncrl.job.colocate import WeightScheduler
 from asyncrl.job.servers import TEACHER_KEY
 from asyncrl.launch.server import Server

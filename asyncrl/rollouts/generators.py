@@ -10,8 +10,8 @@ import numpy as np
 
 from asyncrl.base.errors import PromptUnusable, RolloutFailure
 from asyncrl.config import OnOverflow
+from asyncrl.engines.engine import Teacher
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.teacher import Teacher
 from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.messages.records import (
     Completion,
