@@ -131,7 +131,7 @@ def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
 
 async def leave_something_of_everything(life: Life) -> None:
     """Take four batches, train three. Then g8 is ready, g9 half done, g10 returned, g11 and g12 failed."""
-    life.journal.order_nowait(life.feed.order)
+    life.journal.note_nowait("order", life.feed.order)
     await life.run_steps(3)
     life.finish(life.admit(), life.admit())
     eight, nine = life.admit(), life.admit()

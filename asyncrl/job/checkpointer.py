@@ -28,7 +28,7 @@ async def recover_trainer(
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
         start = 0 if whole is None else whole.version
         state = await journal.read_resume(start)
-        journal.restored_nowait(start)
+        journal.event_nowait("restored", {"version": start})
         stop = min(max(version, start), num_batches)
         folder = None if whole is None else whole.trainer_dir
         await client.catch_up(folder, load_batches(state, start, stop), lambda _batch, _report: None)

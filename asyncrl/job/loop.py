@@ -220,7 +220,7 @@ class Job:
         point = self.point
         if point is None:
             run.write_pins()
-            run.journal.order_nowait(run.feed.order)
+            run.journal.note_nowait("order", run.feed.order)
             return ()
         state = await run.journal.read_resume(point.version)
         self.log.activity(f"training again on {state.next_version - point.version} journaled batches")
