@@ -39,7 +39,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.step_report import GAP_WARNING
 
 if TYPE_CHECKING:
-    from asyncrl.observe.openmetrics import StatusServer
+    from asyncrl.observe.web import StatusServer
 
 logger = logging.getLogger("asyncrl.job.report")
 
@@ -108,7 +108,7 @@ class Reporter:
         observe = self.config.observe
         if observe.status_port is None:
             return None
-        from asyncrl.observe.openmetrics import StatusServer
+        from asyncrl.observe.web import StatusServer
 
         server = StatusServer(self.run_dir, observe, self._numbers)
         self._status_url = server.url
