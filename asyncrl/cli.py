@@ -155,7 +155,7 @@ def check(
     """Validate a config without loading weights, and print processes, devices, threads and memory by node."""
     from asyncrl.job.check import check_lines
     from asyncrl.launch.launchers import opened
-    from asyncrl.launch.nodes import described_nodes
+    from asyncrl.launch.machine import described_nodes
 
     nodes = described_nodes(devices, cores, memory)
     settings = load_config(config, overrides or [])

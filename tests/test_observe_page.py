@@ -17,7 +17,7 @@ from job_runs import read_lines
 import asyncrl
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import RunLock
-from asyncrl.base.spans import TimedSpan
+from asyncrl.base.waits import TimedSpan
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal import schema
 from asyncrl.observe import timeline

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.base.errors import RoomError, WeightsLost
-from asyncrl.base.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
+from asyncrl.base.files import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import RunConfig
 from asyncrl.config.generation import EVAL_SEED

@@ -7,8 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from asyncrl.base.errors import CheckpointError, TrainerLost
-from asyncrl.base.spans import note_span
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import note_span, waiting
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Pending, set_aside

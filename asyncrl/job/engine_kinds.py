@@ -18,8 +18,7 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.device_selection import NO_DEVICE
-from asyncrl.launch.devices import Placement
+from asyncrl.launch.devices import NO_DEVICE, Placement
 from asyncrl.launch.engine_python import find_python, find_version
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.plan import EVAL_ENGINE, engine_threads

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.files import LOST, write_whole
-from asyncrl.base.spans import listen_to_spans, note_span
+from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.build import Components
 from asyncrl.job.lifecycle import RunLog, run_again, run_id, system_error

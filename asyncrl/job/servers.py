@@ -9,19 +9,19 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from asyncrl.base.files import LOCK
 from asyncrl.base.http import Caller
-from asyncrl.base.staging import LOCK
 from asyncrl.config import RunConfig
 from asyncrl.config.learning import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.job.engine_kinds import EnginePlace, engine_kind
-from asyncrl.launch.device_selection import NodeDevice
-from asyncrl.launch.devices import Placement, chunk_devices
+from asyncrl.launch.devices import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.nodes import Launcher, NodeRequirements
+from asyncrl.launch.launchers import Launcher, NodeRequirements
+from asyncrl.launch.machine import LOOPBACK
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
-from asyncrl.launch.processes import LOOPBACK, ForeignProcess, Process, ProcessSpec
+from asyncrl.launch.processes import ForeignProcess, Process, ProcessSpec
 from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth

@@ -10,8 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
-from asyncrl.base.spans import note_span
-from asyncrl.base.waits import waiting, within
+from asyncrl.base.waits import note_span, waiting, within
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import Interrupt, TransferStats
 from asyncrl.messages.trainer_api import ExportResponse

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from asyncrl.base.errors import EngineLost, PublishError, RoomError, WeightsLost
-from asyncrl.base.spans import SHORTEST_S, note_span
-from asyncrl.base.waits import waiting, within
+from asyncrl.base.waits import SHORTEST_S, note_span, waiting, within
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import CommitResponse, Interrupt
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
