@@ -321,7 +321,7 @@ def _make_scheduler(
 
     async def fetched(manifest: ExportResponse) -> ExportResponse:
         has_own_node = files is not None and fleet.eval_server is not None
-        return await files.for_evaluation(EVAL_ENGINE, manifest) if files and has_own_node else manifest
+        return await files.locate(EVAL_ENGINE, manifest, "evaluation") if files and has_own_node else manifest
 
     async def published(manifest: ExportResponse) -> None:
         journal.published_nowait(manifest.version, manifest.digest)

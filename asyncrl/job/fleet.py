@@ -26,7 +26,7 @@ from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.server import Server, cancel_all, start_all
 from asyncrl.launch.supervise import Restarts, Supervision, Supervisor
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.node_files import NodeFiles
+from asyncrl.sync.push import NodeFiles
 from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 TEACHER_TIMEOUT_S = 120.0
