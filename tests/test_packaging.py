@@ -30,7 +30,7 @@ from asyncrl.config.harnesses import HARNESSES
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-OWNERS = ("job/lifecycle.py", "job/scale.py", "agents/worker.py", "observe/page/watch.py")
+OWNERS = ("job/lifecycle.py", "job/engine_supervisor.py", "agents/worker.py", "observe/page/watch.py")
 WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.values())]
 AGENT = """
 import json

@@ -22,9 +22,9 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.config.generation import ENGINES
 from asyncrl.config.run_config import key_of
 from asyncrl.job.build import Components
-from asyncrl.job.checkpointer import load_batches
 from asyncrl.job.lifecycle import has_begun, run_again
 from asyncrl.job.report import Reporter
+from asyncrl.job.trainer_recovery import load_batches
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.journal.schema import FILE_NAME
