@@ -19,8 +19,7 @@ from trainer_cases import MakeStep, changed, make_batch, naive
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError, RequestRefused
-from asyncrl.base.http import Caller
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Caller, Refused
 from asyncrl.config import RunConfig, ScratchConfig
 from asyncrl.engines.teacher import Teacher
 from asyncrl.job.check import check_teacher

@@ -141,7 +141,7 @@ def test_restart_counts_until_its_window_has_passed(monkeypatch: pytest.MonkeyPa
             house.fakes[1].die()
             await asyncio.sleep(45.0)
 
-    monkeypatch.setattr("asyncrl.launch.restarts.RESTART_WINDOW_S", 100.0)
+    monkeypatch.setattr("asyncrl.launch.supervise.RESTART_WINDOW_S", 100.0)
     said = "max_restarts=2 is used up within 100 s of work"
     assert said in str(fails(story, max_restarts=2))
 

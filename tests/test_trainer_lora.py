@@ -16,7 +16,7 @@ from trainer_cases import MakeStep, make_batch, naive_logprobs
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import LoraConfig, TrainerConfig
 from asyncrl.trainer.model.lora import ADAPTER, Adapters, MergedLinear, find_targets, merge
 from asyncrl.trainer.step import TrainStep

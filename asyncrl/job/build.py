@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.errors import RoomError, WeightsLost
-from asyncrl.base.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
+from asyncrl.base.files import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import RunConfig
 from asyncrl.config.generation import EVAL_SEED
@@ -310,7 +310,7 @@ def _make_scheduler(
 
     async def fetched(manifest: ExportResponse) -> ExportResponse:
         has_own_node = files is not None and fleet.eval_server is not None
-        return await files.for_evaluation(EVAL_ENGINE, manifest) if files and has_own_node else manifest
+        return await files.locate(EVAL_ENGINE, manifest, "evaluation") if files and has_own_node else manifest
 
     async def published(manifest: ExportResponse) -> None:
         journal.published_nowait(manifest.version, manifest.digest)

@@ -25,18 +25,17 @@ from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError, TaskError, install_extra, may_lack_train
+from asyncrl.base.http import fail
 from asyncrl.base.message import find_fatal
-from asyncrl.base.serving import fail
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import TEACHER_KEY
-from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.fork_server import NEVER_INHERITED
-from asyncrl.launch.nodes import Node, single_node
-from asyncrl.launch.plan import plan_text
+from asyncrl.launch.machine import Node, single_node
+from asyncrl.launch.plan import plan_run, plan_text, refuse_over_capacity, resolve_auto
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary

@@ -21,11 +21,10 @@ from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
-from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.server import Server, cancel_all, start_all
-from asyncrl.launch.supervise import Supervision, Supervisor
+from asyncrl.launch.supervise import Restarts, Supervision, Supervisor
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.node_files import NodeFiles
+from asyncrl.sync.push import NodeFiles
 from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 TEACHER_TIMEOUT_S = 120.0

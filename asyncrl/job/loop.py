@@ -17,9 +17,8 @@ from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
-from asyncrl.base.spans import span
 from asyncrl.base.user_code import cancel_remaining
-from asyncrl.base.waits import computed
+from asyncrl.base.waits import computed, span
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.job.build import Components, build
 from asyncrl.job.engine_supervisor import first_wanted
@@ -38,9 +37,9 @@ from asyncrl.job.lifecycle import (
 from asyncrl.job.report import Reporter, engine_supervisors, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
 from asyncrl.journal.checkpoints import set_aside
-from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.launchers import opened
+from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.files import LOST, write_whole
-from asyncrl.base.spans import listen_to_spans, note_span
+from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.lifecycle import RunLog, run_again, run_id, system_error
@@ -40,7 +40,7 @@ from asyncrl.trainer.step_report import GAP_WARNING
 
 if TYPE_CHECKING:
     from asyncrl.job.build import Components
-    from asyncrl.observe.openmetrics import StatusServer
+    from asyncrl.observe.web import StatusServer
 
 logger = logging.getLogger("asyncrl.job.report")
 
@@ -109,7 +109,7 @@ class Reporter:
         observe = self.config.observe
         if observe.status_port is None:
             return None
-        from asyncrl.observe.openmetrics import StatusServer
+        from asyncrl.observe.web import StatusServer
 
         server = StatusServer(self.run_dir, observe, self._numbers)
         self._status_url = server.url

@@ -17,7 +17,7 @@ import yaml
 
 from asyncrl.base.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.base.files import settle_folder
-from asyncrl.base.spans import span
+from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.generation import ENGINES
 from asyncrl.config.run_config import key_of

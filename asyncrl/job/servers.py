@@ -16,21 +16,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from asyncrl.base.files import LOCK
 from asyncrl.base.http import Caller
-from asyncrl.base.staging import LOCK
 from asyncrl.config import RunConfig
 from asyncrl.config.learning import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.device_selection import NO_DEVICE, NodeDevice
-from asyncrl.launch.devices import Placement, chunk_devices
+from asyncrl.launch.devices import NO_DEVICE, NodeDevice, Placement, chunk_devices
 from asyncrl.launch.engine_python import find_python, find_version
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.nodes import Launcher, NodeRequirements
+from asyncrl.launch.launchers import Launcher, NodeRequirements
+from asyncrl.launch.machine import LOOPBACK
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
-from asyncrl.launch.processes import LOOPBACK, ForeignProcess, Process, ProcessSpec
+from asyncrl.launch.processes import ForeignProcess, Process, ProcessSpec
 from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth

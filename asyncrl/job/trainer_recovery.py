@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from asyncrl.base.errors import CheckpointError, RoomError, TrainerError, TrainerLost
-from asyncrl.base.spans import note_span
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import note_span, waiting
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Pending, set_aside
 from asyncrl.journal.journal import Journal

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch
 from asyncrl.trainer import objective, step_report

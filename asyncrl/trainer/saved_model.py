@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.files import open_as, whole_folder
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import LoraConfig
 from asyncrl.trainer.model.loading import load_tokenizer, loading
 from asyncrl.trainer.model.lora import ADAPTER, save_adapter

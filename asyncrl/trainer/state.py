@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.trainer.model.build_model import MasterWeights
 from asyncrl.trainer.model.optimizer import MOMENTS, new_state
 from asyncrl.trainer.offload import HostMemory, local_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.trainer_api import (
     BatchArrays,

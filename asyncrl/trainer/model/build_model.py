@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 from torch.overrides import TorchFunctionMode
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.trainer.model.attention import choose_flash
 from asyncrl.trainer.model.fused import layers_of, why_not_compiled
