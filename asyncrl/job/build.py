@@ -16,7 +16,7 @@ from asyncrl.base.errors import RoomError, WeightsLost
 from asyncrl.base.files import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import RunConfig
-from asyncrl.config.generation import EVAL_SEED
+from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts, special_tokens
 from asyncrl.job.check import check_everything, find_teacher

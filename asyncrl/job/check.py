@@ -29,7 +29,7 @@ from asyncrl.base.http import fail
 from asyncrl.base.message import find_fatal
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
-from asyncrl.config.harnesses import kind_of
+from asyncrl.config.generator_gateway import kind_of
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import TEACHER_KEY

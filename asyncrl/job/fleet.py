@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.base.errors import EngineLost, RoomError
-from asyncrl.config.learning import TEACHER_SLOTS
-from asyncrl.config.weight_sync import fetches_files
+from asyncrl.config.placement_sync import fetches_files
+from asyncrl.config.trainer_algorithm import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool

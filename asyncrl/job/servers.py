@@ -1,6 +1,6 @@
 """Create the servers of a run with their start arguments, and the clients of the engines.
 
-EngineCapabilities (config/generation.py) has the settings, devices and memory of an engine kind.
+EngineCapabilities (config/rollout_buffer.py) has the settings, devices and memory of an engine kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from asyncrl.base.files import LOCK
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig
-from asyncrl.config.learning import TEACHER_SLOTS
+from asyncrl.config.trainer_algorithm import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
