@@ -26,11 +26,11 @@ from packaging.requirements import Requirement
 from asyncrl.agents import Outcome
 from asyncrl.base.errors import OF_TRAIN
 from asyncrl.base.message import WORKER_KEY_ENV
-from asyncrl.config.harnesses import HARNESSES
+from asyncrl.config.generator_gateway import HARNESSES
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-OWNERS = ("job/lifecycle.py", "job/scale.py", "agents/worker.py", "observe/web.py")
+OWNERS = ("job/lifecycle.py", "job/engine_supervisor.py", "agents/worker.py", "observe/web.py")
 WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.values())]
 AGENT = """
 import json

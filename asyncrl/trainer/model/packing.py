@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
+from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.model.kernel_calls import to_device
 from asyncrl.trainer.model.load_balance import Costs, PassSize, assign
