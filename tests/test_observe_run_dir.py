@@ -407,7 +407,7 @@ def test_a_step_trained_again_on_other_data_is_found(run_dir: Path, tmp_path: Pa
 
 def test_reading_a_run_imports_no_torch(run_dir: Path) -> None:
     script = "import sys; from asyncrl.observe.show import render_inspect; render_inspect(sys.argv[1]);"
-    script += "from asyncrl.observe.page.view import view_run; view_run(sys.argv[1]);"
+    script += "from asyncrl.observe.page import view_run; view_run(sys.argv[1]);"
     script += "import asyncrl.job.run_export; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script, str(run_dir)], check=True)
 

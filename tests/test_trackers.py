@@ -25,7 +25,7 @@ from trackers_for_test import Elsewhere, Hanging, Noting, Raising
 
 from asyncrl.base.errors import OF_TRAIN, ConfigError
 from asyncrl.config import ObserveConfig
-from asyncrl.config.operation import TRACKERS
+from asyncrl.config.run_config import TRACKERS
 from asyncrl.job.lifecycle import Lifecycle, RunLog
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.observe import trackers as trackers_module

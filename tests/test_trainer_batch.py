@@ -19,7 +19,7 @@ from trainer_cases import MakeStep, changed, make_batch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import TrainerError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.testing.virtual_time import all_blocked, run_virtual

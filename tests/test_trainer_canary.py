@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer_cases import MakeStep, make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.trainer_api import Canary
 from asyncrl.trainer.packing import pack_texts
 

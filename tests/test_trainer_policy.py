@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
+from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
 from asyncrl.trainer import policy as policy_module
 from asyncrl.trainer import tree
 from asyncrl.trainer.packing import MicroBatch, rank_micro_batches

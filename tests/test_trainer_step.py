@@ -13,7 +13,7 @@ import torch
 from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.trainer import build_model

@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl import __version__
 from asyncrl.base.errors import CheckpointDamaged, CheckpointError, ConfigError, HubError
 from asyncrl.base.files import whole_folder
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
 from asyncrl.journal.checkpoints import MANIFEST, TRAINER, Checkpoints, read_whole
 from asyncrl.observe.run_dir import SUMMARY_FILE, read_config, read_evaluations, read_metrics, read_object

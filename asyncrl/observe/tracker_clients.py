@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from asyncrl.config.operation import TRACKERS
+from asyncrl.config.run_config import TRACKERS
 from asyncrl.observe.samples import ShownRollout, sample_text
 from asyncrl.observe.trackers import TrackedRun, Tracker
 

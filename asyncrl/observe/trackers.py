@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncrl.base.errors import CallbackError, ConfigError, install_extra
 from asyncrl.base.user_code import check_call, load_object
-from asyncrl.config.operation import ObserveConfig
+from asyncrl.config.run_config import ObserveConfig
 from asyncrl.observe.run_dir import read_object
 from asyncrl.observe.samples import ShownRollout
 

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.host import available_memory
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.trainer.attention import choose_flash

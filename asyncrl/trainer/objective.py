@@ -17,7 +17,7 @@ from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.algorithms.registry import WHOLE_BATCH, WITHIN_RATIO, importance_cap, resolve
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.messages.records import Credit
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader

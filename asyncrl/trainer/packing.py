@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
+from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
+from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
 from asyncrl.trainer.attention import ATTENTION, CannotPackError, number_of
 from asyncrl.trainer.fused import compile_layers, fuse
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, costs_of, pack_texts

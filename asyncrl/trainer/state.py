@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.files import open_as, whole_folder
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import LoraConfig
 from asyncrl.trainer.build_model import MOMENTS, MasterWeights, load_tokenizer, loading, new_state
 from asyncrl.trainer.lora import ADAPTER, save_adapter

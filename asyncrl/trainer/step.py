@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.trainer_api import (

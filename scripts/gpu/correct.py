@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.registry import RECIPES
-from asyncrl.job.engine_kinds import CANARY_LIMITS, CANARY_TOKENS
+from asyncrl.job.servers import CANARY_LIMITS, CANARY_TOKENS
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.objective import BatchNumbers, Objective
 from asyncrl.trainer.packing import pack, pack_texts
