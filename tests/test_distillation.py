@@ -25,7 +25,7 @@ from asyncrl.engines.teacher import Teacher
 from asyncrl.job.check import check_teacher
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
+from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
 VOCABULARY = 52
 

@@ -206,7 +206,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
             return None
         return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
-    from asyncrl.trainer.model.random_init import make_character_tokenizer
+    from asyncrl.trainer.random_init import make_character_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
@@ -376,8 +376,8 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from asyncrl.trainer.model.lora import find_targets
-    from asyncrl.trainer.model.random_init import make_character_tokenizer, scratch_config
+    from asyncrl.trainer.lora import find_targets
+    from asyncrl.trainer.random_init import make_character_tokenizer, scratch_config
 
     if model.scratch is None:
         architecture = AutoConfig.from_pretrained(folder)
