@@ -20,15 +20,13 @@ from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.engine_kinds import EnginePlace, engine_kind
 from asyncrl.job.fleet import Fleet
-from asyncrl.job.servers import Servers
+from asyncrl.job.servers import EnginePlace, Servers, engine_kind
 from asyncrl.launch import launchers
 from asyncrl.launch.devices import place
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.machine import CudaDevice, Machine
-from asyncrl.launch.nodes import Node, NodeRequirements, single_node
+from asyncrl.launch.launchers import LocalLauncher, NodeRequirements
+from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
 from asyncrl.launch.processes import ChildProcess, ForeignProcess, ProcessSpec
 from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth

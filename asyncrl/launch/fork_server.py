@@ -34,15 +34,13 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
 """Secrets: /proc shows environments."""
 PRELOADED = (
-    "asyncrl.trainer.model.random_init",
+    "asyncrl.trainer.random_init",
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",
     "asyncrl_servers.simulated",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )
-WITHOUT_GC = "asyncrl.launch.without_gc"
-"""Preloaded first: garbage collection takes 20 % of the import time."""
 TIMEOUT_S = 120.0
 """The first fork awaits imports."""
 IMPORT_ENV = {
@@ -87,7 +85,7 @@ class ForkServer:
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
         self.modules = frozenset(modules)
         self._server: Any = forkserver.ForkServer()
-        self._server.set_forkserver_preload([WITHOUT_GC, *modules])
+        self._server.set_forkserver_preload(list(modules))
         self._ensure_running()
 
     @property
@@ -194,7 +192,6 @@ class Child(ForkServerProcess):
         module, arguments, env, numbers = self._values
         os.setsid()
         gc.freeze()  # keep shared pages unwritten
-        gc.enable()
         _take_files(numbers)
         os.environ.clear()
         os.environ.update(env)

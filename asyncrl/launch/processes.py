@@ -22,10 +22,10 @@ import psutil
 from asyncrl.base.errors import RoomError
 from asyncrl.base.message import SECRET_ENV, find_fatal
 from asyncrl.launch import fork_server
+from asyncrl.launch.machine import LOOPBACK
 
 logger = logging.getLogger("asyncrl.launch.processes")
 
-LOOPBACK = "127.0.0.1"
 LOG_TAIL_LINES = 12
 GROUP_TIMEOUT_S = 12.0
 """Longer than a vLLM server's guard takes to end its group."""

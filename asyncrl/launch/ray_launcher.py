@@ -1,4 +1,6 @@
-"""Controller's end of a Ray node."""
+"""Start processes on an existing Ray cluster: one placement group, with a bundle and an actor
+(ray_host.py) per node. Ray ends the actors with the controller, its driver.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,187 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncrl.base.errors import ConfigError, NodeLost, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.launch.fork_server import ONE_THREAD
-from asyncrl.launch.nodes import Node, NodeRequirements, unmet
+from asyncrl.launch.launchers import Launcher, NodeRequirements, unmet
+from asyncrl.launch.machine import Node
 from asyncrl.launch.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, Process, ProcessSpec
+from asyncrl.launch.ray_host import RUNTIME_ENV, Host, describe
+from asyncrl.messages.engine_api import FileRequest
 
-logger = logging.getLogger("asyncrl.launch.on_ray.ray_node")
+logger = logging.getLogger("asyncrl.launch.ray_launcher")
+
+DESCRIBE_S = 120.0
+HOLD_S = 600.0
+ANSWER_S = 5.0
+CLOSE_S = 10.0
+PIN = 0.001
+"""It pins a bundle to its node."""
+
+
+class RayLauncher(Launcher):
+    """`address`: HOST:PORT of the head; "": RAY_ADDRESS, or the local cluster."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._resources = list[dict[str, float]]()
+        self._versions = dict[str, str]()
+        self._held = dict[int, RayNode]()
+        self._group: Any = None
+
+    def open(self) -> None:
+        self._join()
+        own = ray.get_runtime_context().get_node_id()
+        found = sorted(_alive(), key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
+        fit = list[Node]()
+        answers = [_describe(node) for node in found]
+        ray.wait(answers, num_returns=len(answers), timeout=DESCRIBE_S)
+        for record, answer in zip(found, answers, strict=True):
+            name = record["NodeName"]
+            try:
+                machine, report = ray.get(answer, timeout=0)
+                error = unmet(name, report, self._versions)
+            except (ray.exceptions.RayError, ImportError, TimeoutError) as failure:
+                error = ConfigError(
+                    f"the node {name} cannot run asyncrl: {str(failure).strip()[-300:]}",
+                    way_out="install asyncrl there, in the Python that runs Ray, or remove it from Ray.",
+                )
+            if error is None:
+                fit.append(Node(name, record["NodeManagerAddress"], machine))
+                self._resources.append(record["Resources"])
+            elif record["NodeID"] == own:
+                raise error
+            else:
+                print(f"the node {name} is not used: {error}")
+        self.nodes = tuple(fit)
+
+    def _join(self) -> None:
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        address = self.address or os.environ.get("RAY_ADDRESS", "")
+        try:
+            if address not in ("", "auto"):  # Ray would retry for minutes
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), ANSWER_S).close()
+            ray.init(
+                address=self.address or "auto",
+                namespace="asyncrl",
+                log_to_driver=False,
+                configure_logging=False,
+            )
+            # Ray logs node failures by the page; we report them
+            ray._private.worker._worker_logs_enabled = False
+        except (OSError, RuntimeError, ValueError) as error:
+            where = f"at {address}" if address else "here, and RAY_ADDRESS names none"
+            raise ConfigError(
+                f"launcher=ray finds no Ray cluster {where}: {str(error).strip().splitlines()[0][:300]}",
+                rule="a run starts no Ray; its controller runs on a node of the cluster",
+                way_out="`ray start --head` here (on other nodes `ray start --address=HOST:PORT`), with the "
+                "same Ray and Python everywhere; or set launcher=local.",
+            ) from error
+
+    async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
+        bundles = list[dict[str, float]]()
+        for number, devices in parts.items():
+            num_cuda = len({name for name in devices if name.startswith("cuda:")})
+            wanted = {"CPU": float(len(devices)), "GPU": float(num_cuda)}
+            self._refuse_too_little(number, wanted)
+            pin = {f"node:{self.nodes[number].address}": PIN}
+            bundles.append({name: value for name, value in wanted.items() if value} | pin)
+        await self._reserve(bundles)
+        for index, (number, devices) in enumerate(parts.items()):
+            make = partial(self._make_actor, index, self.nodes[number], devices)
+            requirements = needs.get(number, NodeRequirements())
+            self._held[number] = RayNode(self.nodes[number], make, requirements, self._versions)
+        await asyncio.gather(*(node.open() for node in self._held.values()))
+
+    def _refuse_too_little(self, number: int, wanted: Mapping[str, float]) -> None:
+        for name, value in wanted.items():
+            if (has := self._resources[number].get(name, 0.0)) < value:
+                node = self.nodes[number].name
+                raise ConfigError(
+                    f"the run takes {value:g} {name} of the node {node}, which has {has:g} for Ray",
+                    rule="a process takes one CPU of Ray's, and each of its CUDA devices one GPU",
+                    way_out=f"place less, or use `ray start ... --num-{name.lower()}s={value:g}`.",
+                )
+
+    async def _reserve(self, bundles: Sequence[Mapping[str, float]]) -> None:
+        group = await asyncio.to_thread(placement_group, bundles, strategy="PACK")
+        with waiting("the devices of the run, until Ray frees them", on="Ray"):
+            for _ in range(int(HOLD_S)):  # short waits leave no thread in Ray
+                if await asyncio.to_thread(group.wait, 1.0):
+                    self._group = group
+                    return
+        await asyncio.to_thread(remove_placement_group, group)
+        raise RoomError(
+            "launcher",
+            f"Ray did not reserve {', '.join(map(str, bundles))} within {HOLD_S:g} s",
+            rule="the devices of a run are reserved until it ends",
+            way_out="end other programs (see `ray status`), or place less.",
+        )
+
+    def _make_actor(self, index: int, node: Node, devices: Sequence[str]) -> Any:
+        """Raises ConnectionError if Ray lacks the node."""
+        if node.address not in {record["NodeManagerAddress"] for record in _alive()}:
+            raise ConnectionError(f"Ray has no node at {node.address}")
+        numbers = sorted({int(name[5:]) for name in devices if name.startswith("cuda:")})
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        actor = ray.remote(Host).options(
+            num_cpus=len(devices),
+            num_gpus=len(numbers),
+            max_restarts=0,
+            scheduling_strategy=place,
+            runtime_env=RUNTIME_ENV,
+        )
+        return actor.remote(node.address, numbers)
+
+    def process(self, node: int, spec: ProcessSpec) -> RayProcess:
+        return RayProcess(self._held[node], spec, is_here=node == 0)
+
+    async def free_port(self, node: int) -> int:
+        port: int = await self._held[node].call("free_port")
+        return port
+
+    async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
+        path: str = await self._held[node].call("fetch", request, timeout_s=timeout_s)
+        return path
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(held.aclose() for held in self._held.values()))
+        self._held.clear()
+        if self._group is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOST_S):
+                    await asyncio.to_thread(remove_placement_group, self._group)
+            self._group = None
+
+    def close(self) -> None:
+        leaving = threading.Thread(target=ray.shutdown, name="leave Ray", daemon=True)
+        leaving.start()
+        leaving.join(CLOSE_S)
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _describe(record: Mapping[str, Any]) -> Any:
+    on = NodeAffinitySchedulingStrategy(record["NodeID"], soft=False)
+    task = ray.remote(describe).options(num_cpus=0, scheduling_strategy=on)
+    return task.remote(int(record["Resources"].get("GPU", 0)))
+
 
 POLL_S = 5.0
 RETRY_S = 0.5
