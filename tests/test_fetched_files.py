@@ -19,7 +19,7 @@ from asyncrl.launch import ray_host
 from asyncrl.launch.ray_host import NUM_KEPT, FetchedFiles
 from asyncrl.messages.engine_api import FileRequest
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.sync.node_files import NodeFiles
+from asyncrl.sync.push import NodeFiles
 
 SECRET = "a secret of this run"
 SIZE = 3_000_001

@@ -18,7 +18,7 @@ from test_trainer_supervision import batch_at, weights_of
 from asyncrl.base.errors import JournalError, TaskError, TrainerError
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.resume import ResumePoint, restore
-from asyncrl.job.supervised_trainer import SupervisedTrainer
+from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision

@@ -20,9 +20,8 @@ from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.engine_kinds import EnginePlace, engine_kind
 from asyncrl.job.fleet import Fleet
-from asyncrl.job.servers import Servers
+from asyncrl.job.servers import EnginePlace, Servers, engine_kind
 from asyncrl.launch import launchers
 from asyncrl.launch.devices import place
 from asyncrl.launch.fork_server import KEY_ENV

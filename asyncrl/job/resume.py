@@ -19,12 +19,12 @@ from asyncrl.base.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
-from asyncrl.config.generation import ENGINES
+from asyncrl.config.rollout_buffer import ENGINES
 from asyncrl.config.run_config import key_of
 from asyncrl.job.build import Components
-from asyncrl.job.checkpointer import load_batches
 from asyncrl.job.lifecycle import has_begun, run_again
 from asyncrl.job.report import Reporter
+from asyncrl.job.trainer_recovery import load_batches
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.journal.schema import FILE_NAME

@@ -34,7 +34,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
 """Secrets: /proc shows environments."""
 PRELOADED = (
-    "asyncrl.trainer.model.random_init",
+    "asyncrl.trainer.random_init",
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",
     "asyncrl_servers.simulated",
