@@ -23,8 +23,7 @@ from engine_replies import ask
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.job.agent_runtime import special_tokens
-from asyncrl.job.engine_kinds import EnginePlace
-from asyncrl.job.servers import Servers
+from asyncrl.job.servers import EnginePlace, Servers
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node

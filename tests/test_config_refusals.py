@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
-from asyncrl.config.weight_sync import refuse_transport
+from asyncrl.config.placement_sync import refuse_transport
 from asyncrl.launch.devices import place
 from asyncrl.launch.machine import Machine, single_node
 

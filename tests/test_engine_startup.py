@@ -15,7 +15,7 @@ from tiny_model import make_tiny_moe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.message import ErrorBody, find_fatal
-from asyncrl.job.engine_kinds import EnginePlace, engine_kind
+from asyncrl.job.servers import EnginePlace, engine_kind
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import EVAL_ENGINE, TEACHER, make_plan, plan_run
 from asyncrl_servers.embedded import build_engine as build

@@ -11,7 +11,7 @@ from launch_cases import EVAL, RAY, TURNS, URLS, VLLM, ZERO, load, machine, make
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import RolloutConfig
-from asyncrl.job.engine_kinds import EnginePlace, engine_kind
+from asyncrl.job.servers import EnginePlace, engine_kind
 from asyncrl.launch import engine_python
 from asyncrl.launch.devices import chunk_devices, place
 from asyncrl.launch.engine_python import find_python

@@ -224,7 +224,7 @@ SHORTEST_S = 0.0005
 
 
 class TimedSpan(NamedTuple):
-    """`lane`: actor; `kind`: activity (observe/page/lanes.py); times are time.monotonic; `number`: batch or
+    """`lane`: actor; `kind`: activity (observe/timeline.py); times are time.monotonic; `number`: batch or
     policy_version, or -1.
     """
 

@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import RunConfig
-from asyncrl.config.operation import Devices, NodesConfig, device_numbers
-from asyncrl.config.weight_sync import refuse_transport
+from asyncrl.config.placement_sync import Devices, NodesConfig, device_numbers, refuse_transport
 from asyncrl.launch.machine import Node
 
 SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
