@@ -39,7 +39,7 @@ from asyncrl.launch.plan import plan_text
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
-from asyncrl.tasks.from_config import (
+from asyncrl.tasks.sources import (
     EvalTask,
     build_task,
     look_at_eval_task,
