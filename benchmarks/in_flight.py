@@ -61,7 +61,7 @@ from asyncrl.sync.publisher import PushLoop
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.toy import Letters
-from asyncrl.trainer.model.random_init import make_character_tokenizer
+from asyncrl.trainer.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ENGINES, GROUP, MEAN_TOKENS, MAX_TOKENS = 4, 8, 32, 256

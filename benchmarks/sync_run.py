@@ -23,12 +23,11 @@ from engine_replies import ask
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.job.agent_runtime import special_tokens
-from asyncrl.job.engine_kinds import EnginePlace
-from asyncrl.job.servers import Servers
-from asyncrl.launch.capacity import resolve_auto
+from asyncrl.job.servers import EnginePlace, Servers
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.nodes import single_node
+from asyncrl.launch.machine import single_node
+from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan

@@ -20,7 +20,7 @@ import psutil
 import yaml
 from tiny_model import SHAPE
 
-from asyncrl.base.staging import shared_memory_root
+from asyncrl.base.files import shared_memory_root
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

@@ -11,10 +11,9 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
-from asyncrl.config.weight_sync import refuse_transport
+from asyncrl.config.placement_sync import refuse_transport
 from asyncrl.launch.devices import place
-from asyncrl.launch.machine import Machine
-from asyncrl.launch.nodes import single_node
+from asyncrl.launch.machine import Machine, single_node
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"
 TAUGHT = "teacher.path=a/b algorithm.distill_weight=1"

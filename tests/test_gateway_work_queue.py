@@ -20,7 +20,7 @@ from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.base.errors import RolloutFailure
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import Outcomes
 from asyncrl.messages import work as shapes
 from asyncrl.messages.records import Outcome

@@ -44,9 +44,9 @@ from resume_checker import effective, read_evidence, violations
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
-from asyncrl.job.scale import scale_run
+from asyncrl.job.engine_supervisor import scale_run
 from asyncrl.journal.checkpoints import Checkpoints
-from asyncrl.observe.page.view import view_run
+from asyncrl.observe.page import view_run
 from asyncrl.observe.timeline import read_timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

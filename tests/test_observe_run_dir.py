@@ -35,8 +35,7 @@ from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_dir import Recorder, boot_id, judge_state
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.show import render_inspect, render_status
-from asyncrl.observe.tracker_clients import TensorBoard
-from asyncrl.observe.trackers import Background, TrackedRun
+from asyncrl.observe.trackers import Background, TensorBoard, TrackedRun
 from asyncrl.observe.verdict import write_reward_plot
 from asyncrl.observe.watchdog import Wait
 from asyncrl.trainer.step_report import append_line, note_restored, trained_line
@@ -407,7 +406,7 @@ def test_a_step_trained_again_on_other_data_is_found(run_dir: Path, tmp_path: Pa
 
 def test_reading_a_run_imports_no_torch(run_dir: Path) -> None:
     script = "import sys; from asyncrl.observe.show import render_inspect; render_inspect(sys.argv[1]);"
-    script += "from asyncrl.observe.page.view import view_run; view_run(sys.argv[1]);"
+    script += "from asyncrl.observe.page import view_run; view_run(sys.argv[1]);"
     script += "import asyncrl.job.run_export; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script, str(run_dir)], check=True)
 

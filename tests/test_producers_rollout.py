@@ -37,7 +37,7 @@ from asyncrl.rollouts.rollout import (
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers
-from asyncrl.trainer.model.random_init import make_character_tokenizer
+from asyncrl.trainer.random_init import make_character_tokenizer
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
 

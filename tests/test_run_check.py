@@ -23,7 +23,7 @@ from asyncrl.job.check import validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
-from asyncrl.launch import capacity, machine, nodes, plan
+from asyncrl.launch import machine, plan
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 MODULE = """
@@ -149,8 +149,8 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
         *((machine, name) for name in ("find_cuda_devices", "cpu_has_bfloat16", "ask_nvidia_smi")),
         *((machine, name) for name in ("num_cores", "available_memory")),
         (plan, "num_cores"),
-        (nodes, "this_machine"),
-        (capacity, "find_python"),
+        (machine, "this_machine"),
+        (plan, "find_python"),
         (psutil, "virtual_memory"),
     ):
         monkeypatch.setattr(owner, name, asked)

@@ -18,7 +18,7 @@ from test_trainer_supervision import batch_at, weights_of
 from asyncrl.base.errors import JournalError, TaskError, TrainerError
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.resume import ResumePoint, restore
-from asyncrl.job.supervised_trainer import SupervisedTrainer
+from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision
@@ -131,7 +131,7 @@ def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
 
 async def leave_something_of_everything(life: Life) -> None:
     """Take four batches, train three. Then g8 is ready, g9 half done, g10 returned, g11 and g12 failed."""
-    life.journal.order_nowait(life.feed.order)
+    life.journal.note_nowait("order", life.feed.order)
     await life.run_steps(3)
     life.finish(life.admit(), life.admit())
     eight, nine = life.admit(), life.admit()

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import make_batch
 
-from asyncrl.base.http import CallRefused
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import CallRefused, Refused
 from asyncrl.messages.engine_api import GroupMember
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.weights import nccl

@@ -32,7 +32,7 @@ from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.message import WORKER_KEY_ENV, Message
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import GeneratorConfig
-from asyncrl.config.harnesses import HARNESSES
+from asyncrl.config.generator_gateway import HARNESSES
 from asyncrl.messages import work as wire
 from asyncrl.messages.records import Outcome
 
@@ -282,8 +282,7 @@ def work(
 
 
 def main() -> None:
-    from asyncrl.base.message import SECRET_ENV
-    from asyncrl.base.serving import (
+    from asyncrl.base.http import (
         add_route,
         child_arguments,
         die_with_parent,
@@ -292,6 +291,7 @@ def main() -> None:
         secret_of,
         serve,
     )
+    from asyncrl.base.message import SECRET_ENV
 
     text, fd = child_arguments()
     spec = WorkerSpec.model_validate_json(text)

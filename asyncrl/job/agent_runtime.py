@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RolloutFailure, RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import Caller
@@ -25,10 +25,9 @@ from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.supervisors import WorkerSupervisor
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.server import Server, start_all
-from asyncrl.launch.supervise import Supervision
+from asyncrl.launch.supervise import HEARTBEAT_PERIOD_S, Supervision, Supervisor, summary_of
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens, num_turns
@@ -135,6 +134,51 @@ def make_gateway(
         extra_routes=queue.routes(),
     )
     return gateway, queue
+
+
+class WorkerSupervisor(Supervisor):
+    """Keeps one agent worker running. Its lost rollouts are retried. A worker whose event loop blocks for
+    `lease_timeout_s` is also lost. `on_down` gets name and reason.
+    """
+
+    kind = "worker"
+
+    def __init__(
+        self,
+        process: Server,
+        supervision: Supervision,
+        *,
+        lease_timeout_s: float,
+        on_down: Callable[[str, str], None],
+    ) -> None:
+        super().__init__([process], supervision)
+        self._lease_timeout_s = lease_timeout_s
+        self._on_down = on_down
+
+    def _down(self, lost: RoomError) -> None:
+        self.is_up = False
+        self._on_down(self.name, summary_of(lost))
+
+    async def _wait_unfit(self) -> None:
+        """Raise RoomError after two answers with a blocked loop: after a pause of the whole machine one may
+        precede recovery.
+        """
+        health = None
+        was_stuck = False
+        while True:
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+            previous = health
+            health = self._processes[0].health
+            lag_s = health.loop_lag_s if isinstance(health, WorkerHealth) else 0.0
+            is_stuck = lag_s > self._lease_timeout_s
+            if is_stuck and was_stuck and health is not previous:
+                raise RoomError(
+                    self.name,
+                    f"an agent has blocked its event loop for {lag_s:.0f} s",
+                    rule=f"the limit is gateway.lease_timeout_s={self._lease_timeout_s}",
+                    way_out="call blocking code with `await asyncio.to_thread(...)`, or use a plain `def`.",
+                )
+            was_stuck = is_stuck
 
 
 class AgentRuntime:

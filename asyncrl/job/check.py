@@ -17,28 +17,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
 import yaml
 
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError, TaskError, install_extra, may_lack_train
+from asyncrl.base.http import fail
 from asyncrl.base.message import find_fatal
-from asyncrl.base.serving import fail
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
-from asyncrl.config.harnesses import kind_of
+from asyncrl.config.generator_gateway import kind_of
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.supervisors import check_teacher
-from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
+from asyncrl.job.servers import TEACHER_KEY
 from asyncrl.launch.fork_server import NEVER_INHERITED
-from asyncrl.launch.nodes import Node, single_node
-from asyncrl.launch.plan import plan_text
+from asyncrl.launch.machine import Node, single_node
+from asyncrl.launch.plan import plan_run, plan_text, refuse_over_capacity, resolve_auto
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
-from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
+from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
 from asyncrl.tasks.sources import (
     EvalTask,
     build_task,
@@ -47,7 +47,13 @@ from asyncrl.tasks.sources import (
     make_prompt_source,
 )
 from asyncrl.tasks.task import PromptTask, RowTask, as_messages
-from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
+from asyncrl.trainer.model_folder import (
+    check_model_type,
+    fetch_architectures,
+    find_model,
+    find_on_disk,
+    hub_source,
+)
 
 NUM_PROMPTS = 100
 NUM_SCRATCH_PROMPTS = 1000
@@ -200,7 +206,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
             return None
         return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
-    from asyncrl.trainer.model.random_init import make_character_tokenizer
+    from asyncrl.trainer.random_init import make_character_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
@@ -280,6 +286,43 @@ def _check_lengths(
     return [f"{note}: their rollouts fail"]
 
 
+def check_teacher(config: RunConfig, tokenizer: HFChatTokenizer | None) -> list[str]:
+    """Describe the teacher. Raises ConfigError for other tokens."""
+    if config.teacher is None:
+        return []
+    path = config.teacher.path
+    folder = find_on_disk(path, TEACHER_KEY, config.teacher.revision)
+    if folder is None or tokenizer is None:
+        return [f"teacher: {path} is compared with the model when the run starts"]
+    _refuse_other_tokens(path, folder, tokenizer)
+    return [f"teacher: {path} has the model's vocabulary"]
+
+
+def find_teacher(config: RunConfig, tokenizer: HFChatTokenizer) -> Path | None:
+    """Return the folder of the teacher's model. Raises ConfigError. Blocks."""
+    if config.teacher is None:
+        return None
+    folder = find_model(config.teacher.path, config.teacher.revision, TEACHER_KEY)
+    _refuse_other_tokens(config.teacher.path, folder, tokenizer)
+    return folder
+
+
+def _refuse_other_tokens(path: str, folder: Path, tokenizer: HFChatTokenizer) -> None:
+    theirs = read_vocabulary(folder)
+    ours = tokenizer.vocabulary
+    if theirs == ours:
+        return
+    names, own = ({number: token for token, number in one.items()} for one in (theirs, ours))
+    first = min(number for number in {*names, *own} if names.get(number) != own.get(number))
+    digests = [xxhash.xxh3_64_hexdigest(json.dumps(sorted(one.items())).encode()) for one in (theirs, ours)]
+    raise ConfigError(
+        f"{TEACHER_KEY}={path} has {len(theirs)} tokens (digest {digests[0]}), the model {len(ours)} "
+        f"({digests[1]}): id {first} is {names.get(first)!r} in the teacher, {own.get(first)!r} in the model",
+        rule="the teacher scores the sampled token ids, so both vocabularies must be equal",
+        way_out="use a teacher with the model's tokenizer, for example from the same family.",
+    )
+
+
 def _check_in_child(config: RunConfig) -> None:
     names = (config.algorithm.loss, config.algorithm.advantage)
     kind = kind_of(config.generator)
@@ -333,8 +376,8 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from asyncrl.trainer.model.lora import find_targets
-    from asyncrl.trainer.model.random_init import make_character_tokenizer, scratch_config
+    from asyncrl.trainer.lora import find_targets
+    from asyncrl.trainer.random_init import make_character_tokenizer, scratch_config
 
     if model.scratch is None:
         architecture = AutoConfig.from_pretrained(folder)

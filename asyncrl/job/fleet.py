@@ -8,29 +8,46 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.base.errors import EngineLost, RoomError
-from asyncrl.config.learning import TEACHER_SLOTS
-from asyncrl.config.weight_sync import fetches_files
+from asyncrl.config.placement_sync import fetches_files
+from asyncrl.config.trainer_algorithm import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.teacher import Teacher
-from asyncrl.job.checkpointer import recover_trainer
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import Servers
-from asyncrl.job.supervised_trainer import SupervisedTrainer
-from asyncrl.job.supervisors import TeacherSupervisor
+from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
-from asyncrl.launch.restarts import Restarts
 from asyncrl.launch.server import Server, cancel_all, start_all
-from asyncrl.launch.supervise import Supervision, Supervisor
+from asyncrl.launch.supervise import Restarts, Supervision, Supervisor
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.node_files import NodeFiles
+from asyncrl.sync.push import NodeFiles
 from asyncrl.trainer.trainer_client import RENDEZVOUS
 
 TEACHER_TIMEOUT_S = 120.0
+
+
+class TeacherSupervisor(Supervisor):
+    """Keeps the teacher running; rollouts wait for it."""
+
+    kind = "teacher"
+
+    def __init__(self, process: Server, client: Teacher, supervision: Supervision) -> None:
+        super().__init__([process], supervision)
+        self._client = client
+
+    def _down(self, lost: RoomError) -> None:
+        self.is_up = False
+        self._client.down_nowait()
+
+    async def _before_start(self) -> None:
+        self._client.reset_nowait()
+
+    async def _works_again(self) -> None:
+        self._client.up_nowait()
 
 
 class Fleet:

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
-from asyncrl.base.files import RunLock, write_whole
-from asyncrl.base.staging import clear_own_staging
+from asyncrl.base.files import RunLock, clear_own_staging, write_whole
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.journal.read import reading
 from asyncrl.journal.schema import FILE_NAME
-from asyncrl.launch.nodes import Launcher
+from asyncrl.launch.launchers import Launcher
 from asyncrl.launch.server import Server, first_death
 from asyncrl.observe.console import outliving
 

@@ -17,11 +17,11 @@ from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
-from asyncrl.base.spans import span
 from asyncrl.base.user_code import cancel_remaining
-from asyncrl.base.waits import computed
+from asyncrl.base.waits import computed, span
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.job.build import Components, build
+from asyncrl.job.engine_supervisor import first_wanted
 from asyncrl.job.lifecycle import (
     Interrupts,
     Lifecycle,
@@ -34,13 +34,12 @@ from asyncrl.job.lifecycle import (
     run_again,
     run_id,
 )
-from asyncrl.job.report import Reporter, processes, reported
+from asyncrl.job.report import Reporter, engine_supervisors, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
-from asyncrl.job.scale import first_wanted
 from asyncrl.journal.checkpoints import set_aside
-from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.launchers import opened
+from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
@@ -202,7 +201,7 @@ class Job:
 
         async def restart_engines() -> None:
             why = f"the run made no progress; {log_path} lists the open waits"
-            for supervisor in run.engine_supervisors:
+            for supervisor in engine_supervisors(run):
                 supervisor.lost_nowait(EngineLost(supervisor.name, why, rule="supervision.on_stuck=restart"))
 
         return Watchdog(
@@ -221,7 +220,7 @@ class Job:
         point = self.point
         if point is None:
             run.write_pins()
-            run.journal.order_nowait(run.feed.order)
+            run.journal.note_nowait("order", run.feed.order)
             return ()
         state = await run.journal.read_resume(point.version)
         self.log.activity(f"training again on {state.next_version - point.version} journaled batches")

@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl import __version__
 from asyncrl.base.errors import CheckpointDamaged, CheckpointError, ConfigError, HubError
 from asyncrl.base.files import whole_folder
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
 from asyncrl.journal.checkpoints import MANIFEST, TRAINER, Checkpoints, read_whole
 from asyncrl.observe.run_dir import SUMMARY_FILE, read_config, read_evaluations, read_metrics, read_object
@@ -206,8 +206,7 @@ def _final_version(run_dir: Path) -> int | None:
 
 
 def _load(export: Export, path: Path, tell: Callable[[str], None]) -> None:
-    from asyncrl.trainer.saved_model import save_model, save_peft
-    from asyncrl.trainer.state import read_state
+    from asyncrl.trainer.state import read_state, save_model, save_peft
 
     model = export.config.model
     state = export.folder / TRAINER

@@ -34,9 +34,9 @@ from asyncrl.job.build import load_tokenizer
 from asyncrl.job.check import check_everything
 from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to, new_run_dir, refuse_few_files
 from asyncrl.job.servers import Servers
-from asyncrl.launch.capacity import resolve_auto
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import opened
+from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision, heartbeat

@@ -14,8 +14,7 @@ from statistics import fmean, stdev
 from typing import Literal
 
 from asyncrl.base.errors import EngineError, PublishError, RoomError
-from asyncrl.base.spans import note_span
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import note_span, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.messages.trainer_api import ExportResponse

@@ -22,7 +22,7 @@ from asyncrl.base.errors import ConfigError, TaskError, install_extra
 from asyncrl.base.files import write_whole
 from asyncrl.base.user_code import check_call, load_function, load_object
 from asyncrl.config import EvalConfig, RunConfig, TaskConfig
-from asyncrl.config.generation import EVAL_SEED
+from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY

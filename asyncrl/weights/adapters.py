@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.weights.export import export_weights
 from asyncrl.weights.tensor_files import SCALE, SUFFIXES, adapted_modules

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.digest import joint_digest
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 from asyncrl.weights.tensor_files import (

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import ChunkMemory, LoadChunkRequest, MemoryHandle, PlacedTensor
 from asyncrl.weights.export import Entries
 from asyncrl.weights.tensor_files import (

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GroupMember, SentChunk, SentWeights
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.weights.export import (

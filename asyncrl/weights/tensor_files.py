@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.digest import BLOCK_BYTES, NUM_SUMS, block_keys, digest_of_sums, joint_digest
 
 if TYPE_CHECKING:

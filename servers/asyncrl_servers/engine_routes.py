@@ -13,8 +13,8 @@ from typing import Generic
 from aiohttp import WSMsgType, web
 from pydantic import BaseModel
 
+from asyncrl.base.http import Refused, add_route, make_app, secret_of, serve
 from asyncrl.base.message import SECRET_ENV, Message
-from asyncrl.base.serving import Refused, add_route, make_app, secret_of, serve
 from asyncrl.messages import codec
 from asyncrl.messages.engine_api import (
     CommitRequest,

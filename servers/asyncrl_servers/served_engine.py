@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationError
 
+from asyncrl.base.http import Refused, child_arguments, fail
 from asyncrl.base.message import Message
-from asyncrl.base.serving import Refused, child_arguments, fail
 from asyncrl.messages.codec import Asked, Sampled, request_fault
 from asyncrl.messages.engine_api import (
     CommitRequest,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, num_until, overlap
-from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, ParsedAnswer, ToolFormat
-from asyncrl.agents.endpoint.tool_markup import Tools
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, ParsedAnswer, ToolFormat, Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatRenderer
 

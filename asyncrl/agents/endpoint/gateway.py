@@ -39,7 +39,7 @@ from asyncrl.agents.endpoint.requests import CallRules, ChatRequest, TextRequest
 from asyncrl.agents.endpoint.sessions import CLIENT_GONE, GatewayCall, GatewaySession, Sessions, client_gone
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
 

@@ -20,8 +20,8 @@ from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems, outcome_refused
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.base.errors import PromptUnusable, RolloutFailure
+from asyncrl.base.http import Refused
 from asyncrl.base.message import Message
-from asyncrl.base.serving import Refused
 from asyncrl.base.waits import waiting
 from asyncrl.config import Outcomes
 from asyncrl.messages import work as wire

@@ -6,8 +6,8 @@ import os
 import sys
 import traceback
 
+from asyncrl.base.http import die_with_parent
 from asyncrl.base.message import ErrorBody, fatal_line
-from asyncrl.base.serving import die_with_parent
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.scoring import score_route

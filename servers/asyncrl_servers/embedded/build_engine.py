@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.base.serving import fail
+from asyncrl.base.http import fail
 from asyncrl.weights.adapters import linear_parameters, routers_of
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import CudaCaptures, EmbeddedSpec, LoadedModel

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GenerateRequest
 from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.token_grammars import TokenGrammars, TokenMatcher

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked
 from asyncrl.messages.engine_api import (
     CommitRequest,

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.digest import BLOCK_BYTES
 from asyncrl.messages.engine_api import GroupMember, LoadChunkRequest, PrepareRequest, PrepareResponse
 from asyncrl.weights.adapters import linear_parameters, merge_adapters

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.stop_watch import StopWatch
 from asyncrl_servers.embedded.constraints import Constraints

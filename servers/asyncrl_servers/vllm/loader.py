@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import LoadChunkRequest, PrepareRequest
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.tensor_files import digest_and_size, read_or_refuse

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GroupMember, PrepareRequest
 from asyncrl.weights.nccl import WeightGroup
 from asyncrl.weights.tensor_files import digest_and_size

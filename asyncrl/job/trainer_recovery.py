@@ -1,23 +1,128 @@
-"""Checkpoints of a run, and recovery from them."""
+"""Keep the trainer running: restart it, make checkpoints, and recover from them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
-from asyncrl.base.errors import CheckpointError, TrainerLost
-from asyncrl.base.spans import note_span
-from asyncrl.base.waits import waiting
+from asyncrl.base.errors import CheckpointError, RoomError, TrainerError, TrainerLost
+from asyncrl.base.waits import note_span, waiting
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.supervised_trainer import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Pending, set_aside
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
+from asyncrl.launch.server import Server
+from asyncrl.launch.supervise import GRACE_S, Supervision, Supervisor
+from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_api import TrainerPart
 from asyncrl.trainer.trainer_client import TrainerClient
 
-logger = logging.getLogger("asyncrl.job.checkpointer")
+T = TypeVar("T")
+logger = logging.getLogger("asyncrl.job.trainer_recovery")
+
+
+class SupervisedTrainer(Supervisor, TrainerClient):
+    """Trainer with one process per rank; calls lost with a process are repeated.
+
+    Life: as Supervisor; new ranks load the newest checkpoint, train again on later batches, and repeat
+        offloads.
+    Waits: calls sleep while the trainer is down, as long as restarts take.
+    Invariant: a batch is trained once on the way to each version.
+    """
+
+    kind = "trainer"
+    name = "trainer"
+
+    def __init__(
+        self,
+        ranks: Sequence[Server],
+        supervision: Supervision,
+        *,
+        timeout_s: float | None = None,
+        before_start: Callable[[], Awaitable[None]],
+        bring_back: Callable[[TrainerClient, int], Awaitable[None]],
+    ) -> None:
+        """`before_start` returns when new ranks may start; `bring_back` catches up to a version."""
+        Supervisor.__init__(self, ranks, supervision)
+        TrainerClient.__init__(self, ranks[0].caller, timeout_s=timeout_s)
+        self._catches_up = bring_back
+        self._may_start = before_start
+        self._over: RoomError | None = None
+        self._up_changed = asyncio.Event()
+        self._offloaded = frozenset[TrainerPart]()
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "policy_version": self.policy_version,
+            "trainer/restarts": self.num_restarts,
+            "trainer/down": not self.is_up,
+        }
+
+    async def wait_up(self) -> None:
+        """Raises RoomError if the processes never come back."""
+        with waiting("the trainer to be back", on="watch trainer"):
+            while not self.is_up:
+                if self._over is not None:
+                    raise self._over
+                await self._up_changed.wait()
+
+    async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
+        moved = await super().offload(parts)
+        self._offloaded |= frozenset(parts)
+        return moved
+
+    async def onload(self, parts: Sequence[TrainerPart]) -> TransferStats:
+        moved = await super().onload(parts)
+        self._offloaded -= frozenset(parts)
+        return moved
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        except RoomError as error:
+            self._over = error
+            asyncio.get_running_loop().call_soon(self._wake)
+            raise
+
+    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
+        while True:
+            await self.wait_up()
+            number = self.num_restarts
+            try:
+                return await call()
+            except TrainerError as error:
+                # the death of another rank, the better error, arrives a moment
+                died = len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S))
+                if not (died or isinstance(error, TrainerLost)) or not self.config.max_restarts:
+                    raise
+                if self.num_restarts == number:  # else a late answer of ended processes
+                    lost = TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
+                    self._lost_by(lost)
+
+    def _check_up(self) -> None:
+        """Raise TrainerLost during a restart."""
+        if not self.is_up:
+            raise TrainerLost("trainer", "is restarting", rule="a checkpoint is of a finished step")
+
+    async def _before_start(self) -> None:
+        await self._may_start()
+
+    async def _bring_back(self) -> None:
+        client = TrainerClient(self._caller, policy_version=self.policy_version, timeout_s=self._timeout_s)
+        await self._catches_up(client, self.policy_version)
+        self._reached(client.policy_version)
+        if self._offloaded:
+            await client.offload(sorted(self._offloaded))
+
+    async def _works_again(self) -> None:
+        self._wake()
+
+    def _wake(self) -> None:
+        self._up_changed.set()
+        self._up_changed = asyncio.Event()
 
 
 async def recover_trainer(
@@ -29,7 +134,7 @@ async def recover_trainer(
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
         start = 0 if whole is None else whole.version
         state = await journal.read_resume(start)
-        journal.restored_nowait(start)
+        journal.event_nowait("restored", {"version": start})
         stop = min(max(version, start), num_batches)
         folder = None if whole is None else whole.trainer_dir
         await client.catch_up(folder, load_batches(state, start, stop), lambda _batch, _report: None)

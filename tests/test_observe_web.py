@@ -1,11 +1,16 @@
-"""/metrics and /status of a run, and the Grafana dashboard."""
+"""`asyncrl watch`, /metrics and /status of a run, and the Grafana dashboard."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import stat
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +20,116 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from test_observe_page import embedded, make_run
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ObserveConfig
 from asyncrl.observe.metrics import GAUGES
-from asyncrl.observe.openmetrics import KEY_ENV, KEY_FILE, StatusServer, family_of, openmetrics
+from asyncrl.observe.run_dir import Recorder
+from asyncrl.observe.web import (
+    KEY_ENV,
+    KEY_FILE,
+    LivePage,
+    StatusServer,
+    WebServer,
+    family_of,
+    is_local,
+    openmetrics,
+)
 
 DASHBOARD = Path(__file__).parents[1] / "examples" / "grafana" / "asyncrl.json"
 NAMES = [name.replace("*", "other") for name in GAUGES]
 INFO = {"run_dir": 'a "run"\\', "version": "1"}
+Story = Callable[[ClientSession, str], Awaitable[None]]
+
+
+def play(make: Callable[[], WebServer], story: Story) -> None:
+    async def played() -> None:
+        server = make()
+        try:
+            await server.start()
+            async with ClientSession() as client:
+                await story(client, server.url)
+        finally:
+            await server.aclose()
+
+    asyncio.run(played())
+
+
+# ---- watch
+
+
+def watched(run_dir: Path, key: str | None, story: Story) -> None:
+    live = LivePage([run_dir])
+    routes = {"/": live.show, "/page.json": live.data}
+    play(lambda: WebServer("127.0.0.1", 0, routes, key=key, setting="a port"), story)
+
+
+def test_watch_answers_only_get_requests_to_this_machine(tmp_path: Path) -> None:
+    async def story(client: ClientSession, url: str) -> None:
+        answer = await client.get(url)
+        assert (answer.status, answer.headers["Cache-Control"]) == (200, "no-store")
+        assert embedded(await answer.text())["runs"][0]["name"] == "run"
+        for host in ("evil.example", "127.0.0.1.evil.example", "[::1", "10.0.0.1"):
+            assert (await client.get(url, headers={"Host": host})).status == 403
+        assert (await client.post(url)).status == 405
+        assert (await client.get(f"{url}/config.yaml")).status == 404
+
+    watched(make_run(tmp_path / "run"), None, story)
+    assert all(map(is_local, ("localhost", "[::1]:80", "::1")))
+
+
+def test_watch_on_a_network_requires_its_key(tmp_path: Path) -> None:
+    async def story(client: ClientSession, url: str) -> None:
+        statuses = [(await client.get(url + path)).status for path in ("/", "/?key=wrong", "/?key=secret")]
+        assert statuses == [401, 401, 200]
+
+    watched(make_run(tmp_path / "run"), "secret", story)
+
+
+def test_a_live_page_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.observe.web.READ_SHARE", 1e9)
+    folder = tmp_path / "run"
+
+    async def story(client: ClientSession, url: str) -> None:
+        async def data(since: float = 0.0) -> Any:
+            answer = await client.get(f"{url}/page.json?since={since}")
+            return await answer.json() if answer.status == 200 else answer.status
+
+        assert (await data())["runs"] == []
+        make_run(folder, 2)
+        page = await data()
+        assert (len(page["runs"][0]["step"]), page["is_live"]) == (2, True)
+        assert await data(page["made_s"]) == 204
+        recorder = Recorder(folder)
+        recorder.record_step({"step": 3, "time_s": 3.0})
+        assert (await data(page["made_s"]))["runs"][0]["step"] == [1, 2, 3]
+        recorder.keep_steps(1)  # a resume
+        recorder.record_step({"step": 2, "time_s": 2.0})
+        assert (await data())["runs"][0]["step"] == [1, 2]
+        (folder / "config.yaml").write_text("no: [")
+        assert len((await data())["runs"]) == 1, "the last page that could be read"
+        (folder / "config.yaml").unlink()
+        assert (await data())["runs"] == []
+
+    watched(folder, None, story)
+
+
+def test_ctrl_c_ends_watch(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-m", "asyncrl.cli", "watch", str(tmp_path / "later")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{tmp_path / 'later'} is not a run yet; the page waits for it\n"
+        url = re.match(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+        assert url is not None
+        with urllib.request.urlopen(f"{url[0]}page.json") as answer:
+            assert b'"runs": []' in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+
+
+# ---- Prometheus
 
 
 def parsed(numbers: dict[str, Any], state: str = "running") -> dict[str, Any]:
@@ -72,53 +178,43 @@ def test_undeclared_and_infinite_numbers_are_left_out() -> None:
     assert [sample.value for sample in parsed(numbers)["asyncrl_task"].samples] == [1, 0.5]
 
 
-def served(run_dir: Path, story: Callable[[ClientSession, str], Awaitable[None]]) -> None:
-    (run_dir / "status.json").write_text('{"state": "running", "step": 7}')
-
-    async def play() -> None:
-        server = StatusServer(run_dir, ObserveConfig(status_port=0), lambda: {"step": 7})
-        try:
-            await server.start()
-            async with ClientSession() as client:
-                await story(client, server.url)
-        finally:
-            await server.aclose()
-
-    asyncio.run(play())
-
-
 def test_the_status_port_serves_only_bearers_of_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "status.json").write_text('{"state": "running", "step": 7}')
+    key_file = tmp_path / KEY_FILE
+
+    def make() -> StatusServer:
+        return StatusServer(tmp_path, ObserveConfig(status_port=0), lambda: {"step": 7})
+
     async def story(client: ClientSession, url: str) -> None:
         for path in ("/metrics", "/status", "/config.yaml"):
             for given in ({}, {"Authorization": "Bearer wrong"}):
                 assert (await client.get(url + path, headers=given)).status == 401
-        bearer = {"Authorization": f"Bearer {(tmp_path / KEY_FILE).read_text()}"}
+        bearer = {"Authorization": f"Bearer {key_file.read_text()}"}
         answer = await client.get(f"{url}/metrics", headers=bearer)
         assert (answer.status, answer.headers["Content-Type"]) == (200, CONTENT_TYPE_LATEST)
         assert "\nasyncrl_step 7.0\n" in await answer.text()
         status = await client.get(f"{url}/status", headers=bearer)
         assert await status.json() == {"state": "running", "step": 7}
-        assert (await client.post(f"{url}/metrics", headers=bearer)).status == 405
         taken = int(url.rpartition(":")[2])
         for wrong in ({"status_port": taken}, {"status_port": 0, "status_host": "203.0.113.1"}):
             with pytest.raises(ConfigError, match=r"cannot listen on observe\.status_host"):
                 StatusServer(tmp_path, ObserveConfig.model_validate(wrong), dict)
 
-    served(tmp_path, story)
-    assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
-    before = (tmp_path / KEY_FILE).read_text()
-    served(tmp_path, story)
-    assert (tmp_path / KEY_FILE).read_text() == before, "a resumed run has the key that Prometheus knows"
-    (tmp_path / KEY_FILE).unlink()
+    play(make, story)
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    key = key_file.read_text()
+    play(make, story)
+    assert key_file.read_text() == key, "a resumed run has the key that Prometheus knows"
+    key_file.unlink()
     monkeypatch.setenv(KEY_ENV, "ours")
 
     async def own_key(client: ClientSession, url: str) -> None:
         assert (await client.get(f"{url}/metrics", headers={"Authorization": "Bearer ours"})).status == 200
 
-    served(tmp_path, own_key)
-    assert not (tmp_path / KEY_FILE).exists()
+    play(make, own_key)
+    assert not key_file.exists()
 
 
 def test_the_dashboard_uses_existing_metrics() -> None:

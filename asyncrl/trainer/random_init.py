@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.files import open_as, whole_folder
-from asyncrl.base.serving import fail
+from asyncrl.base.http import fail
 from asyncrl.config import ScratchConfig
 
 PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"

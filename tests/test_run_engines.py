@@ -1,10 +1,9 @@
-"""Another number of engines in a running job: engines that leave and come, on the virtual clock; and the
-command that asks for them.
-"""
+"""Engine servers that die, hang, leave and return, on the virtual clock; and the command that scales them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 from functools import partial
 from pathlib import Path
@@ -16,90 +15,93 @@ from fakes import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from job_runs import write_config
-from test_run_supervise import MOVE, Asked, all_continued, undisturbed
 from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_to_its_error
 
-from asyncrl.base.errors import ConfigError, PublishError
+from asyncrl.base.errors import ConfigError, EngineLost, PublishError
 from asyncrl.base.files import RunLock
 from asyncrl.config import SupervisionConfig, load_config
-from asyncrl.config.generation import EngineRange
+from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
+from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.lifecycle import RunLog
-from asyncrl.job.resume import changed_keys
-from asyncrl.job.scale import (
+from asyncrl.job.engine_supervisor import (
     WANTED_FILE,
-    EngineScale,
-    ScaledEngine,
     first_wanted,
     read_wanted,
     scale_run,
     write_wanted,
 )
-from asyncrl.job.supervisors import EngineSupervisor
-from asyncrl.launch.supervise import Supervision
+from asyncrl.job.resume import changed_keys
+from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.observe.run_dir import Recorder
+from asyncrl.testing.virtual_time import stand_still
 
 
-def make_config(folder: Path, num_engines: Any, **rollout: Any) -> Any:
-    return load_config(write_config(folder, rollout={"num_engines": num_engines, **rollout}))
+async def undisturbed(request: SamplingRequest) -> Completion:
+    server = EngineServer(FakeEngineServer(decode_s=DECODE_S))
+    completion = await EnginePool([server], slots=4).generate(request)
+    server.disconnect_nowait()  # close the reader of its link
+    return completion
+
+
+Asked = list[tuple[SamplingRequest, int, asyncio.Task[Completion]]]
+"""Requests, the version that was announced when each was made, and what becomes of it."""
+
+
+async def all_continued(asked: Asked) -> None:
+    """Each got the tokens of a server that nothing befalls, in order, and none older than announced."""
+    for request, announced, task in asked:
+        completion, expected = await task, await undisturbed(request)
+        assert completion.token_ids == expected.token_ids
+        assert completion.behaviour_logprobs == expected.behaviour_logprobs
+        covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
+        assert covered == list(range(len(completion.token_ids)))
+        assert min(span.version for span in completion.version_spans) >= announced
 
 
 class House(EngineRooms):
-    """Engines on devices of their own: `start` work at first, the others are parked."""
+    """Engines and a trainer on separate devices: `start` engines work at first, the others are parked."""
 
     fakes: list[FakeEngineServer]
 
     def __init__(
         self,
         tasks: asyncio.TaskGroup,
-        folder: Path,
-        num_engines: int = 3,
+        num_engines: int = 2,
         *,
-        start: int = 1,
+        folder: Path = Path("none"),
+        start: int | None = None,
         is_frozen: bool = True,
         prepare_s: float = 0.0,
-        max_restarts: int = 3,
+        swap_s: float = 0.0,
+        timeout_s: float = 60.0,
+        **supervision: Any,
     ) -> None:
-        fakes = [
-            FakeEngineServer(f"engine-{index}", decode_s=DECODE_S, prepare_s=prepare_s, swap_s=0.1)
-            for index in range(num_engines)
-        ]
-        for fake in fakes[start:]:
+        times = {"decode_s": DECODE_S, "prepare_s": prepare_s, "swap_s": swap_s}
+        fakes = [FakeEngineServer(f"engine-{index}", **times) for index in range(num_engines)]
+        for fake in fakes[start or num_engines :]:
             fake.die()
-        self.folder, self.start, self.lines = folder, start, list[str]()
-        self.capacities = [start]
-        self.supervision = SupervisionConfig(max_restarts=max_restarts, backoff_s=0.5)
         super().__init__(
             tasks,
             fakes,
             FakeTrainer(is_frozen=is_frozen),
-            self.supervision,
+            SupervisionConfig(**{"max_restarts": 3, "backoff_s": 1.0, **supervision}),
             lambda: Disaggregated(self.publisher, num_steps=0, spawn=tasks.create_task),
+            run_dir=folder,
+            start=start,
+            timeout_s=timeout_s,
         )
         self.announced = [0]
+        self.folder = folder
         self.running.append(tasks.create_task(self.publisher.run(), name="publisher"))
-        self.running.append(tasks.create_task(self.scale.follow(), name="scale"))
-
-    def supervisor(self, process: Any, target: EngineServer, supervision: Supervision) -> EngineSupervisor:
-        if not hasattr(self, "scale"):
-            limits = {"min": 1, "max": len(self.fakes)}
-            config, change = make_config(self.folder, limits), self.capacities.append
-            self.scale = EngineScale(
-                config,
-                self.folder,
-                self.pool,
-                RunLog(self.lines.append),
-                on_change=change,
-                num_first=self.start,
-            )
-        return ScaledEngine(process, target, self.scale, self.turns, supervision)
+        if start is not None:
+            self.running.append(tasks.create_task(self.scale.follow(), name="scale"))
 
     @property
     def states(self) -> list[str]:
         down = self.pool.down
         return [
-            self.scale.state_of(fake.name) or ("down" if fake.name in down else "up") for fake in self.fakes
+            self.scale.states[fake.name] or ("down" if fake.name in down else "up") for fake in self.fakes
         ]
 
     def happened(self) -> list[str]:
@@ -109,19 +111,74 @@ class House(EngineRooms):
         return sum(one.num_restarts for one in self.supervisors.values())
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("run")
+live, fails = partial(play, House), partial(play_to_its_error, House)
+THREE = {"num_engines": 3, "start": 1, "swap_s": 0.1, "backoff_s": 0.5}
 
 
-@pytest.fixture
-def live(folder: Path) -> Any:
-    (folder / WANTED_FILE).unlink(missing_ok=True)
-    return partial(play, House, folder=folder)
+def test_waits_between_restarts_double_and_end_at_30_s() -> None:
+    async def story(house: House) -> None:
+        house.processes[0].fails_to_start = 6
+        house.fakes[0].die()
+        await asyncio.sleep(1000.0)
+        starts = house.processes[0].started_at
+        waits = [later - before - START_S for before, later in zip(starts, starts[1:], strict=False)]
+        assert starts[0] == 2.0
+        assert waits == [4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+        assert house.supervisors["engine-0"].num_restarts == 7
+
+    live(story, max_restarts=7, backoff_s=2.0)
+
+
+def test_restart_counts_until_its_window_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(house: House) -> None:
+        for _ in range(5):
+            await asyncio.sleep(110.0)
+            house.fakes[1].die()
+        await asyncio.sleep(30.0)
+        assert house.supervisors["engine-1"].num_restarts == 5
+        assert house.told[-1].endswith("restarting engine-1, 1 of 2")
+        for _ in range(2):
+            house.fakes[1].die()
+            await asyncio.sleep(45.0)
+
+    monkeypatch.setattr("asyncrl.launch.supervise.RESTART_WINDOW_S", 100.0)
+    said = "max_restarts=2 is used up within 100 s of work"
+    assert said in str(fails(story, max_restarts=2))
+
+
+def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
+    async def story(house: House) -> None:
+        running = [house.ask(make_request(f"r{index}", max_tokens=3000, seed=index)) for index in range(4)]
+        await asyncio.sleep(1.0)
+        house.processes[1].is_node_gone = True
+        house.fakes[1].die()
+        await asyncio.sleep(600.0)
+        assert [len((await task).token_ids) for task in running] == [3000] * 4
+        starts = house.processes[1].started_at
+        waits = [later - before for before, later in zip(starts, starts[1:], strict=False)]
+        assert waits == pytest.approx([5.0] * len(waits))
+        assert len(waits) > 100
+        gone = "engine-1: the node far (10.0.0.2) is gone: no answer for 15 s"
+        then = "restarting engine-1, once its node is back; the run continues without it"
+        assert house.told == [f"{gone}; {then}"]
+        house.trainer.step()
+        house.processes[1].is_node_gone = False
+        await asyncio.sleep(5.0 + START_S + 1.0)
+        assert house.pool.down == ()
+        assert house.fakes[1].policy_version == 1
+        house.processes[0].is_node_gone = house.processes[1].is_node_gone = True
+        house.fakes[1].die()
+        await asyncio.sleep(60.0)
+        house.fakes[0].die()
+        await asyncio.sleep(600.0)
+
+    error = str(fails(story, is_frozen=False))
+    assert "the node far (10.0.0.2) is gone: no answer for 15 s" in error
+    assert "supervision.max_restarts=3 is used up" in error
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_scaling_keeps_versions_and_requests(live: Any, is_streamed: bool) -> None:
+def test_scaling_keeps_versions_and_requests(tmp_path: Path, is_streamed: bool) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(1.0)
@@ -149,15 +206,15 @@ def test_scaling_keeps_versions_and_requests(live: Any, is_streamed: bool) -> No
         )
         assert sum(fake.tokens_generated for fake in house.fakes) == 6 * 2000, "and nothing is sampled twice"
         assert house.happened() == ["unparked 1", "unparked 2", "parked 2", "parked 1"]
-        assert house.capacities == [1, 2, 3, 2, 1]
+        assert house.capacities == [2, 3, 2, 1]
         assert (house.num_restarts(), house.told) == (0, [])
         assert house.scale.gauges() == {"engine/up": 1}
 
-    live(story)
+    live(story, folder=tmp_path, **THREE)
 
 
 @pytest.mark.parametrize("max_restarts", [0, 2])
-def test_new_engine_that_fails_to_start_ends_no_run(live: Any, max_restarts: int) -> None:
+def test_new_engine_that_fails_to_start_ends_no_run(tmp_path: Path, max_restarts: int) -> None:
     async def story(house: House) -> None:
         house.processes[1].fails_to_start = 99
         write_wanted(house.folder, 2)
@@ -173,11 +230,11 @@ def test_new_engine_that_fails_to_start_ends_no_run(live: Any, max_restarts: int
         house.fakes[1].die()
         await asyncio.sleep(1e4)
 
-    (error,) = [play_to_its_error(House, story, folder=live.keywords["folder"], max_restarts=max_restarts)]
+    error = fails(story, folder=tmp_path, **THREE, max_restarts=max_restarts)
     assert error.room == "engine-1", "one that has worked is needed"
 
 
-def test_corrupt_weights_at_a_new_engine_end_the_run(live: Any) -> None:
+def test_corrupt_weights_at_a_new_engine_end_the_run(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
         await asyncio.sleep(1.0)
@@ -185,51 +242,76 @@ def test_corrupt_weights_at_a_new_engine_end_the_run(live: Any) -> None:
         house.scale.set_nowait(2)
         await asyncio.sleep(20.0)
 
-    error = play_to_its_error(House, story, folder=live.keywords["folder"])
+    error = fails(story, folder=tmp_path, **THREE)
     assert isinstance(error, PublishError)
 
 
-@settings(max_examples=60, deadline=None)
+MOVE = st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort", "scale"])
+
+
+@settings(max_examples=120, deadline=None)
 @given(
-    moves=st.lists(
-        st.tuples(st.floats(0.0, 4.0), st.one_of(st.just("scale"), MOVE), st.integers(0, 2)), max_size=25
-    ),
+    moves=st.lists(st.tuples(st.floats(0.0, 4.0), MOVE, st.integers(0, 2)), max_size=25),
     prepare_s=st.sampled_from([0.0, 0.5, 3.0]),
+    swap_s=st.sampled_from([0.0, 0.3]),
+    num_engines=st.integers(1, 3),
     start=st.integers(1, 3),
 )
-def test_scaling_and_deaths_lose_or_double_no_token(
-    folder: Path, moves: list[tuple[float, str, int]], prepare_s: float, start: int
+def test_deaths_and_scaling_lose_or_double_no_token_and_serve_none_old(
+    moves: list[tuple[float, str, int]], prepare_s: float, swap_s: float, num_engines: int, start: int
 ) -> None:
-    (folder / WANTED_FILE).unlink(missing_ok=True)
-
     async def story(house: House) -> None:
         asked: Asked = []
         for number, (gap_s, what, where) in enumerate(moves):
             await asyncio.sleep(gap_s)
-            fake = house.fakes[where]
+            fake = house.fakes[where % num_engines]
             if what == "scale":
-                house.scale.set_nowait(where + 1)
+                house.scale.set_nowait(where % num_engines + 1)
             elif what in ("die", "freeze"):
                 getattr(fake, what)()
             elif what == "step":
                 house.trainer.step()
-            elif what == "ask":
+            elif what == "abort":
+                with contextlib.suppress(EngineLost):
+                    await house.targets[where % num_engines].abort(None, timeout_s=0.1)
+            else:
                 request = make_request(f"r{number}", max_tokens=150 * (where + 1), seed=number)
                 asked.append((request, house.announced[-1], house.ask(request)))
         await all_continued(asked)
         await asyncio.sleep(100.0 + 50.0 * len(moves))
         num = house.scale.wanted
-        assert house.states == ["up"] * num + ["parked"] * (3 - num)
-        assert [fake.has_ended.is_set() for fake in house.fakes] == [False] * num + [True] * (3 - num)
+        assert house.states == ["up"] * num + ["parked"] * (num_engines - num)
+        assert [fake.has_ended.is_set() for fake in house.fakes] == [
+            number >= num for number in range(num_engines)
+        ]
         assert house.announced == sorted(set(house.announced))
         assert house.announced[-1] == house.trainer.policy_version
         assert {fake.policy_version for fake in house.fakes[:num]} == {house.announced[-1]}
-        assert (sum(house.pool.load.values()), house.capacities[-1]) == (0, num)
+        assert (sum(house.pool.load.values()), [num, *house.capacities][-1]) == (0, num)
 
-    play(House, story, folder=folder, start=start, prepare_s=prepare_s, max_restarts=1000)
+    live(
+        story,
+        num_engines=num_engines,
+        start=min(start, num_engines),
+        max_restarts=1000,
+        backoff_s=0.5,
+        prepare_s=prepare_s,
+        swap_s=swap_s,
+    )
 
 
-# ---- what is asked for
+@pytest.mark.parametrize("begins_s", [0.5, 3.5, 4.5], ids=["in prepare", "at its end", "in commit"])
+def test_controller_stopped_in_a_push_serves_its_newest_version(begins_s: float) -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(begins_s)
+        stand_still(1000.0)
+        await asyncio.sleep(60.0)
+        house.trainer.step()
+        await asyncio.sleep(60.0)
+        assert {fake.policy_version for fake in house.fakes} == {2}
+
+    assert live(story, prepare_s=4.0, swap_s=1.0, timeout_s=5.0).announced == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -241,14 +323,18 @@ def test_scaling_and_deaths_lose_or_double_no_token(
         ('{"engines": true}', "engines=True is outside"),
     ],
 )
-def test_invalid_wanted_file_is_reported_once(live: Any, text: str, says: str) -> None:
+def test_invalid_wanted_file_is_reported_once(tmp_path: Path, text: str, says: str) -> None:
     async def story(house: House) -> None:
         (house.folder / WANTED_FILE).write_text(text)
         await asyncio.sleep(10.0)
         assert [says in line for line in house.lines] == [True]
         assert house.states == ["up", "parked", "parked"]
 
-    live(story)
+    live(story, folder=tmp_path, **THREE)
+
+
+def make_config(folder: Path, num_engines: Any, **rollout: Any) -> Any:
+    return load_config(write_config(folder, rollout={"num_engines": num_engines, **rollout}))
 
 
 class Ran:

@@ -1,4 +1,4 @@
-"""Change the number of engines of a running job, by RUN_DIR/wanted.json."""
+"""Supervise the engines of a run, as many as RUN_DIR/wanted.json asks for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,16 @@ from asyncrl.base.errors import AsyncrlError, ConfigError, RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
-from asyncrl.config.generation import EngineRange
+from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
 from asyncrl.job.lifecycle import RunLog, run_again
-from asyncrl.job.supervisors import EngineSupervisor
 from asyncrl.launch.server import Server, cancel_all
-from asyncrl.launch.supervise import NO_LOSS, Supervision, summary_of
+from asyncrl.launch.supervise import NO_LOSS, Supervision, Supervisor, summary_of
 from asyncrl.observe.run_dir import judge_state, read_config, read_status
 
-logger = logging.getLogger("asyncrl.job.scale")
+logger = logging.getLogger("asyncrl.job.engine_supervisor")
 
 WANTED_FILE = "wanted.json"
 LOOK_PERIOD_S = 1.0
@@ -34,13 +34,13 @@ KEY = "engines"
 class EngineScale:
     """Which engines work: the first `wanted`. The others are parked, without a process.
 
-    Life of an engine: parked -> starting -> working -> leaving -> parked, the highest number first.
+    Life of an engine: parked -> starting -> "" (works) -> leaving -> parked, the highest number first.
     Invariant: an engine that is up leaves only while `wanted` others are up.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        limits: EngineRange,
         run_dir: Path,
         pool: EnginePool,
         log: RunLog,
@@ -48,30 +48,23 @@ class EngineScale:
         on_change: Callable[[int], None],
         num_first: int,
     ) -> None:
-        self.range = config.rollout.engine_range
-        self.is_fixed = not config.rollout.is_scaled
+        """`on_change` gets the number of engines that work."""
+        self.range = limits
+        self.is_fixed = limits.min == limits.max
         self.pool = pool
         self.wanted = num_first
         self._on_change = on_change
         self._run_dir = run_dir
         self._log = log
-        self._number = {server.name: number for number, server in enumerate(pool.servers)}
+        self._names = [server.name for server in pool.servers]
         self._changed = asyncio.Event()
-        self._working = {name for name in self._number if self.wants(name)}
-        self.parked = self._number.keys() - self._working
+        self.states = {name: "" if self.wants(name) else "parked" for name in self._names}
 
     def wants(self, name: str) -> bool:
-        return self._number[name] < self.wanted
+        return name in self._names[: self.wanted]
 
     def gauges(self) -> dict[str, float]:
-        num_up = len(self._number) - len(self.pool.down)
-        return {} if self.is_fixed else {"engine/up": num_up}
-
-    def state_of(self, name: str) -> str:
-        """Return an engine's state; empty if it should work and does."""
-        if self.wants(name):
-            return "" if name in self._working else "starting"
-        return "parked" if name in self.parked else "leaving"
+        return {} if self.is_fixed else {"engine/up": len(self._names) - len(self.pool.down)}
 
     async def follow(self) -> None:
         while True:
@@ -92,7 +85,7 @@ class EngineScale:
 
     def give_up_nowait(self, name: str, error: AsyncrlError) -> None:
         """Want only the engines before `name`."""
-        num = self._number[name]
+        num = self._names.index(name)
         if num < self.wanted:
             self._log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
             write_wanted(self._run_dir, num)
@@ -101,24 +94,25 @@ class EngineScale:
     async def wait_wanted(self, name: str) -> None:
         while not self.wants(name):
             await self._changed.wait()
-        self.parked.discard(name)
+        if self.states[name] == "parked":
+            self.enter_nowait(name, "starting")
 
     async def wait_leave(self, name: str) -> None:
         """Wait until this engine may leave."""
         while self.wants(name) or not self._may_leave(name):
             await self._changed.wait()
         self.pool.down_nowait(name)
-        self.works_nowait(name, False)
+        self.enter_nowait(name, "leaving")
 
     def _may_leave(self, name: str) -> bool:
-        up = [other for other in self._number if other not in self.pool.down]
+        up = [other for other in self._names if other not in self.pool.down]
         return name not in up or (name == up[-1] and len(up) > self.wanted)
 
-    def works_nowait(self, name: str, is_working: bool) -> None:
-        working = self._working | {name} if is_working else self._working - {name}
-        if working != self._working:
-            self._working = working
-            self._on_change(len(working))
+    def enter_nowait(self, name: str, state: str) -> None:
+        was_working = self.states[name] == ""
+        self.states[name] = state
+        if was_working != (state == ""):
+            self._on_change(list(self.states.values()).count(""))
         self.changed_nowait()
 
     def changed_nowait(self) -> None:
@@ -127,14 +121,17 @@ class EngineScale:
         self._changed = asyncio.Event()
 
 
-class ScaledEngine(EngineSupervisor):
+class EngineSupervisor(Supervisor):
     """Supervise one engine while it is wanted.
 
     Life: parked -> wanted: started as after a loss -> supervised -> not wanted: its requests move to other
         engines with their tokens, the current push ends, then its process -> parked.
     Waits: for its requests and for a push.
-    Invariant: parking is no restart; an engine that never comes up after parking ends no run.
+    Invariant: the pool sends it work only while it serves the announced version, or a newer one. Parking is
+        no restart; an engine that never comes up after parking ends no run.
     """
+
+    kind = "engine"
 
     def __init__(
         self,
@@ -144,10 +141,12 @@ class ScaledEngine(EngineSupervisor):
         scheduler: WeightScheduler,
         supervision: Supervision,
     ) -> None:
-        super().__init__(process, client, scale.pool, scheduler, supervision)
+        super().__init__([process], supervision)
+        self._client = client
+        self._pool = scale.pool
         self._scale = scale
-        self._is_new = not scale.wants(self.name)
-        if self._is_new:
+        self._scheduler = scheduler
+        if not scale.wants(self.name):
             self._leave_nowait()
 
     async def run(self) -> None:
@@ -156,7 +155,8 @@ class ScaledEngine(EngineSupervisor):
             try:
                 await _until_left(super().run(), self._scale.wait_leave(self.name), self.name)
             except (RoomError, ConfigError) as error:
-                if not self._is_new or isinstance(error, NO_LOSS):
+                has_worked = self._scale.states[self.name] == ""
+                if has_worked or isinstance(error, NO_LOSS):
                     raise
                 self._scale.give_up_nowait(self.name, error)
             await self._park()
@@ -167,9 +167,7 @@ class ScaledEngine(EngineSupervisor):
         self._leave_nowait()
         await self._end()
         self._restarts.rests_nowait()
-        self._is_new = True
-        self._scale.parked.add(self.name)
-        self._scale.works_nowait(self.name, False)
+        self._scale.enter_nowait(self.name, "parked")
         self._on_event("engine parked", {"name": self.name, "wanted": self._scale.wanted})
 
     async def _hand_over(self) -> None:
@@ -177,15 +175,33 @@ class ScaledEngine(EngineSupervisor):
             await self._pool.drain(self.name)
             await self._scheduler.publisher.leave(self.name)
 
+    def _leave_nowait(self) -> None:
+        self.is_up = False
+        self._client.disconnect_nowait()
+        self._pool.down_nowait(self.name)
+        self._scheduler.publisher.down_nowait(self.name)
+
+    def _is_dispensable(self) -> bool:
+        return {*self._pool.load} - {*self._pool.down, self.name} != set()
+
     def _down(self, lost: RoomError) -> None:
-        super()._down(lost)
+        self._leave_nowait()
         self._scale.changed_nowait()
+
+    def _room(self) -> AbstractAsyncContextManager[None]:
+        return self._scheduler.room_for_engine(self.name)
+
+    async def _before_start(self) -> None:
+        self._client.reset_nowait()
+
+    async def _bring_back(self) -> None:
+        await self._scheduler.bring_up(self.name)
 
     async def _works_again(self) -> None:
         self._pool.up_nowait(self.name)
-        self._scale.works_nowait(self.name, True)
-        if self._is_new:
-            self._is_new = False
+        is_new = self._scale.states[self.name] != ""
+        self._scale.enter_nowait(self.name, "")
+        if is_new:
             self._on_event("engine unparked", {"name": self.name, "wanted": self._scale.wanted})
         await self._pool.balance()
 
@@ -247,11 +263,9 @@ def scale_run(run_dir: Path, asked: str) -> str:
         what = f"the run in {run_dir} has a fixed rollout.num_engines={rollout.num_engines}"
         raise ConfigError(what, way_out=f"stop it with Ctrl-C, and resume it with a range: `{again}`.")
     num = _in_range(int(text), rollout.engine_range)
-    status = read_status(run_dir, [])
-    state, why = judge_state(status, run_dir)
-    if not status or state not in ("starting", "running", "unknown"):
+    state, why = judge_state(read_status(run_dir, []), run_dir)
+    if state not in ("starting", "running", "unknown"):
         way_out = f"start it with `{run_again(run_dir)}`, then scale it."
-        reason = f"{state}: {why}" if why else state
-        raise ConfigError(f"no run is active in {run_dir}: {reason}", way_out=way_out)
+        raise ConfigError(f"no run is active in {run_dir}: {state} {why}".rstrip(), way_out=way_out)
     write_wanted(run_dir, num)
     return f"asked for {num} engines; `asyncrl status {run_dir}` shows their progress"
