@@ -19,8 +19,8 @@ import numpy as np
 from asyncrl.base.errors import ConfigError, PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.config import OnOverflow
+from asyncrl.engines.engine import Teacher
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.teacher import Teacher
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.messages.records import (
