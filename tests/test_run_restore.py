@@ -26,7 +26,7 @@ from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedG
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.tasks import PromptSource, TaskPrompts
-from asyncrl.tasks.epochs import Epochs
+from asyncrl.tasks.prompt_source import Epochs
 
 
 class Questions:
