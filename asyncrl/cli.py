@@ -16,7 +16,7 @@ import typer
 from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, without_train
 from asyncrl.config import load_config
-from asyncrl.config.harnesses import HARNESSES
+from asyncrl.config.generator_gateway import HARNESSES
 from asyncrl.config.load import name_of_config
 
 Option = functools.partial(typer.Option, show_default=False)

@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 from asyncrl.agents import Outcome
 from asyncrl.base.errors import OF_TRAIN
 from asyncrl.base.message import WORKER_KEY_ENV
-from asyncrl.config.harnesses import HARNESSES
+from asyncrl.config.generator_gateway import HARNESSES
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"

@@ -20,7 +20,7 @@ from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_
 from asyncrl.base.errors import ConfigError, EngineLost, PublishError
 from asyncrl.base.files import RunLock
 from asyncrl.config import SupervisionConfig, load_config
-from asyncrl.config.generation import EngineRange
+from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Disaggregated

@@ -19,7 +19,7 @@ from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.message import ErrorBody
 from asyncrl.config import SupervisionConfig
-from asyncrl.config.generation import EngineRange
+from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Colocated

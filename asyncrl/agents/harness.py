@@ -18,7 +18,7 @@ from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure, Rollo
 from asyncrl.base.message import ErrorBody
 from asyncrl.base.user_code import UserCalls, load_function, message_of
 from asyncrl.config import GeneratorConfig
-from asyncrl.config.harnesses import kind_of
+from asyncrl.config.generator_gateway import kind_of
 from asyncrl.messages.records import Outcome, task_of
 from asyncrl.messages.work import MAX_OUTCOME_BYTES, WorkItem
 

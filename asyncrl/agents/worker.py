@@ -32,7 +32,7 @@ from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.message import WORKER_KEY_ENV, Message
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import GeneratorConfig
-from asyncrl.config.harnesses import HARNESSES
+from asyncrl.config.generator_gateway import HARNESSES
 from asyncrl.messages import work as wire
 from asyncrl.messages.records import Outcome
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import xxhash
 import yaml
 
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
@@ -29,7 +29,7 @@ from asyncrl.base.http import fail
 from asyncrl.base.message import find_fatal
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
-from asyncrl.config.harnesses import kind_of
+from asyncrl.config.generator_gateway import kind_of
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import TEACHER_KEY
@@ -39,7 +39,7 @@ from asyncrl.launch.plan import plan_run, plan_text, refuse_over_capacity, resol
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
-from asyncrl.tasks.from_config import (
+from asyncrl.tasks.sources import (
     EvalTask,
     build_task,
     look_at_eval_task,
@@ -206,7 +206,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
             return None
         return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
-    from asyncrl.trainer.model.random_init import make_character_tokenizer
+    from asyncrl.trainer.random_init import make_character_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
@@ -376,8 +376,8 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from asyncrl.trainer.model.lora import find_targets
-    from asyncrl.trainer.model.random_init import make_character_tokenizer, scratch_config
+    from asyncrl.trainer.lora import find_targets
+    from asyncrl.trainer.random_init import make_character_tokenizer, scratch_config
 
     if model.scratch is None:
         architecture = AutoConfig.from_pretrained(folder)

@@ -15,7 +15,7 @@ from asyncrl.base.errors import AsyncrlError, ConfigError, RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
-from asyncrl.config.generation import EngineRange
+from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler

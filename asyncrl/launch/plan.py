@@ -13,9 +13,9 @@ from typing import Literal
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.host import num_cores
 from asyncrl.config import ModelConfig, RunConfig
-from asyncrl.config.generation import ENGINES, EngineCapabilities
-from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS, TEACHER_SLOTS
-from asyncrl.config.weight_sync import choose_transport, transport_words
+from asyncrl.config.placement_sync import choose_transport, transport_words
+from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
+from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS, TEACHER_SLOTS
 from asyncrl.launch.devices import NO_DEVICE, NodeDevice, Placement, Side, cuda_devices, place, vllm_sizes
 from asyncrl.launch.engine_python import find_python
 from asyncrl.launch.machine import Node

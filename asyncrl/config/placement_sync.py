@@ -1,4 +1,4 @@
-"""Section `weight_sync`; what each transport needs of engine, placement and settings.
+"""Sections `placement` and `weight_sync`; what each transport needs of engine, placement and settings.
 
 A new transport is a line in TRANSPORTS, rules in refuse_transport, and its ends in
 asyncrl/weights/transport.py, loaded_weights.py (embedded) and asyncrl/engines/vllm_weights.py.
@@ -6,12 +6,13 @@ asyncrl/weights/transport.py, loaded_weights.py (embedded) and asyncrl/engines/v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.fields import FrozenConfig
@@ -19,6 +20,80 @@ from asyncrl.messages.engine_api import Interrupt, TransportName
 
 if TYPE_CHECKING:
     from asyncrl.config.run_config import RunConfig
+
+
+class NodesConfig(FrozenConfig):
+    """A number of nodes, and of CUDA devices on each node."""
+
+    nodes: Literal["all"] | PositiveInt
+    """Number of machines; all = every machine with the devices of `gpus`."""
+    gpus: Literal["auto", "all"] | NonNegativeInt = "auto"
+    """CUDA devices per node; 0 = the CPU (auto = all, or the CPU without CUDA devices)."""
+
+    def __str__(self) -> str:
+        gpus = "" if self.gpus == "auto" else f", gpus: {self.gpus}"
+        return f"{{nodes: {self.nodes}{gpus}}}"
+
+
+Devices = Literal["auto", "cpu", "all"] | NonNegativeInt | str | list[NonNegativeInt] | NodesConfig
+"""auto, cpu, all, a CUDA device number, a list of numbers, a range like 0-3, or a number of nodes."""
+
+DEVICE_WORDS = ("auto", "cpu", "all")
+
+
+def device_numbers(devices: Any) -> list[int] | None:
+    """Return the listed device numbers, if the text has this form."""
+    if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
+        devices = [*range(int(match[1]), int(match[2]) + 1)]
+    numbers = devices if isinstance(devices, list) else [devices]
+    is_form = numbers and all(type(number) is int and number >= 0 for number in numbers)
+    return numbers if is_form and len(set(numbers)) == len(numbers) else None
+
+
+def is_cpu(devices: Devices) -> bool:
+    return devices == "cpu" or (isinstance(devices, NodesConfig) and devices.gpus == 0)
+
+
+def _is_nodes(value: Any) -> bool:
+    if isinstance(value, NodesConfig):
+        return True
+    if not isinstance(value, Mapping) or "nodes" not in value or not {*value} <= {"nodes", "gpus"}:
+        return False
+    nodes, gpus = value["nodes"], value.get("gpus", "auto")
+    is_number = (type(nodes) is int and nodes >= 1, type(gpus) is int and gpus >= 0)
+    return (is_number[0] or nodes == "all") and (is_number[1] or gpus in ("auto", "all"))
+
+
+class PlacementConfig(FrozenConfig):
+    """Devices of each side. Equal CUDA devices, or rollout: trainer, mean colocation (docs/colocation.md)."""
+
+    trainer: Devices = "auto"
+    """Devices of the trainer: cpu, a CUDA device number, a list [0, 1], a range 0-3, all, or {nodes: 2,
+    gpus: 8} (auto = one CUDA device per process of trainer.world_size, else cpu)."""
+    rollout: Devices = "auto"
+    """Devices of the engines, in the forms of placement.trainer, or `trainer` (colocated). auto = the
+    devices that the trainer does not use; without any, colocated at buffer.max_staleness=0, else refused."""
+    eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
+    """Device of an eval engine: cpu or a CUDA device number. auto = an unused CUDA device; with
+    eval.engine=own else an engine's device."""
+    teacher: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
+    """Device of the teacher: cpu or a CUDA device number (auto = an unused device, else an engine's)."""
+    share: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] | None = "auto"
+    """Fraction of a shared CUDA device's memory for the engines. When colocated with auto, both sides stay
+    in memory if they fit; else, and with none, each is offloaded during the other's turn."""
+
+    @field_validator("trainer", "rollout", mode="before")
+    @classmethod
+    def _is_a_form(cls, value: Any, info: ValidationInfo) -> Any:
+        words = (*DEVICE_WORDS, "trainer") if info.field_name == "rollout" else DEVICE_WORDS
+        if not (_is_nodes(value) or device_numbers(value) is not None or value in words):
+            raise ValueError(
+                f"give {', '.join(words)}, a device number like 0, a list like [0, 1] that names each once, "
+                "or a range like 0-3, of this machine; or nodes and the CUDA devices of each, as a mapping: "
+                "{nodes: 2, gpus: 8}, {nodes: all, gpus: all}, {nodes: 2, gpus: 0} for their CPUs"
+            )
+        return value
+
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TO_SHM = "set weight_sync.transport=shm"

@@ -1,3 +1,5 @@
+"""Sections `trainer`, `teacher` and `algorithm`."""
+
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
