@@ -39,7 +39,7 @@ from asyncrl.launch.plan import plan_run, plan_text, refuse_over_capacity, resol
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
-from asyncrl.tasks.from_config import (
+from asyncrl.tasks.sources import (
     EvalTask,
     build_task,
     look_at_eval_task,
