@@ -15,9 +15,7 @@ from asyncrl.agents.endpoint.answers import Answer, GatewayTokenizer
 from asyncrl.agents.endpoint.capture import ChatNode, GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import (
-    STRICT_NEEDS,
     GrammarChecks,
-    asks_strict_alone,
     grammar_of,
     prefill_of,
 )
@@ -214,12 +212,9 @@ class EngineRoute:
     async def _grammar(self, asked: AnyRequest, planned: PromptPlan, prefill: str) -> str | None:
         prompt = planned.match.text if planned.match else ""
         grammar = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
-        if grammar is None:
-            if asks_strict_alone(asked):
-                self._reader.log_once("strict", f"`strict` of tools is not enforced ({STRICT_NEEDS})")
-            return None
-        has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
-        await self.checks.wait_checked(grammar, "response_format" if has_format else "tools")
+        if grammar is not None:
+            has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
+            await self.checks.wait_checked(grammar, "response_format" if has_format else "tools")
         return grammar
 
     async def _planned(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> PromptPlan:
