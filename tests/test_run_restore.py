@@ -294,6 +294,6 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
 
 def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:
     pending = checkpoints.begin()
-    pending.trainer_dir.mkdir()
-    (pending.trainer_dir / "weights").write_text(str(version))
+    (pending / "trainer").mkdir()
+    (pending / "trainer" / "weights").write_text(str(version))
     checkpoints.finish(pending, version, {})

@@ -121,7 +121,6 @@ def make_gateway(
         max_length=rollout.max_length,
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=override,
-        reads_effort="reasoning_effort" in tokenizer.template,
     )
     gateway = Gateway(
         engines,

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, invalid
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
+from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, invalid
 from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, Expired
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.base.errors import PromptUnusable, RolloutFailure
