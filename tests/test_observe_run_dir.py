@@ -35,8 +35,7 @@ from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_dir import Recorder, boot_id, judge_state
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.show import render_inspect, render_status
-from asyncrl.observe.tracker_clients import TensorBoard
-from asyncrl.observe.trackers import Background, TrackedRun
+from asyncrl.observe.trackers import Background, TensorBoard, TrackedRun
 from asyncrl.observe.verdict import write_reward_plot
 from asyncrl.observe.watchdog import Wait
 from asyncrl.trainer.step_report import append_line, note_restored, trained_line

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.trainer_api import Canary
-from asyncrl.trainer.model.packing import pack_texts
+from asyncrl.trainer.packing import pack_texts
 
 NUM_TOKENS = 160
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import Caller
@@ -26,10 +26,9 @@ from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import HEARTBEAT_PERIOD_S, Supervision, Supervisor, summary_of
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
-from asyncrl.rollouts.generators import EncodedPrompts, HarnessGenerator, SingleTurn
-from asyncrl.rollouts.rollout import Generator, derive_seed
+from asyncrl.rollouts.rollout import EncodedPrompts, Generator, HarnessGenerator, SingleTurn, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.scorer import Scorers, TaskScorer
+from asyncrl.tasks.scorer import Scorers
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
@@ -99,7 +98,6 @@ def make_gateway(
         max_length=rollout.max_length,
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=override,
-        reads_effort="reasoning_effort" in tokenizer.template,
     )
     gateway = Gateway(
         engines,
@@ -253,16 +251,15 @@ def make_generator(
     config: RunConfig,
     engines: EnginePool,
     tokenizer: HFChatTokenizer,
-    scorer: TaskScorer | Scorers,
+    scorers: Scorers,
     agents: AgentRuntime | None,
 ) -> Generator:
     if agents is not None:
-        on_overflow = config.generator.on_overflow
-        return HarnessGenerator(agents.gateway, agents.queue, scorer, on_overflow=on_overflow)
+        return HarnessGenerator(agents.gateway, agents.queue, scorers, config.generator.on_overflow)
     return SingleTurn(
         engines,
         EncodedPrompts(tokenizer),
-        scorer,
+        scorers,
         run_seed=config.seed,
         max_tokens=config.rollout.max_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
@@ -35,7 +35,7 @@ from asyncrl.launch.processes import run_module
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
-from asyncrl.tasks.from_config import (
+from asyncrl.tasks.sources import (
     EvalTask,
     build_task,
     look_at_eval_task,
@@ -202,13 +202,11 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
             return None
         return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
-    from asyncrl.trainer.model.random_init import make_character_tokenizer
+    from asyncrl.trainer.random_init import make_character_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
-        scratch = model.scratch
-        make_character_tokenizer(scratch.characters, has_tool_role=scratch.has_tool_role).save_pretrained(
-            made
-        )
+        characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
+        make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
         return HFChatTokenizer(made, chat_template=template, chat_template_kwargs=settings)
 
 
@@ -360,8 +358,8 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from asyncrl.trainer.model.lora import find_targets
-    from asyncrl.trainer.model.random_init import make_character_tokenizer, scratch_config
+    from asyncrl.trainer.lora import find_targets
+    from asyncrl.trainer.random_init import make_character_tokenizer, scratch_config
 
     if model.scratch is None:
         architecture = AutoConfig.from_pretrained(folder)

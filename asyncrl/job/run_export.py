@@ -197,8 +197,7 @@ def _final_version(run_dir: Path) -> int | None:
 
 
 def _load(export: Export, path: Path, tell: Callable[[str], None]) -> None:
-    from asyncrl.trainer.saved_model import save_model, save_peft
-    from asyncrl.trainer.state import read_state
+    from asyncrl.trainer.state import read_state, save_model, save_peft
 
     model = export.config.model
     state = export.folder / TRAINER

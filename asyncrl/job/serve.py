@@ -39,12 +39,18 @@ from asyncrl.launch.supervise import Supervision, heartbeat
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Trajectory
 from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several
-from asyncrl.rollouts.generators import own_reward
-from asyncrl.rollouts.recording import RolloutRecorder
-from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner, Slots
+from asyncrl.rollouts.rollout import (
+    FailedRollout,
+    Generator,
+    RolloutAttempt,
+    RolloutRecorder,
+    RolloutRunner,
+    Slots,
+    own_reward,
+)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.from_config import make_prompt_source
 from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.sources import make_prompt_source
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import make_model_folder
 

@@ -54,7 +54,7 @@ from asyncrl.messages.trainer_api import (
     TrainResponse,
     unpack_batch,
 )
-from asyncrl.trainer.model.build_model import resolve_device
+from asyncrl.trainer.build_model import resolve_device
 from asyncrl.trainer.ranks import BEATS, Command, join_ranks, loss_behind
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import hold_record

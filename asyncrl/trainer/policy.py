@@ -24,12 +24,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
-from asyncrl.trainer.model.attention import ATTENTION, CannotPackError, number_of
-from asyncrl.trainer.model.fused import compile_layers, fuse
-from asyncrl.trainer.model.load_balance import costs_of
-from asyncrl.trainer.model.packing import MicroBatch, pack_texts
-from asyncrl.trainer.model.support_mask import AllowedRows
-from asyncrl.trainer.model.tree import places_of
+from asyncrl.trainer.attention import ATTENTION, CannotPackError, number_of
+from asyncrl.trainer.fused import compile_layers, fuse
+from asyncrl.trainer.packing import AllowedRows, MicroBatch, costs_of, pack_texts
+from asyncrl.trainer.tree import places_of
 
 log = logging.getLogger("asyncrl.trainer")
 

@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 IntN = npt.NDArray[np.int64]
+BoolN = npt.NDArray[np.bool_]
 
 MIN_SHARED_TOKENS, QUERIES_PER_TOKEN = 8, 24
 """Minimum tokens that a branch must save, plus one per QUERIES_PER_TOKEN tokens of its pass."""
@@ -229,3 +232,9 @@ def _runs_to(last: TreeNode) -> Runs:
         if node.left is None:
             return tuple(reversed(runs))
         node = node.left
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
