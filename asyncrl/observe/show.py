@@ -37,9 +37,8 @@ from asyncrl.observe.run_dir import (
     read_metrics,
     read_status,
 )
-from asyncrl.observe.run_record import RunRecord, read_run
+from asyncrl.observe.run_record import RunRecord, TrainedRecord, batch_summary, read_run, trajectory_summaries
 from asyncrl.observe.samples import harmless, read_samples, render_samples
-from asyncrl.observe.trained import TrainedRecord, batch_summary, trajectory_summaries
 from asyncrl.observe.verdict import summary_panel, time_rows, verdict_rows
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
