@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from starlette.requests import Request
 
-from asyncrl.agents.endpoint.answers import ApiError
+from asyncrl.agents.endpoint.requests import ApiError
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.base.errors import RolloutFailure

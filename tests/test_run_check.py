@@ -94,7 +94,7 @@ model.chat_template=refuses.jinja generator.command=[/bin/true] -> cannot render
 generator.command=[/bin/true] generator.pass_env=[NOT_SET_HERE] -> generator.pass_env names NOT_SET_HERE
 task.python=exits_here:f -> importing exits_here raised SystemExit: 0
 trainer.lora.targets=[qproj] -> names qproj, and Qwen3ForCausalLM has no such layer ... q_proj
-task.python=none task.reasoning_gym=chain_sums -> has no such task ... did you mean chain_sum
+task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'
 """

@@ -20,8 +20,7 @@ from asyncrl.config import load_config
 from asyncrl.job import agent_runtime
 from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime, UserKey, try_rollouts
 from asyncrl.rollouts.evaluation import HeldOut
-from asyncrl.rollouts.recording import RolloutRecorder
-from asyncrl.rollouts.rollout import RolloutAttempt, Score
+from asyncrl.rollouts.rollout import RolloutAttempt, RolloutRecorder, Score
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 

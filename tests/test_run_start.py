@@ -27,7 +27,7 @@ from asyncrl.launch.devices import place
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher, NodeRequirements
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
-from asyncrl.launch.processes import ChildProcess, ForeignProcess, ProcessSpec
+from asyncrl.launch.processes import ChildProcess, Process, ProcessSpec
 from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.sync.publisher import PushLoop
@@ -166,7 +166,7 @@ def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
         await asyncio.sleep(dies_s)
         raise child.death()
 
-    child: Any = ForeignProcess("engine-0", "http://127.0.0.1:1")
+    child: Any = Process("engine-0", "its log", "http://127.0.0.1:1")
     child.watch = watch
     child.death = lambda: RoomError("engine-0", "killed by SIGKILL")
     health: Any = AsyncMock(side_effect=error, return_value=HEALTH)
@@ -256,7 +256,7 @@ async def test_rollout_urls_use_the_environment_key_and_no_process(
     monkeypatch.setenv(KEY_ENV, "their key")
     urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000/']"]
     (engine,) = maker(tmp_path, VLLM, *urls).engines()
-    assert isinstance(engine.child, ForeignProcess)
+    assert type(engine.child) is Process
     assert engine.caller.secret == "their key"
     engine.ready = AsyncMock()
     await engine.come_up()

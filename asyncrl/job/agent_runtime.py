@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RolloutFailure, RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import Caller
@@ -32,18 +32,21 @@ from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens, num_turns
 from asyncrl.observe.run_numbers import several
-from asyncrl.rollouts.generators import EncodedPrompts, HarnessGenerator, SingleTurn, own_reward
-from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import (
+    EncodedPrompts,
     FailedRollout,
     Generator,
+    HarnessGenerator,
     RolloutAttempt,
+    RolloutRecorder,
     RolloutRunner,
+    SingleTurn,
     Slots,
     derive_seed,
+    own_reward,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.scorer import Scorers, TaskScorer
+from asyncrl.tasks.scorer import Scorers
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
@@ -118,7 +121,6 @@ def make_gateway(
         max_length=rollout.max_length,
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=override,
-        reads_effort="reasoning_effort" in tokenizer.template,
     )
     gateway = Gateway(
         engines,
@@ -272,16 +274,15 @@ def make_generator(
     config: RunConfig,
     engines: EnginePool,
     tokenizer: HFChatTokenizer,
-    scorer: TaskScorer | Scorers,
+    scorers: Scorers,
     agents: AgentRuntime | None,
 ) -> Generator:
     if agents is not None:
-        on_overflow = config.generator.on_overflow
-        return HarnessGenerator(agents.gateway, agents.queue, scorer, on_overflow=on_overflow)
+        return HarnessGenerator(agents.gateway, agents.queue, scorers, config.generator.on_overflow)
     return SingleTurn(
         engines,
         EncodedPrompts(tokenizer),
-        scorer,
+        scorers,
         run_seed=config.seed,
         max_tokens=config.rollout.max_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,

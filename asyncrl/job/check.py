@@ -20,7 +20,7 @@ from pathlib import Path
 import xxhash
 import yaml
 
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
@@ -39,7 +39,7 @@ from asyncrl.launch.plan import plan_run, plan_text, refuse_over_capacity, resol
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
-from asyncrl.tasks.from_config import (
+from asyncrl.tasks.sources import (
     EvalTask,
     build_task,
     look_at_eval_task,

@@ -11,9 +11,8 @@ from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.config.placement_sync import fetches_files
 from asyncrl.config.trainer_algorithm import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
-from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.engine import EngineClient, Teacher
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.teacher import Teacher
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import Servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer

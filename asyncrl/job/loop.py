@@ -46,7 +46,7 @@ from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.trackers import Tracker, check_trackers
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
-from asyncrl.tasks.pinned_data import DATA_PIN
+from asyncrl.tasks.sources import DATA_PIN
 from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
 
 STATUS_PERIOD_S = 1.0
@@ -220,7 +220,7 @@ class Job:
         point = self.point
         if point is None:
             run.write_pins()
-            run.journal.order_nowait(run.feed.order)
+            run.journal.note_nowait("order", run.feed.order)
             return ()
         state = await run.journal.read_resume(point.version)
         self.log.activity(f"training again on {state.next_version - point.version} journaled batches")

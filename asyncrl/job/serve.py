@@ -41,10 +41,10 @@ from asyncrl.launch.processes import run_module
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision, heartbeat
 from asyncrl.observe.run_numbers import several
-from asyncrl.rollouts.recording import RolloutRecorder
+from asyncrl.rollouts.rollout import RolloutRecorder
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.from_config import make_prompt_source
 from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.sources import make_prompt_source
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import make_model_folder
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError
+from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError
 from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, Expired
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import Outcomes

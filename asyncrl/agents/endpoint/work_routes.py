@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from asyncrl.agents.endpoint.answers import ApiError, invalid
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
+from asyncrl.agents.endpoint.requests import ApiError, invalid
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems, outcome_refused
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.base.errors import PromptUnusable, RolloutFailure
