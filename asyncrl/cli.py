@@ -394,7 +394,7 @@ def serve_gateway(
     with serving():
         from asyncrl.job import serve
 
-        code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_rollouts=rollouts)
+        code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_tried=rollouts)
     _exit(code)
 
 
