@@ -45,10 +45,9 @@ from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.adapters import routers_of
-from asyncrl.weights.export import LazyWeights, export_weights, named_weights
+from asyncrl.weights.export import Exported, LazyWeights, TrainerEnd, export_weights, named_weights
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import digest_tensors, pieces_of, stored_pieces, weights_of
-from asyncrl.weights.transport import Exported, TrainerEnd
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 
