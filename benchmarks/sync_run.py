@@ -36,8 +36,8 @@ from asyncrl.messages.work import answer_text
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.from_config import build_task
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
+from asyncrl.tasks.sources import build_task
 from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep

@@ -96,7 +96,7 @@ async def until_logged(process: Process, words: str) -> None:
 
 async def server_runs_at_its_node_until_closed(stage: Stage) -> None:
     process = stage.make("server")
-    assert (process.url, process.returncode, process.seen()) == ("", None, "not started")
+    assert (process.url, process.returncode, process.seen()) == ("", None, "not started by the run")
     await process.start()
     assert process.url.startswith(f"http://{stage.node.address}:")
     seen = await probed(process)

@@ -67,7 +67,7 @@ HERE rollout.num_engines=2 -> name each server once, or set rollout.num_engines=
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1/'] rollout.num_engines=2 -> rollout.num_engines=1
 rollout.num_engines={min: 3, max: 2} -> {'min': 3, 'max': 2} is no range: min must be at most max
 HERE rollout.num_engines={max: 2} -> rollout.num_engines is a range, and the run neither starts nor ends
-rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> set rollout.num_engines=2, or
+rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> rollout.num_engines=2, or
 rollout.urls=['http://host:8000/v1'] -> write a server like http://10.0.0.7:8000, without a path
 HERE model.path=none model.scratch={architecture: {}, characters: ab} -> which is made at the start
 rollout.engine=vllm weight_sync.canary_limit=0 -> weight_sync.canary_limit

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.errors import ConfigError, RequestRefused
 from asyncrl.base.http import Caller, Refused
 from asyncrl.config import RunConfig, ScratchConfig
-from asyncrl.engines.teacher import Teacher
+from asyncrl.engines.engine import Teacher
 from asyncrl.job.check import check_teacher
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

@@ -17,8 +17,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.requests import ChatRequest
-from asyncrl.agents.endpoint.tool_families import find_tool_format
-from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, find_tool_format
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.messages.stop_watch import StopWatch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from journal_cases import (
@@ -26,7 +26,6 @@ from journal_cases import (
     make_group,
     make_partial,
     make_rollout,
-    make_trajectory,
     open_journal,
     same_group,
     same_trajectory,
@@ -161,9 +160,9 @@ def test_no_reader_takes_the_lock_of_the_writer(tmp_path: Path) -> None:
     assert locks_on(path) == []
 
 
-@pytest.mark.parametrize("at", [2, 17, 32 + 5, 32 + 24 + 100])
-def test_damaged_log_is_refused_and_a_torn_one_accepted(tmp_path: Path, at: int) -> None:
-    path, copy = tmp_path / "a" / "journal.sqlite", tmp_path / "killed" / "journal.sqlite"
+def test_torn_log_loses_only_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "journal.sqlite"
+    copy = tmp_path / "killed" / "journal.sqlite"
 
     async def story(journal: Journal) -> None:
         for group_id in range(3):
@@ -174,15 +173,7 @@ def test_damaged_log_is_refused_and_a_torn_one_accepted(tmp_path: Path, at: int)
     path.parent.mkdir()
     with_journal(path, story)
     log = copy.with_name("journal.sqlite-wal")
-    whole = log.read_bytes()
-    damaged = bytearray(whole)
-    damaged[at] ^= 0x10
-    log.write_bytes(damaged)
-    for _ in range(2):  # at the second start too
-        with pytest.raises(JournalError, match=r"wal is damaged: \d commits after 0 whole frames"):
-            open_journal(copy)
-        assert log.read_bytes() == damaged, "the log stays unchanged"
-    log.write_bytes(whole[:-3000])
+    os.truncate(log, log.stat().st_size - 3000)
     check(copy)
     assert [ticket.group_id for ticket, _ in read_resume(copy, 0).ready] == [0, 1]
 
@@ -275,16 +266,6 @@ def test_unfinished_completion_comes_back_with_every_bit(
     ids, logprobs = tuple(token for token, _ in tokens), tuple(logprob for _, logprob in tokens)
     partial = Completion(ids, logprobs, tuple(spans), num_interruptions=7)
     assert repr(decode_partial(encode_partial(3, 1, partial), 3, 1)) == repr(partial)
-
-
-@settings(max_examples=200)
-@given(st.data())
-def test_changed_byte_is_found(data: st.DataObject) -> None:
-    blob = encode_trajectory(1, make_trajectory(1, 0))
-    at, change = data.draw(st.integers(0, len(blob) - 1)), data.draw(st.integers(1, 255))
-    broken = blob[:at] + bytes([blob[at] ^ change]) + blob[at + 1 :]
-    with contextlib.suppress(ValueError):  # a bit of zlib's header may mean nothing
-        assert same_trajectory(decode_trajectory(broken, 1, 0, 0), make_trajectory(1, 0))
 
 
 def test_blob_of_another_branch_or_group_is_found() -> None:

@@ -38,16 +38,20 @@ from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.observe.run_dir import read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
-from asyncrl.rollouts.generators import DistillingGenerator, HarnessGenerator
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import Generator, RolloutRunner, derive_seed
+from asyncrl.rollouts.rollout import (
+    DistillingGenerator,
+    Generator,
+    HarnessGenerator,
+    RolloutRunner,
+    derive_seed,
+)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.publisher import ColocatedPush, PushLoop, at_once
 from asyncrl.sync.push import Locate, in_place
-from asyncrl.tasks.from_config import EvalTask, make_prompt_source, read_eval_task
-from asyncrl.tasks.pinned_data import DataPin
 from asyncrl.tasks.prompt_source import PromptSource
-from asyncrl.tasks.scorer import Scorers, TaskScorer
+from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source, read_eval_task
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 
@@ -237,12 +241,12 @@ def _make_evaluation(
     for name, settings in config.evals.items():
         task, prompts = eval_tasks[name]
         broken = list[RoomError]()
-        scorer = TaskScorer(task, settings.task, seed=EVAL_SEED, warn=life.log.warn)
-        life.closes("eval rewards", scorer.aclose)
+        scorers = Scorers({name: task}, {name: settings.task}, seed=EVAL_SEED, warn=life.log.warn)
+        life.closes("eval rewards", scorers.aclose)
         sets.append(
             HeldOut(
                 generator=_eval_generator(
-                    config, engine, tokenizer, harnessing, settings.temperature, scorer, broken
+                    config, engine, tokenizer, harnessing, settings.temperature, scorers, broken
                 ),
                 prompts=prompts,
                 samples=settings.samples,
@@ -279,17 +283,17 @@ def _eval_generator(
     tokenizer: HFChatTokenizer,
     harnessing: AgentRuntime | None,
     temperature: float,
-    scorer: TaskScorer,
+    scorers: Scorers,
     broken: list[RoomError],
 ) -> Generator:
     if harnessing is None or not config.evaluates_agent:
         rollout = config.rollout.model_copy(update={"temperature": temperature})
         sampling = config.model_copy(update={"seed": EVAL_SEED, "rollout": rollout})
-        return make_generator(sampling, engine, tokenizer, scorer, None)
+        return make_generator(sampling, engine, tokenizer, scorers, None)
     host = harnessing.gateway.add_route(
         engine, temperature=temperature, seed_of=_seed_of, on_broken=broken.append
     )
-    return HarnessGenerator(host, harnessing.queue, scorer, on_overflow=config.generator.on_overflow)
+    return HarnessGenerator(host, harnessing.queue, scorers, config.generator.on_overflow)
 
 
 def _seed_of(prompt: str, sample: int, attempt: int, call: int) -> int:

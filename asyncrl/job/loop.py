@@ -29,8 +29,8 @@ from asyncrl.job.lifecycle import (
     locked_run_dir,
     logging_to,
     new_run_dir,
+    raise_file_limit,
     rare_collections,
-    refuse_few_files,
     run_again,
     run_id,
 )
@@ -46,7 +46,7 @@ from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.trackers import Tracker, check_trackers
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
-from asyncrl.tasks.pinned_data import DATA_PIN
+from asyncrl.tasks.sources import DATA_PIN
 from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
 
 STATUS_PERIOD_S = 1.0
@@ -76,7 +76,7 @@ def run_job(
     resolve(config.algorithm)  # refuse before creating anything
     passed_env(config.generator.pass_env)
     check_trackers(config.observe)
-    refuse_few_files(config)
+    raise_file_limit()
     with opened(config.launcher) as launcher:
         num_first = first_wanted(config, run_dir)  # once: `asyncrl scale` may change it
         config, resolved = resolve_auto(config, launcher.nodes, begun=resumed_dtype(run_dir))
@@ -220,7 +220,7 @@ class Job:
         point = self.point
         if point is None:
             run.write_pins()
-            run.journal.order_nowait(run.feed.order)
+            run.journal.note_nowait("order", run.feed.order)
             return ()
         state = await run.journal.read_resume(point.version)
         self.log.activity(f"training again on {state.next_version - point.version} journaled batches")

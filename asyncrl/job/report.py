@@ -394,7 +394,7 @@ def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
         "engines": engines,
         "engines_wanted": None if run.scale.is_fixed else run.scale.wanted,
         "turns": run.scheduler.status() or None,
-        "evaluation": run.evaluation and asdict(run.evaluation.stats()),
+        "evaluation": run.evaluation and asdict(run.evaluation.stats),
         "oldest_rollouts": [list(entry) for entry in run.producers.oldest()],
         "last_failure": run.producers.last_failure,
     }

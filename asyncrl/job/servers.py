@@ -30,7 +30,7 @@ from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import Launcher, NodeRequirements
 from asyncrl.launch.machine import LOOPBACK
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
-from asyncrl.launch.processes import ForeignProcess, Process, ProcessSpec
+from asyncrl.launch.processes import Process, ProcessSpec
 from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
@@ -303,7 +303,10 @@ class Servers:
         rollout = self.config.rollout
         if rollout.urls is not None:
             key = os.environ.get(KEY_ENV, "")
-            foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
+            foreign = [
+                Process(f"engine-{number}", f"the log of {url}", url.rstrip("/"))
+                for number, url in enumerate(rollout.urls)
+            ]
             return [self._engine_server(child, key) for child in foreign]
         placement = self.placement
         servers = list[Server]()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from asyncrl.base.errors import CheckpointError, RoomError, TrainerError, TrainerLost
 from asyncrl.base.waits import note_span, waiting
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Pending, set_aside
+from asyncrl.journal.checkpoints import TRAINER, Checkpoints, ControllerState, set_aside
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
 from asyncrl.launch.server import Server
@@ -134,7 +135,7 @@ async def recover_trainer(
         whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
         start = 0 if whole is None else whole.version
         state = await journal.read_resume(start)
-        journal.restored_nowait(start)
+        journal.event_nowait("restored", {"version": start})
         stop = min(max(version, start), num_batches)
         folder = None if whole is None else whole.trainer_dir
         await client.catch_up(folder, load_batches(state, start, stop), lambda _batch, _report: None)
@@ -194,18 +195,18 @@ class Checkpointer:
         if version not in self._checkpoints.versions() and (begun := await self._begin()) is not None:
             await self._finish(*begun)
 
-    async def _begin(self) -> tuple[Pending, int, ControllerState] | None:
+    async def _begin(self) -> tuple[Path, int, ControllerState] | None:
         """Return None, after a warning, if it fails."""
         pending = None
         try:
             pending = await asyncio.to_thread(self._checkpoints.begin)
-            version = await self._trainer.begin_save_state(pending.trainer_dir)
+            version = await self._trainer.begin_save_state(pending / TRAINER)
             return pending, version, self._controller_state()
         except (CheckpointError, TrainerLost) as error:
             await self._failed(pending, error)
             return None
 
-    async def _finish(self, pending: Pending, version: int, controller: ControllerState) -> None:
+    async def _finish(self, pending: Path, version: int, controller: ControllerState) -> None:
         began_s = asyncio.get_running_loop().time()
         try:
             await self._trainer.wait_save_state()
@@ -223,7 +224,7 @@ class Checkpointer:
         except (CheckpointError, TrainerLost) as error:
             await self._failed(pending, error)
 
-    async def _failed(self, pending: Pending | None, error: CheckpointError | TrainerLost) -> None:
+    async def _failed(self, pending: Path | None, error: CheckpointError | TrainerLost) -> None:
         if pending is not None:
             await asyncio.to_thread(self._checkpoints.abandon, pending)
         self.num_failed += 1

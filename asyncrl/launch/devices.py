@@ -137,22 +137,18 @@ def _written(config: RunConfig) -> str:
 
 def _validate_colocation(config: RunConfig, device: str) -> None:
     rollout = config.rollout
-    if config.buffer.max_staleness > 0:
+    if config.buffer.max_staleness > 0 or rollout.is_scaled:
         raise ConfigError(
             f"{_written(config)} are the same devices, and "
-            f"buffer.max_staleness={config.buffer.max_staleness}",
-            rule="time-sharing makes every batch on-policy",
-            way_out="set buffer.max_staleness=0, or give placement.rollout its own devices; on CUDA, "
-            "placement.share=0.4 lets both sides work at once.",
+            f"buffer.max_staleness={config.buffer.max_staleness}, rollout.num_engines={rollout.num_engines}",
+            rule="time-sharing makes every batch on-policy, with a fixed number of engines",
+            way_out=f"set buffer.max_staleness=0 and rollout.num_engines={rollout.max_engines}, or give "
+            "placement.rollout its own devices; on CUDA, placement.share=0.4 lets both sides work at once.",
         )
-    if rollout.is_scaled:
+    if rollout.urls is not None or (device == "cpu" and not rollout.facts.sleeps_on_cpu):
         raise ConfigError(
-            f"rollout.num_engines is a range, and {_written(config)} time-share devices",
-            way_out=f"set rollout.num_engines={rollout.max_engines}, or separate the two sides.",
-        )
-    if device == "cpu" and not rollout.facts.sleeps_on_cpu:
-        raise ConfigError(
-            f"rollout.engine={rollout.engine} on the CPU cannot free its memory for the trainer's turn",
+            f"placement.rollout={config.placement.rollout}, and rollout.engine={rollout.engine} on the CPU, "
+            "or behind rollout.urls, cannot free its memory for the trainer's turn",
             way_out="set placement.rollout=cpu, or rollout.engine=embedded.",
         )
 
@@ -200,11 +196,6 @@ def _validate_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
 
 def _validate_engines(config: RunConfig, kind: str) -> None:
     rollout = config.rollout
-    if rollout.urls is not None and config.placement.rollout == "trainer":
-        raise ConfigError(
-            "servers of rollout.urls cannot sleep for placement.rollout=trainer",
-            way_out="remove rollout.urls, or set placement.rollout=auto.",
-        )
     if rollout.deterministic is True and (rollout.urls is not None or kind != rollout.facts.exact_on):
         raise ConfigError(
             f"rollout.deterministic=true, and rollout.engine={rollout.engine} on {kind} cannot promise it",

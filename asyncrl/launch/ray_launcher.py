@@ -322,27 +322,12 @@ class RayProcess(Process):
         self._on = on
         self._spec = spec
         self._is_here = is_here
-        self._pid: int | None = None
-        self._returncode: int | None = None
         self._ended = asyncio.Event()
         self._gone: RoomError | None = None
         self._starting: asyncio.Future[tuple[str, int] | ConfigError] | None = None
 
-    @property
-    def pid(self) -> int | None:
-        return self._pid if self._is_here else None
-
-    @property
-    def returncode(self) -> int | None:
-        return self._returncode
-
     def seen(self) -> str:
-        if self._pid is None:
-            return "not started"
-        if self._gone is not None:
-            return self._gone.fault
-        how = "runs" if self._returncode is None else f"ended with {self._returncode}"
-        return f"{self._place()} {how}"
+        return super().seen() if self._gone is None else self._gone.fault
 
     async def start(self) -> None:
         """Raises NodeLost or ConfigError."""
@@ -359,7 +344,9 @@ class RayProcess(Process):
         if isinstance(answer, ConfigError):
             what = f"on the node {self._on.node.name}: {answer.what}"
             raise ConfigError(what, rule=answer.rule, way_out=answer.way_out)
-        self.url, self._pid = answer
+        self.url, pid = answer
+        self.pid = pid if self._is_here else None
+        self.place = f"process {pid} on {self._on.node.name}"
         self._on.processes[self.key] = self
 
     def renewed(self) -> RayProcess:
@@ -371,9 +358,6 @@ class RayProcess(Process):
     def death(self) -> RoomError:
         return self._gone or super().death()
 
-    def _place(self) -> str:
-        return f"process {self._pid} on {self._on.node.name}"
-
     async def aclose(self) -> None:
         starting = self._starting
         self._starting = None
@@ -383,19 +367,19 @@ class RayProcess(Process):
             await starting
             self._on.processes.pop(self.key, None)
             code, self.left = await self._on.call("end", self.key, timeout_s=END_S)
-            if self._returncode is None and code is not None:
+            if self.returncode is None and code is not None:
                 self.end_nowait(code)
 
     def kill_nowait(self) -> None:
-        if self._pid is not None:
+        if self.place:
             self._on.tell_nowait("kill", self.key)
 
     def dump_stacks_nowait(self) -> None:
-        if self._pid is not None and self._returncode is None:
+        if self.place and self.returncode is None:
             self._on.tell_nowait("dump_stacks", self.key)
 
     def end_nowait(self, returncode: int) -> None:
-        self._returncode = returncode
+        self.returncode = returncode
         self._ended.set()
 
     def lose_nowait(self, gone: RoomError) -> None:

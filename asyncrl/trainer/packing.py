@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
-from asyncrl.messages.grammar_checks import GrammarError
-from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.tree import BoolN, IntN, Layout, TokenRange, in_tree_order, lay_out, places_of, to_device

@@ -63,7 +63,10 @@ from asyncrl.weights.adapters import AdapterTransport
 from asyncrl.weights.export import (
     ChunkPlace,
     Chunks,
+    Exported,
     LazyWeights,
+    TrainerEnd,
+    Transport,
     chunks_of,
     digest_of,
     entries_of,
@@ -74,7 +77,6 @@ from asyncrl.weights.export import (
 from asyncrl.weights.ipc import ChunkFile, SharedChunk
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import Pieces, stored_pieces
-from asyncrl.weights.transport import Exported, TrainerEnd, Transport
 
 log = logging.getLogger("asyncrl.trainer")
 MAX_SKIPPED_STEPS = 3

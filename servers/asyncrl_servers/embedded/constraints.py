@@ -8,8 +8,7 @@ from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GenerateRequest
-from asyncrl.messages.grammar_checks import GrammarError
-from asyncrl.messages.token_grammars import TokenGrammars, TokenMatcher
+from asyncrl.messages.token_grammars import GrammarError, TokenGrammars, TokenMatcher
 from asyncrl_servers.embedded.decoder import LoadedModel, to_device
 from asyncrl_servers.embedded.sequence import Sequence
 
@@ -67,6 +66,6 @@ def refused(request: GenerateRequest, error: GrammarError) -> Refused:
     return Refused(
         400,
         f"request {request.request_id} has a grammar that cannot be followed: {error}",
-        rule="a grammar is llguidance's Lark text, within the limits of asyncrl/messages/grammar_checks.py",
+        rule="a grammar is llguidance's Lark text, within the limits of asyncrl/messages/token_grammars.py",
         way_out="make the schema smaller or simpler.",
     )

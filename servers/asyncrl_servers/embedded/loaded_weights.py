@@ -15,7 +15,6 @@ from asyncrl.weights.adapters import linear_parameters, merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import GroupBroken, WeightGroup
 from asyncrl.weights.tensor_files import (
-    BegunDigest,
     digest_and_size,
     digest_tensors,
     dtype_name,
@@ -216,5 +215,5 @@ def _packed(files: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str
     begun = {}
     for (name, one), size, end in zip(tensors.items(), sizes, accumulate(sizes), strict=True):
         own = sums[(end - size) // BLOCK_BYTES : end // BLOCK_BYTES]
-        begun[name] = BegunDigest(dtype_name(one.dtype), tuple(one.shape), own)
+        begun[name] = (dtype_name(one.dtype), tuple(one.shape), own)
     return tensors, (finish_digests(begun), sum(one.nbytes for one in tensors.values()))

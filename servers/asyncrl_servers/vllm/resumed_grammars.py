@@ -34,7 +34,7 @@ def patch_resumed() -> None:
 
 
 def patch_limits() -> None:
-    """Compile within asyncrl/messages/grammar_checks.py. In vLLM 0.32 a schema may take half a gigabyte."""
+    """Compile within asyncrl/messages/token_grammars.py. In vLLM 0.32 a schema may take half a gigabyte."""
 
     def compile_within(backend: Any, request_type: Any, grammar_spec: str, *_: Any, **__: Any) -> Any:
         text = serialize_guidance_grammar(request_type, grammar_spec)

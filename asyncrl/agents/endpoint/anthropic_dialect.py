@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from pydantic_core import from_json, to_json
 
-from asyncrl.agents.endpoint.answers import ApiError, invalid, shown
-from asyncrl.agents.endpoint.dialects.dialect import (
+from asyncrl.agents.endpoint.dialects import (
     NOT_KEPT,
     Block,
     BlockWriter,
+    Dialect,
     Event,
     KeptAnswer,
     KeptAnswers,
-    Writer,
+    Read,
 )
 from asyncrl.agents.endpoint.reasoning import signature_of
-from asyncrl.agents.endpoint.requests import CallParameters, Count, Settings, Stops
+from asyncrl.agents.endpoint.requests import (
+    ApiError,
+    CallParameters,
+    Count,
+    RequestReader,
+    Settings,
+    Stops,
+    invalid,
+    shown,
+)
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.dialects.dialect import Read
-    from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 BILLING = "x-anthropic-billing-header:"
@@ -44,36 +52,27 @@ class MessagesRequest(CallParameters):
     chat_template_kwargs: Settings = {}
 
 
-class MessagesDialect:
-    """/v1/messages and /v1/messages/count_tokens."""
+def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
+    asked = reader.checked(body, MessagesRequest)
+    messages = _messages(asked)
+    tools = [_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)]
+    before = _continued(asked, kept)
+    if before is not None:
+        tools = [dict(tool) for tool in before.tools]
+    chat = asked.common() | {"tools": tools, "stop": asked.stop_sequences}
+    chat["messages"] = [*(before.history() if before else ()), *messages]
+    if asked.tool_choice is not None:
+        chat["tool_choice"] = _choice(asked.tool_choice)
+        chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
+    if asked.thinking.get("type") == "disabled":
+        chat["chat_template_kwargs"] = {"enable_thinking": False} | asked.chat_template_kwargs
+    if (form := asked.output_format or asked.output_config.get("format")) is not None:
+        chat["response_format"] = _response_format(form)
+    thread = KeptAnswer(before, messages, tools) if asked.thread else None
+    return reader.chat(chat), partial(MessageWriter, thread=thread)
 
-    name = "msg"
-    splits_thoughts: bool | None = True
 
-    def __init__(self, *, can_turn_off: bool) -> None:
-        self._can_turn_off = can_turn_off
-
-    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
-        asked = reader.checked(body, MessagesRequest)
-        messages = _messages(asked)
-        tools = [_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)]
-        before = _continued(asked, kept)
-        if before is not None:
-            tools = [dict(tool) for tool in before.tools]
-        thread = KeptAnswer(before, messages, tools) if asked.thread else None
-        chat = asked.common() | {"tools": tools, "stop": asked.stop_sequences}
-        chat["messages"] = [*(before.history() if before else ()), *messages]
-        if asked.tool_choice is not None:
-            chat["tool_choice"] = _choice(asked.tool_choice)
-            chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
-        if asked.thinking.get("type") == "disabled" and self._can_turn_off:
-            chat["chat_template_kwargs"] = {"enable_thinking": False} | asked.chat_template_kwargs
-        if (form := asked.output_format or asked.output_config.get("format")) is not None:
-            chat["response_format"] = _response_format(form)
-        return reader.chat(chat), thread
-
-    def writer(self, call: GatewayCall, model: str, asked: AnyRequest, data: Any) -> Writer:
-        return MessageWriter(call, model, data)
+MESSAGES = Dialect("msg", True, _read)
 
 
 def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
@@ -188,7 +187,7 @@ _KINDS = {"thought": "thinking", "text": "text"}
 
 
 class MessageWriter(BlockWriter):
-    def __init__(self, call: GatewayCall, model: str, thread: KeptAnswer | None) -> None:
+    def __init__(self, call: GatewayCall, model: str, *, thread: KeptAnswer | None) -> None:
         super().__init__(call, model)
         self._thread = thread
 
@@ -238,10 +237,7 @@ class MessageWriter(BlockWriter):
 
     def finish(self) -> list[Event]:
         usage = self._usage(self.choice.num_tokens)
-        return [
-            {"type": "message_delta", "delta": self._ending(), "usage": usage},
-            {"type": "message_stop"},
-        ]
+        return [{"type": "message_delta", "delta": self._ending(), "usage": usage}, {"type": "message_stop"}]
 
     def answer(self) -> dict[str, Any]:
         head = {"id": self.call.name, "type": "message", "role": "assistant", "model": self.model}

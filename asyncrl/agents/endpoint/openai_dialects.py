@@ -1,30 +1,165 @@
-"""OpenAI's responses."""
+"""OpenAI's chat completions, completions and responses."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.answers import ApiError, invalid, shown
-from asyncrl.agents.endpoint.dialects.dialect import (
-    Block,
-    BlockWriter,
-    Event,
-    KeptAnswer,
-    KeptAnswers,
-    Writer,
-)
+from asyncrl.agents.endpoint.dialects import Block, BlockWriter, Dialect, Event, KeptAnswer, KeptAnswers, Read
 from asyncrl.agents.endpoint.reasoning import sealed, unsealed
-from asyncrl.agents.endpoint.requests import CallParameters, Count, Settings
+from asyncrl.agents.endpoint.requests import (
+    ApiError,
+    CallParameters,
+    Count,
+    RequestReader,
+    Settings,
+    invalid,
+    joined_texts,
+    shown,
+)
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.dialects.dialect import Read
-    from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
+    from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.sessions import GatewayCall
+
+
+# ---- chats and completions
+
+
+class ChatWriter:
+    whole_object = "chat.completion"
+    event_object = "chat.completion.chunk"
+    first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+
+    def __init__(self, call: GatewayCall, model: str, *, has_usage: bool) -> None:
+        self._call = call
+        self._has_usage = has_usage
+        self._has_begun = False
+        self._num_text = [0] * len(call.choices)
+        self._num_thought = [0] * len(call.choices)
+        self._head: dict[str, Any] = {"id": call.name, "created": call.created_s, "model": model}
+
+    def whole(self) -> bytes:
+        choices = [
+            {"index": each.index, **self._choice(each), "finish_reason": each.finish_reason}
+            for each in self._call.choices
+        ]
+        return to_json(self._head | {"object": self.whole_object, "choices": choices, "usage": self._usage()})
+
+    def news(self) -> bytes:
+        events = b""
+        for index, choice in enumerate(self._call.choices):
+            if thought := choice.take_thought(self._num_thought[index]):
+                self._num_thought[index] += len(thought)
+                events += self._event(choice, {"delta": {"reasoning_content": thought}})
+            if text := choice.take(self._num_text[index]):
+                self._num_text[index] += len(text)
+                events += self._event(choice, self._piece(text))
+        return self._begin() + events if events else b""
+
+    def end(self) -> bytes:
+        events = self.news() or self._begin()
+        for choice in self._call.choices:
+            *parts, last = self._end(choice)
+            events += b"".join(self._event(choice, part) for part in parts)
+            events += self._event(choice, last, choice.finish_reason)
+        if self._has_usage:
+            events += self._chunk([], self._usage())
+        return events + b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
+
+    def keep(self, kept: KeptAnswers) -> None:
+        pass  # clients send whole chats
+
+    def _choice(self, choice: Answer) -> dict[str, Any]:
+        return {"message": choice.message, "logprobs": self._logprobs(choice)}
+
+    def _piece(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def _end(self, choice: Answer) -> list[dict[str, Any]]:
+        calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
+        parts: list[dict[str, Any]] = [{"delta": {"tool_calls": calls}}] if calls else []
+        if choice.logprobs is not None:
+            parts.append({"delta": {}, "logprobs": self._logprobs(choice)})
+        return [*parts, {"delta": {}}]
+
+    def _logprobs(self, choice: Answer) -> dict[str, Any] | None:
+        return None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
+
+    def _begin(self) -> bytes:
+        if self._has_begun or self.first is None:
+            return b""
+        self._has_begun = True
+        return b"".join(self._event(choice, self.first) for choice in self._call.choices)
+
+    def _event(self, choice: Answer, part: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
+        return self._chunk(
+            [{"index": choice.index, "logprobs": None, **part, "finish_reason": finish_reason}], None
+        )
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None) -> bytes:
+        chunk = self._head | {"object": self.event_object, "choices": choices}
+        if self._has_usage:
+            chunk["usage"] = usage
+        return b"data: " + to_json(chunk, inf_nan_mode="null") + b"\n\n"
+
+    def _usage(self) -> dict[str, int]:
+        prompt = self._call.num_prompt_tokens
+        completion = self._call.num_completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class TextWriter(ChatWriter):
+    whole_object = "text_completion"
+    event_object = "text_completion"
+    first = None
+
+    def _choice(self, choice: Answer) -> dict[str, Any]:
+        return {"text": choice.content or "", "logprobs": self._logprobs(choice)}
+
+    def _piece(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _end(self, choice: Answer) -> list[dict[str, Any]]:
+        return [{"text": "", "logprobs": self._logprobs(choice)}]
+
+    def _logprobs(self, choice: Answer) -> dict[str, Any] | None:
+        if choice.logprobs is None:
+            return None
+        tokens = [each["token"] for each in choice.logprobs]
+        tops = [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in choice.logprobs]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each["logprob"] for each in choice.logprobs],
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": [0, *itertools.accumulate(map(len, tokens))][: len(tokens)],
+        }
+
+
+def _read_chat(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
+    asked = reader.chat(body)
+    return asked, partial(ChatWriter, has_usage=asked.stream_options.get("include_usage") is True)
+
+
+def _read_text(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
+    asked = reader.text(body)
+    return asked, partial(TextWriter, has_usage=asked.stream_options.get("include_usage") is True)
+
+
+CHAT = Dialect("chatcmpl", None, _read_chat)
+TEXT = Dialect("cmpl", False, _read_text)
+
+
+# ---- responses
 
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
 ECHOED: Mapping[str, Any] = {
@@ -61,57 +196,39 @@ class ResponsesRequest(CallParameters):
     chat_template_kwargs: Settings = {}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ResponseData:
-    """`stored`: empty if store=false; `spaces`: namespaced tools by model name; `is_sealed`: return
-    encrypted thoughts.
-    """
+def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
+    asked = reader.checked(body, ResponsesRequest)
+    name = asked.previous_response_id
+    before = None if name is None else kept.get(name, "previous_response_id")
+    items = asked.input
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}] if items else []
+    messages = list(_messages([_resolved(item, f"input[{n}]", kept) for n, item in enumerate(items)]))
+    if not messages:
+        raise invalid("input: it must be a text or a list of items, not empty.", "input")
+    tools = list(_functions(asked.tools, "tools", reader))
+    first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    chat = asked.common() | {
+        "messages": [*first, *(before.history() if before else ()), *messages],
+        "tools": [_chat_tool(tool) for tool in tools],
+        "tool_choice": asked.tool_choice,
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "max_tokens": asked.max_output_tokens,
+        "logprobs": asked.top_logprobs > 0 or "message.output_text.logprobs" in asked.include,
+        "top_logprobs": asked.top_logprobs,
+        "reasoning_effort": asked.reasoning.get("effort"),
+        "response_format": _response_format(asked.text.get("format")),
+    }
+    return reader.chat(chat), partial(
+        ResponseWriter,
+        echoed={name: body[name] for name in ECHOED if body.get(name) is not None},
+        stored=KeptAnswer(before, messages) if asked.store else None,
+        spaces={_full_name(tool): tool for tool in tools if "namespace" in tool},
+        is_sealed="reasoning.encrypted_content" in asked.include,
+    )
 
-    echoed: Mapping[str, Any]
-    stored: KeptAnswer | None
-    spaces: Mapping[str, Mapping[str, Any]]
-    is_sealed: bool
 
-
-class ResponsesDialect:
-    """/v1/responses, kept for previous_response_id."""
-
-    name = "resp"
-    splits_thoughts: bool | None = True
-
-    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
-        asked = reader.checked(body, ResponsesRequest)
-        name = asked.previous_response_id
-        before = None if name is None else kept.get(name, "previous_response_id")
-        items = asked.input
-        if isinstance(items, str):
-            items = [{"role": "user", "content": items}] if items else []
-        messages = list(_messages([_resolved(item, f"input[{n}]", kept) for n, item in enumerate(items)]))
-        if not messages:
-            raise invalid("input: it must be a text or a list of items, not empty.", "input")
-        tools = list(_functions(asked.tools, "tools", reader))
-        first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-        chat = asked.common() | {
-            "messages": [*first, *(before.history() if before else ()), *messages],
-            "tools": [_chat_tool(tool) for tool in tools],
-            "tool_choice": asked.tool_choice,
-            "parallel_tool_calls": asked.parallel_tool_calls,
-            "max_tokens": asked.max_output_tokens,
-            "logprobs": asked.top_logprobs > 0 or "message.output_text.logprobs" in asked.include,
-            "top_logprobs": asked.top_logprobs,
-            "reasoning_effort": asked.reasoning.get("effort"),
-            "response_format": _response_format(asked.text.get("format")),
-        }
-        data = ResponseData(
-            echoed={name: body[name] for name in ECHOED if body.get(name) is not None},
-            stored=KeptAnswer(before, messages) if asked.store else None,
-            spaces={_full_name(tool): tool for tool in tools if "namespace" in tool},
-            is_sealed="reasoning.encrypted_content" in asked.include,
-        )
-        return reader.chat(chat), data
-
-    def writer(self, call: GatewayCall, model: str, asked: AnyRequest, data: Any) -> Writer:
-        return ResponseWriter(call, model, data)
+RESPONSES = Dialect("resp", True, _read_response)
 
 
 def _messages(items: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -154,19 +271,14 @@ def _messages(items: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
     """Raises ApiError for foreign content."""
-    text = _joined(item.get("content"))
+    text = joined_texts(item.get("content"))
     if not text and isinstance(hidden := item.get("encrypted_content"), str):
         try:
             return unsealed(hidden)
         except ValueError as error:
             name = f"{where}.encrypted_content"
             raise invalid(f"{name} cannot be read: {error}.", name) from None
-    return text or _joined(item.get("summary"))
-
-
-def _joined(parts: Any) -> str:
-    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    return "".join(text for text in texts if isinstance(text, str))
+    return text or joined_texts(item.get("summary"))
 
 
 def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
@@ -232,12 +344,27 @@ def _response_format(form: Any) -> Any:
 
 
 class ResponseWriter(BlockWriter):
-    def __init__(self, call: GatewayCall, model: str, data: ResponseData) -> None:
+    """`stored`: None if store=false; `spaces`: namespaced tools by model name; `is_sealed`: return encrypted
+    thoughts.
+    """
+
+    def __init__(
+        self,
+        call: GatewayCall,
+        model: str,
+        *,
+        echoed: Mapping[str, Any],
+        stored: KeptAnswer | None,
+        spaces: Mapping[str, Mapping[str, Any]],
+        is_sealed: bool,
+    ) -> None:
         super().__init__(call, model)
-        self._data = data
+        self._stored = stored
+        self._spaces = spaces
+        self._is_sealed = is_sealed
         head = {"id": call.name, "object": "response", "created_at": call.created_s, "model": model}
         head |= {"background": False, "error": None, "incomplete_details": None}
-        self._head: dict[str, Any] = {**head, **ECHOED, **data.echoed}
+        self._head: dict[str, Any] = {**head, **ECHOED, **echoed}
         self._num_events = 0
 
     def encoded(self, events: Sequence[Event]) -> bytes:
@@ -251,8 +378,8 @@ class ResponseWriter(BlockWriter):
         return self.encoded([{"type": "error", **fields, "error": error.error}])
 
     def keep(self, kept: KeptAnswers) -> None:
-        if self._data.stored is not None:
-            kept.add(self.call.name, self._data.stored.with_answer(self.choice))
+        if self._stored is not None:
+            kept.add(self.call.name, self._stored.with_answer(self.choice))
 
     def begin(self) -> list[Event]:
         response = self._head | {"status": "in_progress", "output": [], "usage": None}
@@ -276,7 +403,7 @@ class ResponseWriter(BlockWriter):
         (part,) = item["content"]
         if block == "text":
             part["logprobs"] = choice.logprobs or []
-        elif self._data.is_sealed:
+        elif self._is_sealed:
             item["encrypted_content"] = sealed(choice.thought)
         text = {name: value for name, value in part.items() if name in ("text", "logprobs")}
         events = [
@@ -288,7 +415,7 @@ class ResponseWriter(BlockWriter):
         return events
 
     def tool_call(self, number: int, call: Mapping[str, Any]) -> list[Event]:
-        tool = self._data.spaces.get(call["function"]["name"], {})
+        tool = self._spaces.get(call["function"]["name"], {})
         item = {"id": f"fc_{self.call.name}_{number}", "type": "function_call", "call_id": call["id"]}
         item |= {"status": "completed", **call["function"]}
         item |= {name: tool[name] for name in ("namespace", "name") if name in tool}

@@ -1,4 +1,4 @@
-"""Interface of the dialects, answers in blocks, and kept answers."""
+"""What the dialects share: writers of answers, and answers that later calls continue."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.answers import Answer, ApiError, shown
+from asyncrl.agents.endpoint.requests import ApiError, shown
 
 if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
-
-    Read = tuple[AnyRequest, Any]
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 NOT_KEPT = "previous_response_not_found"
+Block = Literal["thought", "text"]
+Event = dict[str, Any]
 
 
 class Writer(Protocol):
@@ -34,21 +35,20 @@ class Writer(Protocol):
     def keep(self, kept: KeptAnswers) -> None: ...
 
 
-class Dialect(Protocol):
+MakeWriter = Callable[["GatewayCall", str], Writer]
+"""Writer of (call, model name)."""
+Read = tuple["AnyRequest", MakeWriter]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """`name` begins the ids of its calls. `splits_thoughts` None: per gateway.thoughts. `read` raises
+    ApiError.
+    """
+
     name: str
     splits_thoughts: bool | None
-    """None: per gateway.thoughts."""
-
-    def read(self, reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
-        """Raises ApiError."""
-
-    def writer(self, call: GatewayCall, model: str, asked: AnyRequest, data: Any) -> Writer: ...
-
-
-# ---- answers in blocks
-
-Block = Literal["thought", "text"]
-Event = dict[str, Any]
+    read: Callable[[RequestReader, dict[str, Any], KeptAnswers], Read]
 
 
 class BlockWriter(ABC):
@@ -61,10 +61,6 @@ class BlockWriter(ABC):
         self.blocks: list[dict[str, Any]] = []
         self._open: Block | None = None
         self._has_begun = False
-        self._takes: dict[Block, Callable[[int], str]] = {
-            "thought": self.choice.take_thought,
-            "text": self.choice.take,
-        }
         self._num_written: dict[Block, int] = {"thought": 0, "text": 0}
 
     def whole(self) -> bytes:
@@ -85,8 +81,9 @@ class BlockWriter(ABC):
 
     def _news(self) -> list[Event]:
         events: list[Event] = []
-        for block, take in self._takes.items():
-            if text := take(self._num_written[block]):
+        for block, num_written in self._num_written.items():
+            take = self.choice.take_thought if block == "thought" else self.choice.take
+            if text := take(num_written):
                 self._num_written[block] += len(text)
                 events += [*self._opened(block), *self.delta(block, text)]
         return events
@@ -136,9 +133,6 @@ class BlockWriter(ABC):
 
     @abstractmethod
     def answer(self) -> dict[str, Any]: ...
-
-
-# ---- answers that later calls continue
 
 
 @dataclass(frozen=True, slots=True, eq=False)
