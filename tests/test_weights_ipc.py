@@ -31,7 +31,7 @@ from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import make_file
 from asyncrl.weights.tensor_files import digest_tensors
-from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.embedded_engine import Engine
 
 BOTH: list[EnginePart] = ["kv", "weights"]
 MakeStep = Callable[..., TrainStep]
