@@ -18,7 +18,7 @@ from asyncrl.engines.vllm_routes import GENERATE, LabelInfo, Routes, ServerInfo,
 from asyncrl.messages.engine_api import EnginePart, GenerateRequest
 
 START_LABEL = "default"
-GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"
+GRAMMARS = "asyncrl_servers.vllm.monkeypatches"
 EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 _LOGPROBS, _KEEP_ALIVE = "processed_logprobs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 _ROUTING = "enable_return_routed_experts"
