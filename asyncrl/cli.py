@@ -16,7 +16,7 @@ import typer
 from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, without_train
 from asyncrl.config import load_config
-from asyncrl.config.harnesses import HARNESSES
+from asyncrl.config.generator_gateway import HARNESSES
 from asyncrl.config.load import name_of_config
 
 Option = functools.partial(typer.Option, show_default=False)
@@ -155,7 +155,7 @@ def check(
     """Validate a config without loading weights, and print processes, devices, threads and memory by node."""
     from asyncrl.job.check import check_lines
     from asyncrl.launch.launchers import opened
-    from asyncrl.launch.nodes import described_nodes
+    from asyncrl.launch.machine import described_nodes
 
     nodes = described_nodes(devices, cores, memory)
     settings = load_config(config, overrides or [])
@@ -255,7 +255,7 @@ def report(
 
     Each RUN_DIR gets a trace.json for https://ui.perfetto.dev.
     """
-    from asyncrl.observe.page.render import write_report
+    from asyncrl.observe.page import write_report
 
     for line in write_report(run_dirs or [_or_newest(None)], out):
         typer.echo(line)
@@ -271,9 +271,11 @@ def watch(
     opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
     """Show the page of one or several runs in a browser, live and read-only, until Ctrl-C."""
-    from asyncrl.observe.page.watch import watch as serve_page
+    import asyncio
 
-    raise typer.Exit(serve_page(run_dirs or [_or_newest(None)], host, port, opens=opens, say=typer.echo))
+    from asyncrl.observe import web
+
+    asyncio.run(web.watch(run_dirs or [_or_newest(None)], host, port, opens=opens, say=typer.echo))
 
 
 @app.command()
@@ -318,7 +320,7 @@ def scale(
 
     `asyncrl status` shows the progress. The number survives a resume.
     """
-    from asyncrl.job.scale import scale_run
+    from asyncrl.job.engine_supervisor import scale_run
 
     typer.echo(scale_run(run_dir, engines))
 
@@ -361,12 +363,10 @@ def work(
         name=name,
         args=args,
         env=env or [],
-        pass_env=pass_env or [],
-        sandbox={
-            "sandbox": sandbox,
-            "sandbox_paths": sandbox_paths,
-            "max_memory_mb": max_memory_mb,
-        },
+        pass_env=pass_env,
+        sandbox=sandbox,
+        sandbox_paths=sandbox_paths,
+        max_memory_mb=max_memory_mb,
         give_up_s=give_up_after,
     )
     _exit(code)
@@ -394,7 +394,7 @@ def serve_gateway(
     with serving():
         from asyncrl.job import serve
 
-        code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_rollouts=rollouts)
+        code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_tried=rollouts)
     _exit(code)
 
 

@@ -33,7 +33,7 @@ from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.launch.engine_python import find_python
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.trainer.model.random_init import make_character_tokenizer
+from asyncrl.trainer.random_init import make_character_tokenizer
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -36,8 +36,8 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.work import answer_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.from_config import build_task
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
+from asyncrl.tasks.sources import build_task
 from asyncrl.trainer.model_folder import make_model_folder
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked, Sampled, response
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 

@@ -11,8 +11,8 @@ from itertools import count
 from aiohttp import web
 from pydantic_core import from_json
 
+from asyncrl.base.http import child_arguments, die_with_parent, secret_of, serve
 from asyncrl.base.message import SECRET_ENV
-from asyncrl.base.serving import child_arguments, die_with_parent, secret_of, serve
 from asyncrl.messages.engine_api import GenerateRequest
 from asyncrl_servers.engine_routes import OneAnswer, engine_routes
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec

@@ -20,11 +20,10 @@ from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.listener import collect_less
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RoomError
-from asyncrl.base.http import Caller
+from asyncrl.base.http import Caller, child_arguments, die_with_parent, secret_of
 from asyncrl.base.message import SECRET_ENV
-from asyncrl.base.serving import child_arguments, die_with_parent, secret_of
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool

@@ -54,15 +54,14 @@ from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.run_dir import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
-from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import RolloutRunner
+from asyncrl.rollouts.rollout import EncodedPrompts, RolloutRunner, SingleTurn
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.publisher import PushLoop
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
-from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.toy import Letters
-from asyncrl.trainer.model.random_init import make_character_tokenizer
+from asyncrl.trainer.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ENGINES, GROUP, MEAN_TOKENS, MAX_TOKENS = 4, 8, 32, 256
@@ -210,7 +209,7 @@ class Controller:
         generator = SingleTurn(
             self.pool,
             prompts,
-            TaskScorer(task, config, seed=0),
+            Scorers({"": task}, {"": config}, seed=0),
             run_seed=0,
             max_tokens=MAX_TOKENS,
             max_prompt_tokens=64,

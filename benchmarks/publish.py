@@ -31,8 +31,8 @@ from common import copy_costs, engine_server, has_vllm, options, qwen3_69m, repo
 from pydantic import BaseModel
 from transformers.utils.logging import disable_progress_bar
 
+from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.base.http import Caller
-from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.engine_api import Interrupt

@@ -23,12 +23,11 @@ from engine_replies import ask
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.job.agent_runtime import special_tokens
-from asyncrl.job.engine_kinds import EnginePlace
-from asyncrl.job.servers import Servers
-from asyncrl.launch.capacity import resolve_auto
+from asyncrl.job.servers import EnginePlace, Servers
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.nodes import single_node
+from asyncrl.launch.machine import single_node
+from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
@@ -37,8 +36,8 @@ from asyncrl.messages.work import answer_text
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.from_config import build_task
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
+from asyncrl.tasks.sources import build_task
 from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep

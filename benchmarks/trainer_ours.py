@@ -18,10 +18,10 @@ from torch import Tensor
 from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_result
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.trainer.model import tree
-from asyncrl.trainer.model.tree import TokenRange
+from asyncrl.trainer import tree
 from asyncrl.trainer.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.trainer.tree import TokenRange
 
 
 def make_spec(case: Case, folder: Path) -> TrainerSpec:

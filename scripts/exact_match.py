@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import load_config
-from asyncrl.tasks.from_config import build_task
+from asyncrl.tasks.sources import build_task
 
 NUM_PROMPTS = 100
 EXAM_SEED = 1_000_000

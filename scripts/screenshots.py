@@ -64,13 +64,12 @@ def save(png: bytes, name: str) -> None:
 
 def main(run_dirs: list[Path]) -> None:
     """Save the top of the report of these runs."""
-    from asyncrl.observe.page.render import make_page, render
-    from asyncrl.observe.page.view import view_run
+    from asyncrl.observe.page import make_page, render
 
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
         file = Path(folder) / "report.html"
-        file.write_text(render(make_page([view_run(folder) for folder in run_dirs])), encoding="utf-8")
+        file.write_text(render(make_page(run_dirs)), encoding="utf-8")
         look(browser, 1280, 1000)
         browser.get(file.as_uri())
         save(picture(browser, 1280, 1830), "report")

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import yaml
+from held_task import hold, release
 from job_runs import all_gone, children_of, read_lines, run, staging_of, start, wait_until, write_config
 from resume_checker import Evidence, Promise, changes, effective, read_evidence, violations
 from safetensors.numpy import load_file
@@ -38,7 +39,7 @@ FREE_METRICS = tuple(
 def fuzz_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
     """A run that crosses an epoch, makes many checkpoints, and starts what was killed at once."""
     given = {
-        "task": {"size": 50},
+        "task": {"python": "held_task:HeldLetters", "size": 50, "reward_timeout_s": 600},
         "trainer": {"num_steps": 40},
         "checkpoint": {"every": 3},
         "journal": {"keep": "all"},
@@ -83,7 +84,8 @@ class Crashes:
         self.random = random.Random(seed)
         drawn = self.random.sample(victims, len(victims))
         drawn = drawn or self.random.choices(list(VICTIMS), VICTIMS.values(), k=num_kills)
-        steps = sorted(self.random.choices(range(self.num_steps - 2), k=len(drawn)))
+        self.held_after = self.num_steps - 3 - self.promise.max_staleness
+        steps = sorted(self.random.choices(range(self.held_after), k=len(drawn)))
         self.plan = list(zip(steps, drawn, strict=True))
         self.kills, self.num_starts = Counter[str](), 0
         self._evidence: Evidence | None = None
@@ -92,6 +94,8 @@ class Crashes:
         """Start, kill and start again until the run is done; the kills by victim. AssertionError for any
         violation.
         """
+        # The run does not end before its last kill; most kills come long before it has to wait.
+        hold(self.run_dir, self.held_after)
         while self._one_life():
             pass
         self._look(is_done=True)
@@ -109,6 +113,8 @@ class Crashes:
                     return self._has_ended(process)
                 time.sleep(self.random.random() * self.random.choice((0.05, 0.3, 1.0)))
                 self.plan.pop(0)
+                if not self.plan:
+                    release(self.run_dir)
                 if process.poll() is not None:
                     return self._has_ended(process)
                 if victim in CHILDREN:

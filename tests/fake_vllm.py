@@ -22,8 +22,7 @@ from pydantic import BaseModel
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_process import VllmRequirements
-from asyncrl.engines.vllm_routes import GENERATE
+from asyncrl.engines.vllm_process import GENERATE, VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, Interrupt
 from asyncrl.messages.records import Completion, SamplingRequest

@@ -122,7 +122,7 @@ class FakeSource:
 
 
 class FakeScorer:
-    """In place of a TaskScorer, one that answers `reward(prompt, completion)` after `latency_s`; a text
+    """In place of Scorers, one that answers `reward(prompt, completion)` after `latency_s`; a text
     instead of a number is a failure.
     """
 
@@ -134,9 +134,10 @@ class FakeScorer:
     ) -> None:
         self._reward, self.latency_s = reward, latency_s
 
-    def shows_special(self, prompt: Prompt) -> bool:
-        """Always."""
-        return True
+    has_score = shows_special = True
+
+    def of(self, prompt: Prompt) -> FakeScorer:
+        return self
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         """The reward, or RewardFailure."""

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import held_task
+
 from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV
 from asyncrl.launch.fork_server import KEY_ENV, PRELOADED, ForkServer
 
@@ -33,6 +35,7 @@ _READ_WHEN_ASKED = {
     "HF_HUB_OFFLINE",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it itself, when it is imported
     SECRET_ENV,
+    held_task.RUN_DIR,
     WORKER_KEY_ENV,
     KEY_ENV,
 }

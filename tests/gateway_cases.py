@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RoomError
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan

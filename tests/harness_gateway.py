@@ -19,11 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from asyncrl.agents.command import MARK_ENV
-from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.listener import AppServer
-from asyncrl.agents.endpoint.work_routes import RolloutQueue
-from asyncrl.base.http import Caller
-from asyncrl.base.serving import Refused
+from asyncrl.agents.endpoint.requests import ApiError
+from asyncrl.agents.endpoint.work_queue import RolloutQueue
+from asyncrl.base.http import Caller, Refused
 from asyncrl.messages.records import Outcome, Prompt, Work
 
 WORKER_KEY = "worker-key"

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import forked_processes
+import held_task
 import psutil
 import yaml
 from tiny_model import SHAPE
 
-from asyncrl.base.staging import shared_memory_root
+from asyncrl.base.files import shared_memory_root
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -66,11 +67,15 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{TESTS}:{ROOT}:{ROOT}/servers", "OMP_NUM_THREADS": "1"} | more
 
 
-def popen(*arguments: str | Path, command: list[str] = RUN) -> subprocess.Popen[str]:
-    """`asyncrl run` with its output in pipes."""
+def popen(
+    *arguments: str | Path, command: list[str] = RUN, run_dir: Path | None = None
+) -> subprocess.Popen[str]:
+    """`asyncrl run` with its output in pipes. held_task can hold the run of that directory."""
     pipe = subprocess.PIPE
+    held = {held_task.RUN_DIR: str(run_dir)} if run_dir else {}
+    place = ["--run-dir", run_dir] if run_dir else []
     return forked_processes.popen(
-        [*command, *map(str, arguments)], environment(), stdout=pipe, stderr=pipe, text=True
+        [*command, *map(str, [*arguments, *place])], environment(**held), stdout=pipe, stderr=pipe, text=True
     )
 
 
@@ -90,12 +95,12 @@ Ended = subprocess.CompletedProcess[str]
 
 def run(config: Path, run_dir: Path, *overrides: str, timeout_s: float = 240) -> Ended:
     """Run to the end."""
-    return ended(popen(config, *overrides, "--run-dir", run_dir), timeout_s)
+    return ended(popen(config, *overrides, run_dir=run_dir), timeout_s)
 
 
 def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start, and return at once."""
-    return roomy(popen(config, *overrides, "--run-dir", run_dir))
+    return roomy(popen(config, *overrides, run_dir=run_dir))
 
 
 def roomy(process: subprocess.Popen[str]) -> subprocess.Popen[str]:

@@ -124,7 +124,7 @@ async def tell_a_run(journal: Journal) -> None:
     await journal.batch_taken(replace(make_batch(1, 2, 3), min_version=1, mask_older=True))
     journal.admitted_nowait(Ticket(GroupId(6), 1), make_prompt(5))
     journal.segment_nowait(GroupId(6), 1, 0, 2, make_partial(4))
-    journal.restored_nowait(1)
+    journal.event_nowait("restored", {"version": 1})
     journal.event_nowait("engine_restarted", {"name": "engine-0", "after_s": 1.5})
     await journal.flush()
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.launch.devices import Placement, place
-from asyncrl.launch.machine import CudaDevice, Machine
-from asyncrl.launch.nodes import Node
+from asyncrl.launch.machine import CudaDevice, Machine, Node
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 EVAL = "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 10, num_prompts: 5}"

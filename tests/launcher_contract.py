@@ -27,8 +27,8 @@ import pytest
 from job_runs import all_gone
 
 from asyncrl.base.errors import ConfigError, RoomError
-from asyncrl.launch.launchers import opened
-from asyncrl.launch.nodes import Launcher, Node, NodeRequirements
+from asyncrl.launch.launchers import Launcher, NodeRequirements, opened
+from asyncrl.launch.machine import Node
 from asyncrl.launch.processes import PACKAGES, Process, ProcessSpec
 
 SECRET, OTHER = "the s3cret of its server", "an0ther s3cret"
@@ -96,7 +96,7 @@ async def until_logged(process: Process, words: str) -> None:
 
 async def server_runs_at_its_node_until_closed(stage: Stage) -> None:
     process = stage.make("server")
-    assert (process.url, process.returncode, process.seen()) == ("", None, "not started")
+    assert (process.url, process.returncode, process.seen()) == ("", None, "not started by the run")
     await process.start()
     assert process.url.startswith(f"http://{stage.node.address}:")
     seen = await probed(process)
@@ -257,7 +257,7 @@ async def unmet_requirements_are_refused(launcher: Launcher) -> None:
 async def devices_of_others_are_waited_for(launcher: Launcher) -> None:
     from ray.util import placement_group, remove_placement_group
 
-    from asyncrl.launch.on_ray import ray_launcher
+    from asyncrl.launch import ray_launcher
 
     other = await asyncio.to_thread(placement_group, [{"CPU": 2}, {"CPU": 2}], strategy="STRICT_SPREAD")
     assert await asyncio.to_thread(other.wait, LIMIT_S)

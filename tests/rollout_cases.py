@@ -26,9 +26,15 @@ from asyncrl.messages.records import (
     Trajectory,
     VersionSpan,
 )
-from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn, make_trajectory
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import Generator, RolloutRunner, Score
+from asyncrl.rollouts.rollout import (
+    EncodedPrompts,
+    Generator,
+    RolloutRunner,
+    Score,
+    SingleTurn,
+    make_trajectory,
+)
 from asyncrl.testing.virtual_time import run_virtual
 
 

@@ -20,7 +20,7 @@ from asyncrl.config import SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.report import reported
-from asyncrl.job.supervised_trainer import SupervisedTrainer
+from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
@@ -95,13 +95,11 @@ class House:
         fleet = SimpleNamespace(servers=(), side_servers=(), engine_servers=(), teacher=None, supervisors={})
         self.rooms: Any = SimpleNamespace(
             fleet=fleet,
-            engine_supervisors=(),
             buffer=buffer,
             producers=producers,
             engines=pool,
             trainer=trainer,
-            publisher=publisher,
-            scheduler=no_gauges,
+            scheduler=SimpleNamespace(publisher=publisher, gauges=dict),
             scorer=no_gauges,
             checkpointer=no_gauges,
             scale=no_gauges,
@@ -143,7 +141,7 @@ class House:
             batch = await self.rooms.buffer.wait_batch()
             self.batches.append(batch)
             report = await self.rooms.trainer.train(batch)
-            await self.rooms.publisher.wait_exported_or_busy(report.policy_version)
+            await self.rooms.scheduler.publisher.wait_exported_or_busy(report.policy_version)
 
     async def _bring_back(self, client: TrainerClient, version: int) -> None:
         """A new trainer takes its steps again."""

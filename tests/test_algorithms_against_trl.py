@@ -26,8 +26,8 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 
 from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.messages.trainer_api import BatchArrays
-from asyncrl.trainer.model.packing import pack
 from asyncrl.trainer.objective import BatchNumbers, Objective
+from asyncrl.trainer.packing import pack
 
 MAX_TOKENS = 8
 GROUP_SIZE = 3

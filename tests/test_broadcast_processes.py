@@ -36,7 +36,7 @@ from asyncrl.messages.trainer_api import (
     pack_batch,
 )
 from asyncrl.sync.push import Push
-from asyncrl.trainer.model.random_init import make_character_tokenizer
+from asyncrl.trainer.random_init import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from buffer_simulation import Lognormal, Simulation
 
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.config.generation import OnOverdue
+from asyncrl.config.rollout_buffer import OnOverdue
 
 FREE = 10**6
 MAX_STALENESS, NUM_BATCHES = 8, 100

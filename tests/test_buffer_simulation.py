@@ -13,7 +13,7 @@ from fakes import FakeEngine, FakeScorer, MemoryJournal
 from rollout_cases import play_run
 
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.config.generation import OnOverdue
+from asyncrl.config.rollout_buffer import OnOverdue
 from asyncrl.messages.records import Prompt, SamplingRequest
 from asyncrl.tasks import PromptSource, TaskPrompts
 

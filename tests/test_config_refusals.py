@@ -11,10 +11,9 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
-from asyncrl.config.weight_sync import refuse_transport
+from asyncrl.config.placement_sync import refuse_transport
 from asyncrl.launch.devices import place
-from asyncrl.launch.machine import Machine
-from asyncrl.launch.nodes import single_node
+from asyncrl.launch.machine import Machine, single_node
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"
 TAUGHT = "teacher.path=a/b algorithm.distill_weight=1"
@@ -68,7 +67,7 @@ HERE rollout.num_engines=2 -> name each server once, or set rollout.num_engines=
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1/'] rollout.num_engines=2 -> rollout.num_engines=1
 rollout.num_engines={min: 3, max: 2} -> {'min': 3, 'max': 2} is no range: min must be at most max
 HERE rollout.num_engines={max: 2} -> rollout.num_engines is a range, and the run neither starts nor ends
-rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> set rollout.num_engines=2, or
+rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> rollout.num_engines=2, or
 rollout.urls=['http://host:8000/v1'] -> write a server like http://10.0.0.7:8000, without a path
 HERE model.path=none model.scratch={architecture: {}, characters: ab} -> which is made at the start
 rollout.engine=vllm weight_sync.canary_limit=0 -> weight_sync.canary_limit

@@ -19,14 +19,13 @@ from trainer_cases import MakeStep, changed, make_batch, naive
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError, RequestRefused
-from asyncrl.base.http import Caller
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Caller, Refused
 from asyncrl.config import RunConfig, ScratchConfig
-from asyncrl.engines.teacher import Teacher
-from asyncrl.job.supervisors import check_teacher
+from asyncrl.engines.engine import Teacher
+from asyncrl.job.check import check_teacher
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
+from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
 VOCABULARY = 52
 

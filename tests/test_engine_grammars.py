@@ -19,7 +19,7 @@ from test_engine_resumed import SMALL, turn_until
 from text_tokenizers import byte_level, save
 from transformers import AutoModelForCausalLM
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages import token_grammars
 from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, GenerateResponse
 from asyncrl.messages.token_grammars import TokenGrammars

@@ -12,7 +12,7 @@ from engine_in_process import answered, make_qwen3, publish, running_engine, sta
 from trainer_cases import batch_of, changed
 from trainer_cases import make_spec as make_trainer_spec
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.tensor_files import digest_tensors

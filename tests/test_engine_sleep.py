@@ -28,8 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_engine_lora import adapters, lora_request
 
-from asyncrl.base.http import Caller
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Caller, Refused
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages.engine_api import (
     CommitRequest,

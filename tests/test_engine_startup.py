@@ -15,10 +15,9 @@ from tiny_model import make_tiny_moe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.message import ErrorBody, find_fatal
-from asyncrl.job.engine_kinds import EnginePlace, engine_kind
-from asyncrl.launch.capacity import plan_run
-from asyncrl.launch.nodes import single_node
-from asyncrl.launch.plan import EVAL_ENGINE, TEACHER, make_plan
+from asyncrl.job.servers import EnginePlace, engine_kind
+from asyncrl.launch.machine import single_node
+from asyncrl.launch.plan import EVAL_ENGINE, TEACHER, make_plan, plan_run
 from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.embedded_engine import (
     build_engine,

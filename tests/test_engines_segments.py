@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.base.errors import EngineError
+from asyncrl.engines.link import SegmentCheck
 from asyncrl.engines.pool import Charge, Router, SegmentJoin
-from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
 
@@ -54,23 +54,26 @@ def test_an_answer_that_can_be_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "says"),
+    "parts",
     [
-        ([rest("length", 7, 8, 9, logprobs=[-1.0])], "1 logprobs for 3 tokens"),
-        ([rest("stop")], "finish_reason stop after 0 tokens"),
-        ([rest("stop", 7, token_ids=[-1])], "token id -1"),
-        ([rest("stop", 7, logprobs=[float("nan")])], "logprob nan"),
-        ([rest("length", 7, 8, 9, version_spans=spans((0, 2, 2)))], r"\[0, 2\) v2 over 3 tokens"),
-        ([rest("length", 7, 8, 9, version_spans=spans((0, 2, 2), (1, 3, 3)))], "cover every token once"),
-        ([rest("length", 7, 8, 9, version_spans=spans((0, 1, 3), (1, 3, 2)))], "never go back"),
-        ([rest("stop", 7, version=1)], r"v1 over 1 tokens; .* from 2 \(confirmed before\)"),
-        ([rest("stop", 7, version=4)], r"v4 over 1 tokens; .* to 3 \(offered last\)"),
-        ([chunk(7, 8), chunk(9)], "chunks of 3 tokens and no end"),
-        ([chunk(7), rest("length", 8)], "length after 2 tokens"),
+        [rest("length", 7, 8, 9, logprobs=[-1.0])],
+        [rest("stop")],
+        [rest("stop", 7, token_ids=[-1])],
+        [rest("stop", 7, logprobs=[float("nan")])],
+        [rest("stop", 7, logprobs=[0.1])],
+        [rest("stop", 7, top_logprobs=[[(1, -1.0)]])],
+        [rest("length", 7, 8, 9, version_spans=spans((0, 2, 2)))],
+        [rest("length", 7, 8, 9, version_spans=spans((0, 2, 2), (1, 3, 3)))],
+        [rest("length", 7, 8, 9, version_spans=spans((0, 1, 3), (1, 3, 2)))],
+        [rest("stop", 7, version=1)],
+        [rest("stop", 7, version=4)],
+        [chunk(7, 8), chunk(9)],
+        [rest("length", 7, 8, 9, 10)],
+        [chunk(7), rest("length", 8)],
     ],
 )
-def test_impossible_answer_is_an_engine_error(parts: list[Any], says: str) -> None:
-    with pytest.raises(EngineError, match=f"engine-0: answered request r0 .*{says}"):
+def test_impossible_answer_is_an_engine_error(parts: list[Any]) -> None:
+    with pytest.raises(EngineError, match="engine-0: answered request r0 "):
         check(*parts)
 
 

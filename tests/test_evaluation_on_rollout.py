@@ -136,7 +136,7 @@ def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
     assert rooms.trained_at[:2] == pytest.approx([1.0, 2.0]), "the trainer steps until its bound"
     assert rooms.served_at[0] == pytest.approx(ONCE_S + 0.2, abs=0.1)
     assert rooms.trained_at[2] == pytest.approx(rooms.served_at[0] + 1.0, abs=0.1)
-    stats = rooms.evaluation.stats()
+    stats = rooms.evaluation.stats
     assert (stats.finished, stats.skipped, stats.abandoned, rooms.evaluated.troubles) == (3, 0, 0, [])
     assert stats.held_s == pytest.approx(2 * (ONCE_S - 1.0), abs=0.5)
     assert rooms.evaluation.gauges()["evaluation/held_s"] == stats.held_s
@@ -164,7 +164,7 @@ def test_deaths_leave_each_evaluation_with_one_version(
         await rooms.whole()
 
     rooms = live(story, decode_s=decode_s, every=every, timeout_s=timeout_s, max_staleness=max_staleness)
-    stats, versions = rooms.evaluation.stats(), rooms.evaluated.versions
+    stats, versions = rooms.evaluation.stats, rooms.evaluated.versions
     assert versions == sorted(set(versions))
     assert all(len(result.samples) == 12 for result in rooms.results)
     assert len(rooms.evaluated.troubles) == stats.abandoned

@@ -169,7 +169,7 @@ async def test_run_ends_and_keeps_no_file_whatever_the_engine_does(
     await house.live(before_step=lambda version: house.eval_engine.die() if version == death else None)
     assert house.kept == []
     assert house.versions == sorted(set(house.versions))
-    stats = house.evaluation.stats()
+    stats = house.evaluation.stats
     assert stats.finished == len(house.results)
     if stats.state != "off":
         due = {0, 12, *range(every, 13, every)}

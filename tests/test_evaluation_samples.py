@@ -15,7 +15,7 @@ from asyncrl.config import EvalConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.rollouts.evaluation import EvalResult, HeldOut, Sample
 from asyncrl.rollouts.rollout import derive_seed
-from asyncrl.tasks.from_config import build_task, read_eval_task
+from asyncrl.tasks.sources import build_task, read_eval_task
 
 
 def prompt(number: int, text: str = "") -> Prompt:

@@ -16,7 +16,7 @@ from harness_gateway import open_gateway
 from sandbox_cases import need_bubblewrap
 
 from asyncrl.agents import Outcome, Task
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import Session, build_harness
 from asyncrl.base.user_code import load_object
 from asyncrl.config import GeneratorConfig, load_config

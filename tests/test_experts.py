@@ -25,8 +25,8 @@ from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
-from asyncrl.engines.segment_check import RoutedTokens
+from asyncrl.base.http import Refused
+from asyncrl.engines.pool import RoutedTokens
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
 from asyncrl.messages.codec import Asked, Sampled
@@ -41,14 +41,13 @@ from asyncrl.messages.engine_api import (
 )
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
-from asyncrl.rollouts.generators import make_trajectory
+from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.adapters import routers_of
-from asyncrl.weights.export import LazyWeights, export_weights, named_weights
+from asyncrl.weights.export import Exported, LazyWeights, TrainerEnd, export_weights, named_weights
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import digest_tensors, pieces_of, stored_pieces, weights_of
-from asyncrl.weights.transport import Exported, TrainerEnd
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 NUM_ROUTED = 4

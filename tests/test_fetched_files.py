@@ -15,11 +15,11 @@ from aiohttp import web
 
 from asyncrl.base.errors import EngineLost, NodeLost, RoomError, WeightsLost
 from asyncrl.base.http import Caller
-from asyncrl.launch.on_ray import fetched_files
-from asyncrl.launch.on_ray.fetched_files import NUM_KEPT, FetchedFiles
+from asyncrl.launch import ray_host
+from asyncrl.launch.ray_host import NUM_KEPT, FetchedFiles
 from asyncrl.messages.engine_api import FileRequest
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.sync.node_files import NodeFiles
+from asyncrl.sync.push import NodeFiles
 
 SECRET = "a secret of this run"
 SIZE = 3_000_001
@@ -114,7 +114,7 @@ def test_broken_download_is_repeated(tmp_path: Path) -> None:
 
 
 def test_refusal_and_silence_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetched_files, "SILENT_S", 0.5)
+    monkeypatch.setattr(ray_host, "SILENT_S", 0.5)
 
     async def story(trainer: TrainerNode, files: FetchedFiles) -> None:
         (trainer.folder / "v1").write_bytes(b"weights")

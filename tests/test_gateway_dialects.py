@@ -13,13 +13,12 @@ from gateway_cases import HI, RULES, ScriptedEngine, gateway_world, in_loop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.answers import ApiError
-from asyncrl.agents.endpoint.dialects.anthropic import MessagesDialect, anthropic_error
-from asyncrl.agents.endpoint.dialects.chat import ChatDialect, TextDialect
-from asyncrl.agents.endpoint.dialects.dialect import Dialect, KeptAnswers
-from asyncrl.agents.endpoint.dialects.responses import ResponsesDialect
+from asyncrl.agents.endpoint import openai_dialects
+from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES as ANTHROPIC
+from asyncrl.agents.endpoint.anthropic_dialect import anthropic_error
+from asyncrl.agents.endpoint.dialects import Dialect, KeptAnswers
 from asyncrl.agents.endpoint.reasoning import signature_of
-from asyncrl.agents.endpoint.requests import CallRequest, ChatRequest, RequestReader
+from asyncrl.agents.endpoint.requests import ApiError, CallRequest, ChatRequest, RequestReader
 from asyncrl.base.errors import EngineError, RequestRefused
 from asyncrl.messages.records import Outcome
 
@@ -75,7 +74,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     (CHAT, said(*HI, {"role": "assistant", "audio": {"id": "a"}}), "reads text"),
     (CHAT, calling('{"a": "\\ud800"}'), "arguments"),
     (CHAT, said(*HI) | {"tools": [{"type": "web_search"}]}, "tools"),
-    (CHAT, said(*HI) | {"chat_template_kwargs": {"messages": 1}}, "'messages' cannot be set"),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"x": [1]}}, "a list of 1 entries"),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"x": "y" * 5000}}, "4096 is the most"),
     *((CHAT, said(*HI) | {"response_format": form}, "response_format") for form in ("json", {"type": "xml"})),
@@ -118,6 +116,7 @@ def texts(*words: str) -> st.SearchStrategy[str]:
 KEYS = texts(*"type role content text name input id thinking arguments call_id output function".split())
 VALUES = texts("message", "user", "assistant", "text", "tool_use", "tool_result", "function_call", "x")
 FIELDS = "messages input prompt system instructions tools tool_choice thinking thread reasoning text n stop"
+DIALECTS = (openai_dialects.CHAT, openai_dialects.TEXT, openai_dialects.RESPONSES, ANTHROPIC)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | VALUES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner),
@@ -126,7 +125,9 @@ json_values = st.recursive(
 
 
 @pytest.mark.parametrize(
-    "dialect", [ChatDialect(), TextDialect(), ResponsesDialect(), MessagesDialect(can_turn_off=True)]
+    "dialect",
+    [openai_dialects.CHAT, openai_dialects.TEXT, openai_dialects.RESPONSES, ANTHROPIC],
+    ids=lambda each: each.name,
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(texts(*FIELDS.split()), json_values), st.lists(json_values, max_size=2))

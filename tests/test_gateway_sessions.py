@@ -10,8 +10,8 @@ import pytest
 from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_deserted, make_gateway, until
 
 from asyncrl.agents.endpoint.answers import Answer
-from asyncrl.agents.endpoint.branches import ChatNode
-from asyncrl.agents.endpoint.dialects.dialect import KeptAnswer
+from asyncrl.agents.endpoint.capture import ChatNode
+from asyncrl.agents.endpoint.dialects import KeptAnswer
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
 from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewayCall, GatewaySession
 from asyncrl.base.errors import ConfigError, RolloutFailure

@@ -19,12 +19,11 @@ from test_engine_resumed import SMALL
 from text_tokenizers import byte_level, save
 from trainer_cases import make_spec as make_trainer_spec
 
-from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.grammars import grammar_of
-from asyncrl.agents.endpoint.requests import RequestReader
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.requests import ApiError, RequestReader
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RequestRefused
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GenerateRequest
 from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.records import (

@@ -24,7 +24,7 @@ from test_gateway_capture_matrix import (
 )
 from text_tokenizers import byte_level, save
 
-from asyncrl.agents.endpoint.tool_families import find_tool_format
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.records import Completion, Outcome, SamplingRequest
 from asyncrl.messages.token_grammars import TokenGrammars

@@ -17,12 +17,11 @@ from transformers import AutoTokenizer
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.requests import ChatRequest
-from asyncrl.agents.endpoint.tool_families import find_tool_format
-from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, find_tool_format
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.messages.stop_watch import StopWatch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.random_init import make_character_tokenizer
+from asyncrl.trainer.random_init import make_character_tokenizer
 
 MARKER = "<tool_call>"
 MAKERS = {make.__name__: make for make in (byte_level, byte_fallback, metaspace)}

@@ -16,9 +16,14 @@ from gateway_cases import gateway_world, in_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.tool_families import families, find_tool_format
-from asyncrl.agents.endpoint.tool_formats import ParsedAnswer, ToolFormat
-from asyncrl.agents.endpoint.tool_markup import ToolCall, typed
+from asyncrl.agents.endpoint.tool_formats import (
+    FAMILIES,
+    ParsedAnswer,
+    ToolCall,
+    ToolFormat,
+    find_tool_format,
+    typed,
+)
 from asyncrl.base.errors import ConfigError, RolloutFailure
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -223,7 +228,7 @@ SHIPPED = {
     "llama": "llama3_2",
 }
 CHANNELS = ("gpt_oss", "muse_glimmer")
-NAMES = sorted({each.name for _, each in families()} - {"none"})
+NAMES = sorted({each.name for _, each in FAMILIES} - {"none"})
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"llama"}))  # its models do not think
@@ -256,7 +261,7 @@ def test_cut_call_is_not_shown_and_never_becomes_another(name: str) -> None:
             assert arguments == full or name in ("glm", "minimax"), "these two may end at the end of a line"
 
 
-@pytest.mark.parametrize(("shown", "tool_format"), [each for each in families() if each[1].name != "none"])
+@pytest.mark.parametrize(("shown", "tool_format"), [each for each in FAMILIES if each[1].name != "none"])
 def test_forced_call_is_read_back_and_stops(shown: list[str], tool_format: ToolFormat) -> None:
     raw = raw_of(tool_format.name)
     for begun in (str(tool_format.prefill(None)), str(tool_format.prefill("f"))):

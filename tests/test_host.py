@@ -55,19 +55,6 @@ def test_nested_group_with_least_left_counts(put: Put) -> None:
     assert (host.available_memory(), host.num_cores()) == (6 * GB, 2)
 
 
-def test_groups_of_version_one_are_read(put: Put) -> None:
-    files = {"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": str(50 * GB)}
-    files |= {"memory/docker/a1/memory.limit_in_bytes": str(8 * GB)}
-    files |= {"memory/docker/a1/memory.usage_in_bytes": str(6 * GB)}
-    stat = f"inactive_file 0\nactive_file 0\ntotal_inactive_file {GB}\ntotal_active_file 0"
-    files |= {"memory/docker/a1/memory.stat": stat}
-    files |= {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
-    put("4:memory:/docker/a1\n3:cpu,cpuacct:/docker/a1\n", files)
-    assert (host.available_memory(), host.num_cores()) == (3 * GB, 64)
-    put("4:memory:/docker/a1\n3:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "50000"})
-    assert host.num_cores() == 1
-
-
 def test_full_group_leaves_nothing_and_hidden_one_is_ignored(put: Put) -> None:
     put("0::/not/shown/here\n1:name=systemd:/\n", {})
     assert (host.available_memory(), host.num_cores()) == (100 * GB, 64)

@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from crash_fuzz import differences
+from held_task import hold, release
 from job_runs import (
     all_gone,
     children_of,
@@ -154,6 +155,7 @@ def test_broadcast_run_trains_the_same_through_kills(on_policy: Path, whole: Pat
     sent = {"weight_sync": {"transport": "nccl"}, "supervision": {"backoff_s": 0.1}}
     config = variant(on_policy, tmp_path, rollout={"num_engines": 2}, **sent)
     run_dir = tmp_path / "run"
+    hold(run_dir, 10)
     process = start(config, run_dir)
     wait_for_steps(run_dir, 2, process)
     (engine,) = children_of(process, "specs/engine-1.json")
@@ -161,6 +163,7 @@ def test_broadcast_run_trains_the_same_through_kills(on_policy: Path, whole: Pat
     wait_until(lambda: ("engine up", "engine-1") in engine_events(run_dir), process)
     (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
     trainer.kill()
+    release(run_dir)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
     assert f"engine-1: process {engine.pid} was killed by SIGKILL" in stdout

@@ -44,9 +44,9 @@ from resume_checker import effective, read_evidence, violations
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
-from asyncrl.job.scale import scale_run
+from asyncrl.job.engine_supervisor import scale_run
 from asyncrl.journal.checkpoints import Checkpoints
-from asyncrl.observe.page.view import view_run
+from asyncrl.observe.page import view_run
 from asyncrl.observe.timeline import read_timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -183,7 +183,7 @@ def test_full_disk_costs_checkpoints_with_warnings_but_not_the_run(
 def test_killed_on_policy_run_ends_the_same(on_policy: Path, whole: Path, tmp_path: Path) -> None:
     victims = ["tree", "controller", "trainer", "engine", "stop"]
     crashes = Crashes(on_policy, tmp_path / "run", seed=new_seed(), victims=victims)
-    assert crashes.live(), "the faster the machine, the fewer: a run that is done is not killed"
+    assert crashes.live()
     assert differences(whole, tmp_path / "run") == []
     versions = [line["policy_version"] for line in read_lines(tmp_path / "run" / "eval.jsonl")]
     assert versions == sorted(set(versions)), "each version is evaluated once"
@@ -292,7 +292,7 @@ def test_killed_colocated_run_ends_the_same(on_policy: Path, whole: Path, tmp_pa
     victims = ["engine", "trainer", "tree", "stop"]
     config = variant(on_policy, tmp_path, placement=TURNS | {"share": share})
     crashes = Crashes(config, tmp_path / "run", seed=new_seed(), victims=victims)
-    assert crashes.live(), "the faster the machine, the fewer: a run that is done is not killed"
+    assert crashes.live()
     assert differences(whole, tmp_path / "run") == []
 
 

@@ -79,7 +79,8 @@ def test_epochs_and_observations_are_found_again(tmp_path: Path) -> None:
         for epoch in (0, 1, 10, 2):
             journal.epoch_nowait("sums", epoch, f"text {epoch}")
         journal.epoch_nowait("words", 0, "text")
-        journal.began_at_nowait(0, 0, {}, 0, {"sums": {"epochs": []}})
+        before = {"version": 0, "num_drawn": 0, "out": {}, "next_group_id": 0}
+        journal.note_nowait("began_at", before | {"memory": {"sums": {"epochs": []}}})
         state = await journal.read_resume(0)
         numbers = [("sums", epoch, f"text {epoch}") for epoch in (0, 1, 2, 10)]
         assert state.epochs == (*numbers, ("words", 0, "text"))

@@ -97,7 +97,7 @@ def damage(connection: sqlite3.Connection) -> None:
 @pytest.mark.parametrize(
     ("fault", "why", "way_out"),
     [
-        ("held", r"database is locked \(SQLITE_BUSY\)", "end the program that holds the file"),
+        ("held", r"database is locked \(SQLITE_BUSY\)", "end other programs that hold it open"),
         ("damaged", "is damaged", "move journal.sqlite"),
     ],
 )
@@ -147,7 +147,7 @@ def test_full_disk_leaves_the_written_whole(tmp_path: Path) -> None:
                 await fill(journal)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert "then resume; earlier entries are whole" in caught.value.way_out
+        assert "earlier entries are whole" in caught.value.way_out
         with pytest.raises(JournalError):
             await journal.aclose()
 

@@ -17,10 +17,8 @@ from launch_cases import EVAL, OWN, RAY, TAUGHT, TURNS, VLLM, ZERO, load, nodes,
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig, load_config, run_config_yaml
 from asyncrl.launch import machine
-from asyncrl.launch.device_selection import NO_DEVICE, NodeDevice
-from asyncrl.launch.devices import child_environ, chunk_devices, place
-from asyncrl.launch.machine import CudaDevice, find_cuda_devices
-from asyncrl.launch.nodes import described_nodes
+from asyncrl.launch.devices import NO_DEVICE, NodeDevice, chunk_devices, place
+from asyncrl.launch.machine import CudaDevice, child_environ, described_nodes, find_cuda_devices
 from asyncrl.launch.plan import make_plan, plan_text
 
 SHARE = "placement.share=0.4"

@@ -11,18 +11,20 @@ from launch_cases import EVAL, RAY, TURNS, URLS, VLLM, ZERO, load, machine, make
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import RolloutConfig
-from asyncrl.job.engine_kinds import EnginePlace, engine_kind
+from asyncrl.job.servers import EnginePlace, engine_kind
 from asyncrl.launch import engine_python
-from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.devices import chunk_devices, place
 from asyncrl.launch.engine_python import find_python
-from asyncrl.launch.nodes import single_node
+from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import (
     Memory,
     Plan,
     engine_threads,
     make_plan,
+    plan_run,
     plan_text,
+    refuse_over_capacity,
+    resolve_auto,
     trainer_threads,
 )
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from job_runs import all_gone
 
-from asyncrl.base import staging
+from asyncrl.base import files as staging
 from asyncrl.base.errors import ConfigError
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import PRELOADED, ForkServer
@@ -37,7 +37,7 @@ if os.fork() == 0:
 signal.pause()
 """
 CHILD = """
-from asyncrl.base.serving import child_arguments, die_with_parent, make_app, serve
+from asyncrl.base.http import child_arguments, die_with_parent, make_app, serve
 def main():
     die_with_parent()
     _, fd = child_arguments()
@@ -217,7 +217,7 @@ def test_group_member_has_time_to_clean_up_after_its_leader(
 HOLD_STAGING = """
 import os, subprocess, sys
 from pathlib import Path
-from asyncrl.base.staging import new_staging_dir
+from asyncrl.base.files import new_staging_dir
 folder = new_staging_dir(Path(sys.argv[1]))
 (folder / "v7.safetensors").write_bytes(b"weights")
 child = subprocess.Popen(["sleep", "600"], close_fds=False)

@@ -21,8 +21,7 @@ from ray_cluster import FRUGAL, ray_cluster
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.launch import fork_server
-from asyncrl.launch.launchers import LocalLauncher, opened
-from asyncrl.launch.nodes import NodeReport, NodeRequirements, inspect_node, unmet
+from asyncrl.launch.launchers import LocalLauncher, NodeReport, NodeRequirements, inspect_node, opened, unmet
 
 RUN_S = 600.0
 pytestmark = pytest.mark.timeout(900)  # all stories, on a machine that is slow
@@ -122,7 +121,7 @@ def test_missing_ray_or_cluster_is_a_config_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_missing_ray_package_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "asyncrl.launch.on_ray.ray_launcher", None)
+    monkeypatch.setitem(sys.modules, "asyncrl.launch.ray_launcher", None)
     with pytest.raises(ConfigError, match="the package `ray` is not installed") as caught, opened("ray"):
         pass
     assert "'asyncrl[ray]'" in caught.value.way_out

@@ -13,7 +13,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import build_task
-from asyncrl.tasks.from_config import build_score
+from asyncrl.tasks.sources import build_score
 
 MODULE = """
     class Good:

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import os
 import re
-import signal
 import sqlite3
-import subprocess
-import sys
-import urllib.request
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
 from conftest import NUM_STEPS
 from job_runs import read_lines
 
 import asyncrl
-from asyncrl.agents.endpoint.listener import AppServer
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import RunLock
-from asyncrl.base.spans import TimedSpan
+from asyncrl.base.waits import TimedSpan
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal import schema
 from asyncrl.observe import timeline
-from asyncrl.observe.page.render import make_page, render, write_report
-from asyncrl.observe.page.view import MAX_BUCKETS, cause_of, curves_of, view_run, without_secrets
-from asyncrl.observe.page.watch import LivePage, make_watch_app
+from asyncrl.observe.page import (
+    MAX_BUCKETS,
+    STATIC,
+    cause_of,
+    curves_of,
+    make_page,
+    render,
+    view_run,
+    without_secrets,
+    write_report,
+)
 from asyncrl.observe.run_dir import TIMELINE_FILE, Recorder, append_lines
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.timeline import KINDS, Row, TimelineWriter, read_timeline, timeline_view, trace_of
-from asyncrl.observe.web import bind, is_local
 
-STATIC = Path(__file__).parent.parent / "asyncrl/observe/page/static"
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 /*STYLE*/ /*DATA*/ ${x} `\\"
 SECTIONS: dict[str, Any] = {
     "model": {"path": "m"},
@@ -95,7 +92,7 @@ def make_sample(*, step: int, text: str = "b 7") -> Any:
 
 
 def page_of(*run_dirs: Path) -> Any:
-    return make_page([view_run(run_dir) for run_dir in run_dirs])
+    return make_page(run_dirs)
 
 
 def embedded(html: str) -> Any:
@@ -251,7 +248,7 @@ def test_a_damaged_file_is_reported_and_the_rest_shown(tmp_path: Path, name: str
     damage(tmp_path / name)
     (run,) = embedded(render(page_of(tmp_path)))["runs"]
     assert run["name"] == tmp_path.name
-    may_be_missing = name in ("samples.jsonl", "metrics.jsonl", "status.json")
+    may_be_missing = name != "journal.sqlite"
     is_reported = any(name in problem for problem in run["problems"])
     assert is_reported or (damage is Path.unlink and may_be_missing)
 
@@ -357,87 +354,8 @@ def test_the_timeline_of_a_real_run_agrees_with_its_files(whole: Path) -> None:
     assert (whole / TIMELINE_FILE).stat().st_size < 1500 * NUM_STEPS
 
 
-# ---- live
-
-
-def watched(live: LivePage, key: str | None, story: Callable[[ClientSession, str], Awaitable[None]]) -> None:
-    async def play() -> None:
-        listening, url = bind("127.0.0.1", 0, "a port")
-        server = AppServer(make_watch_app(live, key), max_connections=9, idle_s=60.0)
-        await server.listen(listening)
-        async with ClientSession() as client:
-            await story(client, url)
-        await server.aclose()
-
-    asyncio.run(play())
-
-
-def test_watch_answers_only_get_requests_to_this_machine(tmp_path: Path) -> None:
-    async def story(client: ClientSession, url: str) -> None:
-        answer = await client.get(url)
-        assert (answer.status, answer.headers["Cache-Control"]) == (200, "no-store")
-        assert embedded(await answer.text())["runs"][0]["name"] == "run"
-        for host in ("evil.example", "127.0.0.1.evil.example", "[::1", "10.0.0.1"):
-            assert (await client.get(url, headers={"Host": host})).status == 403
-        assert (await client.post(url)).status == 405
-        assert (await client.get(f"{url}/config.yaml")).status == 404
-
-    watched(LivePage([make_run(tmp_path / "run")]), None, story)
-    assert all(map(is_local, ("localhost", "[::1]:80", "::1")))
-
-
-def test_watch_on_a_network_requires_its_key(tmp_path: Path) -> None:
-    async def story(client: ClientSession, url: str) -> None:
-        statuses = [(await client.get(url + path)).status for path in ("/", "/?key=wrong", "/?key=secret")]
-        assert statuses == [401, 401, 200]
-
-    watched(LivePage([make_run(tmp_path / "run")]), "secret", story)
-
-
-def test_a_live_page_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.observe.page.watch.READ_SHARE", 1e9)
-    folder = tmp_path / "run"
-
-    async def story(client: ClientSession, url: str) -> None:
-        async def data(since: float = 0.0) -> Any:
-            answer = await client.get(f"{url}/page.json?since={since}")
-            return await answer.json() if answer.status == 200 else answer.status
-
-        assert (await data())["runs"] == []
-        make_run(folder, 2)
-        page = await data()
-        assert (len(page["runs"][0]["step"]), page["is_live"]) == (2, True)
-        assert await data(page["made_s"]) == 204
-        recorder = Recorder(folder)
-        recorder.record_step({"step": 3, "time_s": 3.0})
-        assert (await data(page["made_s"]))["runs"][0]["step"] == [1, 2, 3]
-        recorder.keep_steps(1)  # a resume
-        recorder.record_step({"step": 2, "time_s": 2.0})
-        assert (await data())["runs"][0]["step"] == [1, 2]
-        (folder / "config.yaml").write_text("no: [")
-        assert len((await data())["runs"]) == 1, "the last page that could be read"
-        (folder / "config.yaml").unlink()
-        assert (await data())["runs"] == []
-
-    watched(LivePage([folder]), None, story)
-
-
-def test_ctrl_c_ends_watch(tmp_path: Path) -> None:
-    command = [sys.executable, "-u", "-m", "asyncrl.cli", "watch", str(tmp_path / "later")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"{tmp_path / 'later'} is not a run yet; the page waits for it\n"
-        url = re.match(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
-        assert url is not None
-        with urllib.request.urlopen(f"{url[0]}page.json") as answer:
-            assert b'"runs": []' in answer.read()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
-
-
 def test_the_page_uses_no_network_and_no_raw_html() -> None:
-    for path in [*STATIC.glob("*.js"), *STATIC.glob("*.css"), STATIC.parent / "page.html"]:
+    for path in [*STATIC.glob("*.js"), *STATIC.glob("*.css"), STATIC / "page.html"]:
         text = path.read_text()
         if path.suffix != ".html":
             assert not re.search(r"</script|</style|<!--", text, re.IGNORECASE), path

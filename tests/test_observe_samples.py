@@ -33,8 +33,7 @@ from asyncrl.observe.samples import (
     sample_text,
     shown,
 )
-from asyncrl.observe.tracker_clients import TensorBoard
-from asyncrl.observe.trackers import TrackedRun
+from asyncrl.observe.trackers import TensorBoard, TrackedRun
 from asyncrl.rollouts.rollout import FailedRollout, Seen
 
 HOSTILE = (

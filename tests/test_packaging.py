@@ -26,11 +26,11 @@ from packaging.requirements import Requirement
 from asyncrl.agents import Outcome
 from asyncrl.base.errors import OF_TRAIN
 from asyncrl.base.message import WORKER_KEY_ENV
-from asyncrl.config.harnesses import HARNESSES
+from asyncrl.config.generator_gateway import HARNESSES
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-OWNERS = ("job/lifecycle.py", "job/scale.py", "agents/worker.py", "observe/page/watch.py")
+OWNERS = ("job/lifecycle.py", "job/engine_supervisor.py", "agents/worker.py", "observe/web.py")
 WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.values())]
 AGENT = """
 import json
@@ -65,7 +65,7 @@ def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(wheel: 
     assert tops == {"asyncrl", "asyncrl_servers"}
     assert {
         *("asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"),
-        *("asyncrl/observe/page/page.html", "asyncrl/observe/page/static/page.js"),
+        *("asyncrl/observe/static/page.html", "asyncrl/observe/static/page.js"),
         *("asyncrl/templates/content/quickstart.yaml", "asyncrl/templates/content/lookup.py"),
     } <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -18,7 +18,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 from test_observe_page import HOSTILE, make_run, page_of
 
-from asyncrl.observe.page.render import render
+from asyncrl.observe.page import render
 
 pytestmark = pytest.mark.slow
 AT_MOST_S = 60

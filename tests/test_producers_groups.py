@@ -164,7 +164,7 @@ async def test_too_long_prompt_is_given_up_without_a_try() -> None:
         tries = [event[2:4] for event in house.journal.named("rollout_failed")]
         assert tries == [(0, 0), (1, 0)], "no attempt was made"
         assert told == [(0, "long", 0)] * 2
-        why = "r1 cannot be sampled: prompt long has 36 tokens; rollout.max_prompt_tokens=16 is the limit"
+        why = "r1 cannot be sampled: prompt long has 36 tokens; 1 to rollout.max_prompt_tokens=16 are"
         assert why in house.journal.named("group_ended")[0][3], "and it is never cut"
         assert [house.count(name) for name in ("failed_groups", "given_up", "retried")] == [1, 1, 0]
         assert (house.trained, house.producers.prompts_out()) == (["p0"], [])

@@ -14,8 +14,7 @@ from rollout_cases import one_token
 from asyncrl.base.errors import RolloutFailure, RolloutTimeout
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Work
 from asyncrl.messages.work import RolloutSession
-from asyncrl.rollouts.generators import HarnessGenerator
-from asyncrl.rollouts.rollout import RolloutAttempt, RolloutRunner, Slots
+from asyncrl.rollouts.rollout import HarnessGenerator, RolloutAttempt, RolloutRunner, Slots
 from asyncrl.testing.virtual_time import run_virtual
 
 PROMPT = Prompt("e0/3", ({"role": "user", "content": "hi"},), answer="7")
@@ -52,7 +51,8 @@ class FakeSession:
 
 class FakeHost:
     def __init__(self, text: str | None = "the answer", *, overflow: str | None = None) -> None:
-        self.has_score, self._overflow = True, overflow
+        self.has_score = self.shows_special = True
+        self._overflow = overflow
         self.log: list[str] = []
         self.sessions: list[FakeSession] = []
         self.opened: list[tuple[str, dict[str, Any]]] = []
@@ -64,11 +64,8 @@ class FakeHost:
         self.sessions[-1].overflow = self._overflow
         return self.sessions[-1]
 
-    def scores(self, prompt: Prompt) -> bool:
-        return self.has_score
-
-    def shows_special(self, prompt: Prompt) -> bool:
-        return True
+    def of(self, prompt: Prompt) -> FakeHost:
+        return self
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         self.log.append(f"scored {completion!r}")

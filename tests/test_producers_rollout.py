@@ -25,18 +25,19 @@ from asyncrl.messages.records import (
     SamplingRequest,
     VersionSpan,
 )
-from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.rollout import (
+    EncodedPrompts,
     FailedRollout,
     RolloutAttempt,
     RolloutRunner,
     Score,
+    SingleTurn,
     Slots,
     derive_seed,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.trainer.model.random_init import make_character_tokenizer
+from asyncrl.tasks.scorer import Scorers
+from asyncrl.trainer.random_init import make_character_tokenizer
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
 
@@ -231,7 +232,7 @@ def test_the_reward_sees_every_sampled_token_but_the_final_end(
     generator = SingleTurn(
         SimpleNamespace(generate=generate),  # type: ignore[arg-type]
         EncodedPrompts(scratch_tokenizer),
-        TaskScorer(task, TaskConfig.model_validate(settings), seed=0),
+        Scorers({"": task}, {"": TaskConfig.model_validate(settings)}, seed=0),
         run_seed=0,
         max_tokens=8,
         max_prompt_tokens=8,

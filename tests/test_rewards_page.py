@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.from_config import look_at_task
+from asyncrl.tasks.sources import look_at_task
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")

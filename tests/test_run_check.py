@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 import shutil
 import sys
 import textwrap
@@ -20,10 +19,9 @@ from asyncrl import cli
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.job.check import validate
-from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
-from asyncrl.launch import capacity, machine, nodes, plan
+from asyncrl.launch import machine, plan
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 MODULE = """
@@ -94,7 +92,7 @@ model.chat_template=refuses.jinja generator.command=[/bin/true] -> cannot render
 generator.command=[/bin/true] generator.pass_env=[NOT_SET_HERE] -> generator.pass_env names NOT_SET_HERE
 task.python=exits_here:f -> importing exits_here raised SystemExit: 0
 trainer.lora.targets=[qproj] -> names qproj, and Qwen3ForCausalLM has no such layer ... q_proj
-task.python=none task.reasoning_gym=chain_sums -> has no such task ... did you mean chain_sum
+task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'
 """
@@ -149,8 +147,8 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
         *((machine, name) for name in ("find_cuda_devices", "cpu_has_bfloat16", "ask_nvidia_smi")),
         *((machine, name) for name in ("num_cores", "available_memory")),
         (plan, "num_cores"),
-        (nodes, "this_machine"),
-        (capacity, "find_python"),
+        (machine, "this_machine"),
+        (plan, "find_python"),
         (psutil, "virtual_memory"),
     ):
         monkeypatch.setattr(owner, name, asked)
@@ -259,25 +257,6 @@ def test_a_rare_character_outside_the_alphabet_is_refused(here: Path) -> None:
     config = load_config(write_config(here, task=FILES | {"files": ["rare.jsonl"]}))
     with pytest.raises(ConfigError, match=r"prompts of the task have characters .* lacks: '~'"):
         validate(config)
-
-
-@pytest.mark.parametrize(("missing", "is_refused"), [(1, True), (0, False)])
-def test_too_few_open_files_are_refused(
-    missing: int, is_refused: bool, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load_config(write_config(here), ["generator.concurrency=300", "rollout.num_engines=2"])
-    limits = dict[str, Any]()
-    hard = FEW_FILES + 300 - missing
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda name, pair: limits.update({str(name): pair}))
-    if not is_refused:
-        refuse_few_files(config)
-        assert limits == {str(resource.RLIMIT_NOFILE): (hard, hard)}
-        return
-    with pytest.raises(ConfigError, match=f"may open {hard} files, and 300 concurrent") as refusal:
-        run_job(config, here / "run", name="test")
-    assert f"ulimit -Hn {hard + 1}" in refusal.value.way_out
-    assert not (here / "run").exists()
 
 
 def test_valid_functions_pass_uncalled_without_waiting_for_threads(here: Path) -> None:

@@ -18,7 +18,7 @@ from test_run_restore import Life, lives, save_checkpoint
 
 from asyncrl.base.errors import CheckpointError, TrainerLost
 from asyncrl.config import CheckpointConfig
-from asyncrl.job.checkpointer import Checkpointer, recover_trainer
+from asyncrl.job.trainer_recovery import Checkpointer, recover_trainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.messages.records import Batch
 

@@ -18,7 +18,7 @@ from test_trainer_supervision import batch_at, weights_of
 from asyncrl.base.errors import JournalError, TaskError, TrainerError
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.resume import ResumePoint, restore
-from asyncrl.job.supervised_trainer import SupervisedTrainer
+from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision
@@ -26,7 +26,7 @@ from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedG
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.tasks import PromptSource, TaskPrompts
-from asyncrl.tasks.epochs import Epochs
+from asyncrl.tasks.prompt_source import Epochs
 
 
 class Questions:
@@ -131,7 +131,7 @@ def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
 
 async def leave_something_of_everything(life: Life) -> None:
     """Take four batches, train three. Then g8 is ready, g9 half done, g10 returned, g11 and g12 failed."""
-    life.journal.order_nowait(life.feed.order)
+    life.journal.note_nowait("order", life.feed.order)
     await life.run_steps(3)
     life.finish(life.admit(), life.admit())
     eight, nine = life.admit(), life.admit()
@@ -294,6 +294,6 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
 
 def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:
     pending = checkpoints.begin()
-    pending.trainer_dir.mkdir()
-    (pending.trainer_dir / "weights").write_text(str(version))
+    (pending / "trainer").mkdir()
+    (pending / "trainer" / "weights").write_text(str(version))
     checkpoints.finish(pending, version, {})

@@ -17,19 +17,16 @@ from rollout_cases import virtual
 
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.base.http import Caller
-from asyncrl.config import RunConfig, SupervisionConfig, load_config
+from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.engine_kinds import EnginePlace, engine_kind
-from asyncrl.job.fleet import Fleet
-from asyncrl.job.servers import Servers
+from asyncrl.job.servers import EnginePlace, Servers, engine_kind
 from asyncrl.launch import launchers
 from asyncrl.launch.devices import place
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.machine import CudaDevice, Machine
-from asyncrl.launch.nodes import Node, NodeRequirements, single_node
-from asyncrl.launch.processes import ChildProcess, ForeignProcess, ProcessSpec
+from asyncrl.launch.launchers import LocalLauncher, NodeRequirements
+from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
+from asyncrl.launch.processes import ChildProcess, Process, ProcessSpec
 from asyncrl.launch.server import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.sync.publisher import PushLoop
@@ -168,7 +165,7 @@ def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
         await asyncio.sleep(dies_s)
         raise child.death()
 
-    child: Any = ForeignProcess("engine-0", "http://127.0.0.1:1")
+    child: Any = Process("engine-0", "its log", "http://127.0.0.1:1")
     child.watch = watch
     child.death = lambda: RoomError("engine-0", "killed by SIGKILL")
     health: Any = AsyncMock(side_effect=error, return_value=HEALTH)
@@ -201,56 +198,6 @@ async def test_failed_start_names_its_reason(
         await server(error, dies_s).come_up()
 
 
-class Mortal:
-    """A server whose process ends as `codes` say, one code a start; None: it comes up."""
-
-    name = "trainer-0"
-
-    def __init__(self, *codes: int | None) -> None:
-        self.codes, self.child = iter(codes), SimpleNamespace(returncode=None)
-
-    async def come_up(self) -> None:
-        self.child.returncode = next(self.codes)
-        if self.child.returncode is not None:
-            raise RoomError("trainer-0", f"ended with {self.child.returncode}")
-
-    async def end(self) -> str:
-        self.child.returncode = None
-        return ""
-
-
-@pytest.mark.parametrize(
-    ("codes", "max_restarts", "num_warned"),
-    [([-9, -15, None], 3, 2), ([-9, -9, -9, -9], 3, 3), ([-9], 0, 0), ([1], 3, 0)],
-)
-@virtual
-async def test_killed_start_is_repeated(codes: list[int | None], max_restarts: int, num_warned: int) -> None:
-    killed: Any = Mortal(*codes)
-    other: Any = Mortal(*[None] * len(codes))
-    warned, forgotten = list[str](), list[None]()
-    log = SimpleNamespace(warn=warned.append, activity=lambda _: None)
-    fleet = Fleet.__new__(Fleet)
-    fleet.__dict__ |= {
-        "life": SimpleNamespace(log=log, closes=lambda *_: None),
-        "placement": SimpleNamespace(moves=False, memory_fraction=None),
-        "supervision": SimpleNamespace(config=SupervisionConfig(max_restarts=max_restarts)),
-        "ranks": [killed],
-        "engine_servers": [other],
-        "clients": [],
-        "eval_client": None,
-        "eval_server": None,
-        "teacher_server": None,
-        "_forget_rendezvous": lambda: forgotten.append(None),
-    }
-    starting = fleet.start(1, AsyncMock()(), is_new=True)
-    if codes[-1] is None:
-        await starting
-    else:
-        with pytest.raises(RoomError, match=f"trainer-0: ended with {codes[-1]}"):
-            await starting
-    assert len(warned) == len(forgotten) == num_warned
-
-
 @virtual
 async def test_rollout_urls_use_the_environment_key_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -258,7 +205,7 @@ async def test_rollout_urls_use_the_environment_key_and_no_process(
     monkeypatch.setenv(KEY_ENV, "their key")
     urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000/']"]
     (engine,) = maker(tmp_path, VLLM, *urls).engines()
-    assert isinstance(engine.child, ForeignProcess)
+    assert type(engine.child) is Process
     assert engine.caller.secret == "their key"
     engine.ready = AsyncMock()
     await engine.come_up()

@@ -25,7 +25,7 @@ from ray_cluster import AGENTS, ray_cluster, start_ray, start_run
 from resume_checker import read_evidence, violations
 
 from asyncrl.config import ScratchConfig
-from asyncrl.trainer.model.random_init import ScratchSpec, make_scratch_model
+from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN_S = 600.0

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import TaskConfig
 from asyncrl.tasks import Item, build_task
-from asyncrl.tasks.pinned_data import DataPin, digest_of_rows, whole_digest
+from asyncrl.tasks.sources import DataPin, digest_of_rows, whole_digest
 
 ROWS = [{"prompt": "2+2?", "answer": "4", "level": 1}, {"prompt": "3+3?", "answer": "6", "level": 2}]
 
@@ -49,9 +49,9 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
     ("name", "content", "settings", "said"),
     [
         ("a.jsonl", QUESTION, {}, HAS_NO_COLUMN),
-        ("a.jsonl", TORN, {}, f"a.jsonl line 3 is not JSON{WAY_OUT}"),
+        ("a.jsonl", TORN, {}, "a.jsonl cannot be read: line 3 is no JSON object"),
         ("nowhere.jsonl", None, {}, "nowhere.jsonl is not a file"),
-        ("a.parquet", b"not at all", {}, "a.parquet is not a parquet file"),
+        ("a.parquet", b"not at all", {}, "a.parquet cannot be read: .*not a parquet file"),
     ],
 )
 def test_file_without_rows_is_refused_with_the_place(
@@ -142,6 +142,3 @@ def test_run_refuses_other_data_and_names_the_file(
         with pytest.raises(ConfigError, match=f"{said}(.|\n)*--allow-change task.digest"):
             DataPin(tmp_path, {"sums": now})
         DataPin(tmp_path, {"sums": now}, is_free=True)
-    (tmp_path / "data.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"data.json cannot be read"):
-        DataPin(tmp_path, begun)

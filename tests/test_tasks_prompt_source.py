@@ -16,8 +16,7 @@ from numbers_task import Numbers
 from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item, PromptSource, TaskPrompts
-from asyncrl.tasks.epochs import FLOOR, Epochs
-from asyncrl.tasks.prompt_source import Rota
+from asyncrl.tasks.prompt_source import FLOOR, Epochs, Rota
 
 
 def make_source(size: int = 5, *, seed: int = 0, shuffle: bool = True) -> PromptSource:

@@ -204,8 +204,6 @@ async def test_processes_survive_whatever_the_reward_does(rewards: Path) -> None
             with pytest.raises(RewardFailure, match=MOODS[word]):
                 raise error  # type: ignore[misc]
         assert last == 1.0
-        with pytest.raises(RewardFailure, match="cannot be sent there"):
-            await scorer.score(Prompt("0/0", (), answer=lambda: 0), "x")
     async with process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=1.0) as scorer:
         calls = (scorer.score(PROMPT, "hang") for _ in range(3))
         for error in await asyncio.gather(*calls, return_exceptions=True):

@@ -25,11 +25,10 @@ from trackers_for_test import Elsewhere, Hanging, Noting, Raising
 
 from asyncrl.base.errors import OF_TRAIN, ConfigError
 from asyncrl.config import ObserveConfig
-from asyncrl.config.operation import TRACKERS
+from asyncrl.config.run_config import TRACKERS
 from asyncrl.job.lifecycle import Lifecycle, RunLog
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.observe import trackers as trackers_module
-from asyncrl.observe.tracker_clients import sample_table
 from asyncrl.observe.trackers import (
     MAX_WAITING,
     Background,
@@ -37,6 +36,7 @@ from asyncrl.observe.trackers import (
     check_trackers,
     class_of,
     make_trackers,
+    sample_table,
 )
 
 
@@ -210,7 +210,7 @@ def test_a_sample_row_has_prompt_and_completion() -> None:
     table = sample_table([SAMPLE])
     found = dict(zip(table["columns"], *table["data"], strict=True))
     assert found["prompt"] == "system: Add.\nuser: <script>"
-    assert (found["completion"], found["reward"], found["truncated"]) == ("call\n\n5", 0.5, True)
+    assert (found["completion"], found["reward"], found["is_truncated"]) == ("call\n\n5", 0.5, True)
 
 
 OWN = "trackers_for_test:Noting"
@@ -233,7 +233,7 @@ def test_the_config_refuses_unknown_trackers(given: dict[str, Any], says: str) -
     [
         (OWN, {}, "cannot be called as"),
         (OWN, {"path": "a", "paht": "b"}, "paht"),
-        ("trackers_for_test:Lacking", {}, "has no start, evaluation, samples, weights, close"),
+        ("pathlib:Path", {}, "is not a subclass of Tracker"),
         ("trackers_for_test:Nothing", {}, "did you mean Noting?"),
         ("wandb", {"projekt": "x"}, "projekt"),
         ("no_such_module:Mine", {}, "there is no module no_such_module"),

@@ -19,15 +19,14 @@ from trainer_cases import MakeStep, changed, make_batch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import TrainerError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.trainer.model import tree
-from asyncrl.trainer.model.load_balance import Costs
-from asyncrl.trainer.model.packing import mini_batches, rank_micro_batches
-from asyncrl.trainer.model.policy import ForwardPlan
+from asyncrl.trainer import tree
 from asyncrl.trainer.objective import check_batch, find_units, loss_tokens
+from asyncrl.trainer.packing import Costs, mini_batches, rank_micro_batches
+from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerClient, pack_groups

@@ -14,9 +14,9 @@ from torch import Tensor
 from trainer_cases import MakeStep, make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.trainer_api import Canary
-from asyncrl.trainer.model.packing import pack_texts
+from asyncrl.trainer.packing import pack_texts
 
 NUM_TOKENS = 160
 

@@ -19,9 +19,9 @@ from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.trainer.model import build_model, fused
-from asyncrl.trainer.model.fused import fuse, why_not_compiled
-from asyncrl.trainer.model.policy import ForwardPlan
+from asyncrl.trainer import build_model, fused
+from asyncrl.trainer.fused import fuse, why_not_compiled
+from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.adapters import routers_of

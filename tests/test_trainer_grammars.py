@@ -16,9 +16,9 @@ from trainer_cases import DeviceReads
 from trainer_cases import make_spec as make_trainer_spec
 
 from asyncrl.messages.records import Batch, GrammarSpan, Group, GroupId, Prompt, Trajectory, VersionSpan
-from asyncrl.trainer.model import policy
-from asyncrl.trainer.model.policy import head_scores
-from asyncrl.trainer.model.support_mask import AllowedRows
+from asyncrl.trainer import policy
+from asyncrl.trainer.packing import AllowedRows
+from asyncrl.trainer.policy import head_scores
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.embedded_engine import build_engine

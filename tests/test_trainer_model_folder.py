@@ -18,8 +18,8 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.launch.processes import run_module
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.random_init import make_character_tokenizer, scratch_config
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
+from asyncrl.trainer.random_init import make_character_tokenizer, scratch_config
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from torch import Tensor
 from trainer_cases import MakeStep, full_disk, learned, make_batch
 
 from asyncrl.base.errors import TrainerError
-from asyncrl.base.http import CallRefused
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import CallRefused, Refused
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.trainer_api import StateRequest, TrainerHealth, TrainerPart
 from asyncrl.trainer.trainer_client import TrainerClient

@@ -17,11 +17,19 @@ from trainer_cases import Rows, assert_all_close, batch_of, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
-from asyncrl.trainer.model import kernel_calls, tree
-from asyncrl.trainer.model.attention import packed_attention, plain_attention
-from asyncrl.trainer.model.load_balance import Costs, PassSize, assign, costs_of
-from asyncrl.trainer.model.packing import MicroBatch, by_group, pack, token_ranges
-from asyncrl.trainer.model.tree import Layout, TokenRange, places_of
+from asyncrl.trainer import attention, tree
+from asyncrl.trainer.attention import packed_attention, plain_attention
+from asyncrl.trainer.packing import (
+    Costs,
+    MicroBatch,
+    PassSize,
+    assign,
+    by_group,
+    costs_of,
+    pack,
+    token_ranges,
+)
+from asyncrl.trainer.tree import Layout, TokenRange, places_of
 
 CPU = torch.device("cpu")
 HISTORY = [5, 6, 7, 8, 9] * 20
@@ -147,14 +155,14 @@ def results(function: Any, made: list[Tensor], layout: Layout, scale: float = 0.
 
 
 @settings(max_examples=40, deadline=None)
-@given(trees(), st.sampled_from([(), (2,), (4, 8), kernel_calls.TILE_SIZES]))
+@given(trees(), st.sampled_from([(), (2,), (4, 8), attention.TILE_SIZES]))
 def test_any_tree_attends_like_separate_sequences(groups: Rows, tile_sizes: tuple[int, ...]) -> None:
     micros = packed(groups)[2]
     assume(micros)
     layout = micros[0].layout
     made = tensors(layout, torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_calls, "TILE_SIZES", tile_sizes)
+        patch.setattr(attention, "TILE_SIZES", tile_sizes)
         found = results(packed_attention, made, layout)
     assert_all_close(found, results(row_by_row, made, layout), 1e-9)
 

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
-from asyncrl.trainer.model import policy as policy_module
-from asyncrl.trainer.model import tree
-from asyncrl.trainer.model.packing import MicroBatch, rank_micro_batches
-from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, head_scores, probe_model
+from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
+from asyncrl.trainer import policy as policy_module
+from asyncrl.trainer import tree
+from asyncrl.trainer.packing import MicroBatch, rank_micro_batches
+from asyncrl.trainer.policy import ForwardPlan, Policy, find_plan, head_scores, probe_model
 from asyncrl.trainer.ranks import Ranks
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])

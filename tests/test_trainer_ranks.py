@@ -29,7 +29,7 @@ from asyncrl.job.servers import Servers
 from asyncrl.launch import server as startup
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.nodes import single_node
+from asyncrl.launch.machine import single_node
 from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,

@@ -15,8 +15,7 @@ from trainer_cases import make_spec, mesh_of_one
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.trainer.model.build_model import TrainedModel
-from asyncrl.trainer.model.loading import load_model
+from asyncrl.trainer.build_model import TrainedModel, load_model
 
 
 @pytest.mark.parametrize(

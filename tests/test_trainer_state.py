@@ -11,7 +11,7 @@ import torch
 from tiny_model import make_tiny_model
 from trainer_cases import MakeStep, full_disk, make_batch
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.trainer import state
 from asyncrl.trainer.step import TrainStep
 

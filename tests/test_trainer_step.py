@@ -13,11 +13,11 @@ import torch
 from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, unpack_batch
-from asyncrl.trainer.model import loading
-from asyncrl.trainer.model.optimizer import learning_rate_at
+from asyncrl.trainer import build_model
+from asyncrl.trainer.build_model import learning_rate_at
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import (
     MIN_ENGINE_TOKENS,
@@ -136,7 +136,7 @@ def test_nan_logprobs_skip_the_step_and_training_continues(make_step: MakeStep, 
 
 
 def test_a_model_that_cannot_fit_is_refused(make_step: MakeStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "STATE_BYTES", 2**50)
+    monkeypatch.setattr(build_model, "STATE_BYTES", 2**50)
     words = r"needs \d+.\d GiB for gradients and optimizer state of 0 M parameters, and \d+.\d GiB are free"
     with pytest.raises(ConfigError, match=words):
         make_step()

@@ -16,8 +16,8 @@ from engine_in_process import make_qwen3
 from vllm_house import House
 from vllm_process import SECRET, VllmProcess, vllm_process
 
+from asyncrl.base.http import Refused
 from asyncrl.base.message import find_fatal
-from asyncrl.base.serving import Refused
 from asyncrl_servers.vllm import arguments as vllm_arguments
 from asyncrl_servers.vllm.arguments import ELSEWHERE, KV_CACHE, VllmSpec, build_arguments, kv_cache_bytes
 

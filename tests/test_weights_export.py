@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer_cases import make_batch, make_spec
 from transformers import AutoTokenizer
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages import digest
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep

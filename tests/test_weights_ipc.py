@@ -15,8 +15,7 @@ from engine_processes import SECRET, engine_process
 from trainer_cases import make_batch, make_spec
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.http import Caller
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Caller, Refused
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages.engine_api import (
     ChunkMemory,

@@ -18,15 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import make_batch
 
-from asyncrl.base.http import CallRefused
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import CallRefused, Refused
 from asyncrl.messages.engine_api import GroupMember
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.weights import nccl
-from asyncrl.weights.export import LazyWeights
+from asyncrl.weights.export import Exported, LazyWeights, TrainerEnd
 from asyncrl.weights.nccl import BroadcastTransport, GroupBroken, WeightGroup
 from asyncrl.weights.tensor_files import digest_tensors
-from asyncrl.weights.transport import Exported, TrainerEnd
 
 CPU = torch.device("cpu")
 NAMES = itertools.count()
@@ -46,7 +44,7 @@ def some_weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 def hold(held: BroadcastTransport, weights: dict[str, Tensor], version: int) -> ExportResponse:
-    return held.export(Exported(version, lambda: LazyWeights(weights)), Path())
+    return held.begin(Exported(version, lambda: LazyWeights(weights)), Path()).result()
 
 
 def take(member: GroupMember) -> tuple[int, dict[str, Tensor]]:
@@ -76,7 +74,7 @@ def test_every_receiver_gets_the_bits_that_were_held(
     assert answer.digest == sent.digest == digest_tensors(expected)
     assert (answer.num_tensors, answer.num_bytes) == (4, sum(tensor.nbytes for tensor in expected.values()))
     assert hold(held, some_weights(2), 4).digest != answer.digest
-    with pytest.raises(Refused, match="the trainer holds version 4"):
+    with pytest.raises(Refused, match="the trainer holds 4"):
         held.send(BroadcastRequest(version=3, member=first))
 
 
@@ -124,10 +122,11 @@ def test_members_of_an_nccl_group_connect_within_their_limit(
     monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", SilentNccl, raising=False)
     monkeypatch.setattr(nccl, "_LATE_S", 0.1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Mock())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     member = ranks(tmp_path, 2)[0].model_copy(update={"timeout_s": 0.1})
     with pytest.raises(GroupBroken, match="no group of 2 processes"):
-        WeightGroup(member, torch.device("cuda"), Mock())
+        WeightGroup(member, torch.device("cuda"))
     assert SilentNccl.asked.get(timeout=60) == torch.device("cuda", 3)
 
 
@@ -171,5 +170,5 @@ def test_trainer_process_sends_what_it_would_write(
         assert found.keys() == written.keys()
         assert all(torch.equal(found[name], written[name]) for name in written)
         assert sent.digest == exported.digest == digest_tensors(found)
-        with pytest.raises(CallRefused, match="the trainer holds version 1"):
+        with pytest.raises(CallRefused, match="the trainer holds 1"):
             send(0)

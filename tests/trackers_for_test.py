@@ -1,4 +1,4 @@
-"""Trackers of a user's own: one that writes down what it is told, and some that behave badly."""
+"""A user's trackers: one that writes down its calls, and some that misbehave."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from asyncrl.observe.trackers import TrackedRun
+from asyncrl.observe.trackers import TrackedRun, Tracker
 
 
-class Noting:
+class Noting(Tracker):
     """Writes one line a call."""
 
     shown_at = "there"
@@ -44,13 +44,13 @@ class Noting:
 
 
 class Elsewhere(Noting):
-    """It is shown where it was not before."""
+    """Reports another place."""
 
     shown_at = "elsewhere"
 
 
 class Raising(Noting):
-    """Raises at the second step, what no one would catch."""
+    """Raises SystemExit at the second step."""
 
     def step(self, step: int, metrics: Any) -> None:
         if step == 1:
@@ -59,7 +59,7 @@ class Raising(Noting):
 
 
 class Hanging(Noting):
-    """A server that never answers, and a client that waits for it at Python's end, too."""
+    """Waits for a server that never answers, also at exit."""
 
     let_go = threading.Event()
 
@@ -67,9 +67,3 @@ class Hanging(Noting):
         self.note("hangs")
         atexit.register(self.let_go.wait)
         self.let_go.wait()
-
-
-class Lacking:
-    """Knows of steps alone."""
-
-    def step(self, step: int, metrics: Any) -> None: ...

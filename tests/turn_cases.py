@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,11 +19,13 @@ from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.message import ErrorBody
 from asyncrl.config import SupervisionConfig
+from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Colocated
-from asyncrl.job.supervised_trainer import SupervisedTrainer
-from asyncrl.job.supervisors import EngineSupervisor
+from asyncrl.job.engine_supervisor import EngineScale, EngineSupervisor
+from asyncrl.job.lifecycle import RunLog
+from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
@@ -120,8 +123,12 @@ class EngineRooms:
         config: SupervisionConfig,
         make_turns: Callable[[], Any],
         publisher: type[Publisher] = PushLoop,
+        *,
+        run_dir: Path = Path("none"),
+        start: int | None = None,
         **publishing: Any,
     ) -> None:
+        """`start`: engines that work at first (None: all)."""
         self.tasks, self.fakes, self.trainer = tasks, fakes, trainer
         self.processes = [FakeProcess(fake, start_s=START_S) for fake in fakes]
         self.targets = [EngineServer(fake) for fake in fakes]
@@ -137,18 +144,20 @@ class EngineRooms:
         } | publishing
         self.publisher: Any = publisher(trainer, self.targets, **publishing)
         self.turns, supervision = make_turns(), Supervision(config, HEARTBEAT_S, self.told.append, self.tell)
+        self.capacities, self.lines = list[int](), list[str]()
+        limits = EngineRange(min=1, max=len(fakes))
+        log, num = RunLog(self.lines.append), start or len(fakes)
+        self.scale = EngineScale(
+            limits, run_dir, self.pool, log, on_change=self.capacities.append, num_first=num
+        )
         self.supervisors = {
-            process.name: self.supervisor(process, target, supervision)
+            process.name: EngineSupervisor(process, target, self.scale, self.turns, supervision)
             for process, target in zip(self.processes, self.targets, strict=True)
         }
         self.running = [
             tasks.create_task(supervisor.run(), name=f"watch {name}")
             for name, supervisor in self.supervisors.items()
         ]
-
-    def supervisor(self, process: Any, target: EngineServer, supervision: Supervision) -> EngineSupervisor:
-        """Of one engine."""
-        return EngineSupervisor(process, target, self.pool, self.turns, supervision)
 
     def ask(self, request: SamplingRequest) -> asyncio.Task[Any]:
         """A rollout's request."""

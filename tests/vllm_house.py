@@ -22,7 +22,7 @@ from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import EngineHealth, GenerateRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
-from asyncrl.trainer.model.random_init import make_character_tokenizer
+from asyncrl.trainer.random_init import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"

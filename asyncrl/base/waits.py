@@ -7,13 +7,15 @@ import contextlib
 import functools
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextvars import ContextVar
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -216,3 +218,42 @@ def thread_stacks() -> str:
         f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip("\n")
         for ident, frame in sys._current_frames().items()
     )
+
+
+SHORTEST_S = 0.0005
+
+
+class TimedSpan(NamedTuple):
+    """`lane`: actor; `kind`: activity (observe/timeline.py); times are time.monotonic; `number`: batch or
+    policy_version, or -1.
+    """
+
+    lane: str
+    kind: str
+    start_s: float
+    end_s: float
+    number: int = -1
+    text: str = ""
+
+
+_listener: ContextVar[Callable[[TimedSpan], None] | None] = ContextVar("listener", default=None)
+
+
+def listen_to_spans(listener: Callable[[TimedSpan], None]) -> None:
+    """Report spans of this task and its later child tasks."""
+    _listener.set(listener)
+
+
+def note_span(lane: str, kind: str, start_s: float, end_s: float, number: int = -1, text: str = "") -> None:
+    if (listener := _listener.get()) is not None:
+        listener(TimedSpan(lane, kind, start_s, end_s, number, text))
+
+
+@contextlib.contextmanager
+def span(lane: str, kind: str, number: int = -1) -> Iterator[None]:
+    started_s = time.monotonic()
+    try:
+        yield
+    finally:
+        if (ended_s := time.monotonic()) - started_s >= SHORTEST_S:
+            note_span(lane, kind, started_s, ended_s, number)

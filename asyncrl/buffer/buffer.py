@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from asyncrl.base.errors import TaskError, WouldWait
-from asyncrl.base.spans import note_span
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import note_span, waiting
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule, WaitCause
 from asyncrl.config import BufferConfig

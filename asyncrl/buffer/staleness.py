@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.base.errors import WouldWait
-from asyncrl.config.generation import OnOverdue
+from asyncrl.config.rollout_buffer import OnOverdue
 from asyncrl.messages.records import GroupId, Ticket
 
 WaitCause = Literal["generation", "stragglers", "publishing"]

@@ -40,6 +40,6 @@ Device = Literal["auto", "cpu", "cuda"]
 """auto = CUDA if available, else CPU."""
 
 DType = Literal["auto", "float32", "bfloat16"]
-"""launch/capacity.py resolves auto."""
+"""launch/plan.py resolves auto."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]

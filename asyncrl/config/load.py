@@ -56,7 +56,8 @@ class _KeysOnce(yaml.SafeLoader):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read and check a YAML file with overrides. Raises ConfigError."""
     try:
-        values = _parse(Path(path).read_text(encoding="utf-8"), _KeysOnce, str(path))
+        with Path(path).open(encoding="utf-8") as file:
+            values = yaml.load(file, _KeysOnce)
     except (OSError, *_NO_YAML) as error:
         raise ConfigError(
             f"cannot read the config {path}: {error}",
@@ -94,17 +95,7 @@ def run_config_yaml(config: RunConfig) -> str:
     return text
 
 
-def _parse(text: str, kind: type[yaml.SafeLoader], name: str) -> Any:
-    """Parse YAML text; `name` is its place in errors. Raises _NO_YAML."""
-    loader = kind(text)
-    loader.name = name
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
-
-
-def _with(values: Any, override: str) -> dict[str, Any]:
+def _with(values: Any, override: str) -> Any:
     key, separator, text = override.partition("=")
     names = key.split(".")
     try:
@@ -112,9 +103,8 @@ def _with(values: Any, override: str) -> dict[str, Any]:
             raise ValueError("it is no key=value")
         plain = ".".join([names[0], *names[2:]]) if _is_of_several(values, names) else key
         is_free = plain not in all_keys()  # as in task.args
-        value = None if text == "none" and is_free else _parse(text, yaml.SafeLoader, key)
-        found: dict[str, Any] = _set(values, names, value)
-        return found
+        value = None if text == "none" and is_free else yaml.safe_load(text)
+        return _set(values, names, value)
     except (TypeError, *_NO_YAML) as error:
         raise ConfigError(
             f"override {override[:80]!r} is not a key of a section with a YAML value: {str(error)[:400]}",

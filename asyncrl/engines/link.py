@@ -1,15 +1,16 @@
-"""Client end of the link to an engine server: frames on one WebSocket."""
+"""Client end of the link to an engine server: frames on one WebSocket, and the check of what it sampled."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from asyncrl.base.errors import EngineError
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
 from asyncrl.base.waits import loop_turn
-from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.messages import codec
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 
@@ -20,6 +21,64 @@ FRAME_REQUESTS = 256
 """Maximum requests per frame; the event loop runs other tasks between frames."""
 TURN_ROWS = 32
 """Maximum rows, over all links, per iteration of the event loop."""
+
+
+LOGPROB_SLACK = 1e-3
+"""In nats."""
+_RULE = "ids are 0 or more, logprobs finite and at most 0, spans cover every token once, under versions from"
+
+
+def is_sampled(token_id: int, logprob: float) -> bool:
+    return token_id >= 0 and math.isfinite(logprob) and logprob <= LOGPROB_SLACK
+
+
+class SegmentCheck:
+    """Raises EngineError for invalid answers of server `name` to `request`.
+
+    Invariant: versions never decrease from `oldest` (confirmed at sending) to `newest` (offered last). A
+        completion's last token comes with its finish_reason, so a request can continue after a lost
+        server.
+    """
+
+    def __init__(self, name: str, request: GenerateRequest, *, oldest: int) -> None:
+        self._name = name
+        self._request = request
+        self._num_accepted = 0
+        self._version = oldest
+
+    def accept(self, part: GenerateResponse, *, newest: int) -> None:
+        request = self._request
+        self._num_accepted += len(part.token_ids)
+        oldest = self._version
+        if fault := self._fault(part, newest):
+            what = f"answered request {request.request_id} of {request.max_tokens} tokens with {fault}"
+            rule = f"{_RULE} {oldest} (confirmed before) to {newest} (offered last), in order"
+            raise EngineError(self._name, what, rule=rule, way_out=f"read {self._name}'s log.")
+
+    def _fault(self, part: GenerateResponse, newest: int) -> str:
+        token_ids, logprobs = part.token_ids, part.logprobs
+        num_left = self._request.max_tokens - self._num_accepted
+        finish = part.finish_reason
+        if num_left < 0 or (finish is None and not num_left):
+            return f"{self._num_accepted} tokens and finish_reason {finish}"
+        if (finish == "length" and num_left) or (finish == "stop" and not token_ids):
+            return f"finish_reason {finish} after {self._num_accepted} tokens"
+        # 5 times faster than is_sampled for each token.
+        are_sampled = min(token_ids, default=0) >= 0 and all(map(math.isfinite, logprobs))
+        if not are_sampled or len(logprobs) != len(token_ids) or max(logprobs, default=0.0) > LOGPROB_SLACK:
+            bad = [pair for pair in zip(token_ids, logprobs, strict=False) if not is_sampled(*pair)]
+            return f"{len(logprobs)} logprobs for {len(token_ids)} tokens, invalid (id, logprob) {bad[:3]}"
+        most, top = self._request.top_logprobs, part.top_logprobs
+        are_few = len(top) == (len(token_ids) if most else 0) and all(len(pairs) <= most for pairs in top)
+        if not are_few or not all(is_sampled(*pair) for pairs in top for pair in pairs):
+            return f"top_logprobs {top[:3]} for {len(token_ids)} tokens, at most {most} each"
+        end = 0
+        for span in part.version_spans:
+            if span.start != end or span.end <= end or not self._version <= span.version <= newest:
+                break
+            end = span.end
+            self._version = span.version
+        return "" if end == len(token_ids) else f"spans {part.version_spans[:6]} over {len(token_ids)} tokens"
 
 
 @dataclass(eq=False, slots=True)
@@ -151,29 +210,22 @@ class Link:
         if opened is None:
             return
         try:
-            answer = self._answer_of(opened, row)
+            part = codec.response(opened.request.request_id, row)
+            opened.check.accept(part, newest=self._newest())
+            if part.finish_reason is None:
+                assert opened.on_chunk is not None, "only streamed requests get chunks"
+                opened.on_chunk(part)
+            elif row.then != "interrupted":
+                self._end(opened, part)
+            elif opened.on_interrupted is not None and opened.on_interrupted(part):
+                self._resumed.append(row.number)
+                self._has_news.set()
+            else:
+                self.abort_nowait(opened)
+                self._end(opened, part)
         except Exception as error:
             self.abort_nowait(opened)
             self._end(opened, error)
-        else:
-            if answer is not None:
-                self._end(opened, answer)
-
-    def _answer_of(self, opened: OpenRequest, row: codec.Sampled) -> GenerateResponse | None:
-        """Return None if the request continues."""
-        part = codec.response(opened.request.request_id, row)
-        opened.check.accept(part, newest=self._newest())
-        if part.finish_reason is None:
-            assert opened.on_chunk is not None, "only streamed requests get chunks"
-            opened.on_chunk(part)
-            return None
-        if row.then == "interrupted":
-            if opened.on_interrupted is not None and opened.on_interrupted(part):
-                self._resumed.append(row.number)
-                self._has_news.set()
-                return None
-            self.abort_nowait(opened)
-        return part
 
     def _end(self, opened: OpenRequest, answer: GenerateResponse | Exception) -> None:
         del self._open[opened.number]

@@ -13,12 +13,12 @@ import numpy as np
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.segment_check import RoutedTokens
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import NO_EXPERT, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest, TopLogprobs, VersionSpan
 
 ABORT_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 30.0
+_UNKNOWN = NO_EXPERT.to_bytes(2, "little")
 
 OnLost = Callable[[EngineLost], None]
 OnTokens = Callable[[Sequence[int]], None]
@@ -355,3 +355,31 @@ class SegmentJoin:
         if self._on_segment is not None and self.num_left > 0 and len(self.token_ids) > self._num_kept:
             self._on_segment(self.completion())
         self._num_kept = len(self.token_ids)
+
+
+class RoutedTokens:
+    """Experts of a request's tokens: `known`, uint16 (little endian), for each token but the last. Pure.
+
+    An answer's part covers the tokens read since the previous part; the first part the whole prompt.
+    Known experts stay when tokens are read again; unknown ones are NO_EXPERT.
+    """
+
+    def __init__(self, num_prompt: int) -> None:
+        self.known = b""
+        self._num_prompt = num_prompt
+        self._width = 0
+
+    def add(self, routing: bytes, num_before: int, num_after: int) -> None:
+        if not routing:
+            return
+        end = self._num_prompt + num_after - 1
+        self._width = width = self._width or len(routing) // end
+        first = len(self.known) // width
+        assert len(routing) >= (end - first) * width, f"{len(routing)} bytes for tokens {first} to {end}"
+        new = bytearray(routing[len(routing) - (end - first) * width :])
+        lost_from = max(first, self._num_prompt - 1)
+        num_lost = self._num_prompt + num_before - 1 - lost_from
+        if num_lost > 0:
+            start = (lost_from - first) * width
+            new[start : start + num_lost * width] = _UNKNOWN * (num_lost * width // len(_UNKNOWN))
+        self.known += bytes(new)

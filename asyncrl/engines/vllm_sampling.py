@@ -9,17 +9,28 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import CallLost, CallRefused
+from asyncrl.base.message import ErrorBody
 from asyncrl.engines.engine import refused
-from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.engines.vllm_process import GRAMMARS, Segment, VllmProcess, VllmRequirements
-from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, TopLogprob, vllm_request
+from asyncrl.engines.link import SegmentCheck
+from asyncrl.engines.vllm_process import (
+    GENERATE,
+    GRAMMARS,
+    Finish,
+    Generated,
+    LabelSpan,
+    Segment,
+    TopLogprob,
+    VllmProcess,
+    VllmRequirements,
+    vllm_request,
+)
 from asyncrl.messages.codec import request_fault
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 from asyncrl.messages.records import TopLogprobs, VersionSpan
@@ -33,26 +44,23 @@ def check_request(process: VllmProcess, request: GenerateRequest, requirements: 
     """Raise RequestRefused for a request that vLLM would change, or that would end its engine (invalid
     ids).
     """
-
-    def refuse(what: str, rule: str, way_out: str) -> NoReturn:
-        whole = f"{process.name} refused request {request.request_id}: {what}"
-        raise RequestRefused(whole, why=what, rule=rule, way_out=way_out)
-
-    if fault := request_fault(request, requirements.max_length, process.vocab_size):
-        refuse(fault.error, fault.rule, fault.way_out)
+    fault = request_fault(request, requirements.max_length, process.vocab_size)
     if request.grammar is not None and not process.resumes_grammars:
         config = json.dumps({"backend": "guidance", "reasoning_parser_plugin": GRAMMARS})
-        refuse(
-            "it has a grammar",
-            "our plugin continues an interrupted grammar",
-            f"start that server with --structured-outputs-config '{config}'.",
+        fault = fault or ErrorBody(
+            error="it has a grammar",
+            rule="our plugin continues an interrupted grammar",
+            way_out=f"start that server with --structured-outputs-config '{config}'.",
         )
     if 0.0 < request.temperature < _MIN_TEMPERATURE:
-        refuse(
-            f"temperature {request.temperature}",
-            f"vLLM samples at {_MIN_TEMPERATURE} instead of less",
-            f"set rollout.temperature to 0 (greedy), or to {_MIN_TEMPERATURE} or more.",
+        fault = fault or ErrorBody(
+            error=f"temperature {request.temperature}",
+            rule=f"vLLM samples at {_MIN_TEMPERATURE} instead of less",
+            way_out=f"set rollout.temperature to 0 (greedy), or to {_MIN_TEMPERATURE} or more.",
         )
+    if fault:
+        what = f"{process.name} refused request {request.request_id}: {fault.error}"
+        raise RequestRefused(what, why=fault.error, rule=fault.rule, way_out=fault.way_out)
 
 
 def ids_of(request: GenerateRequest) -> list[int]:
@@ -70,10 +78,8 @@ async def sample(
             await process.wait_open(segment)
             sampled = SampledSegment(process, segment, returns_routing=requirements.returns_routing)
             if not segment.is_aborted:
-                body, watch = (
-                    generate_body(segment, requirements, process.model),
-                    joint_watch(request, decode),
-                )
+                body = generate_body(segment, requirements, process.model)
+                watch = joint_watch(request, decode)
                 try:
                     if segment.on_chunk is None and watch is None:
                         sampled.add(await process.post(GENERATE, body, Generated))
@@ -210,29 +216,24 @@ class SampledSegment:
         EngineError.
         """
         process, segment, num_told = self._process, self._segment, self._num_told
-        name, request_id = process.name, segment.request.request_id
-        shown = ", ".join(f"[{span.start}, {span.end}) {span.version}" for span in self._labels or [])
         spans = self._spans()
-        if any(span.version < 0 for span in spans):
-            raise EngineError(
-                name,
-                f"answered request {request_id} with labels that this run never set: {shown}",
-                rule="only one run may push to a server",
-                way_out="give each run its own servers.",
-            )
+        are_known = all(span.version >= 0 for span in spans)
         if process.is_stale(segment) and self._num_cached and spans and spans[0].version != segment.version:
             spans = []
         num_good = spans[-1].end if spans else 0
-        is_told_wrong = num_told > num_good or any(
-            span.start < num_told and span.version != segment.version for span in spans
+        is_told_right = num_told <= num_good and all(
+            span.start >= num_told or span.version == segment.version for span in spans
         )
-        if self._finish is None or (self._token_ids and self._labels is None) or is_told_wrong:
+        has_labels = self._labels is not None or not self._token_ids
+        if self._finish is None or not (are_known and has_labels and is_told_right):
+            labels = [(label.start, label.end, label.version) for label in self._labels or []]
             raise EngineError(
-                name,
-                f"answered request {request_id} with finish_reason {self._finish}, {len(self._token_ids)} "
-                f"tokens and labels {shown or 'none'}, after {num_told} tokens of version {segment.version}",
-                rule="vLLM 0.32 reports how an answer ended and which weights sampled it",
-                way_out=f"read {name}'s log, and use vLLM 0.32.",
+                process.name,
+                f"answered request {segment.request.request_id} with finish_reason {self._finish}, "
+                f"{len(self._token_ids)} tokens and labels {labels}, after {num_told} tokens of version "
+                f"{segment.version}",
+                rule="vLLM 0.32 reports an answer's end and the label of each token; one run sets the labels",
+                way_out=f"read {process.name}'s log, use vLLM 0.32, and give each run its own servers.",
             )
         if num_good < len(self._token_ids):
             self._cut(num_good, "abort")
@@ -247,12 +248,11 @@ class SampledSegment:
             return b""
         request = self._segment.request
         num_read = len(request.prompt_ids) + num_tokens - 1
-        experts = None if self._routed is None else decode_experts(self._routed)
-        if experts is None or len(experts) < num_read:
-            num_found = 0 if experts is None else len(experts)
+        experts = np.empty(0, np.uint16) if self._routed is None else decode_experts(self._routed)
+        if len(experts) < num_read:
             raise EngineError(
                 self._process.name,
-                f"returned the experts of {num_found} of {num_read} tokens of request {request.request_id}",
+                f"returned experts of {len(experts)} of {num_read} tokens of request {request.request_id}",
                 rule="algorithm.router_replay=true trains with the experts that vLLM 0.32 took",
                 way_out="start it with --enable-return-routed-experts, or set algorithm.router_replay=false.",
             )

@@ -13,10 +13,9 @@ from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.link import OnChunk, OnInterrupted
-from asyncrl.engines.vllm_process import Segment, VllmProcess, VllmRequirements, make_ready
-from asyncrl.engines.vllm_routes import LabelInfo, Text
+from asyncrl.engines.vllm_process import LabelInfo, Segment, Text, VllmProcess, VllmRequirements, make_ready
 from asyncrl.engines.vllm_sampling import check_request, sample
-from asyncrl.engines.vllm_weights import Commit, Load, load_of
+from asyncrl.engines.vllm_weights import Load, load_of
 from asyncrl.messages.engine_api import (
     CommitResponse,
     EngineHealth,
@@ -34,7 +33,7 @@ _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 
 
 class VllmServer:
-    """EngineClient of a vLLM server. See VllmProcess and Commit.
+    """EngineClient of a vLLM server. See VllmProcess and Load.
 
     Life: made -> ready() -> disconnect_nowait(), or broken by a failed commit -> reset_nowait() ->
         ready().
@@ -68,7 +67,7 @@ class VllmServer:
         self._process = VllmProcess(self._caller, self._start_version, self._mark)
         self._staged: Load | None = None
         self._num_chunks = 0
-        self._unchecked: Commit | None = None
+        self._unchecked: Load | None = None
 
     @property
     def policy_version(self) -> int:
@@ -140,9 +139,9 @@ class VllmServer:
     async def prepare(self, manifest: ExportResponse) -> str:
         self._check_weights_awake(f"policy_version {manifest.version} cannot be prepared")
         self._staged = None
-        load = load_of(self.name, manifest, self._group)
+        load = load_of(self._process, self.needed, manifest, self._group)
         async with self._process.calls():
-            digest = await load.stage(self._process)
+            digest = await load.stage()
         self._staged = load
         return digest
 
@@ -154,10 +153,11 @@ class VllmServer:
         if (version, digest) == (process.version, process.digest) and process.state == "serving":
             self._leave_group_nowait()
             return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
+        is_staged = load is not None and (load.version, load.digest) == (version, digest)
         is_other = version == process.version and process.digest not in ("", digest)
         if (
             load is None
-            or (load.version, load.digest) != (version, digest)
+            or not is_staged
             or is_other
             or version < process.version
             or process.state == "paused"
@@ -172,21 +172,20 @@ class VllmServer:
                 rule="staged weights are committed, one version at a time, and no older one",
                 way_out="prepare this version first.",
             )
-        commit = Commit(process, load, self.needed)
         if process.state == "serving":
             process.state = "paused"
-        report = None
         try:
-            report = await commit.run(interrupt)
+            report = await load.commit(interrupt)
+        except BaseException:
+            self._leave_group_nowait()
+            raise
         finally:
             if process.state == "paused":
                 process.state = "serving"
             process.change_nowait()
-            if report is None:
-                self._leave_group_nowait()
         if process is self._process:
             self._staged = None
-            self._unchecked = commit if process.state == "loading" else None
+            self._unchecked = load if process.state == "loading" else None
         return report
 
     async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
@@ -223,8 +222,8 @@ class VllmServer:
                 elif woken == process.asleep:
                     await process.tell("/resume")
             if process.asleep == woken and self._unchecked is not None:
-                commit, self._unchecked = self._unchecked, None
-                await commit.check()
+                load, self._unchecked = self._unchecked, None
+                await load.check()
             process.asleep -= woken
             process.change_nowait()
         return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
@@ -234,17 +233,15 @@ class VllmServer:
         what = f"chunk {chunk.index} of policy_version {chunk.version} cannot be loaded"
         self._check_weights_awake(what)
         self._num_chunks = 0
-        fault = ""
-        if process.state in ("serving", "paused"):
-            fault = "over weights that are served"
-        elif chunk.version < process.version:
-            fault = f"after {process.version}"
-        elif chunk.index not in (0, num_loaded):
-            fault = f"next: loaded is {f'chunks 0..{num_loaded - 1}' if num_loaded else 'nothing'}"
-        if fault:
-            rule = "chunks come in order, of no older version, into weights that have slept"
-            way_out = "sleep and wake the weights, then push from chunk 0."
-            raise EngineError(self.name, f"{what} {fault}", rule=rule, way_out=way_out)
+        is_next = chunk.index in (0, num_loaded) and chunk.version >= process.version
+        if process.state in ("serving", "paused") or not is_next:
+            loaded = f"chunks 0..{num_loaded - 1}" if num_loaded else "nothing"
+            raise EngineError(
+                self.name,
+                f"{what}: loaded is {loaded}, it serves {process.version} ({process.state})",
+                rule="chunks come in order, of no older version, into weights that have slept",
+                way_out="sleep and wake the weights, then push from chunk 0.",
+            )
         self._staged = None
         if chunk.index == 0:
             process.begin_load_nowait(chunk.version)
@@ -253,7 +250,7 @@ class VllmServer:
             workers = await process.rpc("asyncrl_load_chunk", request)
         if chunk.is_last:
             whole = chunk.model_dump(include={"version", "path", "num_tensors", "num_bytes", "canary"})
-            self._staged = Load(self.name, ExportResponse(**whole, digest=chunk.whole_digest))
+            self._staged = Load(process, self.needed, ExportResponse(**whole, digest=chunk.whole_digest))
         else:
             self._num_chunks = chunk.index + 1
         return str(workers[0]["digest"])

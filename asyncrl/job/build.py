@@ -10,24 +10,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.errors import RoomError, WeightsLost
-from asyncrl.base.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
+from asyncrl.base.files import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import RunConfig
-from asyncrl.config.generation import EVAL_SEED
+from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts, special_tokens
-from asyncrl.job.check import check_everything
-from asyncrl.job.checkpointer import Checkpointer
+from asyncrl.job.check import check_everything, find_teacher
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
+from asyncrl.job.engine_supervisor import EngineScale, EngineSupervisor
 from asyncrl.job.fleet import Fleet
 from asyncrl.job.lifecycle import Lifecycle, run_id
-from asyncrl.job.scale import EngineScale, ScaledEngine
 from asyncrl.job.servers import Servers
-from asyncrl.job.supervised_trainer import SupervisedTrainer
-from asyncrl.job.supervisors import EngineSupervisor, find_teacher
+from asyncrl.job.trainer_recovery import Checkpointer, SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.schema import FILE_NAME
@@ -35,37 +33,35 @@ from asyncrl.launch.devices import Placement
 from asyncrl.launch.lease import ROUTINE
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.processes import run_module
-from asyncrl.messages.records import GroupId, Prompt
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.observe.run_dir import read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
-from asyncrl.rollouts.generators import DistillingGenerator, HarnessGenerator
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, derive_seed
+from asyncrl.rollouts.rollout import (
+    DistillingGenerator,
+    Generator,
+    HarnessGenerator,
+    RolloutRunner,
+    derive_seed,
+)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.publisher import ColocatedPush, Publisher, PushLoop, at_once
+from asyncrl.sync.publisher import ColocatedPush, PushLoop, at_once
 from asyncrl.sync.push import Locate, in_place
-from asyncrl.tasks.from_config import EvalTask, make_prompt_source, read_eval_task
-from asyncrl.tasks.pinned_data import DataPin
 from asyncrl.tasks.prompt_source import PromptSource
-from asyncrl.tasks.scorer import Scorers, TaskScorer
+from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source, read_eval_task
 from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
+
+if TYPE_CHECKING:
+    from asyncrl.job.report import Reporter
 
 logger = logging.getLogger("asyncrl.job.build")
 
 KEPT_HANDOVERS = 100
 """Handover events of each kind that the journal keeps."""
-
-
-class RunListener(Protocol):
-    def evaluated(self, result: EvalResult) -> None: ...
-    def published(self, version: int, digest: str) -> None: ...
-    def rollout_failed(
-        self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
-    ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,11 +75,9 @@ class Components:
     special_tokens: SpecialTokens
     trainer: SupervisedTrainer
     engines: EnginePool
-    engine_supervisors: tuple[EngineSupervisor, ...]
     scale: EngineScale
     buffer: Buffer
     producers: Producers
-    publisher: Publisher
     scheduler: WeightScheduler
     checkpointer: Checkpointer
     evaluation: Evaluation | None
@@ -97,7 +91,7 @@ class Components:
 async def build(
     life: Lifecycle,
     placement: Placement,
-    listener: RunListener,
+    reporter: Reporter,
     *,
     is_new: bool,
     may_change: tuple[bool, bool],
@@ -153,14 +147,15 @@ async def build(
         max_failed_groups=config.rollout.max_failed_groups,
         max_requeues=config.rollout.max_requeues,
         journal=journal,
-        on_failed=partial(listener.rollout_failed, tokenizer),
+        on_failed=partial(reporter.rollout_failed, tokenizer),
     )
-    scale = EngineScale(config, life.run_dir, fleet.engines, log, on_change=resize, num_first=num_first)
+    limits = config.rollout.engine_range
+    scale = EngineScale(limits, life.run_dir, fleet.engines, log, on_change=resize, num_first=num_first)
     evaluation = None
     if eval_tasks:
-        evaluation = _make_evaluation(life, fleet, eval_tasks, tokenizer, harnessing, checkpoints, listener)
-    scheduler = _make_scheduler(life, fleet, journal, buffer, evaluation, listener)
-    engine_supervisors = _supervise_engines(fleet, scale, scheduler)
+        evaluation = _make_evaluation(life, fleet, eval_tasks, tokenizer, harnessing, checkpoints, reporter)
+    scheduler = _make_scheduler(life, fleet, journal, buffer, evaluation, reporter)
+    _supervise_engines(fleet, scale, scheduler)
     if harnessing is not None:
         await harnessing.open(life)
     return Components(
@@ -173,11 +168,9 @@ async def build(
         special_tokens=special,
         trainer=fleet.trainer,
         engines=fleet.engines,
-        engine_supervisors=engine_supervisors,
         scale=scale,
         buffer=buffer,
         producers=producers,
-        publisher=scheduler.publisher,
         scheduler=scheduler,
         checkpointer=Checkpointer(
             checkpoints, fleet.trainer, journal, partial(controller_state, feed, producers, buffer), life
@@ -233,7 +226,7 @@ def _make_evaluation(
     tokenizer: HFChatTokenizer,
     harnessing: AgentRuntime | None,
     checkpoints: Checkpoints,
-    listener: RunListener,
+    reporter: Reporter,
 ) -> Evaluation:
     """Evaluate on the eval engine or the rollout engines."""
     config = life.config
@@ -248,12 +241,12 @@ def _make_evaluation(
     for name, settings in config.evals.items():
         task, prompts = eval_tasks[name]
         broken = list[RoomError]()
-        scorer = TaskScorer(task, settings.task, seed=EVAL_SEED, warn=life.log.warn)
-        life.closes("eval rewards", scorer.aclose)
+        scorers = Scorers({name: task}, {name: settings.task}, seed=EVAL_SEED, warn=life.log.warn)
+        life.closes("eval rewards", scorers.aclose)
         sets.append(
             HeldOut(
                 generator=_eval_generator(
-                    config, engine, tokenizer, harnessing, settings.temperature, scorer, broken
+                    config, engine, tokenizer, harnessing, settings.temperature, scorers, broken
                 ),
                 prompts=prompts,
                 samples=settings.samples,
@@ -272,7 +265,7 @@ def _make_evaluation(
     def evaluated(result: EvalResult) -> None:
         if result.name == config.best_eval:
             checkpoints.evaluated(result.version, result.metrics().get("eval/reward_mean", -math.inf))
-        listener.evaluated(result)
+        reporter.evaluated(result)
 
     return Evaluation(
         sets,
@@ -290,17 +283,17 @@ def _eval_generator(
     tokenizer: HFChatTokenizer,
     harnessing: AgentRuntime | None,
     temperature: float,
-    scorer: TaskScorer,
+    scorers: Scorers,
     broken: list[RoomError],
 ) -> Generator:
     if harnessing is None or not config.evaluates_agent:
         rollout = config.rollout.model_copy(update={"temperature": temperature})
         sampling = config.model_copy(update={"seed": EVAL_SEED, "rollout": rollout})
-        return make_generator(sampling, engine, tokenizer, scorer, None)
+        return make_generator(sampling, engine, tokenizer, scorers, None)
     host = harnessing.gateway.add_route(
         engine, temperature=temperature, seed_of=_seed_of, on_broken=broken.append
     )
-    return HarnessGenerator(host, harnessing.queue, scorer, on_overflow=config.generator.on_overflow)
+    return HarnessGenerator(host, harnessing.queue, scorers, config.generator.on_overflow)
 
 
 def _seed_of(prompt: str, sample: int, attempt: int, call: int) -> int:
@@ -313,7 +306,7 @@ def _make_scheduler(
     journal: Journal,
     buffer: Buffer,
     evaluation: Evaluation | None,
-    listener: RunListener,
+    reporter: Reporter,
 ) -> WeightScheduler:
     config = life.config
     sync = config.weight_sync
@@ -321,11 +314,11 @@ def _make_scheduler(
 
     async def fetched(manifest: ExportResponse) -> ExportResponse:
         has_own_node = files is not None and fleet.eval_server is not None
-        return await files.for_evaluation(EVAL_ENGINE, manifest) if files and has_own_node else manifest
+        return await files.locate(EVAL_ENGINE, manifest, "evaluation") if files and has_own_node else manifest
 
     async def published(manifest: ExportResponse) -> None:
         journal.published_nowait(manifest.version, manifest.digest)
-        listener.published(manifest.version, manifest.digest)
+        reporter.published(manifest.version, manifest.digest)
         if evaluation is not None and fleet.eval_server is None:
             evaluation.served_nowait(manifest.version)
         elif evaluation is not None and manifest.path and evaluation.wants(manifest.version):
@@ -382,18 +375,10 @@ def _make_scheduler(
     )
 
 
-def _supervise_engines(
-    fleet: Fleet, scale: EngineScale, scheduler: WeightScheduler
-) -> tuple[EngineSupervisor, ...]:
-    supervisors = list[EngineSupervisor]()
+def _supervise_engines(fleet: Fleet, scale: EngineScale, scheduler: WeightScheduler) -> None:
     for server, client in zip(fleet.engine_servers, fleet.clients, strict=True):
-        if scale.is_fixed:
-            supervisor = EngineSupervisor(server, client, fleet.engines, scheduler, fleet.supervision)
-        else:
-            supervisor = ScaledEngine(server, client, scale, scheduler, fleet.supervision)
-        supervisors.append(supervisor)
+        supervisor = EngineSupervisor(server, client, scale, scheduler, fleet.supervision)
         fleet.supervisors[server.name] = supervisor
-    return tuple(supervisors)
 
 
 def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -> ControllerState:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.base.waits import uncut, waiting
 from asyncrl.engines.engine import EngineClient
-from asyncrl.job.supervised_trainer import SupervisedTrainer
+from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.lease import Call, Lease, Side
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.rollouts.producers import Spawn

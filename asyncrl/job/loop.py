@@ -17,11 +17,11 @@ from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
-from asyncrl.base.spans import span
 from asyncrl.base.user_code import cancel_remaining
-from asyncrl.base.waits import computed
+from asyncrl.base.waits import computed, span
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.job.build import Components, build
+from asyncrl.job.engine_supervisor import first_wanted
 from asyncrl.job.lifecycle import (
     Interrupts,
     Lifecycle,
@@ -29,25 +29,24 @@ from asyncrl.job.lifecycle import (
     locked_run_dir,
     logging_to,
     new_run_dir,
+    raise_file_limit,
     rare_collections,
-    refuse_few_files,
     run_again,
     run_id,
 )
-from asyncrl.job.report import Reporter, processes, reported
+from asyncrl.job.report import Reporter, engine_supervisors, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
-from asyncrl.job.scale import first_wanted
 from asyncrl.journal.checkpoints import set_aside
-from asyncrl.launch.capacity import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.launchers import opened
+from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.trackers import Tracker, check_trackers
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
-from asyncrl.tasks.pinned_data import DATA_PIN
+from asyncrl.tasks.sources import DATA_PIN
 from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
 
 STATUS_PERIOD_S = 1.0
@@ -77,7 +76,7 @@ def run_job(
     resolve(config.algorithm)  # refuse before creating anything
     passed_env(config.generator.pass_env)
     check_trackers(config.observe)
-    refuse_few_files(config)
+    raise_file_limit()
     with opened(config.launcher) as launcher:
         num_first = first_wanted(config, run_dir)  # once: `asyncrl scale` may change it
         config, resolved = resolve_auto(config, launcher.nodes, begun=resumed_dtype(run_dir))
@@ -202,7 +201,7 @@ class Job:
 
         async def restart_engines() -> None:
             why = f"the run made no progress; {log_path} lists the open waits"
-            for supervisor in run.engine_supervisors:
+            for supervisor in engine_supervisors(run):
                 supervisor.lost_nowait(EngineLost(supervisor.name, why, rule="supervision.on_stuck=restart"))
 
         return Watchdog(
@@ -221,7 +220,7 @@ class Job:
         point = self.point
         if point is None:
             run.write_pins()
-            run.journal.order_nowait(run.feed.order)
+            run.journal.note_nowait("order", run.feed.order)
             return ()
         state = await run.journal.read_resume(point.version)
         self.log.activity(f"training again on {state.next_version - point.version} journaled batches")

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.files import LOST, write_whole
-from asyncrl.base.spans import listen_to_spans, note_span
+from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
-from asyncrl.job.build import Components
+from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.lifecycle import RunLog, run_again, run_id, system_error
 from asyncrl.journal.checkpoints import sync_records
 from asyncrl.launch.server import Server
@@ -39,7 +39,8 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.step_report import GAP_WARNING
 
 if TYPE_CHECKING:
-    from asyncrl.observe.openmetrics import StatusServer
+    from asyncrl.job.build import Components
+    from asyncrl.observe.web import StatusServer
 
 logger = logging.getLogger("asyncrl.job.report")
 
@@ -108,7 +109,7 @@ class Reporter:
         observe = self.config.observe
         if observe.status_port is None:
             return None
-        from asyncrl.observe.openmetrics import StatusServer
+        from asyncrl.observe.web import StatusServer
 
         server = StatusServer(self.run_dir, observe, self._numbers)
         self._status_url = server.url
@@ -332,13 +333,17 @@ class Reporter:
 def processes(run: Components) -> tuple[Server, ...]:
     workers = () if run.harnessing is None else run.harnessing.workers
     servers = (*run.fleet.servers, *run.fleet.side_servers)
-    return (*(server for server in servers if server.name not in run.scale.parked), *workers)
+    return (*(server for server in servers if run.scale.states.get(server.name) != "parked"), *workers)
+
+
+def engine_supervisors(run: Components) -> list[EngineSupervisor]:
+    return [one for one in run.fleet.supervisors.values() if isinstance(one, EngineSupervisor)]
 
 
 def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     """Return all numbers by name, and by source if a new process restarts them."""
     harnessing = run.harnessing
-    sources: list[Any] = [run.buffer, run.producers, run.engines, run.publisher, run.scorer]
+    sources: list[Any] = [run.buffer, run.producers, run.engines, run.scheduler.publisher, run.scorer]
     sources += [run.trainer, run.scheduler, run.checkpointer, run.scale, run.evaluation, run.fleet.teacher]
     if harnessing is not None:
         sources += [harnessing.gateway, harnessing.queue]
@@ -351,7 +356,7 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     found |= {
         "engine/tokens": sum(health.tokens_generated for health in engines.values()),
         "engine/decode_s": {name: engines[name].decode_s for name in engines if name in trained_on},
-        "engine/restarts": sum(supervisor.num_restarts for supervisor in run.engine_supervisors),
+        "engine/restarts": sum(one.num_restarts for one in engine_supervisors(run)),
         "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
     }
     if run.fleet.teacher is not None:
@@ -378,7 +383,7 @@ def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
     buffer = ("ready", "running", "look_ahead", "served")
     rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
     engines = {
-        server.name: run.scale.state_of(server.name)
+        server.name: run.scale.states[server.name]
         or ("down" if server.name in run.engines.down else f"policy_version {server.policy_version}")
         for server in run.engines.servers
     }
@@ -389,7 +394,7 @@ def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
         "engines": engines,
         "engines_wanted": None if run.scale.is_fixed else run.scale.wanted,
         "turns": run.scheduler.status() or None,
-        "evaluation": run.evaluation and asdict(run.evaluation.stats()),
+        "evaluation": run.evaluation and asdict(run.evaluation.stats),
         "oldest_rollouts": [list(entry) for entry in run.producers.oldest()],
         "last_failure": run.producers.last_failure,
     }

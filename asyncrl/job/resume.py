@@ -17,14 +17,14 @@ import yaml
 
 from asyncrl.base.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.base.files import settle_folder
-from asyncrl.base.spans import span
+from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
-from asyncrl.config.generation import ENGINES
+from asyncrl.config.rollout_buffer import ENGINES
 from asyncrl.config.run_config import key_of
 from asyncrl.job.build import Components
-from asyncrl.job.checkpointer import load_batches
 from asyncrl.job.lifecycle import has_begun, run_again
 from asyncrl.job.report import Reporter
+from asyncrl.job.trainer_recovery import load_batches
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.journal.schema import FILE_NAME
@@ -228,12 +228,18 @@ async def restore(
         _from_checkpoint_alone(point.checkpoint, run)
     else:
         unfinished, ended = _from_journal(run, state)
-    before = (feed.num_drawn, feed.prompts_back(), run.buffer.next_group_id, feed.memory())
+    before = {
+        "version": point.version,
+        "num_drawn": feed.num_drawn,
+        "out": feed.prompts_back(),
+        "next_group_id": run.buffer.next_group_id,
+        "memory": feed.memory(),
+    }
 
     @functools.cache
     def restored() -> None:
-        journal.order_nowait(feed.order)
-        journal.restored_nowait(point.version)
+        journal.note_nowait("order", feed.order)
+        journal.event_nowait("restored", {"version": point.version})
         reporter.resumes(point.version, state.counted)
 
     def trained_again(batch: Batch, report: TrainResponse) -> None:
@@ -247,7 +253,7 @@ async def restore(
         await run.trainer.recover(folder, missed, trained_again)
     restored()
     if is_journal_new:
-        journal.began_at_nowait(point.version, *before)
+        journal.note_nowait("began_at", before)
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
         journal.group_ended_nowait(group_id, "requeued", why, requeued=prompt.num_requeued)
     return unfinished

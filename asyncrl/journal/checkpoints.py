@@ -11,16 +11,15 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from asyncrl.base.errors import CheckpointDamaged, CheckpointError
 from asyncrl.base.files import replace_folder, settle_folder, sha256_of, sync, sync_tree
 from asyncrl.config import CheckpointConfig
 
 CONTROLLER, TRAINER, MANIFEST = "controller.json", "trainer", "manifest.json"
-FORMAT = 1
 RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl", "samples.jsonl")
 """Records before the checkpoint, which a resumed run does not write again."""
 CHECK_DISK = "check its disk, its permissions and the limit of open files, then start again."
@@ -47,24 +46,17 @@ class FileEntry(BaseModel, frozen=True, extra="forbid"):
     size: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        return cls(size=path.stat().st_size, sha256=sha256_of(path))
+
 
 class Manifest(BaseModel, frozen=True):
     """Files by relative path. `version`: number of trained batches."""
 
-    format: int = FORMAT
+    format: Literal[1] = 1
     version: int
     files: dict[str, FileEntry]
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """An unfinished checkpoint. The trainer creates `trainer_dir`."""
-
-    folder: Path
-
-    @property
-    def trainer_dir(self) -> Path:
-        return self.folder / TRAINER
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,33 +112,33 @@ class Checkpoints:
     def versions(self) -> list[int]:
         return _versions_in(self.root.glob("step_*"))
 
-    def begin(self) -> Pending:
-        """Create an empty folder. Raises CheckpointError."""
+    def begin(self) -> Path:
+        """Create an empty folder; the trainer creates TRAINER in it. Raises CheckpointError."""
         folder = self.root / f".step_unfinished.{os.getpid()}"
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         except OSError as error:
             raise self._cannot_write(error) from error
-        return Pending(folder)
+        return folder
 
-    def finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> Path:
+    def finish(self, pending: Path, version: int, controller: Mapping[str, Any]) -> Path:
         """Complete the checkpoint, then prune older ones. Raises CheckpointError."""
         final = self.root / f"step_{version}"
         try:
             text = json.dumps(controller, indent=1) + "\n"
-            (pending.folder / CONTROLLER).write_text(text, encoding="utf-8")
-            write_manifest(pending.folder, version)
+            (pending / CONTROLLER).write_text(text, encoding="utf-8")
+            write_manifest(pending, version)
             sync_records(self.root.parent)
-            replace_folder(pending.folder, final)
+            replace_folder(pending, final)
         except OSError as error:
             self.abandon(pending)
             raise self._cannot_write(error) from error
         self._prune()
         return final
 
-    def abandon(self, pending: Pending) -> None:
-        shutil.rmtree(pending.folder, ignore_errors=True)
+    def abandon(self, pending: Path) -> None:
+        shutil.rmtree(pending, ignore_errors=True)
 
     def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[Damaged]]:
         """Return the newest whole checkpoint and newer damaged ones. Raises CheckpointError."""
@@ -209,12 +201,9 @@ def write_manifest(folder: Path, version: int) -> None:
     """Sync every file, then write the manifest. Raises OSError."""
     sync_tree(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in paths]
     with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:
-        read = list(hashing.map(_size_and_digest, paths))
-    files = {
-        path.relative_to(folder).as_posix(): FileEntry(size=size, sha256=digest)
-        for path, (size, digest) in zip(paths, read, strict=True)
-    }
+        files = dict(zip(names, hashing.map(FileEntry.of, paths), strict=True))
     path = folder / MANIFEST
     path.write_text(Manifest(version=version, files=files).model_dump_json(indent=1) + "\n", encoding="utf-8")
     sync(path)
@@ -225,33 +214,22 @@ def read_whole(folder: Path, version: int) -> Whole:
     """Compare every file with the manifest. Raises CheckpointDamaged; CheckpointError for
     unreadable files.
     """
-    found = _read_json(folder, MANIFEST)
-    if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
-        what = f"checkpoint {folder} has format {found['format']}, this version of asyncrl reads {FORMAT}"
-        raise CheckpointError(what, way_out="resume with the asyncrl that wrote it, or a newer one.")
     try:
-        manifest = Manifest.model_validate(found)
-    except ValueError as error:
-        raise _damaged(folder, f"{MANIFEST} cannot be read: {str(error).splitlines()[0]}") from error
+        manifest = Manifest.model_validate(_read_json(folder, MANIFEST))
+    except ValidationError as error:
+        raise _damaged(folder, f"{MANIFEST} cannot be read: {error}") from error
     with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:
-        reading = {name: hashing.submit(_size_and_digest, folder / name) for name in manifest.files}
+        hashed = hashing.map(FileEntry.of, [folder / name for name in manifest.files])
         for name, entry in manifest.files.items():
             try:
-                read = reading[name].result()
+                found = next(hashed)
             except OSError as error:
-                hashing.shutdown(wait=False, cancel_futures=True)
                 raise _unreadable(folder, name, error) from error
-            if read != (written := (entry.size, entry.sha256)):
-                hashing.shutdown(wait=False, cancel_futures=True)
-                (size, digest), (had, was) = read, written
-                raise _damaged(folder, f"{name} has {size} bytes, sha256 {digest}; expected {had}, {was}")
+            if found != entry:
+                raise _damaged(folder, f"{name} is {found}, not {entry}")
     if manifest.version != version:
         raise _damaged(folder, f"its manifest has version {manifest.version}")
     return Whole(version, folder, _read_json(folder, CONTROLLER))
-
-
-def _size_and_digest(path: Path) -> tuple[int, str]:
-    return path.stat().st_size, sha256_of(path)
 
 
 def _read_json(folder: Path, name: str) -> Any:

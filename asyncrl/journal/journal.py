@@ -1,14 +1,20 @@
-"""Journal of a run: records events before they take effect. Imports no torch."""
+"""Journal of a run: records events before they take effect. Imports no torch.
+
+Each decision changes the tables in the writer's thread and transaction. It is refused (JournalError,
+sqlite3.IntegrityError) or done as a whole. Late decisions about a requeued group change nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,17 +22,19 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from asyncrl.base.errors import JournalError
 from asyncrl.base.waits import waiting
-from asyncrl.journal import decisions
 from asyncrl.journal.read import ResumeState, read_resume
-from asyncrl.journal.schema import DISK_ERRORS, cannot_use, open_to_write
-from asyncrl.messages.records import Batch
+from asyncrl.journal.schema import DISK_ERRORS, EPOCH, cannot_use, open_to_write
+from asyncrl.journal.tokens import encode_partial, encode_trajectory
+from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Rollout, Ticket
 
 Args = ParamSpec("Args")
 T = TypeVar("T")
-
+Ended = Literal["ready", "failed", "filtered", "requeued"]
 
 GATHER_S = 0.02
 """Seconds to gather decisions for one commit."""
+_GROUPS_A_STEP = 200
+_decided_s: ContextVar[float] = ContextVar("decided_s")
 
 
 class _Job(NamedTuple):
@@ -40,11 +48,242 @@ class _Job(NamedTuple):
 def _later(
     decide: Callable[Concatenate[sqlite3.Connection, Args], None],
 ) -> Callable[Concatenate[Journal, Args], None]:
-
     def put(journal: Journal, /, *args: Args.args, **options: Args.kwargs) -> None:
         journal._put(lambda connection: decide(connection, *args, **options))
 
     return put
+
+
+def _text(given: object) -> str:
+    """Escape lone surrogates, which SQLite cannot hold."""
+    return str(given).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> None:
+    """Record that the group runs. Repeatable."""
+    key = (ticket.group_id, _text(prompt.prompt_id), ticket.start_version)
+    same = "group_id = ? AND prompt_id = ? AND start_version = ? AND state = 'running'"
+    if connection.execute(f"SELECT 1 FROM groups WHERE {same}", key).fetchone():
+        return
+    connection.execute(
+        "INSERT INTO groups"
+        " (group_id, prompt_id, start_version, state, num_requeued, messages, admitted_s)"
+        " VALUES (?, ?, ?, 'running', ?, ?, ?)",
+        (*key, prompt.num_requeued, json.dumps([*map(dict, prompt.messages)]), _decided_s.get()),
+    )
+
+
+def _note(connection: sqlite3.Connection, key: str, value: object) -> None:
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+
+
+def _epoch(connection: sqlite3.Connection, task: str, number: int, prompts: str) -> None:
+    """Record an epoch of a task sampled by difficulty. Repeatable."""
+    _note(connection, f"{EPOCH}{number}/{task}", prompts)
+
+
+def _segment(
+    connection: sqlite3.Connection,
+    group_id: GroupId,
+    sample_index: int,
+    attempt: int,
+    turn: int,
+    partial: Completion,
+) -> None:
+    state, has_ended, before = _rollout(connection, group_id, sample_index)
+    if state != "running" or has_ended:
+        return
+    if before is not None and before < attempt:
+        _lose(connection, group_id, sample_index)
+    blob = encode_partial(group_id, sample_index, partial)
+    connection.execute(
+        "INSERT OR REPLACE INTO segments (group_id, sample_index, attempt, turn, num_tokens, blob)"
+        " VALUES (?, ?, ?, ?, ?, ?)",
+        (group_id, sample_index, attempt, turn, len(partial.token_ids), blob),
+    )
+
+
+def _rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout) -> None:
+    sample_index = rollout[0].sample_index
+    if not _is_running(connection, group_id, sample_index):
+        return
+    places = [(branch.sample_index, branch.branch) for branch in rollout]
+    assert places == [(sample_index, number) for number in range(len(rollout))], f"branches {places}"
+    connection.executemany(
+        "INSERT INTO trajectories VALUES (?, ?, ?, ?)",
+        [(group_id, sample_index, branch.branch, encode_trajectory(group_id, branch)) for branch in rollout],
+    )
+    oldest = min((span.version for branch in rollout for span in branch.version_spans), default=None)
+    connection.execute(
+        "UPDATE groups SET num_rollouts = num_rollouts + 1, num_sampled = num_sampled + ?,"
+        " reward_sum = reward_sum + ?, oldest_version = min(coalesce(oldest_version, ?), ?)"
+        " WHERE group_id = ?",
+        (sum(branch.num_sampled for branch in rollout), float(rollout[0].reward), oldest, oldest, group_id),
+    )
+    key = (group_id, sample_index)
+    connection.execute("DELETE FROM segments WHERE group_id = ? AND sample_index = ?", key)
+
+
+def _rollout_failed(
+    connection: sqlite3.Connection, group_id: GroupId, sample_index: int, num_attempts: int, why: str
+) -> None:
+    if not _is_running(connection, group_id, sample_index):
+        return
+    failure = (group_id, sample_index, num_attempts, _text(why))
+    connection.execute("INSERT INTO failures VALUES (?, ?, ?, ?)", failure)
+    connection.execute("UPDATE groups SET num_failed = num_failed + 1 WHERE group_id = ?", (group_id,))
+    _lose(connection, group_id, sample_index)
+
+
+def _tokens_lost(
+    connection: sqlite3.Connection, group_id: GroupId, num_tokens: int, sample_index: int | None = None
+) -> None:
+    """Count sampled tokens outside any trajectory. With `sample_index`, drop the unfinished completion."""
+    more = "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?"
+    connection.execute(more, (num_tokens, group_id))
+    if sample_index is not None:
+        _lose(connection, group_id, sample_index)
+
+
+def _group_ended(
+    connection: sqlite3.Connection,
+    group_id: GroupId,
+    state: Ended,
+    reason: str,
+    *,
+    requeued: int | None = None,
+) -> None:
+    found, *_ = _rollout(connection, group_id, 0)
+    if found != "running" and (found, state) != ("ready", "requeued"):
+        raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
+    connection.execute(
+        "UPDATE groups SET state = ?, reason = ?, requeued = ?, ended_s = ? WHERE group_id = ?",
+        (state, _text(reason), requeued, _decided_s.get(), group_id),
+    )
+    _lose(connection, group_id)
+
+
+def _batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken", "replayed"]:
+    version = batch.version
+    group_ids = [group.group_id for group in batch.groups]
+    found = connection.execute(
+        "SELECT min_version, mask_older, json_group_array(group_id) FROM"
+        " (SELECT * FROM batches JOIN batch_groups USING (version) WHERE version = ? ORDER BY position)"
+        " GROUP BY version",
+        (version,),
+    ).fetchone()
+    this = (batch.min_version, int(batch.mask_older), json.dumps(group_ids, separators=(",", ":")))
+    if found == this:
+        return "replayed"
+    (newest,) = connection.execute("SELECT max(version) FROM batches").fetchone()
+    among = "SELECT group_id, state FROM groups WHERE group_id IN (SELECT value FROM json_each(?))"
+    states = dict(connection.execute(among, (this[2],)))
+    unready = {group_id: states.get(group_id) for group_id in group_ids if states.get(group_id) != "ready"}
+    if unready or newest not in (None, version - 1):
+        raise JournalError(
+            f"batch {version} with groups {group_ids} cannot be taken: the newest batch is {newest}, the "
+            f"journal has {found} and groups {unready}",
+            rule="batches are consecutive, and each ready group is trained exactly once",
+            way_out="resume; the journal is whole, and its batches are trained again unchanged.",
+        )
+    connection.execute(
+        "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
+        (version, *this[:2], len(group_ids), _decided_s.get()),
+    )
+    places = [(version, position, group_id) for position, group_id in enumerate(group_ids)]
+    connection.executemany("INSERT INTO batch_groups VALUES (?, ?, ?)", places)
+    taken = ((group_id,) for group_id in group_ids)
+    connection.executemany("UPDATE groups SET state = 'taken' WHERE group_id = ?", taken)
+    return "taken"
+
+
+def _trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, float]) -> None:
+    """Record that the batch became policy_version version + 1. Repeatable."""
+    loss = metrics.get("policy/loss")
+    changed = connection.execute(
+        "UPDATE batches SET trained_s = ?, loss = ? WHERE version = ?",
+        (_decided_s.get(), None if loss is None else float(loss), version),
+    ).rowcount
+    assert changed, f"a step of batch {version}, which was never taken"
+
+
+def _published(connection: sqlite3.Connection, version: int, digest: str) -> None:
+    row = (version, digest, _decided_s.get())
+    connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", row)
+
+
+def _checkpointed(
+    connection: sqlite3.Connection, version: int, path: Path | str, beside: Sequence[int] = ()
+) -> None:
+    """Record a whole checkpoint; other checkpoints are gone, except these versions."""
+    row = (version, _text(path), _decided_s.get())
+    connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", row)
+    connection.execute(
+        "UPDATE checkpoints SET state = 'removed' WHERE version NOT IN (SELECT value FROM json_each(?))",
+        (json.dumps([version, *beside]),),
+    )
+
+
+def _event(
+    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], *, keep: int | None = None
+) -> None:
+    """Record an event for `inspect`. `keep`: retain the newest events of its kind."""
+    row = (_decided_s.get(), _text(what), json.dumps(detail, default=str))
+    connection.execute("INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", row)
+    if keep is not None:
+        older = "SELECT id FROM events WHERE what = ? ORDER BY id DESC LIMIT -1 OFFSET ?"
+        connection.execute(f"DELETE FROM events WHERE id IN ({older})", (_text(what), keep))
+
+
+def _compact_some(connection: sqlite3.Connection, before_version: int) -> int:
+    """Delete messages and tokens that no resume needs. Return the number of groups, 0 when done."""
+    found = connection.execute(
+        "SELECT g.group_id FROM groups g INDEXED BY groups_with_tokens LEFT JOIN batch_groups b"
+        " USING (group_id) WHERE g.messages IS NOT NULL AND (b.version < :version"
+        " OR g.state IN ('failed', 'filtered', 'requeued')"
+        " AND g.group_id <= (SELECT max(group_id) FROM batch_groups WHERE version = :version - 1))"
+        " ORDER BY g.group_id LIMIT :most",
+        {"version": before_version, "most": _GROUPS_A_STEP},
+    ).fetchall()
+    for table in ("trajectories", "failures", "segments"):
+        connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", found)
+    connection.executemany("UPDATE groups SET messages = NULL WHERE group_id = ?", found)
+    return len(found)
+
+
+def _lose(connection: sqlite3.Connection, group_id: GroupId, sample_index: int | None = None) -> None:
+    """Count a group's unfinished completions, or one of them, as lost."""
+    them = "segments WHERE group_id = :group AND sample_index = coalesce(:sample, sample_index)"
+    values = {"group": group_id, "sample": sample_index}
+    num_tokens = f"(SELECT coalesce(sum(num_tokens), 0) FROM {them})"
+    connection.execute(
+        f"UPDATE groups SET lost_tokens = lost_tokens + {num_tokens} WHERE group_id = :group", values
+    )
+    connection.execute(f"DELETE FROM {them}", values)
+
+
+_OF_IT = "WHERE group_id = :group AND sample_index = :sample"
+_ROLLOUT = (
+    f"SELECT state, EXISTS (SELECT 1 FROM trajectories {_OF_IT}) OR EXISTS (SELECT 1 FROM failures {_OF_IT}),"
+    f" (SELECT attempt FROM segments {_OF_IT}) FROM groups WHERE group_id = :group"
+)
+
+
+def _rollout(
+    connection: sqlite3.Connection, group_id: GroupId, sample_index: int
+) -> tuple[str, bool, int | None]:
+    """Return group state, whether the rollout has ended, and segment attempt, in one statement for speed."""
+    row = connection.execute(_ROLLOUT, {"group": group_id, "sample": sample_index}).fetchone()
+    if row is None:
+        raise JournalError(f"group {group_id} was never admitted")
+    return row[0], bool(row[1]), row[2]
+
+
+def _is_running(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> bool:
+    state, has_ended, _ = _rollout(connection, group_id, sample_index)
+    if state == "running" and has_ended:
+        raise JournalError(f"rollout g{group_id}/r{sample_index} has ended already")
+    return state == "running"
 
 
 class Journal:
@@ -61,8 +300,9 @@ class Journal:
     name = "journal"
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self.path, self._connection = path, connection
-        self.num_commits, self.longest_commit_s, self.busy_s = 0, 0.0, 0.0
+        self.path = path
+        self._connection = connection
+        self.num_commits = 0
         self._failed: Future[JournalError] = Future()
         self._is_closed = False
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
@@ -76,20 +316,18 @@ class Journal:
         """Open or create a journal. Blocks. Raises JournalError for a damaged or foreign file."""
         return cls(path, open_to_write(path, run_id))
 
-    admitted_nowait = _later(decisions.admitted)
-    segment_nowait = _later(decisions.segment)
-    rollout_finished_nowait = _later(decisions.rollout_finished)
-    rollout_failed_nowait = _later(decisions.rollout_failed)
-    tokens_lost_nowait = _later(decisions.tokens_lost)
-    group_ended_nowait = _later(decisions.group_ended)
-    trained_nowait = _later(decisions.trained)
-    published_nowait = _later(decisions.published)
-    checkpointed_nowait = _later(decisions.checkpointed)
-    restored_nowait = _later(decisions.restored)
-    began_at_nowait = _later(decisions.began_at)
-    order_nowait = _later(decisions.order)
-    epoch_nowait = _later(decisions.epoch)
-    event_nowait = _later(decisions.event)
+    admitted_nowait = _later(_admitted)
+    segment_nowait = _later(_segment)
+    rollout_finished_nowait = _later(_rollout_finished)
+    rollout_failed_nowait = _later(_rollout_failed)
+    tokens_lost_nowait = _later(_tokens_lost)
+    group_ended_nowait = _later(_group_ended)
+    trained_nowait = _later(_trained)
+    published_nowait = _later(_published)
+    checkpointed_nowait = _later(_checkpointed)
+    note_nowait = _later(_note)
+    epoch_nowait = _later(_epoch)
+    event_nowait = _later(_event)
 
     async def batch_taken(self, batch: Batch) -> Literal["taken", "replayed"]:
         """Assign the groups to this batch for good; train only after this returns.
@@ -97,10 +335,8 @@ class Journal:
         "replayed": a resumed run has taken the same batch before. Raises JournalError for groups that are
         not ready, other groups, or a version that is not next.
         """
-        decide = partial(decisions.batch_taken, batch=batch)
-        return await self._durable(
-            decide, f"the batch of step {batch.version + 1} to be durable in the journal"
-        )
+        what = f"the batch of step {batch.version + 1} to be durable in the journal"
+        return await self._durable(partial(_batch_taken, batch=batch), what)
 
     async def flush(self) -> None:
         """Wait until everything queued is durable. Raises JournalError."""
@@ -117,7 +353,7 @@ class Journal:
 
     async def compact(self, before_version: int) -> None:
         """Delete tokens before the oldest kept checkpoint, and of older untrained groups, in small steps."""
-        some = partial(decisions.compact_some, before_version=before_version)
+        some = partial(_compact_some, before_version=before_version)
         while await self._durable(some, "old tokens to be deleted from the journal"):
             pass
 
@@ -169,7 +405,6 @@ class Journal:
     def _write(self, jobs: list[_Job]) -> list[Any]:
         if self._failed.done():
             return [self._failed.result()] * len(jobs)
-        started_s = time.monotonic()
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             outcomes = [self._apply(job) for job in jobs]
@@ -179,13 +414,11 @@ class Journal:
                 self._connection.rollback()
             self._failed.set_result(self._refusal(error))
             return [self._failed.result()] * len(jobs)
-        commit_s = time.monotonic() - started_s
-        self.num_commits, self.busy_s = self.num_commits + 1, self.busy_s + commit_s
-        self.longest_commit_s = max(self.longest_commit_s, commit_s)
+        self.num_commits += 1
         return outcomes
 
     def _apply(self, job: _Job) -> Any:
-        decisions.decided_s.set(job.decided_s)
+        _decided_s.set(job.decided_s)
         if job.answer is None:
             return job.decide(self._connection)
         self._connection.execute("SAVEPOINT decision")

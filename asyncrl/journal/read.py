@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.base.errors import JournalError
-from asyncrl.journal.decisions import EPOCH
-from asyncrl.journal.schema import DISK_ERRORS, MOVE_ASIDE, cannot_use, connect, damaged
+from asyncrl.journal.schema import DISK_ERRORS, EPOCH, MOVE_ASIDE, cannot_use, connect, damaged
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, UnfinishedGroup, task_of
 
 MAX_EVENTS = 1000
-_COUNTED_BY_TASK = {"rollout/failed": "total(num_failed)", "rollout/filtered": "total(state = 'filtered')"}
+_BY_TASK = ("rollout/failed", "rollout/filtered")
 _COUNTED = {
     "tokens/generated": "total(num_sampled + lost_tokens) + (SELECT total(num_tokens) FROM segments)",
     "rollout/failed": "total(num_failed)",
@@ -90,7 +89,6 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
         next_version = _next_version(connection, checkpoint_version, began_at["version"])
         prompt_ids = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
         (num_issued,) = connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()
-        counted = connection.execute(f"SELECT {', '.join(_COUNTED.values())} FROM groups").fetchone()
         epochs, memory = _epochs(connection), began_at.get("memory", {})
         requeued = _requeued(connection)
         ready, running = _alive(connection)
@@ -106,7 +104,7 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             num_drawn=began_at["num_drawn"] + len(prompt_ids.difference(began_at["out"])),
             next_group_id=GroupId(max(began_at["next_group_id"], num_issued)),
             order=notes.get("order"),
-            counted=dict(zip(_COUNTED, map(int, counted), strict=True)) | _counted_by_task(connection),
+            counted=_counted(connection),
             epochs=epochs,
             observed=_observed(connection) if epochs or memory else (),
             memory=memory,
@@ -130,12 +128,16 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
     return Batch(version, tuple(_group(connection, *row) for row in rows), row[0], mask_older=bool(row[1]))
 
 
-def _counted_by_task(connection: sqlite3.Connection) -> dict[str, int]:
+def _counted(connection: sqlite3.Connection) -> dict[str, int]:
+    totals = connection.execute(f"SELECT {', '.join(_COUNTED.values())} FROM groups").fetchone()
+    counted = dict(zip(_COUNTED, map(int, totals), strict=True))
     connection.create_function("task_of", 1, task_of, deterministic=True)
-    query = f"SELECT task_of(prompt_id), {', '.join(_COUNTED_BY_TASK.values())} FROM groups GROUP BY 1"
-    found = {task: counts for task, *counts in connection.execute(query) if task}
-    counted = ((task, zip(_COUNTED_BY_TASK, counts, strict=True)) for task, counts in found.items())
-    return {f"{name}/{task}": int(num) for task, counts in counted for name, num in counts if num}
+    columns = ", ".join(_COUNTED[name] for name in _BY_TASK)
+    query = f"SELECT task_of(prompt_id), {columns} FROM groups GROUP BY 1"
+    for task, *counts in connection.execute(query):
+        pairs = zip(_BY_TASK, counts, strict=True)
+        counted |= {f"{name}/{task}": int(num) for name, num in pairs if task and num}
+    return counted
 
 
 def _epochs(connection: sqlite3.Connection) -> tuple[tuple[str, int, str], ...]:

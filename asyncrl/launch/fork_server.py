@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import importlib.util
-import io
+import importlib
 import os
 import pickle
 import resource
@@ -19,10 +18,11 @@ import select
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.base.errors import RoomError, without_train
 from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV
@@ -34,15 +34,13 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
 """Secrets: /proc shows environments."""
 PRELOADED = (
-    "asyncrl.trainer.model.random_init",
+    "asyncrl.trainer.random_init",
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",
     "asyncrl_servers.simulated",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )
-WITHOUT_GC = "asyncrl.launch.without_gc"
-"""Preloaded first: garbage collection takes 20 % of the import time."""
 TIMEOUT_S = 120.0
 """The first fork awaits imports."""
 IMPORT_ENV = {
@@ -87,7 +85,7 @@ class ForkServer:
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
         self.modules = frozenset(modules)
         self._server: Any = forkserver.ForkServer()
-        self._server.set_forkserver_preload([WITHOUT_GC, *modules])
+        self._server.set_forkserver_preload(list(modules))
         self._ensure_running()
 
     @property
@@ -111,22 +109,12 @@ class ForkServer:
     async def fork(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
     ) -> ForkedProcess:
-        """Run `module`.main() in a new process. Raises RoomError after TIMEOUT_S.
+        """Run `module`.main() in a new process. Raises RoomError.
 
         The first three `files` become standard streams; the others keep their numbers.
         """
-
-        async def started_once() -> tuple[int, int]:
-            self._ensure_running()
-            return await asyncio.to_thread(self.start, module, arguments, env, files)
-
-        async def started_or_again() -> tuple[int, int]:
-            try:
-                return await started_once()
-            except EOFError:  # the server died before it forked
-                return await started_once()
-
-        started, cancelled = await uncut(started_or_again())
+        self._ensure_running()
+        started, cancelled = await uncut(asyncio.to_thread(self.start, module, arguments, env, files))
         process = ForkedProcess(*started)
         if cancelled is not None:
             process.kill()
@@ -136,20 +124,19 @@ class ForkServer:
     def start(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
     ) -> tuple[int, int]:
-        """Return (pid, exit code descriptor). Blocks."""
-        child = Child(module, arguments, env, (0, 1, 2, *files[3:]))
+        """Return (pid, exit code descriptor). Blocks. Raises RoomError."""
         status, data = self._server.connect_to_new_process(list(files))
         with os.fdopen(data, "wb") as pipe:
             pickle.dump({}, pipe)  # no preparation: do not import the user's script again
-            pickle.dump(child, pipe)
-        if not select.select([status], [], [], TIMEOUT_S)[0]:
-            os.close(status)
-            raise RoomError("fork server", f"no child within {TIMEOUT_S:g} s", way_out="run it again.")
+            pickle.dump(_Child(module, arguments, env, (0, 1, 2, *files[3:])), pipe)
         try:
-            return forkserver.read_signed(status), status
+            if select.select([status], [], [], TIMEOUT_S)[0]:
+                return forkserver.read_signed(status), status
+            why = f"no child within {TIMEOUT_S:g} s"
         except EOFError:
-            os.close(status)
-            raise
+            why = "it died before it forked"
+        os.close(status)
+        raise RoomError("fork server", why, way_out="run it again.")
 
     def close(self) -> None:
         if self.pid is not None:
@@ -165,7 +152,7 @@ current: ForkServer | None = None
 def serving() -> Iterator[None]:
     """Fork children within the block. Raises ConfigError without torch."""
     global current
-    if importlib.util.find_spec("torch") is None:
+    if find_spec("torch") is None:
         raise without_train("torch")
     current = ForkServer()
     try:
@@ -175,38 +162,35 @@ def serving() -> Iterator[None]:
         current = None
 
 
-class Child(ForkServerProcess):
-    def __init__(
-        self, module: str, arguments: Sequence[str], env: Mapping[str, str], numbers: Sequence[int]
-    ) -> None:
-        super().__init__()
-        self._values = (module, arguments, env, numbers)
+class _Child(NamedTuple):
+    """Sent to the fork server, which calls `_bootstrap` in the new process."""
 
-    def __reduce__(self) -> tuple[type[Child], tuple[object, ...]]:
-        return Child, self._values
+    module: str
+    arguments: Sequence[str]
+    env: Mapping[str, str]
+    numbers: Sequence[int]
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         for fd in (parent_sentinel, sys.stdin.fileno()):
             os.close(fd)
-        return super()._bootstrap(parent_sentinel)  # type: ignore[misc,no-any-return]
+        process: Any = ForkServerProcess(target=self.run)
+        return process._bootstrap(parent_sentinel)  # type: ignore[no-any-return]
 
     def run(self) -> None:
-        module, arguments, env, numbers = self._values
         os.setsid()
         gc.freeze()  # keep shared pages unwritten
-        gc.enable()
-        _take_files(numbers)
+        _take_files(self.numbers)
         os.environ.clear()
-        os.environ.update(env)
-        paths = env.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ.update(self.env)
+        paths = self.env.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:0] = [path for path in paths if path and path not in sys.path]
-        sys.argv = [module, *arguments]
+        sys.argv = [self.module, *self.arguments]
         _set_title([sys.executable, "-m", *sys.argv])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # torch always starts at one seed
-        main = importlib.import_module(module)
+        main = importlib.import_module(self.module)
         if hasattr(main, "__path__"):
-            main = importlib.import_module(f"{module}.__main__")
+            main = importlib.import_module(f"{self.module}.__main__")
         main.main()
 
 
@@ -222,8 +206,7 @@ def _take_files(numbers: Sequence[int]) -> None:
     for fd in set(files) - set(numbers):
         os.close(fd)
     sys.stdin = os.fdopen(0, closefd=False)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from asyncrl.base.errors import AsyncrlError, RoomError
-from asyncrl.base.spans import note_span
-from asyncrl.base.waits import uncut, waiting, within
+from asyncrl.base.waits import note_span, uncut, waiting, within
 from asyncrl.messages.engine_api import TransferStats
 
 Side = Literal["engines", "trainer"]

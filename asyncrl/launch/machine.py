@@ -10,11 +10,14 @@ import importlib.util
 import os
 import re
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.host import available_memory, num_cores
 
+LOOPBACK = "127.0.0.1"
 DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
@@ -94,3 +97,56 @@ def torch_has_cuda() -> bool:
         return spec is None
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     return re.search(r"^cuda\b[^=]*=\s*['\"]", text, flags=re.MULTILINE) is not None
+
+
+def child_environ(
+    devices: Sequence[str], cuda: Sequence[CudaDevice] | Mapping[int, CudaDevice]
+) -> dict[str, str]:
+    if not devices[0].startswith("cuda:"):
+        return {}
+    names = [cuda[int(device.removeprefix("cuda:"))].name for device in devices]
+    order = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": order}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    name: str
+    address: str
+    machine: Machine
+
+
+def single_node(machine: Machine | None = None) -> tuple[Node, ...]:
+    """None: this machine."""
+    return (Node("this machine", LOOPBACK, machine or this_machine()),)
+
+
+def described_nodes(devices: str | None, cores: int | None, memory: str | None) -> tuple[Node, ...] | None:
+    """Parse `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`. GB is 10^9 bytes. Raises
+    ConfigError.
+    """
+    if devices is None and cores is None and memory is None:
+        return None
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?(?:cpu|([1-9]\d*)x(?:.*-)?([^-]+))", devices or "")
+    num_nodes, num_cuda, size = match.groups() if match else (None, None, None)
+    available = _bytes_of(memory or "")
+    device_bytes = _bytes_of(size or "")
+    if not match or (size and not device_bytes) or not cores or cores < 1 or not available:
+        given = {"--devices": devices, "--cores": cores, "--memory": memory}
+        text = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        raise ConfigError(
+            f"{text} describes no machine",
+            rule="devices are their number, x, a name if you like, and the memory of one; cpu is none",
+            way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB (2x8x80GB: two nodes).",
+        )
+    cuda = tuple(CudaDevice(str(at), device_bytes, device_bytes) for at in range(int(num_cuda or 0)))
+    machine = Machine(cuda, cores, available, has_bfloat16=False, is_here=False)
+    return tuple(Node(f"node-{at}", f"node-{at}", machine) for at in range(int(num_nodes or 1)))
+
+
+def _bytes_of(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(i?)B", text)
+    if match is None:
+        return 0
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** (2 + "MGT".index(match[2])))

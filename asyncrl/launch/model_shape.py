@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import ModelConfig
-from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
+from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()

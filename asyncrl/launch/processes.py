@@ -22,13 +22,14 @@ import psutil
 from asyncrl.base.errors import RoomError
 from asyncrl.base.message import SECRET_ENV, find_fatal
 from asyncrl.launch import fork_server
+from asyncrl.launch.machine import LOOPBACK
 
 logger = logging.getLogger("asyncrl.launch.processes")
 
-LOOPBACK = "127.0.0.1"
 LOG_TAIL_LINES = 12
 GROUP_TIMEOUT_S = 12.0
 """Longer than a vLLM server's guard takes to end its group."""
+TERM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
 """SIGKILL limit, for processes held by a driver or network file system."""
 STACKS = signal.SIGUSR1
@@ -61,32 +62,31 @@ class ProcessSpec:
 
 
 class Process:
-    """A server process on any node.
+    """A server process on any node, or a server not started by the run.
 
     Life: start() -> running -> ended, by aclose() or by itself. renewed() makes its successor, with the
         same log.
     """
+
+    pid: int | None = None
+    """On this machine."""
+    returncode: int | None = None
+    place = ""
+    """Process and node; empty before the start."""
+    left = ""
+    """Survivors of aclose()."""
+    _log_start = 0
 
     def __init__(self, name: str, log_path: Path | str, url: str = "") -> None:
         self.name = name
         self.log_path = log_path
         self.url = url
         """Empty before the start."""
-        self.left = ""
-        """Survivors of aclose()."""
-        self._log_start = 0
-
-    @property
-    def pid(self) -> int | None:
-        """On this machine."""
-        return None
-
-    @property
-    def returncode(self) -> int | None:
-        return None
 
     def seen(self) -> str:
-        return "no process of this run"
+        if not self.place:
+            return "not started by the run"
+        return f"{self.place} {'runs' if self.returncode is None else f'ended with {self.returncode}'}"
 
     async def start(self) -> None:
         """Start without awaiting readiness."""
@@ -112,24 +112,19 @@ class Process:
         how += " (often the kernel short of memory)" if code == -signal.SIGKILL else ""
         return RoomError(
             self.name,
-            f"{self._place()} {how}; the end of its log:\n{self.log_tail()}",
+            f"{self.place} {how}; the end of its log:\n{self.log_tail()}",
             way_out=f"read {self.log_path}, correct the cause, and start the run again.",
         )
-
-    def _place(self) -> str:
-        return f"process {self.pid}"
 
     def log_tail(self) -> str:
         lines = self._log().splitlines()[-LOG_TAIL_LINES:]
         return "\n".join(f"    {line}" for line in lines) or f"    (empty: {self.log_path})"
 
     def _log(self) -> str:
-        try:
-            with Path(self.log_path).open("rb") as file:
-                file.seek(self._log_start)
-                return file.read().decode("utf-8", errors="replace")
-        except OSError:
-            return ""
+        with contextlib.suppress(OSError), Path(self.log_path).open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode("utf-8", errors="replace")
+        return ""
 
     async def aclose(self) -> None:
         """Idempotent."""
@@ -139,13 +134,6 @@ class Process:
 
     def dump_stacks_nowait(self) -> None:
         """Make it log its stacks."""
-
-
-class ForeignProcess(Process):
-    """A server not started by the run."""
-
-    def __init__(self, name: str, url: str) -> None:
-        super().__init__(name, f"the log of {url.rstrip('/')}", url.rstrip("/"))
 
 
 class ChildProcess(Process):
@@ -164,20 +152,8 @@ class ChildProcess(Process):
         self._stdin: int | None = None
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
-    @property
-    def returncode(self) -> int | None:
+    def returncode(self) -> int | None:  # type: ignore[override]
         return self._process.returncode if self._process else None
-
-    def seen(self) -> str:
-        if self.pid is None:
-            return "not started"
-        try:
-            return f"process {self.pid} is {psutil.Process(self.pid).status()}"
-        except psutil.Error:
-            return f"process {self.pid} ended with {self.returncode}"
 
     async def start(self) -> None:
         """Raises ConfigError if its Python is missing."""
@@ -196,13 +172,14 @@ class ChildProcess(Process):
             arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
             stdin, self._stdin = os.pipe()
             files = [stdin, log.fileno(), log.fileno(), listener.fileno()]
+            env |= spec.env
             try:
-                env |= spec.env
-                self._process = await start_process(
-                    spec.module, arguments, files=files, env=env, python=python
-                )
+                process = await start_process(spec.module, arguments, files=files, env=env, python=python)
             finally:
                 os.close(stdin)
+            self._process = process
+            self.pid = process.pid
+            self.place = f"process {process.pid}"
             self.url = f"http://{self._host}:{listener.getsockname()[1]}"
         with contextlib.suppress(BrokenPipeError):  # it has already ended
             os.write(self._stdin, json.dumps({**spec.secrets, SECRET_ENV: spec.secret}).encode() + b"\n")
@@ -214,22 +191,19 @@ class ChildProcess(Process):
         assert self._process is not None, "wait() comes after start()"
         await self._process.wait()
 
-    async def aclose(self, timeout_s: float = 5.0) -> None:
-        """SIGTERM, then SIGKILL after `timeout_s`; survivors are in `left`. Idempotent."""
+    async def aclose(self) -> None:
+        """SIGTERM, then SIGKILL after TERM_TIMEOUT_S; survivors are in `left`. Idempotent."""
         process = self._process
         if process is not None:
             if process.returncode is None:
                 _signal_group(process.pid, signal.SIGTERM)
-                await self._ends_within(timeout_s)
+                await self._ends_within(TERM_TIMEOUT_S)
             self.kill_nowait()
             members = await asyncio.to_thread(group_members, process.pid)
             await asyncio.to_thread(psutil.wait_procs, members, GROUP_TIMEOUT_S)
             _signal_group(process.pid, signal.SIGKILL)
             if not await self._ends_within(KILL_TIMEOUT_S):
-                self.left = (
-                    f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after "
-                    "SIGKILL, and holds its devices and memory"
-                )
+                self.left = f"{self.place} of {self.name} survives SIGKILL, and holds its devices and memory"
                 logger.warning("%s", self.left)
         if self._stdin is not None:
             os.close(self._stdin)
@@ -243,9 +217,8 @@ class ChildProcess(Process):
 
     def kill_nowait(self) -> None:
         if self._process is not None:
-            if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
             _signal_group(self._process.pid, signal.SIGCONT)
 
     def dump_stacks_nowait(self) -> None:
@@ -312,15 +285,15 @@ async def run_module(module: str, arguments: Sequence[str], timeout_s: float) ->
     with tempfile.TemporaryFile() as output:
         process = await start_process(module, arguments, files=[output.fileno()] * 3)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await process.wait()
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+        except TimeoutError:
+            return None, ""
         finally:
-            returncode = process.returncode
-            if returncode is None:
+            if process.returncode is None:
                 process.kill()
         output.seek(0)
-        return returncode, output.read().decode(errors="replace")
+        return process.returncode, output.read().decode(errors="replace")
 
 
 def group_members(leader: int) -> list[psutil.Process]:

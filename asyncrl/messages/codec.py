@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, repeat, starmap
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -128,26 +129,17 @@ def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
     return int(status), ErrorBody.model_validate(body)
 
 
+_PLAIN = "request_id max_tokens num_resumed temperature top_p stop seed top_logprobs".split()
+_plain = attrgetter(*_PLAIN)
+
+
 def submit_frame(asked: Sequence[Asked]) -> bytes:
     """Encode requests, shared prompt objects and grammars once."""
     prompts = {id(one.request.prompt_ids): one.request.prompt_ids for one in asked}
     place = {key: index for index, key in enumerate(prompts)}
     grammars = [*dict.fromkeys(one.request.grammar for one in asked)]
     rows = [
-        (
-            number,
-            is_streamed,
-            request.request_id,
-            place[id(request.prompt_ids)],
-            request.max_tokens,
-            request.num_resumed,
-            request.temperature,
-            request.top_p,
-            request.stop,
-            request.seed,
-            grammars.index(request.grammar),
-            request.top_logprobs,
-        )
+        (number, is_streamed, place[id(request.prompt_ids)], grammars.index(request.grammar), _plain(request))
         for number, request, is_streamed in asked
     ]
     arrays = {
@@ -162,20 +154,10 @@ def read_submit(frame: Frame) -> list[Asked]:
     rows, grammars = frame.text
     prompts = _parts(frame.arrays["prompts"], frame.arrays["prompt_sizes"].tolist())
     asked = []
-    for number, is_streamed, request_id, prompt, *sampling in rows:
-        max_tokens, num_resumed, temperature, top_p, stop, seed, grammar, num_top = sampling
-        request = GenerateRequest(
-            request_id,
-            prompts[prompt],
-            max_tokens,
-            num_resumed,
-            temperature,
-            top_p,
-            tuple(stop),
-            seed,
-            grammars[grammar],
-            num_top,
-        )
+    for number, is_streamed, prompt, grammar, plain in rows:
+        values = dict(zip(_PLAIN, plain, strict=True))
+        values["stop"] = tuple(values["stop"])
+        request = GenerateRequest(prompt_ids=prompts[prompt], grammar=grammars[grammar], **values)
         asked.append(Asked(number, request, is_streamed))
     return asked
 
@@ -218,22 +200,20 @@ def read_sampled(frame: Frame) -> Iterable[Sampled]:
 
 def response(request_id: str, *rows: Sampled) -> GenerateResponse:
     """Return a request's rows as one answer."""
-    token_ids = list[int]()
-    logprobs = list[float]()
+    num_tokens = 0
     spans = list[VersionSpan]()
     for row in rows:
         for start, end, version in row.spans:
-            start += len(token_ids)
+            start += num_tokens
             if spans and spans[-1].version == version:
                 start = spans.pop().start
-            spans.append(VersionSpan(start, end + len(token_ids), version))
-        token_ids += row.token_ids.tolist()
-        logprobs += row.logprobs.tolist()
+            spans.append(VersionSpan(start, end + num_tokens, version))
+        num_tokens += len(row.token_ids)
     then = rows[-1].then
     return GenerateResponse(
         request_id=request_id,
-        token_ids=token_ids,
-        logprobs=logprobs,
+        token_ids=[token for row in rows for token in row.token_ids.tolist()],
+        logprobs=[logprob for row in rows for logprob in row.logprobs.tolist()],
         version_spans=spans,
         finish_reason=cast(Any, {"more": None, "interrupted": "abort"}.get(then, then)),
         top_logprobs=[top for row in rows for top in row.top],

@@ -166,7 +166,7 @@ class GenerateResponse(Message):
     finish_reason: Literal["stop", "length", "abort"] | None = None
     top_logprobs: list[TopLogprobs] = []
     routing: bytes = Field(default=b"", exclude=True)
-    """Input of RoutedTokens (engines/segment_check.py)."""
+    """Input of RoutedTokens (engines/pool.py)."""
 
 
 class WeightsBody(Message):

@@ -119,7 +119,7 @@ class Completion:
     """Tokens of one logical request, joined from its segments; partial without `finish_reason`.
 
     `behaviour_logprobs`: float32 in nats. `version_spans` cover every token once, in order. `routing`:
-    RoutedTokens.known of engines/segment_check.py.
+    RoutedTokens.known of engines/pool.py.
     """
 
     token_ids: tuple[int, ...] = ()

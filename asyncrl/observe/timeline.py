@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import FiniteFloat, NonNegativeFloat, TypeAdapter
 
 from asyncrl.base.files import write_whole
-from asyncrl.base.spans import TimedSpan
+from asyncrl.base.waits import TimedSpan
 from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE, append_lines, read_lines, tell
 
 OLDER_FILE = "timeline.1.jsonl"

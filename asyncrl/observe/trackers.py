@@ -1,4 +1,6 @@
-"""Trackers of a run: interface, names, and the calling thread."""
+"""Trackers of a run: interface, the calling thread, and clients of TensorBoard, Weights & Biases, MLflow and
+Trackio, each imported when it starts.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,25 @@ import contextlib
 import inspect
 import json
 import queue
+import re
+import ssl
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl.base.errors import CallbackError, ConfigError, install_extra
 from asyncrl.base.user_code import check_call, load_object
-from asyncrl.config.operation import ObserveConfig
+from asyncrl.config.run_config import ObserveConfig
 from asyncrl.observe.run_dir import read_object
-from asyncrl.observe.samples import ShownRollout
+from asyncrl.observe.samples import ShownRollout, sample_text
 
 MAX_WAITING = 256
 """Queued calls; a full queue drops its oldest call."""
@@ -29,7 +36,10 @@ SOON_S = 1.0
 """Seconds until the console names trackers that are still sending."""
 LEFT: list[str] = []
 """Trackers whose clients may block the process's exit, so that the command exits at once."""
-METHODS = ("start", "step", "evaluation", "samples", "weights", "close")
+MAX_CHARS = 2000
+REACH_S = 10.0
+"""Seconds for wandb's server to answer; otherwise the run is kept in RUN_DIR/wandb."""
+RUN_TAG = "asyncrl.run_id"
 Metrics = Mapping[str, float]
 
 
@@ -98,29 +108,28 @@ class Callbacks(Tracker):
                 raise ConfigError(what, rule=f"it is called as {usage}", way_out="give a plain function.")
 
     def step(self, step: int, metrics: Metrics) -> None:
-        _call("on_step", self.on_step, step, dict(metrics))
+        self._call("on_step", step, dict(metrics))
 
     def evaluation(self, version: int, metrics: Metrics) -> None:
-        _call("on_evaluation", self.on_evaluation, version, dict(metrics))
+        self._call("on_evaluation", version, dict(metrics))
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
         for sample in samples:
-            _call("on_sample", self.on_sample, sample)
+            self._call("on_sample", sample)
 
     def weights(self, version: int, digest: str) -> None:
-        _call("on_weights", self.on_weights, version, digest)
+        self._call("on_weights", version, digest)
 
-
-def _call(name: str, function: Callable[..., None] | None, *arguments: Any) -> None:
-    if function is None:
-        return
-    try:
-        function(*arguments)
-    except Exception as error:
-        what = f"{name} of asyncrl.run raised {type(error).__name__}: {error}"
-        failure = CallbackError(what, way_out="fix the callback, then resume with the same run_dir.")
-        failure.error = error
-        raise failure from error
+    def _call(self, name: str, *arguments: Any) -> None:
+        if (function := getattr(self, name)) is None:
+            return
+        try:
+            function(*arguments)
+        except Exception as error:
+            what = f"{name} of asyncrl.run raised {type(error).__name__}: {error}"
+            failure = CallbackError(what, way_out="fix the callback, then resume with the same run_dir.")
+            failure.error = error
+            raise failure from error
 
 
 # ---- by their names in observe.trackers
@@ -152,17 +161,12 @@ def make_trackers(
 
 def class_of(name: str) -> Callable[..., Tracker]:
     """Return a client, or a user's `module:Class`."""
-    if ":" not in name:
-        from asyncrl.observe.tracker_clients import CLIENTS
-
+    if name in CLIENTS:
         return CLIENTS[name]
     kind: Callable[..., Tracker] = load_object(name, "observe.trackers")
-    if missing := [method for method in METHODS if not callable(getattr(kind, method, None))]:
-        raise ConfigError(
-            f"observe.trackers={name} has no {', '.join(missing)}",
-            rule=f"a tracker has {', '.join(METHODS)}",
-            way_out="define them, or inherit asyncrl.observe.trackers.Tracker.",
-        )
+    if not isinstance(kind, type) or not issubclass(kind, Tracker):
+        what = f"observe.trackers={name} is not a subclass of Tracker"
+        raise ConfigError(what, way_out="inherit asyncrl.observe.trackers.Tracker.")
     return kind
 
 
@@ -197,6 +201,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def start(self, run: TrackedRun) -> None:
+        self._folder = run.run_dir / "trackers"
         run = replace(run, warn=self._warnings.append)
         self._thread = threading.Thread(target=self._work, args=(run,), name="trackers", daemon=True)
         self._thread.start()
@@ -217,21 +222,18 @@ class Background:
 
     async def wait_closed(self, limit_s: float, say: Callable[[str], None]) -> None:
         """Wait until the queue is sent, `limit_s` at most; name late trackers."""
-        waited_s = 0.0
-        is_said = False
         try:
-            while self._is_sending() and waited_s < limit_s:
-                await asyncio.sleep(POLL_S)
-                waited_s += POLL_S
-                if not is_said and waited_s >= SOON_S:
-                    is_said = True
+            for poll in range(round(limit_s / POLL_S)):
+                if not self._is_sending():
+                    break
+                if poll == round(SOON_S / POLL_S):
                     say(f"waiting up to {limit_s:g} s for {', '.join(self._live)} (Ctrl-C: stop waiting)")
+                await asyncio.sleep(POLL_S)
         finally:
             self._show_warnings()
             if self._is_sending():
                 LEFT.extend(self._live)
-                late = ", ".join(self._live)
-                self.warn(f"trackers not done within {limit_s:g} s: {late}")
+                self.warn(f"trackers not done within {limit_s:g} s: {', '.join(self._live)}")
             if self.num_dropped:
                 self.warn(f"slow trackers: {self.num_dropped} calls dropped; metrics.jsonl has all steps")
 
@@ -254,8 +256,11 @@ class Background:
     def _try(self, name: str, method: str, *arguments: Any) -> None:
         try:
             if method == "start":
-                self._open(name, *arguments)
-            elif method not in ("step", "evaluation", "samples"):
+                self._live[name] = tracker = self.makers[name]()
+                kept = read_object(self._folder / f"{name}.json", [])
+                place = tracker.start(*arguments) or name
+                self._keep(name, kept if place == kept.get("id") else {"id": place})
+            elif method in ("weights", "close"):
                 getattr(self._live[name], method)(*arguments)
             elif arguments[0] > self._kept[name].get(method, -1):
                 getattr(self._live[name], method)(*arguments)
@@ -266,16 +271,230 @@ class Background:
             raised = f"{method}() raised {type(error).__name__}: {error!s:.500}"
             self._warnings.append(f"tracker {name} is turned off, the run continues: {raised}")
 
-    def _open(self, name: str, run: TrackedRun) -> None:
-        self._folder = run.run_dir / "trackers"
-        self._folder.mkdir(exist_ok=True)
-        kept = read_object(self._folder / f"{name}.json", [])
-        self._live[name] = tracker = self.makers[name]()
-        place = tracker.start(run) or name
-        self._keep(name, kept if place == kept.get("id") else {"id": place})
-
     def _keep(self, name: str, kept: dict[str, Any]) -> None:
+        self._folder.mkdir(exist_ok=True)
         unfinished = self._folder / f".{name}.new"
         unfinished.write_text(json.dumps(kept) + "\n", encoding="utf-8")
         unfinished.replace(self._folder / f"{name}.json")
         self._kept[name] = kept
+
+
+# ---- clients
+
+
+COLUMNS = (
+    *("step", "kind", "group_id", "sample_index", "prompt", "completion", "reward", "staleness"),
+    *("logprob_gap", "is_truncated", "num_interruptions", "error"),
+)
+
+
+def sample_table(samples: Sequence[ShownRollout]) -> dict[str, list[Any]]:
+    """Return `columns`, and in `data` a row per sample."""
+    rows = []
+    for sample in samples:
+        messages = [f"{message.get('role')}: {message.get('content')}" for message in sample["messages"]]
+        completion = [part["text"] for part in sample["parts"] if part["is_sampled"]]
+        shown = {**sample, "prompt": "\n".join(messages), "completion": "\n\n".join(completion)}
+        rows.append([shown[name] for name in COLUMNS])
+    return {"columns": [*COLUMNS], "data": rows}
+
+
+class _ByStep(Tracker):
+    """Evaluations have the policy_version as their step."""
+
+    def evaluation(self, version: int, metrics: Metrics) -> None:
+        self.step(version, metrics)
+
+
+class TensorBoard(_ByStep):
+    """TensorBoard: scalars by step, evaluations by policy_version, samples as text."""
+
+    _writer: Any
+
+    def start(self, run: TrackedRun) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"), flush_secs=5)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._add([Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()], step)
+
+    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+        """Add text by kind; indented, so that Markdown shows it verbatim."""
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        if step % 10 ** max(0, len(str(step)) - 2):
+            return
+        texts = dict[str, list[str]]()
+        for sample in samples:
+            lines = sample_text(sample, most=MAX_CHARS).split("\n")
+            texts.setdefault(sample["kind"], []).append("".join(f"    {line}\n" for line in lines))
+        for kind, found in texts.items():
+            self._add(text_pb(f"samples/{kind}", "\n---\n\n".join(found)).value, step)
+
+    def close(self, state: str) -> None:
+        self._writer.close()
+
+    def _add(self, values: Sequence[Any], step: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._writer.add_event(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
+
+
+@dataclass
+class Wandb(Tracker):
+    """Weights & Biases: metrics by `step`, evaluations by `policy_version`."""
+
+    project: str = "asyncrl"
+    entity: str | None = None
+    group: str | None = None
+    tags: Sequence[str] = ()
+    mode: Literal["online", "offline"] | None = None
+    """None: WANDB_MODE, else online."""
+    _run: Any = field(init=False)
+
+    def start(self, run: TrackedRun) -> str:
+        """Open the run; offline without a key or a server."""
+        import wandb
+
+        settings = wandb.setup().settings
+        mode: Any = self.mode or settings.mode
+        if mode == "online" and (why := _why_offline(str(settings.base_url))):
+            run.warn(f"wandb is offline: {why}; upload later: `wandb sync {run.run_dir}/wandb/offline-run-*`")
+            mode = "offline"
+        self._run = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            group=self.group,
+            tags=[*self.tags],
+            id=run.run_id,
+            name=run.name,
+            config=dict(run.config),
+            dir=str(run.run_dir),
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            allow_val_change=True,
+            settings=wandb.Settings(quiet=True, console="off", reinit="create_new"),
+        )
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("eval/*", step_metric="policy_version")
+        return f"{self.entity or ''}/{self.project}/{run.run_id}"
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def evaluation(self, version: int, metrics: Metrics) -> None:
+        self._run.log({"policy_version": version, **metrics})
+
+    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+        from wandb import Table
+
+        table = Table(**sample_table(samples), allow_mixed_types=True)
+        self._run.log({"step": step, "samples": table})
+
+    def close(self, state: str) -> None:
+        self._run.finish(exit_code=0 if state == "done" else 1)
+
+
+def _why_offline(base_url: str) -> str:
+    """Return why wandb would wait for a key or for an answer."""
+    import wandb
+
+    try:
+        urllib.request.urlopen(base_url, timeout=REACH_S).close()
+    except OSError as error:
+        has_answered = isinstance(error, urllib.error.HTTPError)
+        if not has_answered and not isinstance(getattr(error, "reason", None), ssl.SSLError):
+            return f"{base_url} cannot be reached ({error})"
+    is_known = wandb.login(prompt=False, verify=False)
+    return "" if is_known else f"no key for {base_url} (`wandb login`, or WANDB_API_KEY)"
+
+
+@dataclass
+class Mlflow(_ByStep):
+    """MLflow: metrics by step, evaluations by policy_version, and samples as a table artifact per step."""
+
+    uri: str | None = None
+    """Tracking server or database; None: MLFLOW_TRACKING_URI, else ./mlflow.db."""
+    experiment: str = "asyncrl"
+    _client: Any = field(init=False)
+    _id: str = field(init=False)
+
+    def start(self, run: TrackedRun) -> str:
+        """Continue the run with this run_id, or create it."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient(tracking_uri=self.uri)
+        known = self._client.get_experiment_by_name(self.experiment)
+        experiment = known.experiment_id if known else self._client.create_experiment(self.experiment)
+        if found := self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.run_id}'"):
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
+            self._client.set_tag(self._id, RUN_TAG, run.run_id)
+            settings = {
+                f"{name}.{key}".rstrip("."): value if isinstance(value, str) else json.dumps(value)
+                for name, section in run.config.items()
+                for key, value in (section if isinstance(section, Mapping) else {"": section}).items()
+            }
+            params = [Param(name, value[:5000]) for name, value in settings.items()]
+            self._client.log_batch(self._id, params=params)  # only once: a param cannot change
+        self._client.log_dict(self._id, dict(run.config), "config.yaml")
+        return self._id
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        names = {name: re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name) for name in metrics}  # what MLflow accepts
+        batch = [Metric(names[name], value, now_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=batch)
+
+    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+        self._client.log_dict(self._id, sample_table(samples), f"samples/step_{step:06d}.json")
+
+    def close(self, state: str) -> None:
+        states = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+        self._client.set_terminated(self._id, states[state])
+
+
+@dataclass
+class Trackio(_ByStep):
+    """Trackio: metrics by step, evaluations by policy_version."""
+
+    project: str = "asyncrl"
+    space_id: str | None = None
+    """A Hugging Face Space such as user/name; None: this machine, or TRACKIO_SPACE_ID."""
+    _run: Any = field(init=False)
+
+    def start(self, run: TrackedRun) -> str:
+        import trackio
+
+        name = f"{run.name}-{run.run_id[:8]}"
+        more: dict[str, Any] = {"config": dict(run.config), "resume": "allow", "embed": False}
+        self._run = trackio.init(self.project, name, space_id=self.space_id, **more)
+        return f"{self.space_id or ''}/{self.project}/{name}"
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+        from trackio import Table
+
+        self._run.log({"samples": Table(**sample_table(samples))}, step=step)
+
+    def close(self, state: str) -> None:
+        self._run.finish()
+
+
+CLIENTS: Mapping[str, Callable[..., Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+}

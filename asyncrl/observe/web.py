@@ -1,23 +1,51 @@
-"""Read-only HTTP servers: the status port and `asyncrl watch`."""
+"""HTTP servers that only read: `asyncrl watch`, and the status port with /metrics for Prometheus."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
+import json
+import math
+import os
+import re
+import secrets
+import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+import time
+import webbrowser
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
+import prometheus_client.core as prometheus
 from fastapi import FastAPI
+from prometheus_client.openmetrics import exposition
 from starlette.middleware.base import RequestResponseEndpoint
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from asyncrl.base.errors import ConfigError
+from asyncrl import __version__
+from asyncrl.agents.endpoint.listener import AppServer
+from asyncrl.base.errors import AsyncrlError, ConfigError
+from asyncrl.base.files import write_whole
+from asyncrl.config import ObserveConfig
+from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
+from asyncrl.observe.page import make_page, render
+from asyncrl.observe.run_dir import CONFIG_FILE, STATUS_FILE
 
 MAX_CONNECTIONS = 64
 IDLE_S = 75.0
 """Idle limit of connections."""
+READ_SHARE = 0.2
+"""Maximum share of time that `asyncrl watch` reads files."""
+KEY_FILE = "status.key"
+KEY_ENV = "ASYNCRL_STATUS_KEY"
+"""The user's own key, written to no file."""
+STATES = ("starting", "running", "done", "failed", "interrupted")
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -27,43 +55,57 @@ _HEADERS = {
 }
 
 
-def bind(host: str, port: int, setting: str) -> tuple[socket.socket, str]:
-    """Take a port (0: any). Raises ConfigError."""
-    try:
-        listening = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
-    except OSError as error:
-        way_out = "give an address of this machine and a free port; port 0 takes any."
-        raise ConfigError(f"cannot listen on {setting}: {error}", way_out=way_out) from error
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    name = f"[{name}]" if ":" in name else name
-    return listening, f"http://{name}:{listening.getsockname()[1]}"
-
-
-def make_app(routes: Mapping[str, Callable[[Request], Awaitable[Response]]], key: str | None) -> FastAPI:
-    """Serve GET requests that have `key` as bearer token or in ?key=.
+class WebServer:
+    """Serves GET requests that have `key` as bearer token or in ?key=.
 
     Without a key, only requests with a loopback host are served, so that no page of another site can read
-    the answers.
+    the answers. Raises ConfigError if the port is taken (0: any).
     """
-    app = FastAPI(openapi_url=None)
 
-    async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
-        if key is None and not is_local(request.headers.get("host", "")):
-            return PlainTextResponse("Use 127.0.0.1 or localhost as the host.\n", 403)
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        given = (request.query_params.get("key") or bearer).encode(errors="replace")
-        if key is not None and not hmac.compare_digest(given, key.encode()):
-            return PlainTextResponse("Wrong or missing key.\n", 401)
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        routes: Mapping[str, Callable[[Request], Awaitable[Response]]],
+        *,
+        key: str | None,
+        setting: str,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, port), family=family)
+        except OSError as error:
+            way_out = "give an address of this machine and a free port; port 0 takes any."
+            raise ConfigError(f"cannot listen on {setting}: {error}", way_out=way_out) from error
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        name = f"[{name}]" if ":" in name else name
+        self.url = f"http://{name}:{self._socket.getsockname()[1]}"
+        self._key = key
+        app = FastAPI(openapi_url=None)
+        app.middleware("http")(self._guard)
+        for path, endpoint in routes.items():
+            app.add_route(path, endpoint, methods=["GET"])
+        self._listener = AppServer(app, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
+
+    async def start(self) -> None:
+        await self._listener.listen(self._socket)
+
+    async def aclose(self) -> None:
+        await self._listener.aclose()
+        self._socket.close()
+
+    async def _guard(self, request: Request, answer: RequestResponseEndpoint) -> Response:
+        if self._key is None:
+            if not is_local(request.headers.get("host", "")):
+                return PlainTextResponse("Use 127.0.0.1 or localhost as the host.\n", 403)
+        else:
+            bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+            given = (request.query_params.get("key") or bearer).encode(errors="replace")
+            if not hmac.compare_digest(given, self._key.encode()):
+                return PlainTextResponse("Wrong or missing key.\n", 401)
         response = await answer(request)
         response.headers.update(_HEADERS)
         return response
-
-    app.middleware("http")(guard)
-    for path, endpoint in routes.items():
-        app.add_route(path, endpoint, methods=["GET"])
-    return app
 
 
 def is_local(host: str) -> bool:
@@ -72,3 +114,158 @@ def is_local(host: str) -> bool:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+# ---- asyncrl watch
+
+
+class LivePage:
+    """The page of runs at /, and its data at /page.json?since=MADE_S (204 if unchanged).
+
+    Runs without a config are omitted.
+    """
+
+    def __init__(self, run_dirs: Sequence[Path]) -> None:
+        self.page = make_page([], is_live=True)
+        self._run_dirs = run_dirs
+        self._seen: Any = None
+        self._next_s = 0.0
+        self._reading = asyncio.Lock()
+
+    async def show(self, _: Request) -> Response:
+        page = await self._newest()
+        return HTMLResponse(await asyncio.to_thread(render, page))
+
+    async def data(self, request: Request) -> Response:
+        page = await self._newest()
+        if request.query_params.get("since") == str(page["made_s"]):
+            return Response(status_code=204)
+        text = await asyncio.to_thread(json.dumps, page, allow_nan=False)
+        return Response(text, media_type="application/json")
+
+    async def _newest(self) -> dict[str, Any]:
+        """Read the page again if files changed."""
+        async with self._reading:
+            began_s = time.monotonic()
+            if began_s >= self._next_s:
+                await asyncio.to_thread(self._read)
+                now_s = time.monotonic()
+                self._next_s = now_s + (now_s - began_s) / READ_SHARE
+            return self.page
+
+    def _read(self) -> None:
+        runs = [folder for folder in self._run_dirs if (folder / CONFIG_FILE).is_file()]
+        try:
+            stats = [(path, path.stat()) for folder in runs for path in sorted(folder.glob("*.json*"))]
+            seen = runs, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+            if seen != self._seen:
+                self.page = make_page(runs, is_live=True)
+                self._seen = seen
+        except (AsyncrlError, OSError):  # a file that is being replaced
+            return
+
+
+async def watch(
+    run_dirs: Sequence[Path], host: str, port: int, *, opens: bool, say: Callable[[str], None]
+) -> None:
+    """Serve until Ctrl-C or SIGTERM. Raises ConfigError if the port is not free."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    key = None if is_local(host) else secrets.token_hex(24)
+    live = LivePage(run_dirs)
+    routes = {"/": live.show, "/page.json": live.data}
+    server = WebServer(host, port, routes, key=key, setting=f"--host {host} --port {port}")
+    url = f"{server.url}/?key={key}" if key else f"{server.url}/"
+    try:
+        await server.start()
+        for folder in run_dirs:
+            if not (folder / CONFIG_FILE).is_file():
+                say(f"{folder} is not a run yet; the page waits for it")
+        say(f"{url}  (Ctrl-C ends the page, not the run)")
+        if key:
+            say("Anyone with this address can read these runs; the connection is not encrypted.")
+        if opens:
+            await asyncio.to_thread(webbrowser.open, url)
+        await ended.wait()
+    finally:
+        await server.aclose()
+
+
+# ---- the status port
+
+
+class StatusServer(WebServer):
+    """Serves /metrics and /status of a run to bearers of its key."""
+
+    def __init__(
+        self, run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self.key_path = run_dir / KEY_FILE
+        self._status_path = run_dir / STATUS_FILE
+        self._numbers = numbers
+        self._info = {"run_dir": run_dir.resolve().name, "version": __version__}
+        host = observe.status_host
+        port = observe.status_port or 0
+        routes = {"/metrics": self._metrics, "/status": self._status}
+        setting = f"observe.status_host={host}, observe.status_port={port}"
+        super().__init__(host, port, routes, key=self._read_key(), setting=setting)
+
+    def _read_key(self) -> str:
+        """Return the user's key, or the key of the file, kept over resumes."""
+        if given := os.environ.get(KEY_ENV):
+            return given
+        if not self.key_path.exists():
+            write_whole(self.key_path, secrets.token_hex(24), is_private=True)
+        return self.key_path.read_text(encoding="utf-8").strip()
+
+    async def _metrics(self, _: Request) -> Response:
+        state = json.loads(self._status_path.read_bytes())["state"]
+        text = openmetrics(self._numbers(), state=state, info=self._info)
+        return Response(text, headers={"Content-Type": exposition.CONTENT_TYPE_LATEST})
+
+    async def _status(self, _: Request) -> Response:
+        return Response(self._status_path.read_bytes(), media_type="application/json")
+
+
+def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]) -> bytes:
+    states = {word: word == state for word in STATES}
+    families: dict[str, Any] = {
+        "info": prometheus.InfoMetricFamily("asyncrl_run", "Name of the run.", dict(info)),
+        "state": prometheus.StateSetMetricFamily("asyncrl_state", "State of the run.", states),
+    }
+    for name, value in numbers.items():
+        if not isinstance(value, Real) or not math.isfinite(value) or (found := family_of(name)) is None:
+            continue
+        family, label, gauge = found
+        if family not in families:
+            kind = prometheus.CounterMetricFamily if gauge.kind == "total" else prometheus.GaugeMetricFamily
+            meaning = f"{gauge.unit}, {gauge.meaning}" if gauge.unit else gauge.meaning
+            families[family] = kind(family, meaning, labels=["name"] if label else [])
+        families[family].add_metric([label] if label else [], float(value))
+    registry = SimpleNamespace(collect=families.values)
+    return bytes(exposition.generate_latest(registry))  # type: ignore[no-untyped-call]
+
+
+def family_of(name: str) -> tuple[str, str, Gauge] | None:
+    """Return family, label `name` ('' for none) and declaration; None if undeclared.
+
+    perf/step_s is asyncrl_perf_step_seconds; reward/mean/sums is
+    asyncrl_reward_mean_by_name{name="sums"}.
+    """
+    stem = name
+    label = ending = ""
+    if (several := re.fullmatch("eval/([^/]+)/(.+)", name)) and f"eval/{several[2]}" in GAUGES:
+        stem = f"eval/{several[2]}"
+        label = several[1]
+    elif name.startswith("task/"):
+        stem, _, label = name.partition("/")
+    elif name.count("/") > 1:
+        first, second, label = name.split("/", 2)
+        stem = f"{first}/{second}"
+        ending = "_by_name" if gauge_of(stem) is not None else ""
+    gauge = gauge_of(stem) or gauge_of(name)
+    if gauge is None:
+        return None
+    family = re.sub("(?<!_per)_s$", "_seconds", re.sub("[^a-z0-9_]", "_", stem.lower()))
+    return f"asyncrl_{family}{ending}", label, gauge

@@ -6,21 +6,19 @@ import asyncio
 import math
 import os
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Literal, TypeVar
+from typing import Literal
 
 from asyncrl.base.errors import EngineError, PublishError, RoomError
-from asyncrl.base.spans import note_span
-from asyncrl.base.waits import waiting
+from asyncrl.base.waits import note_span, waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner, Slots
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +59,19 @@ class EvalResult:
             "eval/abandoned": self.num_abandoned,
         }
         if self.samples:
-            rewards: defaultdict[str, list[float]] = defaultdict(list)
+            rewards = defaultdict[str, list[float]](list)
+            reported = defaultdict[str, list[float]](list)
             for sample in self.samples:
                 rewards[sample.prompt_id].append(sample.reward)
-            means = [fmean(found) for found in rewards.values()]
+                for name, value in sample.metrics.items():
+                    reported[f"eval/task/{name}"].append(value)
+            means = [fmean(of_prompt) for of_prompt in rewards.values()]
             metrics |= {
                 "eval/reward_mean": fmean(means),
                 "eval/length_mean": fmean(sample.length for sample in self.samples),
                 "eval/truncated_fraction": fmean(sample.is_truncated for sample in self.samples),
             }
-            for name in dict.fromkeys(name for sample in self.samples for name in sample.metrics):
-                reported = (sample.metrics[name] for sample in self.samples if name in sample.metrics)
-                metrics[f"eval/task/{name}"] = fmean(reported)
+            metrics |= {name: fmean(values) for name, values in reported.items()}
             if len(means) > 1:
                 metrics["eval/standard_error"] = stdev(means) / math.sqrt(len(means))
         return metrics
@@ -126,27 +125,30 @@ class HeldOut:
         self.broken.clear()
         runner = RolloutRunner(self.generator, timeout_s=self.rollout_timeout_s, retries=0)
         slots = Slots(self.slots)
-        places = [(number, index) for number in range(len(self.prompts)) for index in range(self.samples)]
-
-        async def run(number: int, index: int) -> Rollout | FailedRollout:
-            group_id, prompt = GroupId(-1 - number), self.prompts[number]  # below ids of training groups
-            name = f"eval-v{version}/{prompt.prompt_id}/s{index}"
-            attempt = RolloutAttempt(name, group_id, prompt, index)
-            return await runner.run(attempt, slots=slots, order=(number, index))
-
-        outcomes = await asyncio.gather(*(run(*place) for place in places), return_exceptions=True)
+        attempts = [
+            RolloutAttempt(
+                f"eval-v{version}/{prompt.prompt_id}/s{index}",
+                GroupId(-1 - number),  # below ids of training groups
+                prompt,
+                index,
+            )
+            for number, prompt in enumerate(self.prompts)
+            for index in range(self.samples)
+        ]
+        runs = (runner.run(each, slots=slots, order=(place,)) for place, each in enumerate(attempts))
+        outcomes = await asyncio.gather(*runs, return_exceptions=True)
         if self.broken:
             raise self.broken[0]
-        samples, failures = list[Sample](), list[FailedRollout]()
-        for (number, _), outcome in zip(places, outcomes, strict=True):
+        samples = list[Sample]()
+        last_failure = ""
+        for attempt, outcome in zip(attempts, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 raise outcome
             if isinstance(outcome, FailedRollout):
-                failures.append(outcome)
+                last_failure = str(outcome.failure)
             else:
-                samples.append(_sample(self.prompts[number].prompt_id, outcome, version))
-        last_failure = str(failures[-1].failure) if failures else ""
-        return EvalResult(version, tuple(samples), len(failures), last_failure)
+                samples.append(_sample(attempt.prompt.prompt_id, outcome, version))
+        return EvalResult(version, tuple(samples), len(attempts) - len(samples), last_failure)
 
 
 def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
@@ -217,13 +219,10 @@ class Evaluation:
         self._pending: DueVersion | None = None
         self._changed = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
-        self._stats = EvaluationStats()
-
-    def stats(self) -> EvaluationStats:
-        return self._stats
+        self.stats = EvaluationStats()
 
     def gauges(self) -> dict[str, float]:
-        stats = self._stats
+        stats = self.stats
         return {
             "evaluation/ended": stats.finished + stats.skipped + stats.abandoned,
             "evaluation/held_s": stats.held_s,
@@ -231,45 +230,37 @@ class Evaluation:
 
     @property
     def is_off(self) -> bool:
-        return self._stats.state == "off"
+        return self.stats.state == "off"
 
     @property
     def is_over(self) -> bool:
-        return all(one.is_over for one in self._held_out)
+        return all(each.is_over for each in self._held_out)
 
     def wants(self, version: int) -> bool:
         is_open = self._target is not None and not self.is_off
-        return is_open and any(one.is_next(version) for one in self._held_out)
+        return is_open and any(each.is_next(version) for each in self._held_out)
 
     def served_nowait(self, version: int) -> None:
         if due := self._due_nowait(version):
             self._keep(DueVersion(version, None, due))
 
     def _due_nowait(self, version: int) -> list[HeldOut]:
-        return [] if self.is_off else [one for one in self._held_out if one.is_due_nowait(version)]
+        return [] if self.is_off else [each for each in self._held_out if each.is_due_nowait(version)]
 
     def published_nowait(self, manifest: ExportResponse) -> None:
         """Keep a due version's weights as a hard link, before the next export deletes them."""
         version = manifest.version
-        stats = self._stats
         due = self._due_nowait(version)
         if not due:
             return
         is_last = version >= due[0].last
-        if self._pending is not None or (stats.state != "idle" and not is_last):
-            stats.skipped += len(self._pending.due if self._pending is not None and is_last else due)
+        if self._pending is not None or (self.stats.state != "idle" and not is_last):
+            self.stats.skipped += len(self._pending.due if self._pending is not None and is_last else due)
             if not is_last:  # it replaces a waiting version
                 return
         if not self._is_fetched:
             path = self._folder / f"eval-{version}.safetensors"
-            try:
-                os.link(manifest.path, path)
-            except OSError as error:
-                what = f"cannot keep the weights of policy_version {version} for the eval engine: {error}"
-                self.give_up(
-                    RoomError(self.name, what, way_out="stage weights where hard links can be made.")
-                )
-                return
+            os.link(manifest.path, path)
             manifest = manifest.model_copy(update={"path": str(path)})
         self._keep(DueVersion(version, manifest, due))
 
@@ -284,23 +275,25 @@ class Evaluation:
                 pending = self._pending
                 self._pending = None
                 await self._evaluate(pending)
-                for one in pending.due:
-                    one.is_over = pending.version >= one.last
+                for each in pending.due:
+                    each.is_over = pending.version >= each.last
                 self._wake()
         finally:
             self._drop()
 
     async def wait_released(self) -> None:
-        clock = asyncio.get_running_loop().time
-        stats = self._stats
-        if self._target is not None or (self._pending is None and stats.state != "sampling"):
+        def is_held() -> bool:
+            return self._pending is not None or self.stats.state == "sampling"
+
+        if self._target is not None or not is_held():
             return
+        clock = asyncio.get_running_loop().time
         start_s = clock()
         with waiting("the evaluation of the version that is served", on="evaluation"):
-            while self._pending is not None or stats.state == "sampling":
+            while is_held():
                 await self._changed.wait()
-        stats.held_s += clock() - start_s
-        note_span("weight sync", "held for an evaluation", start_s, clock(), stats.version)
+        self.stats.held_s += clock() - start_s
+        note_span("weight sync", "held for an evaluation", start_s, clock(), self.stats.version)
 
     async def wait_last(self) -> None:
         with waiting("the evaluation of the last version", on="evaluation"):
@@ -313,7 +306,7 @@ class Evaluation:
             self._on_trouble(f"the run continues without evaluation: {error}")
 
     def stop_nowait(self) -> None:
-        self._stats.state = "off"
+        self.stats.state = "off"
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
         self._drop()
@@ -327,62 +320,60 @@ class Evaluation:
 
     async def _evaluate(self, pending: DueVersion) -> None:
         clock = asyncio.get_running_loop().time
-        stats = self._stats
-        stats.version = pending.version
+        stats = self.stats
+        stats.version = version = pending.version
         start_s = clock()
-        left = list(pending.due)
+        is_loaded = pending.weights is None
         if pending.weights is not None:
             stats.state = "loading"
-            if not await self._limited(left[0], pending.version, self._load(pending.weights)):
-                stats.abandoned += len(left)
-                left = []
-        for one in left:
-            if self.is_off:
-                return
-            stats.state = "sampling"
-            result = await self._limited(one, pending.version, self._sample(one, pending.version))
+            async with self._limited(pending.due[0], version):
+                await self._load(pending.weights)
+                is_loaded = True
+        for held_out in pending.due:
+            result = None
+            if is_loaded:
+                if self.is_off:
+                    return
+                stats.state = "sampling"
+                async with self._limited(held_out, version):
+                    engines = "the rollout engines" if self._target is None else "engine-eval"
+                    on = f"{engines}, the reward function"
+                    with waiting(f"the samples of policy_version {version}", on=on):
+                        result = await held_out.evaluate(version)
             if result is None:
                 stats.abandoned += 1
             else:
                 stats.finished += 1
-                result = replace(result, name=one.name, seconds=clock() - start_s)
+                result = replace(result, name=held_out.name, seconds=clock() - start_s)
                 self._on_result(replace(result, num_skipped=stats.skipped, num_abandoned=stats.abandoned))
             start_s = clock()
         if not self.is_off:
             stats.state = "idle"
 
-    async def _limited(self, one: HeldOut, version: int, work: Awaitable[Result]) -> Result | None:
-        """Return None if the time limit, a stop or a lost eval engine ended the work."""
-        lost: RoomError | None = None
-        self._limit = limit = asyncio.timeout(one.timeout_s)
+    @asynccontextmanager
+    async def _limited(self, held_out: HeldOut, version: int) -> AsyncIterator[None]:
+        """Leave the block at the time limit, at a stop, or when the eval engine is lost."""
+        self._limit = limit = asyncio.timeout(held_out.timeout_s)
         try:
-            async with limit:
-                return await work
+            try:
+                async with limit:
+                    yield
+            finally:
+                self._limit = None
         except TimeoutError:
             if not limit.expired():
                 raise
+            if not self.is_off:
+                self._on_trouble(
+                    f"evaluation {held_out.name} of policy_version {version} did not end within "
+                    f"eval.timeout_s={held_out.timeout_s}; raise it, or lower eval.num_prompts"
+                )
         except RoomError as error:
             if self._target is None:
                 raise
-            lost = error  # its failure does not end the run
-        finally:
-            self._limit = None
-        if lost is not None:
-            self.give_up(lost)
-        elif not self.is_off:
-            what = (
-                f"the evaluation{one.name and f' {one.name}'} of policy_version {version} was abandoned: it"
-            )
-            why = f"did not end within eval.timeout_s={one.timeout_s}; raise it, or lower eval.num_prompts"
-            self._on_trouble(f"{what} {why}")
-        return None
+            self.give_up(error)
 
-    async def _sample(self, one: HeldOut, version: int) -> EvalResult:
-        engines = "the rollout engines" if self._target is None else "engine-eval"
-        with waiting(f"the samples of policy_version {version}", on=f"{engines}, the reward function"):
-            return await one.evaluate(version)
-
-    async def _load(self, manifest: ExportResponse) -> bool:
+    async def _load(self, manifest: ExportResponse) -> None:
         assert self._target is not None, "only an eval engine loads weights here"
         sent = (manifest.version, manifest.digest)
         try:
@@ -396,7 +387,6 @@ class Evaluation:
         if loaded != sent:
             what = f"{self._target.name} has (policy_version, digest) {loaded}; the trainer sent {sent}"
             raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
-        return True
 
     def _keep(self, pending: DueVersion) -> None:
         self._drop()

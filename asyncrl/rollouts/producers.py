@@ -16,15 +16,7 @@ from typing import Any, Literal
 from asyncrl.base.errors import EngineError, RolloutFailure, TaskError, WouldWait
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import (
-    Group,
-    GroupId,
-    Prompt,
-    Rollout,
-    Ticket,
-    UnfinishedGroup,
-    by_task,
-)
+from asyncrl.messages.records import Group, GroupId, Prompt, Rollout, Ticket, UnfinishedGroup, by_task
 from asyncrl.rollouts.rollout import FailedRollout, Phase, RolloutAttempt, RolloutRunner, Seen, Slots
 from asyncrl.tasks.prompt_source import PromptSource
 
@@ -32,7 +24,6 @@ log = logging.getLogger(__name__)
 
 NUM_OLDEST = 8
 
-UnusedState = Literal["failed", "requeued"]
 Spawn = Callable[..., asyncio.Task[None]]
 OnFailed = Callable[[GroupId, Prompt, FailedRollout], None]
 
@@ -44,27 +35,29 @@ class RunningGroup:
     revokes it.
     """
 
-    def __init__(self, before: UnfinishedGroup, group_size: int) -> None:
-        self.ticket, self.prompt, self.partials = before.ticket, before.prompt, before.partials
+    def __init__(self, earlier: UnfinishedGroup, group_size: int) -> None:
+        self.ticket = earlier.ticket
+        self.prompt = earlier.prompt
+        self.partials = earlier.partials
         self.group_size = group_size
         self.tasks: list[asyncio.Task[Any]] = []
         self.sampled: set[int] = set()
-        self._rollouts: dict[int, Rollout] = dict(before.rollouts)
+        self._rollouts: dict[int, Rollout] = dict(earlier.rollouts)
         self._failures = {
             index: FailedRollout(index, attempts, RolloutFailure(why))
-            for index, (attempts, why) in before.failures.items()
+            for index, (attempts, why) in earlier.failures.items()
         }
 
     @property
     def to_run(self) -> list[int]:
-        rollouts, failures = self._rollouts, self._failures
-        return [index for index in range(self.group_size) if index not in rollouts and index not in failures]
+        done = self._rollouts.keys() | self._failures.keys()
+        return [index for index in range(self.group_size) if index not in done]
 
     def add(self, outcome: Rollout | FailedRollout) -> None:
         if isinstance(outcome, FailedRollout):
             # Keep only the message: the traceback holds this group, and `seen` the conversation.
-            words = RolloutFailure(str(outcome.failure))
-            self._failures[outcome.sample_index] = replace(outcome, failure=words, seen=Seen())
+            failure = RolloutFailure(str(outcome.failure))
+            self._failures[outcome.sample_index] = replace(outcome, failure=failure, seen=Seen())
         else:
             self._rollouts[outcome[0].sample_index] = outcome
 
@@ -138,7 +131,8 @@ class Producers:
         self._set_aside: list[tuple[int, Prompt]] = []
         # earlier failures, for the first ticket of a later version
         self._returning: list[tuple[int, Prompt]] = []
-        self._counts, self._failed = Counter[str](), Counter[str]()
+        self._counts = Counter[str]()
+        self._failed = Counter[str]()
         self.last_failure = ""
 
     def gauges(self) -> dict[str, float]:
@@ -162,10 +156,8 @@ class Producers:
         return [(name, asyncio.get_running_loop().time() - start_s) for name, start_s in started]
 
     def prompts_out(self) -> list[Prompt]:
-        return [
-            *(group.prompt for group in self._groups.values()),
-            *(prompt for _, prompt in (*self._set_aside, *self._returning)),
-        ]
+        set_aside = [prompt for _, prompt in (*self._set_aside, *self._returning)]
+        return [group.prompt for group in self._groups.values()] + set_aside
 
     async def run(self) -> None:
         while True:
@@ -174,7 +166,7 @@ class Producers:
                 ticket = self._sink.admit_nowait()
             except WouldWait:
                 await self._sink.wait_open()
-                continue  # a retry may have taken the slot
+                continue
             for start_version, prompt in self._returning:
                 if start_version < ticket.start_version:
                     self._source.requeue_nowait(prompt)
@@ -208,11 +200,13 @@ class Producers:
         if again is not None:
             self._source.requeue_nowait(again)
 
-    def _start(self, before: UnfinishedGroup) -> RunningGroup:
-        group, group_id = RunningGroup(before, self.group_size), before.ticket.group_id
+    def _start(self, earlier: UnfinishedGroup) -> RunningGroup:
+        group = RunningGroup(earlier, self.group_size)
+        group_id = earlier.ticket.group_id
         self._groups[group_id] = group
         for index in group.to_run:
-            name, order = f"g{group_id}/r{index}", (before.ticket.start_version, group_id, index)
+            name = f"g{group_id}/r{index}"
+            order = (earlier.ticket.start_version, group_id, index)
             self._slots.ask_nowait(name, order)  # before the task's first step: charged at once
             task = self._spawn(self._run_rollout(group, index, order), name=f"rollout {name}")
             # even if the task never began
@@ -272,25 +266,27 @@ class Producers:
             raise EngineError(self.name, what, rule=rule, way_out=way_out)
 
     def _complete(self, running: RunningGroup) -> None:
-        group_id, prompt = running.ticket.group_id, running.prompt
+        group_id = running.ticket.group_id
+        start_version = running.ticket.start_version
+        prompt = running.prompt
         del self._groups[group_id]  # first: the buffer may revoke the group now
         group = running.group()
         if group is not None:
             self._failed_in_a_row = 0
             self._returning += self._set_aside
             self._set_aside.clear()
-            found = self._sink.finish_nowait(group)
-            if found in ("ready", "filtered"):  # requeued() journals revoked groups
-                self._journal.group_ended_nowait(group_id, found, "")
-                rewards = {one.sample_index: one.reward for one in group.trajectories}.values()
-                self._source.observed_nowait(prompt.prompt_id, fmean(rewards), running.ticket.start_version)
+            state = self._sink.finish_nowait(group)
+            if state != "requeued":  # requeued() journals revoked groups
+                self._journal.group_ended_nowait(group_id, state, "")
+                rewards = {branch.sample_index: branch.reward for branch in group.trajectories}.values()
+                self._source.observed_nowait(prompt.prompt_id, fmean(rewards), start_version)
             return
         self._counts["failed_groups"] += 1
         self._failed_in_a_row += not prompt.num_requeued  # a requeued prompt may itself be the cause
         reason, may_succeed = running.why_failed()
         again = self._end_unused(group_id, "failed", prompt, reason, may_succeed=may_succeed)
         if again is not None:
-            self._set_aside.append((running.ticket.start_version, again))
+            self._set_aside.append((start_version, again))
         if self._failed_in_a_row >= self.max_failed_groups:
             what = f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}"
             rule = f"rollout.max_failed_groups={self.max_failed_groups} in a row end the run"
@@ -299,15 +295,22 @@ class Producers:
         self._sink.fail_nowait(group_id)
 
     def _end_unused(
-        self, group_id: GroupId, state: UnusedState, prompt: Prompt, reason: str, *, may_succeed: bool
+        self,
+        group_id: GroupId,
+        state: Literal["failed", "requeued"],
+        prompt: Prompt,
+        reason: str,
+        *,
+        may_succeed: bool,
     ) -> Prompt | None:
         """Return the prompt, or None if it is given up."""
-        again: Prompt | None = None
+        again = None
+        num_requeued = None
         if may_succeed and prompt.num_requeued < self.max_requeues:
-            again = replace(prompt, num_requeued=prompt.num_requeued + 1)
+            num_requeued = prompt.num_requeued + 1
+            again = replace(prompt, num_requeued=num_requeued)
         else:
             self._counts["given_up"] += 1
             log.warning("prompt %s is given up: %s", prompt.prompt_id, reason)
-        requeued = None if again is None else again.num_requeued
-        self._journal.group_ended_nowait(group_id, state, reason, requeued=requeued)
+        self._journal.group_ended_nowait(group_id, state, reason, requeued=num_requeued)
         return again

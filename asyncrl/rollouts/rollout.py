@@ -1,21 +1,48 @@
-"""A rollout with limits and retries; failures become data."""
+"""Run rollouts with limits and retries: a single turn, or a harness in a session. Failures become data."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import heapq
+import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self, TextIO
 
-from asyncrl.base.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
+import numpy as np
+
+from asyncrl.base.errors import ConfigError, PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.base.waits import waiting
+from asyncrl.config import OnOverflow
+from asyncrl.engines.engine import Teacher
+from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Completion, GroupId, Prompt, Rollout
+from asyncrl.messages.engine_api import NO_EXPERT
+from asyncrl.messages.records import (
+    Completion,
+    GroupId,
+    Outcome,
+    Prompt,
+    Rollout,
+    SamplingRequest,
+    Trajectory,
+    VersionSpan,
+    Work,
+)
+from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue, answer_text
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.tasks.scorer import Scorers
 
 log = logging.getLogger(__name__)
+
+Phase = Literal["sampling", "scoring"]
+Score = Callable[[], Awaitable[Rollout]]
+"""Score a sampled rollout."""
 
 
 def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attempt: int = 0) -> int:
@@ -75,11 +102,10 @@ class Slots:
 
     def give_back_nowait(self, name: str) -> None:
         """Release the slot or leave the queue. Idempotent."""
-        if name not in self._held and name not in self._waiting:
-            return
-        self._waiting.pop(name, None)
-        self._held.discard(name)
-        self._hand_out()
+        if name in self._held or name in self._waiting:
+            self._waiting.pop(name, None)
+            self._held.discard(name)
+            self._hand_out()
 
     def resize_nowait(self, capacity: int) -> None:
         self.capacity = capacity
@@ -87,15 +113,14 @@ class Slots:
 
     def _hand_out(self) -> None:
         while self.num_held < self.capacity and self._queue:
-            found = heapq.heappop(self._queue)[1]
-            future = self._waiting.pop(found, None)
-            if future is not None:
-                self._held.add(found)
+            name = heapq.heappop(self._queue)[1]
+            if (future := self._waiting.pop(name, None)) is not None:
+                self._held.add(name)
                 if not future.done():  # cancelled just now; its end releases the slot
                     future.set_result(None)
         if self.num_held < self.capacity:
             self._spare.set()
-            self._spare = asyncio.Event()
+            self._spare.clear()
 
 
 class RolloutClock:
@@ -103,15 +128,13 @@ class RolloutClock:
 
     def __init__(self, timeout_s: float | None) -> None:
         self.left_s = timeout_s
-        self._limit: asyncio.Timeout | None = None
+        self._limit = asyncio.timeout(None)
 
     def start(self) -> asyncio.Timeout:
         self._limit = asyncio.timeout(self.left_s)
         return self._limit
 
     def hold(self) -> None:
-        if self._limit is None or self.left_s is None:
-            return
         if self._limit.expired():
             self.left_s = 0.0
         elif (when_s := self._limit.when()) is not None:
@@ -119,9 +142,8 @@ class RolloutClock:
             self._limit.reschedule(None)
 
     def resume(self) -> None:
-        limit = self._limit
-        if limit is not None and self.left_s is not None and limit.when() is None and not limit.expired():
-            limit.reschedule(asyncio.get_running_loop().time() + self.left_s)
+        if self.left_s is not None and self._limit.when() is None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + self.left_s)
 
 
 @dataclass(slots=True)
@@ -168,9 +190,6 @@ class RolloutAttempt:
             self.journal.tokens_lost_nowait(self.group_id, num_lost)
 
 
-Score = Callable[[], Awaitable[Rollout]]
-
-
 class Generator(Protocol):
     async def sample(self, attempt: RolloutAttempt) -> Score:
         """Sampling and scoring raise RolloutFailure (data), or RoomError (ends the run)."""
@@ -189,9 +208,6 @@ class FailedRollout:
     @property
     def how(self) -> str:
         return f"failed {self.num_attempts} times, last" if self.num_attempts else "cannot be sampled"
-
-
-Phase = Literal["sampling", "scoring"]
 
 
 class RolloutRunner:
@@ -242,8 +258,8 @@ class RolloutRunner:
                 tries = f"{num_attempts} of {self.retries + 1}"
                 log.warning("%s attempt %s failed: %s", attempt.rollout_id, tries, outcome)
                 if isinstance(outcome, PromptUnusable):
-                    return FailedRollout(attempt.sample_index, 0, outcome, attempt.seen)
-                if num_attempts > self.retries or clock.left_s == 0.0:
+                    num_attempts = 0
+                if not 0 < num_attempts <= self.retries or clock.left_s == 0.0:
                     return FailedRollout(attempt.sample_index, num_attempts, outcome, attempt.seen)
                 attempt = replace(attempt, attempt=num_attempts, partial=None)
                 self.num_retried += 1
@@ -280,3 +296,263 @@ class RolloutRunner:
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
             what = f"{name} raised {type(error).__name__}: {error}"
             return RolloutFailure(what, way_out="see logs/controller.log.")
+
+
+# ---- generators
+
+
+class EncodedPrompts:
+    """Token ids of recent prompts, so that a group's requests share one object."""
+
+    MAX_PROMPTS = 1024
+
+    def __init__(self, tokenizer: HFChatTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    def ids_of(self, prompt: Prompt) -> tuple[int, ...]:
+        ids = self._known.get(prompt.prompt_id)
+        if ids is None:
+            ids = self.tokenizer.encode_chat(prompt.messages)
+            self._known[prompt.prompt_id] = ids
+            if len(self._known) > self.MAX_PROMPTS:
+                del self._known[next(iter(self._known))]
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class SingleTurn:
+    engine: EnginePool
+    prompts: EncodedPrompts
+    scorers: Scorers
+    run_seed: int
+    max_tokens: int
+    max_prompt_tokens: int
+    temperature: float
+    stop: tuple[str, ...] = ()
+
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        """Raises RolloutFailure if the prompt is too long or refused."""
+        prompt, index = attempt.prompt, attempt.sample_index
+        prompt_ids = self.prompts.ids_of(prompt)
+        if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
+            raise PromptUnusable(
+                f"prompt {prompt.prompt_id} has {len(prompt_ids)} tokens",
+                rule=f"1 to rollout.max_prompt_tokens={self.max_prompt_tokens} are allowed; none is cut",
+                way_out="raise rollout.max_prompt_tokens, or leave such prompts out of the task.",
+            )
+        num_spent = 0
+
+        def spend(num_tokens: int) -> None:
+            nonlocal num_spent
+            num_spent += num_tokens
+
+        def keep(partial: Completion) -> None:
+            attempt.keep_segment(0, partial)
+            attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, partial, 0.0),)
+
+        attempt.seen.num_spent = lambda: num_spent
+        completion = await self.engine.generate(
+            SamplingRequest(
+                # a retry may arrive before the first try has ended
+                request_id=f"{attempt.rollout_id}/t0/a{attempt.attempt}",
+                prompt_ids=prompt_ids,
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                stop=self.stop,
+                seed=derive_seed(self.run_seed, prompt.seed_id, index, 0, attempt.attempt),
+                route_key=f"g{attempt.group_id}",
+            ),
+            partial=attempt.partial,
+            on_segment=keep,
+            on_spent=spend,
+        )
+        attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, completion, 0.0),)
+
+        async def score() -> Rollout:
+            scorer = self.scorers.of(prompt)
+            shows_special = scorer.shows_special
+            text = answer_text(self.prompts.tokenizer, completion.token_ids, shows_special=shows_special)
+            reward = await scorer.score(prompt, text)
+            return (make_trajectory(index, prompt_ids, completion, reward),)
+
+        return score
+
+
+def make_trajectory(
+    sample_index: int, prompt_ids: tuple[int, ...], completion: Completion, reward: float
+) -> Trajectory:
+    num_prompt = len(prompt_ids)
+    logprobs = np.zeros(num_prompt + len(completion.token_ids), np.float32)
+    logprobs[num_prompt:] = completion.behaviour_logprobs
+    routing = None
+    if completion.routing:
+        known = np.frombuffer(completion.routing, "<u2").reshape(len(logprobs) - 1, -1)
+        routing = np.pad(known, ((0, 1), (0, 0)), constant_values=NO_EXPERT)
+    return Trajectory(
+        sample_index=sample_index,
+        token_ids=np.array(prompt_ids + completion.token_ids, dtype=np.int32),
+        loss_mask=np.arange(len(logprobs)) >= num_prompt,
+        behaviour_logprobs=logprobs,
+        version_spans=tuple(
+            VersionSpan(span.start + num_prompt, span.end + num_prompt, span.version, span.engine)
+            for span in completion.version_spans
+        ),
+        reward=reward,
+        is_truncated=completion.finish_reason == "length",
+        num_interruptions=completion.num_interruptions,
+        routing=routing,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessGenerator:
+    """Run the harness on a worker, in a session per attempt.
+
+    The clock of rollout.timeout_s stops while work is queued. A rollout that reached a limit is truncated or
+    failed, by `on_overflow`; truncated without reward gets 0.
+    """
+
+    host: SessionHost
+    queue: WorkQueue
+    scorers: Scorers
+    on_overflow: OnOverflow = "truncate"
+
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        """Raises RolloutFailure if the harness or its worker fails, or nothing can be trained on."""
+        prompt, index, name = attempt.prompt, attempt.sample_index, attempt.rollout_id
+        scorer = self.scorers.of(prompt)
+        session = self.host.open_nowait(
+            name,
+            prompt_id=prompt.seed_id,
+            sample_index=index,
+            attempt=attempt.attempt,
+            route_key=name,
+            shows_special=scorer.shows_special,
+        )
+        attempt.seen.rollout = functools.partial(session.rollout, index, Outcome(), 0.0)
+        attempt.seen.num_spent = lambda: session.num_spent
+        ends = "the rollout ran past rollout.timeout_s, or is no longer needed"
+        try:
+            attempt.clock.hold()
+            work = Work(name, prompt, index, attempt.attempt, session.key, attempt.clock.left_s)
+            outcome, is_cut = await self._outcome(session, work, attempt)
+            ends = "its harness has finished"  # leftover work would keep sampling
+        except RolloutFailure as failure:
+            ends = f"the rollout failed: {failure.what}"
+            raise
+        finally:
+            session.end_nowait(ends)
+
+        async def score() -> Rollout:
+            reward = 0.0 if is_cut and not scorer.has_score else own_reward(outcome)
+            if reward is None:
+                reward = await scorer.score(prompt, session.last_text())
+            return session.rollout(index, outcome, reward)
+
+        return score
+
+    async def _outcome(
+        self, session: RolloutSession, work: Work, attempt: RolloutAttempt
+    ) -> tuple[Outcome, bool]:
+        """Return the harness's outcome, and whether a limit cut it."""
+        try:
+            async with session.while_open():
+                outcome = await self.queue.run(work, started=attempt.clock.resume)
+        except RolloutFailure as failure:
+            if session.overflow is None or self.on_overflow == "fail" or not session.num_completions:
+                raise
+            # it may be the harness's bug
+            log.warning("%s is kept as truncated (%s): %s", work.rollout_id, session.overflow, failure)
+            return Outcome(), True
+        if session.overflow is not None and self.on_overflow == "fail":
+            way_out = "raise it, or set generator.on_overflow to truncate."
+            raise RolloutFailure(f"{work.rollout_id} has met a limit: {session.overflow}", way_out=way_out)
+        return outcome, False
+
+
+def own_reward(outcome: Outcome) -> float | None:
+    """Return None if the task scores."""
+    parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
+    return sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
+
+
+@dataclass(frozen=True, slots=True)
+class DistillingGenerator:
+    """Add a teacher's logprobs to rollouts.
+
+    The clock of rollout.timeout_s stops: teacher answers have their own limit.
+    """
+
+    generator: Generator
+    teacher: Teacher
+
+    async def sample(self, attempt: RolloutAttempt) -> Score:
+        score = await self.generator.sample(attempt)
+
+        async def score_and_judge() -> Rollout:
+            rollout = await score()
+            attempt.clock.hold()
+            return await self.teacher.judge(rollout)
+
+        return score_and_judge
+
+
+# ---- `asyncrl serve gateway --record FILE`
+
+
+class RolloutRecorder:
+    """Append one JSON object per rollout to a file: prompt_id, messages, answer, info, sample_index, reward
+    and branches with text, token_ids, loss_mask (1: sampled), logprobs in nats and version_spans [start, end,
+    version].
+    """
+
+    def __init__(self, tokenizer: HFChatTokenizer, path: Path | None) -> None:
+        """Write nothing without a path. Raises ConfigError if the file cannot be written."""
+        self.tokenizer = tokenizer
+        self._file: TextIO | None = None
+        self._samples = Counter[str]()
+        self.num_recorded = 0
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write to {path}: {error}", way_out="name another file.") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def next_sample(self, prompt_id: str) -> int:
+        return self._samples[prompt_id]
+
+    def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:
+        self._samples[prompt.prompt_id] += 1
+        if self._file is None:
+            return
+        line = {
+            "prompt_id": prompt.prompt_id,
+            "messages": list(prompt.messages),
+            "answer": prompt.answer,
+            "info": dict(prompt.info),
+            "sample_index": rollout[0].sample_index,
+            "reward": reward,
+            "branches": [self._branch(branch) for branch in rollout],
+        }
+        self._file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        self._file.flush()
+        self.num_recorded += 1
+
+    def _branch(self, branch: Trajectory) -> dict[str, Any]:
+        token_ids = branch.token_ids.tolist()
+        return {
+            "text": self.tokenizer.decode(token_ids, skip_special_tokens=False),
+            "token_ids": token_ids,
+            "loss_mask": branch.loss_mask.astype(int).tolist(),
+            "logprobs": branch.behaviour_logprobs.tolist(),
+            "version_spans": [[span.start, span.end, span.version] for span in branch.version_spans],
+        }

@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TypeVar
 
 from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
-from asyncrl.base.spans import note_span
-from asyncrl.base.waits import waiting, within
+from asyncrl.base.waits import note_span, waiting, within
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import Interrupt, TransferStats
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
 
 T = TypeVar("T")
-OnPublished = Callable[[ExportResponse], Awaitable[None]]
 
 
 async def at_once(*_: object) -> None:
     """Return at once."""
 
 
+@dataclass(eq=False)
 class Publisher:
     """Engines that get pushes, their version, and the report of the last push.
 
@@ -33,32 +31,28 @@ class Publisher:
     node.
     """
 
-    def __init__(
-        self,
-        trainer: WeightTrainer,
-        targets: Sequence[EngineClient],
-        *,
-        timeout_s: float,
-        on_served: Callable[[int], None],
-        on_published: OnPublished = at_once,
-        on_lost: OnLost | None = None,
-        locate: Locate = in_place,
-    ) -> None:
-        self._trainer = trainer
-        self._targets = tuple(targets)
-        self._on_served = on_served
-        self._on_published = on_published
-        self._on_lost = on_lost
-        self._push = partial(Push, timeout_s=timeout_s, locate=locate)
+    trainer: WeightTrainer
+    targets: Sequence[EngineClient]
+    _: KW_ONLY
+    timeout_s: float
+    on_served: Callable[[int], None]
+    on_published: Callable[[ExportResponse], Awaitable[None]] = at_once
+    on_lost: OnLost | None = None
+    interrupt: Interrupt = "abort"
+    locate: Locate = in_place
+    version: int = field(default=0, init=False)
+    num_published: int = field(default=0, init=False)
+    num_skipped: int = field(default=0, init=False)
+    """Versions that a newer one replaced."""
+    report: PushReport = field(default=PushReport(), init=False)
+    """When time-shared, all of publish_s is a pause."""
+
+    def __post_init__(self) -> None:
         self._down: set[str] = set()
-        self.version = self.num_published = self.num_skipped = 0
-        """num_skipped: versions that a newer one replaced."""
-        self.report = PushReport()
-        """When time-shared, all of publish_s is a pause."""
 
     @property
     def _live(self) -> list[EngineClient]:
-        return [target for target in self._targets if target.name not in self._down]
+        return [target for target in self.targets if target.name not in self._down]
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -83,6 +77,17 @@ class Publisher:
         """Exclude this engine from pushes when this returns."""
         self._down.add(name)
 
+    def _push(self, version: int, targets: Sequence[EngineClient], on_lost: OnLost | None) -> Push:
+        return Push(
+            version,
+            targets,
+            served=self.version,
+            timeout_s=self.timeout_s,
+            interrupt=self.interrupt,
+            on_lost=on_lost,
+            locate=self.locate,
+        )
+
     def _count(self, version: int, report: PushReport) -> None:
         self.version = version
         self.report = report
@@ -96,10 +101,8 @@ class ColocatedPush(Publisher):
 
     async def push(self) -> TransferStats:
         """Raises PublishError, or the errors of the trainer's client."""
-        push = self._push(
-            self._trainer.policy_version, self._live, served=self.version, on_lost=self._on_lost
-        )
-        report, manifest = await push.chunks(self._trainer)
+        push = self._push(self.trainer.policy_version, self._live, self.on_lost)
+        report, manifest = await push.chunks(self.trainer)
         self._pushed = manifest, replace(report, pause_s=report.publish_s)
         return TransferStats(num_bytes=manifest.num_bytes, seconds=report.publish_s)
 
@@ -107,10 +110,11 @@ class ColocatedPush(Publisher):
         assert self._pushed is not None, "announce() comes after push()"
         manifest, report = self._pushed
         self._count(manifest.version, report)
-        await self._on_published(manifest)
-        self._on_served(manifest.version)
+        await self.on_published(manifest)
+        self.on_served(manifest.version)
 
 
+@dataclass(eq=False)
 class PushLoop(Publisher):
     """Pushes the newest weights to engines on separate devices, one push at a time.
 
@@ -125,36 +129,15 @@ class PushLoop(Publisher):
     evaluation needs the engines' present weights.
     """
 
-    def __init__(
-        self,
-        trainer: WeightTrainer,
-        targets: Sequence[EngineClient],
-        *,
-        timeout_s: float,
-        on_served: Callable[[int], None],
-        on_published: OnPublished = at_once,
-        on_lost: OnLost | None = None,
-        interrupt: Interrupt = "abort",
-        is_collective: bool = False,
-        locate: Locate = in_place,
-        wait_released: Callable[[], Awaitable[None]] = at_once,
-    ) -> None:
-        super().__init__(
-            trainer,
-            targets,
-            timeout_s=timeout_s,
-            on_served=on_served,
-            on_published=on_published,
-            on_lost=on_lost,
-            locate=locate,
-        )
-        self._push = partial(self._push, interrupt=interrupt)
-        self._timeout_s = timeout_s
-        self._is_collective = is_collective
-        self._wait_released = wait_released
+    is_collective: bool = False
+    wait_released: Callable[[], Awaitable[None]] = at_once
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._turn = asyncio.Lock()
         self._announced: ExportResponse | None = None
-        self._is_first_push_due = self._is_pushing = False
+        self._is_first_push_due = False
+        self._is_pushing = False
         self._exported_version = 0
         self._restarts_at_loss = -1
         self._changed = asyncio.Event()
@@ -163,11 +146,15 @@ class PushLoop(Publisher):
         """Publish until cancelled. Raises PublishError, or what the trainer's client raises."""
         while True:
             with waiting(f"a policy_version above {self._exported_version}", on="the train loop"):
-                newest = await self._trainer.wait_version_above(self._exported_version)
+                newest = await self.trainer.wait_version_above(self._exported_version)
             self._set_pushing(True)
-            await self._wait_released()
-            async with contextlib.AsyncExitStack() as turn:
-                await self._export_and_push(newest, turn)
+            await self.wait_released()
+            # A collective export needs the engines too.
+            async with self._turn if self.is_collective else contextlib.nullcontext():
+                manifest, export_s = await self._export(newest)
+                async with contextlib.nullcontext() if self.is_collective else self._turn:
+                    await self._publish(manifest, export_s)
+            self._set_pushing(False)
 
     async def bring_up(self, name: str) -> None:
         """Give an engine with a new process the announced weights. Raises EngineLost or PublishError."""
@@ -176,10 +163,9 @@ class PushLoop(Publisher):
         lost: list[EngineLost] = []
         async with self._turn:
             if self._announced is not None:
-                targets = [target for target in self._targets if target.name == name]
-                push = self._push(self._announced.version, targets, served=self.version, on_lost=lost.append)
+                targets = [target for target in self.targets if target.name == name]
                 try:
-                    await push.whole(self._announced)
+                    await self._push(self._announced.version, targets, lost.append).whole(self._announced)
                 except WeightsLost as gone:
                     raise EngineLost(name, gone.fault, rule=gone.rule, way_out=gone.way_out) from gone
                 if lost:
@@ -211,60 +197,53 @@ class PushLoop(Publisher):
             while self._exported_version < version and not self._is_pushing:
                 await self._changed.wait()
 
-    async def _export_and_push(self, newest: int, turn: contextlib.AsyncExitStack) -> None:
-        if self._is_collective:
-            self._set_pushing(True)
-            await turn.enter_async_context(self._turn)
+    async def _export(self, newest: int) -> tuple[ExportResponse, float]:
         clock = asyncio.get_running_loop().time
         start = clock()
         self._set_pushing(False)
         before = self._exported_version
-        self._exported_version = await self._limited(newest, self._trainer.begin_export)
+        self._exported_version = await self._limited(newest, self.trainer.begin_export)
         self._set_pushing(True)
-        manifest = await self._limited(newest, self._trainer.export)
-        export_s = clock() - start
+        manifest = await self._limited(newest, self.trainer.export)
         note_span("weight sync", "export", start, clock(), manifest.version)
         self.num_skipped += manifest.version - before - 1
         self._exported_version = manifest.version  # above the begun version if the trainer was restarted
-        if not self._is_collective:
-            await turn.enter_async_context(self._turn)
-        push = self._push(
-            manifest.version, self._live, served=self.version, on_lost=self._on_lost, is_down=self.is_down
-        )
+        return manifest, clock() - start
+
+    async def _publish(self, manifest: ExportResponse, export_s: float) -> None:
+        push = self._push(manifest.version, self._live, self.on_lost)
+        push.is_down = self.is_down
         try:
             report = await push.whole(manifest)
         except WeightsLost:
-            if self._restarts_at_loss == self._trainer.num_restarts:
+            if self._restarts_at_loss == self.trainer.num_restarts:
                 raise  # twice of the same trainer
-            self._restarts_at_loss, self._exported_version = self._trainer.num_restarts, self.version
-            self._set_pushing(False)
+            self._restarts_at_loss = self.trainer.num_restarts
+            self._exported_version = self.version
             return
         self._announced = manifest
         self._restarts_at_loss = -1
         self._count(manifest.version, replace(report, export_s=export_s))
-        self._on_served(manifest.version)
-        await self._on_published(manifest)
-        self._set_pushing(False)
+        self.on_served(manifest.version)
+        await self.on_published(manifest)
 
     async def _limited(self, newest: int, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a part of an export that a trainer restart interrupted."""
-        while True:
-            await self._trainer.wait_up()  # a restarted trainer may train for long on journaled batches
-            num_restarts = self._trainer.num_restarts
-            try:
-                async with within(self._timeout_s, lambda: self._late(newest)):
-                    return await call()
-            except PublishError:
-                if self._trainer.is_up and self._trainer.num_restarts == num_restarts:
-                    raise
-
-    def _late(self, version: int) -> PublishError:
-        return PublishError(
+        late = PublishError(
             "publisher",
-            f"the trainer did not export policy_version {version} within {self._timeout_s} s",
-            rule=f"weight_sync.timeout_s={self._timeout_s} is the limit, and an export waits for a step",
+            f"the trainer did not export policy_version {newest} within {self.timeout_s} s",
+            rule=f"weight_sync.timeout_s={self.timeout_s} is the limit, and an export waits for a step",
             way_out="set weight_sync.timeout_s above the time of a step, or read the trainer's log.",
         )
+        while True:
+            await self.trainer.wait_up()  # a restarted trainer may train for long on journaled batches
+            num_restarts = self.trainer.num_restarts
+            try:
+                async with within(self.timeout_s, lambda: late):
+                    return await call()
+            except PublishError:
+                if self.trainer.is_up and self.trainer.num_restarts == num_restarts:
+                    raise
 
     def _set_pushing(self, is_pushing: bool) -> None:
         self._is_pushing = is_pushing

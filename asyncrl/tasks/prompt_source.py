@@ -1,16 +1,160 @@
-"""Requeued prompts first, then seeded epochs."""
+"""Draw order of prompts: requeued prompts first, then seeded epochs of one task or several."""
 
 from __future__ import annotations
 
+import base64
+import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt, task_of
-from asyncrl.tasks.epochs import Epochs
 from asyncrl.tasks.task import Item, PromptTask, UserCodeFailed, as_messages, user_code
+
+Bools = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.int64]
+
+FLOOR = 0.1
+"""Minimum probability of a prompt in an epoch."""
+UNIT = 10**9
+"""Unit of rewards: integer sums do not depend on order."""
+
+
+@dataclass(eq=False)
+class Epochs:
+    """Order of one task's prompts.
+
+    Each epoch has every prompt once. With `by_difficulty`, a prompt with mean reward p so far (clipped to
+    0..1) is in an epoch with probability max(FLOOR, 4p(1 - p)); an unobserved prompt always is. p(1 - p), the
+    variance of a binary reward, measures its gradient: "learnability" of https://arxiv.org/abs/2408.15099
+    (Sampling For Learnability), used for language models in https://arxiv.org/abs/2502.12272.
+
+    An epoch whose first draw is at policy_version v uses groups that started before v; at max_staleness 0
+    timing has no influence.
+    """
+
+    num_prompts: int
+    seed: int
+    shuffle: bool
+    by_difficulty: bool = False
+
+    def __post_init__(self) -> None:
+        self.order = {
+            name: getattr(self, name) for name in ("num_prompts", "seed", "shuffle", "by_difficulty")
+        }
+        self._places = lru_cache(maxsize=4)(self._make_places)
+        self._sums = np.zeros(self.num_prompts, np.int64)
+        self._counts = np.zeros(self.num_prompts, np.int32)
+        self._later = dict[int, list[tuple[int, int]]]()
+        """Later observations: start version -> (index, reward in UNITs)."""
+        self._epochs = list[str]()
+        self._ends = list[int]()
+
+    def reach_nowait(self, draw: int, version: int | None) -> tuple[int, str] | None:
+        """`version`: start of the draw's group (None: later than all). Return the epoch for load_epoch if one
+        sampled by difficulty begins.
+        """
+        if not self.by_difficulty:
+            return None
+        for earlier in [start for start in self._later if version is None or start < version]:
+            for index, reward in self._later.pop(earlier):
+                self._sums[index] += reward
+                self._counts[index] += 1
+        if self._ends and draw < self._ends[-1]:
+            return None
+        epoch = len(self._epochs)
+        text = _as_text(np.packbits(self._choose(epoch)))
+        self.load_epoch(epoch, text)
+        return epoch, text
+
+    def observe_nowait(self, index: int, reward: float, version: int) -> None:
+        if self.by_difficulty:
+            fraction = min(max(reward, 0.0), 1.0)
+            self._later.setdefault(version, []).append((index, round(fraction * UNIT)))
+
+    def place(self, draw: int) -> tuple[int, int]:
+        epoch = bisect_right(self._ends, draw) if self.by_difficulty else draw // self.num_prompts
+        return epoch, int(self._places(epoch)[0][draw - self._start(epoch)])
+
+    def draw_of(self, epoch: int, index: int) -> int:
+        """Raises IndexError."""
+        place = int(self._places(epoch)[1][index])
+        if place < 0:
+            raise IndexError(f"epoch {epoch} has no prompt {index}")
+        return self._start(epoch) + place
+
+    def load_epoch(self, epoch: int, text: str) -> None:
+        """Raises ValueError or zlib.error if it does not fit."""
+        size = int(np.count_nonzero(self._has(text)))
+        if epoch != len(self._epochs) or not size:
+            raise ValueError(f"epoch {epoch} cannot follow {len(self._epochs)} epochs")
+        self._epochs.append(text)
+        self._ends.append(self._start(epoch) + size)
+
+    def memory(self) -> dict[str, Any]:
+        if not self.by_difficulty:
+            return {}
+        return {
+            "epochs": list(self._epochs),
+            "sums": _as_text(self._sums),
+            "counts": _as_text(self._counts),
+            "later": [(version, *entry) for version, entries in self._later.items() for entry in entries],
+        }
+
+    def load_memory(self, memory: Mapping[str, Any]) -> None:
+        # an assignment to a slice raises ValueError for another number of prompts
+        self._sums[:] = np.frombuffer(_from_text(memory["sums"]), np.int64)
+        self._counts[:] = np.frombuffer(_from_text(memory["counts"]), np.int32)
+        for version, index, reward in memory["later"]:
+            self._later.setdefault(version, []).append((index, reward))
+        for epoch, text in enumerate(memory["epochs"]):
+            self.load_epoch(epoch, text)
+
+    def _choose(self, epoch: int) -> Bools:
+        """Choose the epoch's prompts, bool [num_prompts]; at least one."""
+        mean = self._sums / UNIT / np.maximum(self._counts, 1)
+        probability = np.where(self._counts == 0, 1.0, np.maximum(FLOOR, 4 * mean * (1 - mean)))
+        drawn = np.random.default_rng([self.seed, epoch, 1]).random(self.num_prompts)
+        chosen: Bools = drawn < probability
+        chosen[np.argmin(drawn / probability)] = True
+        return chosen
+
+    def _start(self, epoch: int) -> int:
+        if not self.by_difficulty:
+            return epoch * self.num_prompts
+        return self._ends[epoch - 1] if epoch else 0
+
+    def _has(self, text: str) -> Bools:
+        bits = np.frombuffer(_from_text(text), np.uint8)
+        if len(bits) != -(-self.num_prompts // 8):
+            raise ValueError(f"the epoch's number of prompts is not {self.num_prompts}")
+        return np.unpackbits(bits, count=self.num_prompts).astype(np.bool_)
+
+    def _make_places(self, epoch: int) -> tuple[Indices, Indices]:
+        """Return (index at each place, place of each index or -1), int64."""
+        order = np.arange(self.num_prompts)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+        if self.by_difficulty:
+            order = order[self._has(self._epochs[epoch])[order]]
+        places = np.full(self.num_prompts, -1, np.int64)
+        places[order] = np.arange(len(order))
+        return order, places
+
+
+def _as_text(values: npt.NDArray[Any]) -> str:
+    return base64.b64encode(zlib.compress(values.tobytes(), 1)).decode("ascii")
+
+
+def _from_text(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text, validate=True))
 
 
 class TaskPrompts:
@@ -35,14 +179,14 @@ class TaskPrompts:
         self._system_prompt = system_prompt
         self.label = label
         self._prefix = f"{label}/" if label else ""
-        self.epochs = Epochs(len(task), seed=seed, shuffle=shuffle, by_difficulty=by_difficulty)
+        self.epochs = Epochs(len(task), seed, shuffle, by_difficulty)
 
     def prompt_id(self, draw: int) -> str:
         return self._prefix + "{}/{}".format(*self.epochs.place(draw))
 
     def place_of(self, prompt_id: str) -> tuple[int, int]:
-        epoch, index = (int(part) for part in prompt_id.removeprefix(self._prefix).split("/"))
-        return epoch, index
+        epoch, index = prompt_id.removeprefix(self._prefix).split("/")
+        return int(epoch), int(index)
 
     def make(self, draw: int) -> Prompt:
         _, index = self.epochs.place(draw)
@@ -98,7 +242,7 @@ class PromptSource:
         task.epochs.observe_nowait(task.place_of(prompt_id)[1], reward, version)
 
     def requeue_nowait(self, prompt: Prompt) -> None:
-        """Raises ValueError if the prompt is not in use."""
+        """Raises LookupError or ValueError if the prompt is not in use."""
         draw = self._draw_of(prompt.prompt_id)
         if draw >= self.num_drawn or draw in self._requeued:
             raise ValueError(f"prompt {prompt.prompt_id} is not in use")
@@ -113,8 +257,6 @@ class PromptSource:
 
     def _draw_of(self, prompt_id: str) -> int:
         name = task_of(prompt_id)
-        if name not in self._tasks:
-            raise ValueError(f"prompt {prompt_id} does not belong to a task of this run")
         task = self._tasks[name]
         return self._rota.draw_of(name, task.epochs.draw_of(*task.place_of(prompt_id)))
 
@@ -128,10 +270,10 @@ class PromptSource:
         return order
 
     def check_order(self, saved: Mapping[str, Any]) -> None:
-        now = self.order
-        for key in now | dict(saved):
-            if (before := saved.get(key)) != now.get(key):
-                raise _other_task(f"the saved position has {key}={before}, this run has {now.get(key)}")
+        for key in self.order | dict(saved):
+            earlier, current = saved.get(key), self.order.get(key)
+            if earlier != current:
+                raise _other_task(f"the saved position has {key}={earlier}, this run has {current}")
 
     def restore_nowait(self, num_drawn: int, requeued: Mapping[str, int]) -> None:
         """Continue after `num_drawn` draws; `requeued`: id -> num_requeued. Raises TaskError."""
@@ -139,7 +281,7 @@ class PromptSource:
         try:
             for prompt_id, num_requeued in requeued.items():
                 self.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
-        except (ValueError, IndexError) as error:
+        except (ValueError, LookupError) as error:
             raise _other_task(f"prompt {prompt_id} is not among the first {num_drawn} draws") from error
 
     def remember_nowait(
@@ -156,7 +298,7 @@ class PromptSource:
                 self._tasks[name].epochs.load_epoch(epoch, text)
             for group in observed:
                 self.observed_nowait(*group)
-        except (KeyError, ValueError, IndexError) as error:
+        except (ValueError, LookupError, zlib.error) as error:
             raise _other_task(f"the saved order of the prompts does not fit: {error}") from error
 
     def prompts_back(self) -> dict[str, int]:
@@ -205,19 +347,19 @@ class Rota:
         self._places: dict[str, list[int]] = {name: [] for name in shares}
         twice = max(2, 2 * len(shares) - 2)
         for turn in range(1, self._length + 1):
-            deadlines = list[tuple[Fraction, str]]()
+            deadlines = dict[str, Fraction]()
             for name, share in shares.items():
                 lacks = twice * (share * turn - len(self._places[name]) * self._length)
                 if lacks >= self._length or len(shares) == 1:
-                    deadlines.append((Fraction((twice - 1) * self._length - lacks, share), name))
-            _, name = min(deadlines, key=lambda entry: entry[0])
+                    deadlines[name] = Fraction((twice - 1) * self._length - lacks, share)
+            name = min(deadlines, key=deadlines.__getitem__)
             self._turns.append((name, len(self._places[name])))
             self._places[name].append(turn - 1)
 
     def turn(self, draw: int) -> tuple[str, int]:
         cycle, place = divmod(draw, self._length)
-        name, before = self._turns[place]
-        return name, cycle * self.shares[name] + before
+        name, num_earlier = self._turns[place]
+        return name, cycle * self.shares[name] + num_earlier
 
     def draw_of(self, name: str, number: int) -> int:
         cycle, place = divmod(number, self.shares[name])

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,10 +17,45 @@ from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.from_config import build_score
-from asyncrl.tasks.task import PromptTask, Score, UserCodeFailed, call, call_async, no_reward, user_code
+from asyncrl.tasks.sources import build_score
+from asyncrl.tasks.task import (
+    PromptTask,
+    RewardFunction,
+    UserCodeFailed,
+    call,
+    call_async,
+    no_reward,
+    user_code,
+)
 
 logger = logging.getLogger(__name__)
+START_LIMIT_S = 120.0
+
+
+class Scorers:
+    """A scorer per task."""
+
+    def __init__(
+        self,
+        tasks: Mapping[str, PromptTask],
+        settings: Mapping[str, TaskConfig],
+        *,
+        seed: int,
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
+        self._scorers = {
+            name: TaskScorer(task, settings[name], seed=seed, warn=warn) for name, task in tasks.items()
+        }
+
+    def of(self, prompt: Prompt) -> TaskScorer:
+        return self._scorers[prompt.task]
+
+    def gauges(self) -> dict[str, float]:
+        return {"rollout/abandoned": sum(scorer.num_abandoned for scorer in self._scorers.values())}
+
+    async def aclose(self) -> None:
+        for scorer in self._scorers.values():
+            await scorer.aclose()
 
 
 class TaskScorer:
@@ -35,12 +69,12 @@ class TaskScorer:
     def __init__(
         self, task: PromptTask, config: TaskConfig, *, seed: int, warn: Callable[[str], None] = logger.warning
     ) -> None:
+        self.has_score = config.has_score
+        self.shows_special = config.special_tokens == "visible"
         self._score = task.score
-        self._has_score = config.has_score
-        self._shows_special = config.special_tokens == "visible"
-        self._timeout_s = config.reward_timeout_s
         self._is_inline = config.reward_pool == "inline"
         self._free = asyncio.Semaphore(config.reward_workers)
+        self._within_limit = partial(within, config.reward_timeout_s, partial(_too_slow, config))
         self._calls = UserCalls(
             f"the reward function {config.reward or config.python}",
             error=partial(TaskError, "tasks"),
@@ -57,32 +91,23 @@ class TaskScorer:
     def num_abandoned(self) -> int:
         return self._calls.num_abandoned
 
-    def scores(self, prompt: Prompt) -> bool:
-        return self._has_score
-
-    def shows_special(self, prompt: Prompt) -> bool:
-        return self._shows_special
-
     async def score(self, prompt: Prompt, completion: str) -> float:
         """Raises RewardFailure (data), or TaskError (ends the run)."""
-        if not self._has_score:
+        if not self.has_score:
             raise no_reward(prompt)
         try:
             self._calls.check()
-            reward: float | Awaitable[Any]
-            if self._is_inline:
-                reward = call(self._score, prompt, completion)
-                if isinstance(reward, float):
-                    return reward
             with waiting("their rewards", on="the reward function"):
                 if self._processes is not None:
                     async with self._free:
                         return await self._processes.run(prompt, completion)
-                if not self._is_inline:
-                    reward = await self._in_thread(prompt, completion)
+                if self._is_inline:
+                    reward = call(self._score, prompt, completion)
+                else:
+                    reward = await self._call_in_thread(prompt, completion)
                 if isinstance(reward, float):
                     return reward
-                async with within(self._timeout_s, self._too_slow):
+                async with self._within_limit():
                     return await self._calls.run(call_async(reward))
         except UserCodeFailed as failure:
             what = f"the reward of prompt {prompt.prompt_id} {failure}"
@@ -91,102 +116,66 @@ class TaskScorer:
 
     async def aclose(self) -> None:
         if self._processes is not None:
-            await self._processes.aclose()
+            await self._processes.end()
 
-    async def _in_thread(self, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
+    async def _call_in_thread(self, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
         async with self._free:
             loop = asyncio.get_running_loop()
             called = loop.run_in_executor(None, call, self._score, prompt, completion)
             try:
-                async with within(self._timeout_s, self._too_slow):
+                async with self._within_limit():
                     return await asyncio.shield(called)
             except UserCodeFailed:
                 if not called.done():
                     self._calls.left_running(called)
                 raise
 
-    def _too_slow(self) -> UserCodeFailed:
-        return _too_slow(self._timeout_s)
 
-
-def _too_slow(timeout_s: float) -> UserCodeFailed:
-    return UserCodeFailed(f"did not return within {timeout_s} s (task.reward_timeout_s)")
-
-
-class Scorers:
-    def __init__(
-        self,
-        tasks: Mapping[str, PromptTask],
-        settings: Mapping[str, TaskConfig],
-        *,
-        seed: int,
-        warn: Callable[[str], None] = logger.warning,
-    ) -> None:
-        self._scorers = {
-            name: TaskScorer(task, settings[name], seed=seed, warn=warn) for name, task in tasks.items()
-        }
-
-    def gauges(self) -> dict[str, float]:
-        return {"rollout/abandoned": sum(scorer.num_abandoned for scorer in self._scorers.values())}
-
-    def scores(self, prompt: Prompt) -> bool:
-        return self._scorers[prompt.task].scores(prompt)
-
-    def shows_special(self, prompt: Prompt) -> bool:
-        return self._scorers[prompt.task].shows_special(prompt)
-
-    async def score(self, prompt: Prompt, completion: str) -> float:
-        return await self._scorers[prompt.task].score(prompt, completion)
-
-    async def aclose(self) -> None:
-        for scorer in self._scorers.values():
-            await scorer.aclose()
-
-
-START_LIMIT_S = 120.0
+def _too_slow(config: TaskConfig) -> UserCodeFailed:
+    return UserCodeFailed(f"did not return within {config.reward_timeout_s} s (task.reward_timeout_s)")
 
 
 class ProcessPool:
     """Processes that are killed at the time limit of a call.
 
-    Life: from the first call to aclose(). If an idle process dies, pebble breaks the pool: then it is
-    replaced, and its open calls fail.
+    Life: from the first call to end(). If an idle process dies, pebble breaks the pool: then it is replaced,
+    and its open calls fail.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._pool = self._make()
+
+    def _make(self) -> Any:
         from pebble import ProcessPool as PebblePool
 
-        self._timeout_s = config.reward_timeout_s
-        self._make = partial(
-            PebblePool,
-            max_workers=config.reward_workers,
+        return PebblePool(
+            max_workers=self._config.reward_workers,
             initializer=_start,
-            initargs=(config, seed),
+            initargs=(self._config, self._seed),
             context=multiprocessing.get_context("spawn"),
         )
-        self._pool = self._make()
 
     async def run(self, prompt: Prompt, completion: str) -> float:
         """Raises UserCodeFailed, or TaskError if no process can build the function."""
         from pebble import ProcessExpired
 
         pool = self._pool
+        timeout_s = self._config.reward_timeout_s
         late = partial(UserCodeFailed, f"did not start in a process within {START_LIMIT_S} s")
         try:
-            async with within(self._timeout_s + START_LIMIT_S, late):
-                future = pool.schedule(_work, args=(prompt, completion), timeout=self._timeout_s)
+            async with within(timeout_s + START_LIMIT_S, late):
+                future = pool.schedule(_work, args=(prompt, completion), timeout=timeout_s)
                 reward: float | str = await asyncio.wrap_future(future)
         except TimeoutError:
-            raise _too_slow(self._timeout_s) from None
+            raise _too_slow(self._config) from None
         except ProcessExpired as error:
             raise UserCodeFailed(f"ended its process (exit code {error.exitcode})") from error
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            what = f"cannot be called in a process: its prompt cannot be sent there: {error}"
-            raise UserCodeFailed(what) from error
         except RuntimeError as error:  # includes BrokenProcessPool
             if pool is self._pool:
                 self._pool = self._make()
-                await self._end(pool)
+                await self.end(pool)
             what = f"lost its process outside of any call ({error}); memory is the usual cause"
             raise UserCodeFailed(what) from error
         if isinstance(reward, str):
@@ -195,15 +184,13 @@ class ProcessPool:
             raise TaskError("tasks", what, way_out=way_out)
         return reward
 
-    async def aclose(self) -> None:
-        await self._end(self._pool)
-
-    async def _end(self, pool: Any) -> None:
+    async def end(self, pool: Any = None) -> None:
+        pool = pool or self._pool
         pool.stop()
         await asyncio.to_thread(pool.join)
 
 
-_score: Score | str = "never started"
+_score: RewardFunction | str = "never started"
 
 
 def _start(config: TaskConfig, seed: int) -> None:
@@ -218,8 +205,7 @@ def _start(config: TaskConfig, seed: int) -> None:
 
 
 def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(3)
 

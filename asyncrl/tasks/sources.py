@@ -1,30 +1,205 @@
-"""Prompts from files, Hugging Face datasets, reasoning-gym (https://github.com/open-thought/reasoning-gym)
-and verifiers environments, and the `math` reward.
+"""Build the task of a config, or only its score function: files, Hugging Face datasets, Python, reasoning-gym
+(https://github.com/open-thought/reasoning-gym), verifiers environments, and the `math` reward.
 """
 
 from __future__ import annotations
 
-import difflib
+import contextlib
+import hashlib
 import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.base.errors import ConfigError, install_extra
+from asyncrl.base.errors import ConfigError, TaskError, install_extra
+from asyncrl.base.files import write_whole
+from asyncrl.base.user_code import check_call, load_function, load_object
+from asyncrl.config import EvalConfig, RunConfig, TaskConfig
+from asyncrl.config.model_task_eval import EVAL_SEED
+from asyncrl.config.run_config import key_of
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
-from asyncrl.tasks.pinned_data import digest_of_file, digest_of_rows
-from asyncrl.tasks.task import Item, UserCodeFailed, no_reward, user_code
+from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
+from asyncrl.tasks.task import (
+    Item,
+    PromptTask,
+    RewardFunction,
+    RowTask,
+    UserCodeFailed,
+    no_reward,
+    user_code,
+)
 
+LoadTaskset = Callable[[], Any]
+EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
 Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str], Mapping[str, str]]
 """(rows, name of a row in errors, digests by file)."""
-ROW = TypeAdapter(dict[str, Any])
+Digests = Mapping[str, str]
+"""xxh3 of 128 bits in hex, by file or data set."""
+
+
+def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> PromptTask:
+    """`load_taskset` is required for task.verifiers. Raises ConfigError."""
+    if config.verifiers:
+        assert load_taskset is not None, "task.verifiers needs the run's environment"
+        return VerifiersTask(load_taskset(), size=config.size)
+    if config.python is not None:
+        return _python_task(config, config.python, seed)
+    if config.reasoning_gym is not None:
+        return GymTask(config.reasoning_gym, size=config.size, seed=seed, settings=config.args)
+    score = _reward_function(config)
+    if config.dataset is not None:
+        rows, place, digests = read_dataset(config.dataset, config.split, config.args)
+    else:
+        rows, place, digests = read_files(config.files or [], config.args)
+    if config.digest is not None and config.digest != (found := whole_digest(digests)):
+        raise ConfigError(
+            f"task.digest={config.digest}, and the data of {', '.join(digests)} have the digest {found}",
+            rule="task.digest fixes the data",
+            way_out=f"put the data back, or set task.digest={found}.",
+        )
+    return RowTask(rows, place, score, config.prompt_column, config.answer_column, digests)
+
+
+def build_score(config: TaskConfig, seed: int) -> RewardFunction:
+    """Build only the score function."""
+    if config.files is not None or config.dataset is not None or config.verifiers:
+        return _reward_function(config)
+    return build_task(config, seed).score
+
+
+def look_at_task(
+    config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
+) -> tuple[PromptTask | None, str]:
+    """Return the task and its description before the start. The task is None if only the run may read it.
+    Raises like build_task.
+    """
+    if config.verifiers and load_taskset is not None:
+        return None, f"verifiers {type(load_taskset()).__name__} (its tasks are read when the run starts)"
+    if config.dataset is not None and not Path(config.dataset).exists():
+        _reward_function(config)
+        return None, f"dataset {config.dataset}, split {config.split}; not checked: it is on the hub"
+    task = build_task(config, seed)
+    TaskPrompts(task, seed=seed, shuffle=config.shuffle, name=task_name(config))
+    gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
+    source = config.python or gym or config.dataset or ", ".join(config.files or [])
+    digest = f", digest {whole_digest(task.digests)}" if isinstance(task, RowTask) else ""
+    return task, f"{source}, {len(task)} prompts{digest}"
+
+
+def make_prompt_source(
+    config: RunConfig,
+    tasks: Mapping[str, PromptTask],
+    *,
+    in_order: bool = False,
+    on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
+) -> PromptSource:
+    sources = [
+        TaskPrompts(
+            tasks[name],
+            seed=config.seed,
+            shuffle=settings.shuffle and not in_order,
+            system_prompt=settings.system_prompt,
+            name=task_name(settings),
+            label=name,
+            by_difficulty=settings.sampling == "by_difficulty",
+        )
+        for name, settings in config.tasks.items()
+    ]
+    shares = config.shares if len(sources) > 1 else None
+    return PromptSource(*sources, shares=shares, on_epoch=on_epoch)
+
+
+def task_name(config: TaskConfig) -> str | None:
+    return f"task.python={config.python}" if config.python is not None else None
+
+
+# ---- tasks of evaluations
+
+
+def read_eval_task(config: EvalConfig, label: str = "") -> EvalTask:
+    """`label`: prefix of its prompt ids. Raises ConfigError."""
+    with _named_eval(label):
+        return _take_prompts(config, build_task(config.task, EVAL_SEED), label)
+
+
+def look_at_eval_task(config: EvalConfig, label: str = "") -> tuple[EvalTask | None, str]:
+    with _named_eval(label):
+        task, text = look_at_task(config.task, EVAL_SEED)
+        return (None if task is None else _take_prompts(config, task, label)), text
+
+
+def _take_prompts(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
+    if len(task) < config.num_prompts:
+        what = f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task"
+        raise ConfigError(what, way_out=f"set eval.num_prompts={len(task)}, or give a larger task.")
+    prompts = TaskPrompts(
+        task,
+        seed=EVAL_SEED,
+        shuffle=False,
+        system_prompt=config.task.system_prompt,
+        name=task_name(config.task),
+        label=label or config.name or "",
+    )
+    return task, tuple(map(prompts.make, range(config.num_prompts)))
+
+
+@contextlib.contextmanager
+def _named_eval(label: str) -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, TaskError) as error:  # all its prompts are made before the start
+        what = error.fault if isinstance(error, TaskError) else error.what
+        what = f"in the section {key_of('eval', label)}, {what}"
+        raise ConfigError(what, rule=error.rule, way_out=error.way_out) from error
+
+
+# ---- Python
+
+
+def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
+    said = f"task.python={spec}"
+    factory = load_object(spec, "task.python")
+    keywords = {"size": config.size, "seed": seed, **config.args}
+    usage = f"{spec.partition(':')[2]}({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
+    check_call(factory, (), keywords, said=said, usage=usage)
+    try:
+        with user_code():
+            task = factory(**keywords)
+    except UserCodeFailed as failure:
+        way_out = "correct task.args, task.size, or the task."
+        raise ConfigError(f"{said}: {usage} {failure}", way_out=way_out) from failure
+    if not isinstance(task, PromptTask):
+        what = f"{said} made a {type(task).__name__}, which lacks a method"
+        rule = "a task has __len__(), prompt(index) and score(prompt, completion)"
+        raise ConfigError(what, rule=rule, way_out="add it; examples/my_task.py shows one.")
+    check_call(task.prompt, (0,), {}, said=said, usage="prompt(index)")
+    check_call(task.score, (None, ""), {}, said=said, usage="score(prompt, completion)")
+    return task
+
+
+def _reward_function(config: TaskConfig) -> RewardFunction:
+    function: Any = math_reward
+    if config.reward not in ("math", None):
+        usage = "reward(prompt, completion, answer)"
+        function = load_function(config.reward, "task.reward", usage=usage, arguments=(None, "", None))
+
+    def score(prompt: Prompt, completion: str) -> Any:
+        if config.reward is None:
+            raise no_reward(prompt)
+        return function(prompt, completion, prompt.answer)
+
+    return score
+
+
+# ---- rows
 
 
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
@@ -38,40 +213,37 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
         if reader is None or not path.is_file():
             what = f"task.files: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}"
             raise ConfigError(what, way_out="correct the path, or convert it to parquet.")
-        digests[str(path)] = digest_of_file(path)
-        found = reader(path)
-        if not found:
-            raise ConfigError(f"task.files: {path} holds no rows", way_out="fill it, or leave it out.")
+        try:
+            with path.open("rb", buffering=0) as file:
+                digests[str(path)] = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+            found = reader(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"task.files: {path} cannot be read: {error}") from error
         rows += found.values()
         places += found
     return rows, places.__getitem__, digests
 
 
 def _read_jsonl(path: Path) -> dict[str, Mapping[str, Any]]:
+    """Raises ValueError."""
+    row = TypeAdapter(dict[str, Any])
     found: dict[str, Mapping[str, Any]] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{path} line {number}"
-            try:
-                found[place] = ROW.validate_json(line)
-            except ValidationError as error:
-                what = f"{place} is not JSON, or no object: {error.errors()[0]['msg']}: {line[:80]!r}"
-                way_out = 'write an object a line, like {"prompt": "2+2?", "answer": "4"}.'
-                raise ConfigError(what, way_out=way_out) from error
+            if line.strip():
+                try:
+                    found[f"{path} line {number}"] = row.validate_json(line)
+                except ValidationError as error:
+                    fault = error.errors()[0]["msg"]
+                    raise ValueError(f"line {number} is no JSON object: {fault}: {line[:80]!r}") from error
     return found
 
 
 def _read_parquet(path: Path) -> dict[str, Mapping[str, Any]]:
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} is not a parquet file: {error}", way_out="write it again.") from error
-    return {f"{path} row {number}": row for number, row in enumerate(table.to_pylist())}
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    return {f"{path} row {number}": row for number, row in enumerate(rows)}
 
 
 READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
@@ -97,10 +269,56 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
         what = f"{shown} cannot be loaded: {type(error).__name__}: {error}"
         way_out = "check hub id or folder, task.split, subset (task.args: {name: ...}) and network."
         raise ConfigError(what, way_out=way_out) from error
-    if len(found) == 0:
-        raise ConfigError(f"{shown} holds no rows", way_out="set another task.split.")
-    digests = {f"{name}, split {split}": digest_of_rows(found)}
-    return found, lambda index: f"{shown}, row {index}", digests
+    return found, lambda index: f"{shown}, row {index}", {f"{name}, split {split}": digest_of_rows(found)}
+
+
+def digest_of_rows(rows: Any) -> str:
+    """Return the digest of a datasets.Dataset, independent of files and shards."""
+    digest = xxhash.xxh3_128()
+    digest.update(str(rows.features.arrow_schema.remove_metadata()).encode())
+    for table in rows.with_format("arrow").iter(10_000):
+        for batch in table.replace_schema_metadata(None).combine_chunks().to_batches():
+            digest.update(batch.serialize())
+    return digest.hexdigest()
+
+
+def whole_digest(digests: Digests) -> str:
+    digest = "".join(digests.values())
+    return f"xxh3:{digest if len(digests) < 2 else xxhash.xxh3_128_hexdigest(digest.encode())}"
+
+
+DATA_PIN = "data.json"
+
+
+class DataPin:
+    """Digests of the data that a run began with; construction compares."""
+
+    def __init__(self, run_dir: Path, digests: Mapping[str, Digests], *, is_free: bool = False) -> None:
+        """`digests`: by task. `is_free`: accept any data. Raises ConfigError."""
+        self.path = run_dir / DATA_PIN
+        self._digests = {name: dict(files) for name, files in digests.items() if files}
+        saved: dict[str, dict[str, str]] = {}
+        if not is_free and self.path.exists():
+            saved = json.loads(self.path.read_bytes())
+        changed = list[str]()
+        for name in sorted(saved.keys() & self._digests.keys()):
+            first, current = saved[name], self._digests[name]
+            if list(first.values()) != list(current.values()):  # only file names may change
+                files = sorted({file for file, _ in first.items() ^ current.items()})
+                changed.append(", ".join(files) or f"the order of {', '.join(current)}")
+        if changed:
+            raise ConfigError(
+                f"the task's data have changed since this run began: {'; '.join(changed)}",
+                rule="a resumed run continues with its data",
+                way_out="restore the files, or accept them with --allow-change task.digest.",
+            )
+
+    def write(self) -> None:
+        if self._digests:
+            write_whole(self.path, json.dumps(self._digests, indent=1) + "\n")
+
+
+# ---- libraries
 
 
 class GymTask:
@@ -108,21 +326,16 @@ class GymTask:
 
     def __init__(self, name: str, *, size: int, seed: int, settings: Mapping[str, Any]) -> None:
         try:
-            from reasoning_gym.factory import DATASETS, create_dataset
+            from reasoning_gym.factory import create_dataset
             from reasoning_gym.utils import extract_answer
         except ModuleNotFoundError as error:
             what = f"task.reasoning_gym={name}: the package {error.name} is not installed"
             raise ConfigError(what, way_out=install_extra("harness")) from error
-        if name not in DATASETS:
-            close = difflib.get_close_matches(name, DATASETS, n=3)
-            way_out = f"did you mean {' or '.join(close or sorted(DATASETS))}?"
-            raise ConfigError(f"task.reasoning_gym={name}: reasoning-gym has no such task", way_out=way_out)
         try:
             self._dataset = create_dataset(name, size=size, seed=seed, **settings)
         except (TypeError, ValueError, AssertionError) as error:
-            known = ", ".join(sorted(set(DATASETS[name][1].__dataclass_fields__) - {"size", "seed"}))
-            what = f"task.args={dict(settings)} do not suit reasoning-gym's {name}: {error}"
-            raise ConfigError(what, way_out=f"correct task.args; {name} has {known}.") from error
+            what = f"task.reasoning_gym={name} with task.args={dict(settings)}: {error}"
+            raise ConfigError(what, way_out="choose a task and settings of reasoning-gym.") from error
         self._name = name
         self._extract = extract_answer
 
@@ -153,16 +366,14 @@ class VerifiersTask:
 
     def __init__(self, taskset: Any, *, size: int) -> None:
         self._name = type(taskset).__name__
-        found: list[Any] = []
+        self._items: list[Item] = []
         try:
             with user_code():
                 for task in itertools.islice(taskset, None if taskset.bounded else size):
-                    found.append(task.data)
+                    self._items.append(_verifiers_item(task.data))
         except UserCodeFailed as failure:
-            what = f"task {len(found)} of {self._name}: making it {failure}"
-            way_out = "correct it, or generator.args.taskset."
-            raise ConfigError(what, way_out=way_out) from failure
-        self._items = [self._item(data, index) for index, data in enumerate(found)]
+            what = f"task {len(self._items)} of {self._name}: making it {failure}"
+            raise ConfigError(what, way_out="correct it, or generator.args.taskset.") from failure
 
     def __repr__(self) -> str:
         return f"<VerifiersTask {self._name}, {len(self)} prompts>"
@@ -176,38 +387,34 @@ class VerifiersTask:
     def score(self, prompt: Prompt, completion: str) -> float:
         raise no_reward(prompt)
 
-    def _item(self, data: Any, index: int) -> Item:
-        try:
-            row = data.model_dump(mode="json")
-            json.dumps(row, allow_nan=False)
-        except ValueError as error:
-            what = f"{self._name}: task {index} has a value that is not JSON ({error})"
-            raise ConfigError(what, way_out="correct its data.") from error
-        prompt = row.get("prompt") or []
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        if data.system_prompt is not None:
-            prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
-        messages = [{"role": each["role"], "content": _shown(each.get("content"))} for each in prompt]
-        opening = {"role": "user", "content": "(the environment opens the conversation)"}
-        return Item(messages or [opening], info={VERIFIERS_KEY: row})
+
+def _verifiers_item(data: Any) -> Item:
+    """Raises ValueError for data that are not JSON."""
+    row = data.model_dump(mode="json")
+    prompt = row.get("prompt") or []
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if data.system_prompt is not None:
+        prompt = [{"role": "system", "content": data.system_prompt}, *prompt]
+    messages = []
+    for message in prompt:
+        content = message.get("content") or ""
+        text = content if isinstance(content, str) else json.dumps(content)
+        messages.append({"role": message["role"], "content": text})
+    opening = {"role": "user", "content": "(the environment opens the conversation)"}
+    return Item(messages or [opening], info={VERIFIERS_KEY: row})
 
 
-def _shown(content: Any) -> str:
-    return content if isinstance(content, str) else "" if content is None else json.dumps(content)
-
-
-# math-verify (https://github.com/huggingface/Math-Verify) limits time by signals, which need the main thread,
-# so the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math` runs in
-# processes by default.
-
-
-DELIMITERS = ("$", "\\boxed", "\\[", "\\(")
+# ---- math
 
 
 def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
     """Return 1.0 if the completion's answer equals `answer` (a number, expression or LaTeX), else 0.0. Raises
     ValueError.
+
+    math-verify (https://github.com/huggingface/Math-Verify) limits time by signals, which need the main
+    thread, so the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math`
+    runs in processes by default.
     """
     from math_verify import parse, verify
 
@@ -228,11 +435,13 @@ def _gold(answer: str) -> tuple[Any, ...]:
     # It warns that time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     answer = answer.rpartition("####")[2].strip()
-    is_sentence = "\\" not in answer and re.search(r"\b[A-Za-z]{2,}\b", answer) is not None
-    readings = [answer, f"${answer}$"] if is_sentence else [f"${answer}$", answer]
-    for text in [answer] if any(mark in answer for mark in DELIMITERS) else readings:
+    readings = [f"${answer}$", answer]
+    if any(mark in answer for mark in ("$", "\\boxed", "\\[", "\\(")):
+        readings = [answer]
+    elif "\\" not in answer and re.search(r"\b[A-Za-z]{2,}\b", answer):  # a sentence
+        readings.reverse()
+    for text in readings:
         found = parse(text, parsing_timeout=None)
-        # unparsed text is a str
-        if any(not isinstance(reading, str) for reading in found):
+        if any(not isinstance(reading, str) for reading in found):  # unparsed text is a str
             return tuple(found)
     return ()

@@ -19,7 +19,7 @@ from asyncrl.messages.records import LARGEST_NUMBER, Prompt
 Content = str | Sequence[Mapping[str, str]]
 """Text of the user, or chat messages with `role` and `content`."""
 
-Score = Callable[[Prompt, str], float | Awaitable[float]]
+RewardFunction = Callable[[Prompt, str], float | Awaitable[float]]
 """Depends only on prompt and text; runs in any thread or process."""
 
 
@@ -84,7 +84,7 @@ class RowTask:
 
     rows: Sequence[Mapping[str, Any]]
     place: Callable[[int], str]
-    score: Score
+    score: RewardFunction
     prompt_column: str
     answer_column: str | None
     digests: Mapping[str, str] = field(default_factory=dict)
@@ -116,17 +116,17 @@ class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned i
 
 
 @contextlib.contextmanager
-def user_code() -> Iterator[None]:
-    """Turn exceptions of synchronous user code into UserCodeFailed."""
+def user_code(*passed: type[BaseException]) -> Iterator[None]:
+    """Turn exceptions of user code into UserCodeFailed, except those in `passed`."""
     try:
         yield
-    except (KeyboardInterrupt, UserCodeFailed):
-        raise
     except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, UserCodeFailed, *passed)):
+            raise
         raise UserCodeFailed(raised(error)) from error
 
 
-def call(score: Score, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
+def call(score: RewardFunction, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
     """Return the reward, or an awaitable for call_async. Raises UserCodeFailed."""
     with user_code():
         value: Any = score(prompt, completion)
@@ -135,12 +135,8 @@ def call(score: Score, prompt: Prompt, completion: str) -> float | Awaitable[Any
 
 async def call_async(value: Awaitable[Any]) -> float:
     """Raises UserCodeFailed; cancellation passes."""
-    try:
+    with user_code(asyncio.CancelledError):
         return as_reward(await value)
-    except (asyncio.CancelledError, UserCodeFailed):
-        raise
-    except BaseException as error:
-        raise UserCodeFailed(raised(error)) from error
 
 
 def as_reward(value: Any) -> float:

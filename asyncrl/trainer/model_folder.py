@@ -54,7 +54,7 @@ async def make_model_folder(
     scratch = config.model.scratch.model_dump()
     values = {"out": str(folder), "seed": config.seed, "scratch": scratch, "dtype": config.model.dtype}
     spec.write_text(json.dumps(values), encoding="utf-8")
-    returncode, text = await run("asyncrl.trainer.model.random_init", ["--spec", str(spec)], MAKE_TIMEOUT_S)
+    returncode, text = await run("asyncrl.trainer.random_init", ["--spec", str(spec)], MAKE_TIMEOUT_S)
     if returncode != 0:
         fatal = find_fatal(text)
         raise ConfigError(

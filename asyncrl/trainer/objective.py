@@ -17,14 +17,13 @@ from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.algorithms.registry import WHOLE_BATCH, WITHIN_RATIO, importance_cap, resolve
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.messages.records import Credit
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
-from asyncrl.trainer.model.kernel_calls import to_device
-from asyncrl.trainer.model.packing import BoolN, MicroBatch
-from asyncrl.trainer.model.tree import IntN
+from asyncrl.trainer.packing import MicroBatch
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.trainer.tree import BoolN, IntN, to_device
 
 Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.base.host import available_memory
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.trainer_api import TrainerPart
 from asyncrl.trainer.ranks import Ranks

@@ -28,8 +28,7 @@ from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.message import SECRET_ENV, ErrorBody, fatal_line
-from asyncrl.base.serving import (
+from asyncrl.base.http import (
     Refused,
     add_route,
     child_arguments,
@@ -41,6 +40,7 @@ from asyncrl.base.serving import (
     secret_of,
     serve,
 )
+from asyncrl.base.message import SECRET_ENV, ErrorBody, fatal_line
 from asyncrl.messages.trainer_api import (
     BroadcastRequest,
     BroadcastResponse,
@@ -54,7 +54,7 @@ from asyncrl.messages.trainer_api import (
     TrainResponse,
     unpack_batch,
 )
-from asyncrl.trainer.model.build_model import resolve_device
+from asyncrl.trainer.build_model import resolve_device
 from asyncrl.trainer.ranks import BEATS, Command, join_ranks, loss_behind
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import hold_record

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.base.errors import ConfigError
+from asyncrl.base.http import Refused
 from asyncrl.base.message import ErrorBody
-from asyncrl.base.serving import Refused
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
 from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interface
 

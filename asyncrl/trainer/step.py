@@ -1,23 +1,30 @@
-"""Learner that exports, saves and offloads its weights. All calls are collective; rank 0 writes files.
+"""Optimizer steps, exports, checkpoints and offloads of one rank.
 
-An export's canary is the logprobs of a short text, which engines recompute.
+All calls are collective; rank 0 writes files. An export's canary is the logprobs of a short text, which
+engines recompute.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
@@ -25,23 +32,41 @@ from asyncrl.messages.trainer_api import (
     ExportChunkResponse,
     ExportResponse,
     TrainerPart,
+    pack_batch,
 )
-from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model.build_model import reshard
-from asyncrl.trainer.model.loading import load_tokenizer
-from asyncrl.trainer.model.lora import save_adapter
-from asyncrl.trainer.model.packing import pack_texts
+from asyncrl.trainer import objective, step_report
+from asyncrl.trainer.build_model import (
+    TrainedModel,
+    learning_rate_at,
+    load_tokenizer,
+    make_optimizer,
+    reshard,
+)
+from asyncrl.trainer.lora import save_adapter
 from asyncrl.trainer.model_folder import hub_source
+from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
 from asyncrl.trainer.offload import Offload
+from asyncrl.trainer.packing import (
+    AllowedSets,
+    MicroBatch,
+    find_allowed,
+    mini_batches,
+    pack_texts,
+    rank_micro_batches,
+)
+from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
-from asyncrl.trainer.saved_model import save_folder
-from asyncrl.trainer.state import Progress, TrainerState
+from asyncrl.trainer.state import Progress, TrainerState, save_folder
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.trainer.tree import BoolN
 from asyncrl.weights.adapters import AdapterTransport
 from asyncrl.weights.export import (
     ChunkPlace,
     Chunks,
+    Exported,
     LazyWeights,
+    TrainerEnd,
+    Transport,
     chunks_of,
     digest_of,
     entries_of,
@@ -52,16 +77,81 @@ from asyncrl.weights.export import (
 from asyncrl.weights.ipc import ChunkFile, SharedChunk
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import Pieces, stored_pieces
-from asyncrl.weights.transport import Exported, TrainerEnd, Transport
 
+log = logging.getLogger("asyncrl.trainer")
+MAX_SKIPPED_STEPS = 3
 CHUNK_FILE = "chunk.safetensors"
 TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport}
 """Transports that write no file of all weights, by name."""
 
+Output = tuple[MicroBatch, Scores, Tensor | float, Stats]
 
-class TrainStep(Learner):
+
+@dataclass
+class StepSums:
+    logprobs_N: Float32N
+    entropies_N: Float32N
+    loss: float = 0.0
+    stats: Counter[str] = field(default_factory=Counter)
+
+
+def add_up(outputs: list[Output], num_tokens: int, ranks: Ranks) -> StepSums:
+    """Read micro-batches from the device, and sum over all ranks."""
+    sums = StepSums(*np.zeros((2, num_tokens), np.float32))
+    loss = 0.0
+    stats = Counter[str]()
+    for micro, scores, micro_loss, micro_stats in outputs:
+        sums.logprobs_N[micro.source_M] = scores.logprob_M.cpu().numpy()
+        sums.entropies_N[micro.source_M] = scores.entropy_M.cpu().numpy()
+        loss += float(micro_loss)
+        stats.update({name: float(value) for name, value in micro_stats.items()})
+    ranks.add_up(sums.logprobs_N, sums.entropies_N)
+    for rank_loss, rank_stats in ranks.gather([loss, stats]):
+        sums.loss += rank_loss
+        sums.stats.update(rank_stats)
+    return sums
+
+
+@dataclass
+class BatchTotals:
+    logprobs_N: Float32N
+    entropies_N: Float32N
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    stats: Counter[str] = field(default_factory=Counter)
+    gap: dict[str, float] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_skipped: int = 0
+
+
+class TrainStep:
+    """Weights, optimizer and step counts, owned by one thread. A refused batch leaves policy_version
+    unchanged.
+    """
+
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
-        super().__init__(spec, ranks)
+        torch.set_num_threads(spec.threads)
+        torch.manual_seed(spec.seed)
+        self.spec = spec
+        self.ranks = ranks
+        self.policy_version = 0
+        self.num_optimizer_steps = 0
+        self.num_skipped_in_a_row = 0
+        self.rollout_gaps: list[tuple[int, int, float]] = []
+        self._schedule_ahead = 0
+        self._has_recorded = False
+        self._allowed: AllowedSets | None = None
+        self._objective = Objective(spec)
+        parts = TrainedModel(spec, ranks, needs_reference=self._objective.needs_reference)
+        self.device = parts.device
+        self.dtype = parts.dtype
+        self.policy = parts.policy
+        self._vocab_size = self.policy.model.get_input_embeddings().num_embeddings
+        self._reference = parts.reference
+        self._adapters = parts.adapters
+        self._masters = parts.masters
+        self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
+        cuda = torch.cuda if self.device.type == "cuda" else None
+        self._meter = step_report.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"
         self._offload = Offload(ranks, self.device, folder, self._tensors_of)
@@ -80,58 +170,225 @@ class TrainStep(Learner):
         self.transport = TRANSPORTS.get(spec.transport, Transport)(end)
         self._exporting: Future[ExportResponse] | None = None
 
-    @property
-    def offloaded(self) -> list[TrainerPart]:
-        return sorted(self._offload.away)
+    # ---- training
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
+        """Train on a batch; return metrics by full name, NaN without a value. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
-        metrics = super().train(header, arrays)
+        self._meter.start()
+        objective.check_batch(header, arrays, self.policy_version, self._vocab_size)
+        has_loss = objective.loss_tokens(header, arrays)
+        self._allowed = find_allowed(header, arrays, has_loss, lambda: self._grammars)
+        objective.check_any_loss(header, arrays, has_loss)
+        batch = self._numbers(header, arrays, has_loss)
+        taken = BatchTotals(*np.zeros((2, len(has_loss)), np.float32))
+        parts = mini_batches(header, has_loss, self.spec.trainer.mini_batches)
+        for epoch in range(self.spec.trainer.epochs):
+            for chosen in parts:
+                self._optimizer_step(batch, chosen, taken, is_first=epoch == 0)
+            # Empty parts count as steps, so that the schedule ends.
+            self.num_optimizer_steps += self.spec.trainer.mini_batches - len(parts)
+        self.policy_version += 1
+        metrics = self._metrics(batch, taken)
+        if self.ranks.is_first:
+            if not self._has_recorded:  # earlier lines are repeated
+                self._note_restored(header.version)
+            line = step_report.trained_line(header, arrays, has_loss, metrics["policy/loss"])
+            step_report.append_line(self.spec.record_path, line)
         self._state.wait_lent()  # charge a slow disk to a step, not to a handover
         return metrics
 
-    def begin_export(self, path: Path) -> Callable[[], ExportResponse]:
-        """Begin an export. The returned function waits, in any thread, and raises OSError, or Refused for
-        NaN.
-        """
-        self._offload.need("export", "weights")
-        canary = self._canary()
-        adapters = None if self._adapters is None else self._adapters.export_tensors
-        exported = Exported(self.policy_version, self._lazy_weights, adapters)
-        exporting = self._exporting = self.transport.begin(exported, path)
-        return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
+    def _metrics(self, batch: BatchNumbers, taken: BatchTotals) -> dict[str, float]:
+        has_loss = batch.has_loss
+        num_loss_tokens = int(has_loss.sum())
+        loss, grad_norm = np.mean(taken.steps or [(math.nan, math.nan)], axis=0).tolist()
+        distances = step_report.policy_metrics(
+            taken.logprobs_N[has_loss], batch.arrays.behaviour_logprobs[has_loss], taken.entropies_N[has_loss]
+        )
+        return {
+            "policy/clip_fraction": 0.0,
+            **{f"policy/{name}": value / taken.num_tokens for name, value in taken.stats.items()},
+            "policy/loss": loss,
+            "policy/grad_norm": grad_norm,
+            **distances,
+            **taken.gap,
+            "sample/masked_fraction": 1.0 - num_loss_tokens / int(batch.arrays.loss_mask.sum()),
+            "tokens/trained": float(num_loss_tokens),
+            "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
+            "trainer/skipped_steps": float(taken.num_skipped),
+            **self._meter.numbers(),
+        }
 
-    def export(self, path: Path) -> ExportResponse:
-        return self.begin_export(path)()
+    @cached_property
+    def _grammars(self) -> TokenGrammars:
+        tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
+        return TokenGrammars(tokenizer, self._vocab_size)
+
+    def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
+        batch = BatchNumbers(header, arrays, has_loss)
+        if self._objective.needs_proximal:
+            batch.proximal_N, batch.entropy_N = self._forward(self.policy, header, arrays, has_loss)
+        if self._reference is not None:
+            batch.reference_N, _ = self._forward(self._reference, header, arrays, has_loss)
+        elif self._objective.needs_reference:
+            assert self._adapters is not None
+            with self._adapters.off():
+                batch.reference_N, _ = self._forward(self.policy, header, arrays, has_loss)
+        batch.advantage_N = self._objective.advantages(batch)
+        return batch
+
+    @torch.no_grad()
+    def _forward(
+        self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
+    ) -> tuple[Float32N, Float32N]:
+        """Return logprobs and entropies, float32 [N], 0 without loss."""
+        micros = self._micro_batches(header, arrays, has_loss)
+        self._meter.enter("logprobs")
+        outputs = list[Output]()
+        for micro, counts in micros:
+            scores = policy(micro, self.spec.temperature)
+            if counts:
+                self._meter.count(policy.costs.flops(micro.size, has_backward=False))
+                outputs.append((micro, scores, 0.0, {}))
+        sums = add_up(outputs, len(has_loss), self.ranks)
+        reshard(policy)
+        self._meter.enter("")
+        return sums.logprobs_N, sums.entropies_N
+
+    def _micro_batches(
+        self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
+    ) -> list[tuple[MicroBatch, bool]]:
+        self._meter.enter("pack")
+        longest = max(entry.end - entry.start for entry in header.trajectories)
+        can_pack = self.policy.plan.packs(longest)
+        max_tokens = self.spec.trainer.micro_batch_tokens if can_pack else 0
+        return rank_micro_batches(
+            header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.costs, self._allowed
+        )
+
+    def _optimizer_step(
+        self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool
+    ) -> None:
+        """Take one step, or skip and count a non-finite gradient."""
+        try:
+            sums = self._accumulate(batch, chosen)
+            if is_first:
+                taken.logprobs_N[chosen] = sums.logprobs_N[chosen]
+                taken.entropies_N[chosen] = sums.entropies_N[chosen]
+            if taken.num_tokens == 0:  # later steps would start from other weights than the samples
+                taken.gap = self._check_gap(batch, chosen, sums)
+            self._meter.enter("optimizer")
+            grad_norm = self._clip_gradient()
+            if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
+                self._skip(batch, taken, f"loss {sums.loss} and gradient norm {grad_norm}")
+            elif unfit := {name: value for name, value in sums.stats.items() if not math.isfinite(value)}:
+                rule = "metrics are finite numbers, including those of algorithm.loss"
+                raise self._refused_saved(batch, f"statistics {unfit}", rule)
+            else:
+                self._step()
+                taken.steps.append((sums.loss, grad_norm))
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+        self._meter.enter("")
+        taken.num_tokens += int(chosen.sum())
+        taken.stats.update(sums.stats)
+
+    def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
+        numbers = self._objective.step_numbers(batch, chosen)
+        outputs = list[Output]()
+        for micro, counts in self._micro_batches(batch.header, batch.arrays, chosen):
+            self._meter.enter("forward")
+            scores = self.policy(micro, self.spec.temperature)
+            if not counts:
+                self._meter.enter("backward")
+                (scores.logprob_M.sum() * 0.0).backward()
+                continue
+            loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, numbers)
+            self._meter.enter("backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            outputs.append(
+                (micro, scores._replace(logprob_M=scores.logprob_M.detach()), loss.detach(), stats)
+            )
+            flops = self.policy.costs.flops(micro.size, has_backward=True)
+            self._meter.count(flops, micro.size.num_tokens)
+        self._meter.enter("")
+        return add_up(outputs, len(chosen), self.ranks)
+
+    def _step(self) -> None:
+        learning_rate = learning_rate_at(self.spec.trainer, self.num_optimizer_steps + self._schedule_ahead)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._meter.enter("blocked")
+        self.before_change()
+        self._meter.enter("optimizer")
+        self._optimizer.step()
+        self._masters.write_back()
+        self.num_optimizer_steps += 1
+        self.num_skipped_in_a_row = 0
+
+    def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
+        self.num_skipped_in_a_row += 1
+        self.num_optimizer_steps += 1
+        taken.num_skipped += 1
+        if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            rule = f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row"
+            raise self._refused_saved(batch, what, rule)
+        log.warning("%s: step skipped, %s; saved in %s", _name(batch), what, self._save_failed(batch))
+
+    def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
+        """Return |current - behaviour| metrics. Raises Refused above the limit."""
+        self.rollout_gaps = []
+        if not self.spec.measures_gap:
+            return {}
+        arrays = batch.arrays
+        limit = self.spec.trainer.logprob_gap_limit
+        is_fresh = chosen & (arrays.versions == batch.header.version)
+        self.rollout_gaps = step_report.gaps_of_rollouts(batch.header, arrays, is_fresh, sums.logprobs_N)
+        gaps = step_report.measure_gaps(
+            sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh]
+        )
+        if limit is not None and (fault := step_report.gap_fault(gaps, limit)):
+            rule = f"trainer.logprob_gap_limit={limit}, for the means of all fresh tokens and of each engine"
+            raise self._refused_saved(batch, fault, rule, f"{step_report.GAP_ADVICE}; or raise the limit.")
+        if fault := step_report.gap_fault(gaps, step_report.GAP_WARNING):
+            log.warning("step %d: %s; %s", batch.header.version + 1, fault, step_report.GAP_ADVICE)
+        return step_report.gap_metrics(gaps)
+
+    def _clip_gradient(self) -> float:
+        limit = self.spec.trainer.max_grad_norm
+        weights = list(self._masters.named.values())
+        norm = torch.nn.utils.clip_grad_norm_(weights, math.inf if limit is None else limit)
+        whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return float(self.ranks.gather(float(whole))[0])
+
+    def _save_failed(self, batch: BatchNumbers) -> Path:
+        path = self.spec.failed_dir / f"step_{batch.header.version + 1}.safetensors"
+        if self.ranks.is_first:
+            self.spec.failed_dir.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pack_batch(batch.header, batch.arrays))
+        return path
+
+    def _refused_saved(self, batch: BatchNumbers, error: str, rule: str, way_out: str = "") -> Refused:
+        saved = f"policy_version stays {self.policy_version}, the batch is in {self._save_failed(batch)}"
+        unpack = "lower trainer.learning_rate; asyncrl.messages.trainer_api.unpack_batch reads the batch."
+        return Refused(422, f"{_name(batch)} gave {error}; {saved}", rule=rule, way_out=way_out or unpack)
+
+    def _note_restored(self, version: int) -> None:
+        if self.ranks.is_first:
+            step_report.note_restored(self.spec.record_path, version)
+            self._has_recorded = True
 
     def before_change(self) -> None:
+        """Wait for exports and copies that read the weights."""
         readers: list[Future[Any] | None] = [self._exporting, self._state.copying]
         wait([reader for reader in readers if reader is not None])
 
-    def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        self.before_change()
-        self._state.wait_lent()
-        parts = frozenset(parts)
-        if self._adapters is not None and "weights" in parts:
-            self._adapters.forget_merged()
-        try:
-            return self._offload.offload(parts)
-        finally:
-            self._merge_again()
-
-    def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
-        self.before_change()
-        moved = self._offload.onload(parts)
-        self._merge_again()
-        return moved
+    # ---- checkpoints and model folders
 
     def save(self, path: Path, *, merged: bool = True) -> None:
         """Write a Hugging Face or peft folder. Raises OSError, SafetensorError and Refused."""
         self._offload.need("save", "weights")
         adapters = None if merged else self._adapters
-        if not merged and adapters is None:
-            what = "adapters were asked for, and trainer.lora is none"
-            raise Refused(409, what, way_out="save all weights.")
         weights = dict(self._lazy_weights()) if adapters is None else adapters.tensors()
         if not self.ranks.is_first:
             gather_along(weights, self.dtype)
@@ -162,6 +419,22 @@ class TrainStep(Learner):
         self._schedule_ahead = self.policy_version * self.spec.steps_per_batch - self.num_optimizer_steps
         self._note_restored(self.policy_version)
 
+    # ---- exports
+
+    def begin_export(self, path: Path) -> Callable[[], ExportResponse]:
+        """Begin an export. The returned function waits, in any thread, and raises OSError, or Refused for
+        NaN.
+        """
+        self._offload.need("export", "weights")
+        canary = self._canary()
+        adapters = None if self._adapters is None else self._adapters.export_tensors
+        exported = Exported(self.policy_version, self._lazy_weights, adapters)
+        exporting = self._exporting = self.transport.begin(exported, path)
+        return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
+
+    def export(self, path: Path) -> ExportResponse:
+        return self.begin_export(path)()
+
     def weights_digest(self) -> str:
         return digest_of(self._masters.named)
 
@@ -188,8 +461,7 @@ class TrainStep(Learner):
     def _canary(self) -> Canary | None:
         if not self.spec.canary_tokens:
             return None
-        vocab_size = self.policy.model.get_input_embeddings().num_embeddings
-        ids = np.random.default_rng(0).integers(0, vocab_size, self.spec.canary_tokens)
+        ids = np.random.default_rng(0).integers(0, self._vocab_size, self.spec.canary_tokens)
         scores = self.policy(pack_texts([[np.append(ids, 0)]], self.device))
         reshard(self.policy)
         logprobs = scores.logprob_M[:-1].tolist()
@@ -211,10 +483,6 @@ class TrainStep(Learner):
             way_out = "lower weight_sync.chunk_bytes, or give trainer and engines separate devices."
             raise ConfigError(what, way_out=way_out) from error
 
-    def _merge_again(self) -> None:
-        if self._adapters is not None and self._adapters.is_forgotten and "weights" not in self.offloaded:
-            self._adapters.keep_merged()
-
     def _lazy_weights(self) -> LazyWeights:
         merges: dict[str, Callable[[], Tensor]] = {}
         if self._adapters is None:
@@ -224,6 +492,33 @@ class TrainStep(Learner):
         if self._pieces is None:
             self._pieces = stored_pieces(self.policy.model, weights)
         return LazyWeights(weights, merges, self._pieces)
+
+    # ---- colocation
+
+    @property
+    def offloaded(self) -> list[TrainerPart]:
+        return sorted(self._offload.away)
+
+    def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
+        self.before_change()
+        self._state.wait_lent()
+        parts = frozenset(parts)
+        if self._adapters is not None and "weights" in parts:
+            self._adapters.forget_merged()
+        try:
+            return self._offload.offload(parts)
+        finally:
+            self._merge_again()
+
+    def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
+        self.before_change()
+        moved = self._offload.onload(parts)
+        self._merge_again()
+        return moved
+
+    def _merge_again(self) -> None:
+        if self._adapters is not None and self._adapters.is_forgotten and "weights" not in self.offloaded:
+            self._adapters.keep_merged()
 
     def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
         if part == "gradients":
@@ -236,6 +531,11 @@ class TrainStep(Learner):
         states = [value for state in self._optimizer.state.values() for value in state.values()]
         masters = [master for master in self._masters.named.values() if id(master) not in of_model]
         return [*masters, *(value for value in states if isinstance(value, Tensor))]
+
+
+def _name(batch: BatchNumbers) -> str:
+    ids = dict.fromkeys(entry.group_id for entry in batch.header.trajectories)
+    return f"step {batch.header.version + 1} (groups {', '.join(map(str, ids))})"
 
 
 def _checked(canary: Canary | None) -> Canary | None:

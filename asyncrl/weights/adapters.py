@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.weights.export import export_weights
+from asyncrl.weights.export import Exported, Transport, done, export_weights
 from asyncrl.weights.tensor_files import SCALE, SUFFIXES, adapted_modules
-from asyncrl.weights.transport import Exported, Transport, done, only_gathered
 
 
 class AdapterTransport(Transport):
@@ -29,8 +28,9 @@ class AdapterTransport(Transport):
         assert exported.adapters is not None, "transport lora needs adapters"
         tensors = exported.adapters()
         if not self.end.is_first:
-            return done(only_gathered(exported.version))
-        return done(export_weights(tensors, path, exported.version).model_copy(update={"kind": "lora"}))
+            return done(exported.version)
+        answer = export_weights(tensors, path, exported.version)
+        return done(exported.version, answer.model_copy(update={"kind": "lora"}))
 
 
 def linear_parameters(model: nn.Module) -> set[str]:

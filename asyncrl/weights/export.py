@@ -1,4 +1,5 @@
-"""Export of the trainer's weights: named, gathered, in the engines' dtype, whole or by chunks.
+"""Export of the trainer's weights: named, gathered, in the engines' dtype, whole or by chunks; the base class
+of transports.
 
 Exports use the checkpoint's names: stacked experts are gathered as one tensor and split on writing. A
 chunk contains tensors, in export order, up to chunk_bytes, or one larger tensor. Any chunk may be
@@ -12,6 +13,7 @@ import queue
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -20,9 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.digest import joint_digest
-from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
+from asyncrl.messages.trainer_api import (
+    BroadcastRequest,
+    BroadcastResponse,
+    ExportChunkResponse,
+    ExportResponse,
+)
 from asyncrl.weights.tensor_files import (
     Pieces,
     digest_of_tensor,
@@ -366,3 +373,64 @@ def cut(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
         chunks[-1].append(name)
         room -= size
     return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerEnd:
+    """`is_file_wanted`: for evaluation. `store`: ADDRESS:PORT of rank 0's store, for several nodes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    chunk_bytes: int
+    is_first: bool = True
+    is_file_wanted: bool = False
+    store: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Weights of `version`: all with adapters merged, and only adapters. Calling `adapters` gathers them."""
+
+    version: int
+    merged: Callable[[], LazyWeights]
+    adapters: Callable[[], Mapping[str, Tensor]] | None = None
+
+
+def done(version: int, answer: ExportResponse | None = None) -> Future[ExportResponse]:
+    """Return a finished export; without an answer, of a rank that only gathered."""
+    future: Future[ExportResponse] = Future()
+    none = ExportResponse(version=version, path="", digest="", num_tensors=0, num_bytes=0)
+    future.set_result(none if answer is None else answer)
+    return future
+
+
+class Transport:
+    """Trainer end of a transport, on every rank; all call begin() together.
+
+    Transports shm, disk and stream: one safetensors file, which engines copy during generation and swap to.
+    """
+
+    sends_chunks = True
+    version = -1
+    """-1: none."""
+
+    def __init__(self, end: TrainerEnd) -> None:
+        self.end = end
+        self._writer = ThreadPoolExecutor(1, "export")
+
+    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+        """Bring the weights to the engines; no weight may change before the Future ends. Raises OSError,
+        here or in the Future.
+        """
+        return self._begin_file(exported, path)
+
+    def _begin_file(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+        weights = exported.merged()
+        if self.end.is_first:
+            return begin_export(self._writer, weights, path, exported.version, self.end.dtype)
+        gather_along(weights, self.end.dtype)
+        return done(exported.version)
+
+    def send(self, request: BroadcastRequest) -> BroadcastResponse:
+        """Transport nccl. Raises Refused."""
+        raise NotImplementedError

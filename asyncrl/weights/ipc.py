@@ -13,15 +13,16 @@ import base64
 import ctypes
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import ChunkMemory, LoadChunkRequest, MemoryHandle, PlacedTensor
 from asyncrl.weights.export import Entries
 from asyncrl.weights.tensor_files import (
@@ -45,11 +46,12 @@ def limit_memory(device: torch.device, share: float | None, cuda: Any = torch.cu
         cuda.set_per_process_memory_fraction(share)
 
 
+@dataclass(frozen=True, eq=False)
 class SharedMemory:
     """Memory that other processes open by its handle; its maker must keep it. `data`: uint8."""
 
-    def __init__(self, handle: MemoryHandle, data: Tensor) -> None:
-        self.handle, self.data = handle, data
+    handle: MemoryHandle
+    data: Tensor
 
     def settle(self) -> None:
         """Wait for all work on `data`, in all streams."""
@@ -275,15 +277,6 @@ class TrainerMemory:
         self._device = device
         self._memory: SharedMemory | None = None
 
-    def _own(self, handles: Sequence[MemoryHandle]) -> MemoryHandle:
-        """Raises OSError."""
-        here = name_of(self._device)
-        for handle in handles:
-            if handle.device == here:
-                return handle
-        there = ", ".join(handle.device or "the host" for handle in handles)
-        raise OSError(f"it is on {there}, and this engine on {here or 'the CPU'}")
-
     @contextmanager
     def chunk(self, request: LoadChunkRequest) -> Iterator[dict[str, Tensor]]:
         """Yield a chunk's tensors in place, valid inside the context. Raises Refused (400)."""
@@ -294,7 +287,12 @@ class TrainerMemory:
         if self._memory is None or self._memory.handle not in handles:
             self._memory = None
             try:
-                self._memory = open_memory(self._own(handles), self._device)
+                here = name_of(self._device)
+                own = [handle for handle in handles if handle.device == here]
+                if not own:
+                    there = ", ".join(handle.device or "the host" for handle in handles)
+                    raise OSError(f"it is on {there}, and this engine on {here or 'the CPU'}")
+                self._memory = open_memory(own[0], self._device)
             except (OSError, ValueError) as error:
                 what = f"cannot open the {handles[0].kind} memory of {handles[0].num_bytes} bytes: {error}"
                 rule = "trainer and engine take turns on the same devices, and share a piece of their memory"

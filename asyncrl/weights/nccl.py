@@ -30,19 +30,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GroupMember, SentChunk, SentWeights
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.weights.export import (
+    Exported,
     LazyWeights,
+    TrainerEnd,
+    Transport,
     chunks_of,
+    done,
     entries_of,
     gather_along,
     gathered,
     manifest_of,
 )
 from asyncrl.weights.ipc import copy_placed, lay_out, views
-from asyncrl.weights.transport import Exported, TrainerEnd, Transport, done, only_gathered
 
 T = TypeVar("T")
 _LATE_S = 1.0
@@ -54,18 +57,18 @@ OPEN_PORTS = "let the nodes of the run reach each other at every TCP port"
 class BroadcastTransport(Transport):
     """Trainer end: copies a version and sends it.
 
-    Life: empty -> export() -> send(), any number of times -> export() the next.
-    Waits: export and send for each other; send for every group member.
+    Life: empty -> begin() -> send(), any number of times -> begin() the next.
+    Waits: begin and send for each other; send for every group member.
     Invariant: a held version is sent whole.
     """
 
-    def __init__(self, end: TrainerEnd, cuda: Any = None) -> None:
-        """`cuda`: replaces torch.cuda; None on CPU. Raises ConfigError if no store opens."""
+    def __init__(self, end: TrainerEnd) -> None:
+        """Raises ConfigError if no store opens."""
         super().__init__(end)
         self._store = _open_store(end.store) if end.store and end.is_first else None
         """Store for groups on several nodes."""
-        self._cuda = cuda or _cuda_of(end.device)
         self._filled: Any = None
+        """CUDA event: the buffers are filled."""
         self._digest = ""
         self._chunks: list[SentChunk] = []
         self._buffers: list[Tensor] = []
@@ -73,9 +76,6 @@ class BroadcastTransport(Transport):
         self._in_use = threading.Lock()
 
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
-        return done(self.export(exported, path))
-
-    def export(self, exported: Exported, path: Path) -> ExportResponse:
         """Copy the weights over the held ones; write a file too if evaluation needs one. Raises OSError, or
         RuntimeError without memory.
         """
@@ -84,7 +84,7 @@ class BroadcastTransport(Transport):
         weights = exported.merged()
         if not end.is_first:
             gather_along(weights, end.dtype)
-            return only_gathered(version)
+            return done(version)
         with self._in_use, gathered(weights, end.dtype, end.device) as tensors:
             self.version = -1
             if not self._chunks:
@@ -92,30 +92,28 @@ class BroadcastTransport(Transport):
             digests: dict[str, bytes] = {}
             for chunk, buffer in zip(self._chunks, self._buffers, strict=True):
                 digests |= copy_placed(chunk.tensors, buffer, tensors)
-            if self._cuda is not None:
-                self._filled = self._cuda.Event()
+            if end.device.type == "cuda":
+                self._filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._filled.record()
             answer = manifest_of(weights, end.dtype, version, digests, "")
             self._digest, self.version = answer.digest, version
-        return answer.model_copy(update={"path": written})
+        return done(version, answer.model_copy(update={"path": written}))
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send to all group members, in a separate thread. Raises Refused."""
         member = request.member
         with self._in_use:
             if self.version != request.version:
-                what = (
-                    f"cannot send policy_version {request.version}: the trainer holds version {self.version}"
-                )
+                what = f"policy_version {request.version} was asked for, the trainer holds {self.version}"
                 raise Refused(409, what, rule="only the newest export is held")
             try:
                 if self._group is None or self._group.path != member.path:
-                    self._leave()
-                    self._group = WeightGroup(member, self.end.device, self._cuda)
+                    self._close_group()
+                    self._group = WeightGroup(member, self.end.device)
                 sent_weights = SentWeights(version=self.version, chunks=self._chunks)
                 self._group.send(sent_weights, self._buffers, self._filled)
             except GroupBroken as broken:
-                self._leave()
+                self._close_group()
                 what = f"policy_version {request.version} was not sent: {broken}"
                 rule = "weights are sent once, to all workers of all engines"
                 way_out = "read the logs of the engines; the weights are sent again after a restart."
@@ -123,10 +121,10 @@ class BroadcastTransport(Transport):
             sent = sum(chunk.num_bytes for chunk in self._chunks)
             return BroadcastResponse(version=self.version, digest=self._digest, num_bytes=sent)
 
-    def _leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+    def _close_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
     def _make_buffers(self, weights: LazyWeights) -> None:
         for chunk in chunks_of(weights, self.end.dtype, self.end.chunk_bytes):
@@ -148,13 +146,15 @@ class WeightGroup:
     Invariant: all members make the same calls in the same order, on CUDA in the group's stream.
     """
 
-    def __init__(self, member: GroupMember, device: torch.device, cuda: Any = None) -> None:
-        """`cuda`: as for BroadcastTransport. Raises GroupBroken."""
-        self.path, self._device, self._timeout = member.path, device, timedelta(seconds=member.timeout_s)
+    def __init__(self, member: GroupMember, device: torch.device) -> None:
+        """Raises GroupBroken."""
+        self.path = member.path
+        self._device = device
+        self._timeout = timedelta(seconds=member.timeout_s)
         self._group: Any = None
-        self._cuda = cuda or _cuda_of(device)
-        # high priority: few short kernels that engines wait for
-        self._stream = None if self._cuda is None else self._cuda.Stream(device, priority=-1)
+        self._stream: Any = None
+        if device.type == "cuda":  # high priority: few short kernels that engines wait for
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         try:
             # torch's limits miss a silent store.
             connect = partial(_connect, member, device, self._timeout)
@@ -193,14 +193,14 @@ class WeightGroup:
             # Memory of the caller's stream, which may still read its previous content.
             buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=self._device)
             if self._stream is not None:
-                self._stream.wait_stream(self._cuda.current_stream(self._device))
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with self._beside():
                 self._broadcast(buffer)
             yield weights.version, views(chunk.tensors, buffer)
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Enter the group's stream in this thread. Never keep it open over a yield."""
-        return nullcontext() if self._stream is None else self._cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self._group is None:
@@ -216,18 +216,15 @@ class WeightGroup:
     def _wait(self, work: Any) -> None:
         """Wait on the device too. Raises RuntimeError."""
         work.wait(self._timeout)
-        if self._cuda is None:
+        if self._stream is None:
             return
-        done, end = self._cuda.Event(), time.monotonic() + self._timeout.total_seconds()
+        end = time.monotonic() + self._timeout.total_seconds()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        while not done.query():
+        while not done.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > end:
                 raise RuntimeError(f"not done after {self._timeout.total_seconds()} s")
             time.sleep(_LOOK_S)
-
-
-def _cuda_of(device: torch.device) -> Any:
-    return torch.cuda if device.type == "cuda" else None
 
 
 def _connect(member: GroupMember, device: torch.device, timeout: timedelta) -> Any:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.digest import BLOCK_BYTES, NUM_SUMS, block_keys, digest_of_sums, joint_digest
 
 if TYPE_CHECKING:
@@ -150,27 +150,20 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     return finish_digests({name: begin_digest(tensor) for name, tensor in tensors.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class BegunDigest:
-    """block_sums in progress: int32 [blocks, 8] on its device."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    sums: Tensor
+Begun = tuple[str, tuple[int, ...], "Tensor"]
+"""Digest in progress: dtype, shape, and block_sums, int32 [blocks, 8] on the tensor's device."""
 
 
-def begin_digest(tensor: Tensor) -> BegunDigest:
+def begin_digest(tensor: Tensor) -> Begun:
     """Start a tensor's sums; its content must not change before they are done."""
     tensor = tensor.detach().contiguous()
-    return BegunDigest(dtype_name(tensor.dtype), tuple(tensor.shape), torch_block_sums(tensor))
+    return dtype_name(tensor.dtype), tuple(tensor.shape), torch_block_sums(tensor)
 
 
-def finish_digests(begun: Mapping[str, BegunDigest]) -> dict[str, bytes]:
+def finish_digests(begun: Mapping[str, Begun]) -> dict[str, bytes]:
     return {
-        name: digest_of_sums(
-            name, one.dtype, one.shape, one.sums.cpu().numpy().astype("<i4", copy=False).data
-        )
-        for name, one in begun.items()
+        name: digest_of_sums(name, dtype, shape, sums.cpu().numpy().astype("<i4", copy=False).data)
+        for name, (dtype, shape, sums) in begun.items()
     }
 
 

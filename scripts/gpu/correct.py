@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.registry import RECIPES
-from asyncrl.job.engine_kinds import CANARY_LIMITS, CANARY_TOKENS
+from asyncrl.job.servers import CANARY_LIMITS, CANARY_TOKENS
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
-from asyncrl.trainer.model.packing import pack, pack_texts
-from asyncrl.trainer.model.policy import Policy, find_plan, head_scores, probe_model
 from asyncrl.trainer.objective import BatchNumbers, Objective
+from asyncrl.trainer.packing import pack, pack_texts
+from asyncrl.trainer.policy import Policy, find_plan, head_scores, probe_model
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import GAP_WARNING
 from gpu.models import Trainer, architecture, make_batch, make_folder, make_model, make_spec

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
-from asyncrl.trainer.model.random_init import make_character_tokenizer
+from asyncrl.trainer.random_init import make_character_tokenizer
 from asyncrl.trainer.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
 from gpu.rows import Bench

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.base.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
+from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.engine_api import EnginePart

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from aiohttp import WSMsgType, web
 from pydantic import BaseModel, Field, ValidationError
 
+from asyncrl.base.http import Refused, add_route, child_arguments, fail, make_app, secret_of, serve
 from asyncrl.base.message import SECRET_ENV, Message
-from asyncrl.base.serving import Refused, add_route, child_arguments, fail, make_app, secret_of, serve
 from asyncrl.messages import codec
 from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from asyncrl.base.serving import Refused, die_with_parent
+from asyncrl.base.http import Refused, die_with_parent
 from asyncrl.messages import engine_api
 from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.digest import tensor_digest

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic_core import to_json
-
 from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, num_until, overlap
-from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, ParsedAnswer, ToolFormat
-from asyncrl.agents.endpoint.tool_markup import Tools
+from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, ParsedAnswer, ToolFormat, Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatRenderer
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.branches import ChatNode
     from asyncrl.agents.endpoint.requests import CallRequest
 
 REPLACEMENT = "\ufffd"
@@ -289,53 +285,3 @@ class Answer:
             as_bytes = None if REPLACEMENT in text else list(text.encode())
             texts[token] = {"token": text, "logprob": 0.0, "bytes": as_bytes}
         return {**texts[token], "logprob": logprob}
-
-
-# ---- errors
-
-NO_RETRY = {"x-should-retry": "false"}
-_CODES = {404: "unknown_url", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
-_LONGEST_SHOWN = 80
-
-
-class ApiError(Exception):
-    """Error answer to one call."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self.status = status
-        self.headers = dict(headers or {})
-        self.error = {"message": message, "type": type, "param": param, "code": code or _CODES.get(status)}
-        super().__init__(message)
-
-    def body(self) -> bytes:
-        return to_json({"error": self.error}, inf_nan_mode="null")
-
-
-def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
-    return ApiError(400, message, code=code, param=param)
-
-
-class PromptTooLongError(ApiError):
-    """`parent`: the continued completion."""
-
-    def __init__(self, message: str, param: str, parent: ChatNode | None = None) -> None:
-        super().__init__(400, message, code="context_length_exceeded", param=param)
-        self.parent = parent
-
-
-def shown(value: object) -> str:
-    if isinstance(value, int) and abs(value) >= 10**18:
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, (dict, list)):
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
-    text = repr(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value)
-    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."

@@ -9,19 +9,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from asyncrl.agents.endpoint.answers import (
-    NO_RETRY,
-    Answer,
-    ApiError,
-    GatewayTokenizer,
-    PromptTooLongError,
-    invalid,
-)
-from asyncrl.agents.endpoint.branches import ChatNode
-from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
-from asyncrl.agents.endpoint.dialects.dialect import Dialect
+from asyncrl.agents.endpoint.answers import Answer, GatewayTokenizer
+from asyncrl.agents.endpoint.capture import ChatNode, GatewayStats, PromptPlan
+from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import (
     STRICT_NEEDS,
     GrammarChecks,
@@ -31,7 +23,17 @@ from asyncrl.agents.endpoint.grammars import (
 )
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
 from asyncrl.agents.endpoint.reasoning import ReasoningSplitter
-from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader, parse_json
+from asyncrl.agents.endpoint.requests import (
+    NO_RETRY,
+    AnyRequest,
+    ApiError,
+    CallRules,
+    ChatRequest,
+    PromptTooLongError,
+    RequestReader,
+    invalid,
+    parse_json,
+)
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
@@ -83,8 +85,8 @@ class EngineRoute:
         self._encoding = asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
-    async def read(self, session: GatewaySession, dialect: Dialect, body: bytes) -> tuple[AnyRequest, Any]:
-        """Return (call, its writer's data). Raises ApiError."""
+    async def read(self, session: GatewaySession, dialect: Dialect, body: bytes) -> Read:
+        """Raises ApiError."""
         return await self._in_turn(
             lambda: dialect.read(self._reader, parse_json(body), session.kept), len(body)
         )

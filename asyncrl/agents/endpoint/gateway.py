@@ -22,24 +22,26 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
-from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer, invalid, shown
+from asyncrl.agents.endpoint.answers import GatewayTokenizer
+from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES, MessagesRequest, error_body, model_body
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.dialects.anthropic import (
-    MessagesDialect,
-    MessagesRequest,
-    error_body,
-    model_body,
-)
-from asyncrl.agents.endpoint.dialects.chat import ChatDialect, TextDialect
-from asyncrl.agents.endpoint.dialects.dialect import Dialect, Writer
-from asyncrl.agents.endpoint.dialects.responses import ResponsesDialect, ResponsesRequest
+from asyncrl.agents.endpoint.dialects import Dialect, Writer
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
 from asyncrl.agents.endpoint.listener import BACKLOG, AppServer, Connection
-from asyncrl.agents.endpoint.requests import CallRules, ChatRequest, TextRequest
+from asyncrl.agents.endpoint.openai_dialects import CHAT, RESPONSES, TEXT, ResponsesRequest
+from asyncrl.agents.endpoint.requests import (
+    NO_RETRY,
+    ApiError,
+    CallRules,
+    ChatRequest,
+    TextRequest,
+    invalid,
+    shown,
+)
 from asyncrl.agents.endpoint.sessions import CLIENT_GONE, GatewayCall, GatewaySession, Sessions, client_gone
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
 
@@ -84,8 +86,6 @@ class Gateway:
         self._refused = Counter[int]()
         self._route = EngineRoute(self._sessions, engine, tokenizer, tool_format, rules, seed_of, on_broken)
         self.open_nowait = self._route.open_nowait
-        can_turn_off = "enable_thinking" in getattr(tokenizer, "template", "")
-        self._messages = MessagesDialect(can_turn_off=can_turn_off)
         self._socket: socket.socket | None = None
         self.listener = AppServer(
             self._app(extra_routes), max_connections=MAX_CONNECTIONS, idle_s=READ_TIMEOUT_S
@@ -96,10 +96,10 @@ class Gateway:
         for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._failed)
         calls: dict[str, tuple[Dialect, type[BaseModel]]] = {
-            "chat/completions": (ChatDialect(), ChatRequest),
-            "completions": (TextDialect(), TextRequest),
-            "responses": (ResponsesDialect(), ResponsesRequest),
-            "messages": (self._messages, MessagesRequest),
+            "chat/completions": (CHAT, ChatRequest),
+            "completions": (TEXT, TextRequest),
+            "responses": (RESPONSES, ResponsesRequest),
+            "messages": (MESSAGES, MessagesRequest),
         }
         app.openapi = partial(_openapi, app, [shape for _, shape in calls.values()])  # type: ignore[method-assign]
         for prefix in ("/v1", "/s/{key}/v1"):
@@ -206,12 +206,12 @@ class Gateway:
     async def _answer(self, session: GatewaySession, dialect: Dialect, response: _CallResponse) -> None:
         route = session.route
         body = await read_body(response.request, MAX_BODY_BYTES)
-        asked, data = await route.read(session, dialect, body)
+        asked, make_writer = await route.read(session, dialect, body)
         digest, is_retry = _identity(dialect, body, response.request)
         if is_retry and (call := session.delivered.get(digest)) is not None:
-            return await response.deliver(call, dialect.writer(call, self._model, asked, data))
+            return await response.deliver(call, make_writer(call, self._model))
         call = await route.plan(session, dialect, asked, len(body))
-        writer = response.writer = dialect.writer(call, self._model, asked, data)
+        writer = response.writer = make_writer(call, self._model)
         try:
             if call.is_streamed:
                 await asyncio.gather(route.sample(session, call), _write_news(call, writer, response))
@@ -230,9 +230,7 @@ class Gateway:
         try:
             async with session.in_hand(), session.open_requests:
                 body = await read_body(request, MAX_BODY_BYTES)
-                return JSONResponse(
-                    {"input_tokens": await session.route.count(session, self._messages, body)}
-                )
+                return JSONResponse({"input_tokens": await session.route.count(session, MESSAGES, body)})
         except ApiError as error:
             session.refused_nowait(error)
             raise

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.answers import GatewayTokenizer, invalid
+from asyncrl.agents.endpoint.answers import GatewayTokenizer
 from asyncrl.agents.endpoint.prefix_match import Prefill, no_prefill
 from asyncrl.agents.endpoint.reasoning import opens_thought
-from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest
+from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest, invalid
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.messages.grammar_checks import MAX_GRAMMAR_BYTES, GrammarError, check_grammar
 

@@ -14,11 +14,13 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.agents.endpoint.branches import ChatNode
 from asyncrl.agents.endpoint.reasoning import Marks, close_thought, split_thought
 from asyncrl.messages.work import ChatRenderer, new_hash
+
+if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.capture import ChatNode
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]

@@ -1,22 +1,231 @@
-"""Checked parameters of calls."""
+"""Checked requests: errors, messages and tools as chat templates get them, and parameters of calls."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import PydanticCustomError, from_json, to_json
+from typing_extensions import TypedDict
 
-from asyncrl.agents.endpoint.answers import ApiError, PromptTooLongError, invalid, shown
-from asyncrl.agents.endpoint.message_schema import STRICT, ChatMessage, GivenTool, ResponseFormat, wrong
 from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
+if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.capture import ChatNode
+
 log = logging.getLogger(__name__)
+
+# ---- errors
+
+NO_RETRY = {"x-should-retry": "false"}
+_CODES = {404: "unknown_url", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
+_LONGEST_SHOWN = 80
+
+
+class ApiError(Exception):
+    """Error answer to one call."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status = status
+        self.headers = dict(headers or {})
+        self.error = {"message": message, "type": type, "param": param, "code": code or _CODES.get(status)}
+        super().__init__(message)
+
+    def body(self) -> bytes:
+        return to_json({"error": self.error}, inf_nan_mode="null")
+
+
+def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
+    return ApiError(400, message, code=code, param=param)
+
+
+class PromptTooLongError(ApiError):
+    """`parent`: the continued completion."""
+
+    def __init__(self, message: str, param: str, parent: ChatNode | None = None) -> None:
+        super().__init__(400, message, code="context_length_exceeded", param=param)
+        self.parent = parent
+
+
+def shown(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (dict, list)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
+    text = repr(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
+
+
+# ---- messages and tools
+
+STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+def wrong(why: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", "{why}", {"why": why})
+
+
+def joined(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    texts: list[str] = []
+    for part in content:
+        match part:
+            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                kind = shown(part.get("type") if isinstance(part, dict) else part)
+                raise wrong(f"a part of type {kind} is not supported; this model reads text parts")
+    return "".join(texts)
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        return from_json(arguments, allow_inf_nan=False, cache_strings="keys")
+    except (ValueError, TypeError) as error:
+        raise wrong(f"arguments must be the text of a JSON object: {error}") from None
+
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}\z")]
+
+
+class _Open(TypedDict):
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # type: ignore[misc]
+
+
+class _CalledFunction(_Open):
+    name: Name
+    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed)]
+
+
+class _SentCall(_Open):
+    id: Annotated[str, Field(min_length=1)]
+    type: NotRequired[Literal["function"]]
+    function: _CalledFunction
+
+
+class _Message(_Open):
+    name: NotRequired[str]
+    content: Annotated[str, BeforeValidator(joined)]
+
+
+class _Plain(_Message):
+    role: Literal["system", "developer", "user"]
+
+
+class _Assistant(_Message):
+    role: Literal["assistant"]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[Annotated[list[_SentCall], Field(max_length=MAX_TOOLS)]]
+
+
+class _ToolResult(_Message):
+    role: Literal["tool"]
+    tool_call_id: Annotated[str, Field(min_length=1)]
+
+
+_READ = frozenset(
+    "role content name tool_call_id tool_calls reasoning_content reasoning reasoning_details".split()
+)
+_EMPTY = ("refusal", "audio", "annotations", "function_call", "parsed", "tool_calls", "reasoning_content")
+"""Keys that clients return empty."""
+
+
+def _tidy(message: Any, info: ValidationInfo) -> Any:
+    """Keep the keys that templates get. Add empty content to tool calls for SmolLM2 and Phi 3."""
+    if not isinstance(message, dict):
+        return message
+    kept = {key: value for key, value in message.items() if value or not (value is None or key in _EMPTY)}
+    is_answer = kept.get("role") == "assistant"
+    for key in ("function_call", "audio") if is_answer else ("function_call", "audio", "tool_calls"):
+        if key in kept:
+            raise wrong(
+                f"{key} of a message of role {shown(kept.get('role'))} is refused: this model reads text"
+            )
+    if info.context is not None and (ignored := kept.keys() - _READ):
+        info.context(ignored)
+    if not is_answer:
+        return kept
+    match kept:
+        case {"reasoning_content": _}:
+            return {"content": "", **kept}
+        case {"reasoning": str(thought)}:
+            pass
+        case {"reasoning_details": list(details)}:
+            thought = joined_texts(details)
+        case _:
+            thought = ""
+    return {"content": "", **kept} | ({"reasoning_content": thought} if thought else {})
+
+
+def joined_texts(parts: Any) -> str:
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+ChatMessage = Annotated[
+    _Plain | _Assistant | _ToolResult, Field(discriminator="role"), BeforeValidator(_tidy)
+]
+
+
+class _Function(_Open):
+    name: Name
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any]]
+    strict: NotRequired[bool | None]
+
+
+class GivenTool(_Open):
+    type: Literal["function"]
+    function: _Function
+
+
+class _JsonSchema(_Open):
+    name: Name
+    description: NotRequired[str | None]
+    schema: NotRequired[dict[str, Any]]
+    strict: NotRequired[bool | None]
+
+
+class _JsonObjectFormat(_Open):
+    type: Literal["json_object"]
+
+
+class _JsonSchemaFormat(_Open):
+    type: Literal["json_schema"]
+    json_schema: _JsonSchema
+
+
+ResponseFormat = Annotated[
+    Annotated[_JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")] | None,
+    BeforeValidator(lambda value: None if value == {"type": "text"} else value),
+]
+"""None: any text."""
+
+
+# ---- parameters
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -63,8 +272,6 @@ class CallRules:
     max_length: int
     vocab_size: int
     on_sampling_override: Literal["use_config", "honour", "refuse"] = "use_config"
-    reads_effort: bool = False
-    """The chat template reads it."""
 
 
 def _tool_choice(value: Any) -> str:
@@ -76,20 +283,7 @@ def _tool_choice(value: Any) -> str:
     raise wrong("it must be none, auto, required, or name a function")
 
 
-_FIXED_SETTINGS = frozenset(
-    "messages conversation tools documents chat_template add_generation_prompt continue_final_message "
-    "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask "
-    "tokenizer_kwargs raise_exception strftime_now range dict lipsum cycler joiner namespace loop".split()
-)
-_SETTING = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
-
-
-def _settings(value: Any) -> Any:
-    for name, each in value.items() if isinstance(value, dict) else ():
-        if not _SETTING.fullmatch(name) or name in _FIXED_SETTINGS or name.endswith("_token"):
-            raise wrong(f"{shown(name)} cannot be set by a call")
-        if not isinstance(each, (str, int, float, type(None))):
-            raise wrong(f"{name} is {shown(each)}; it must be a text, a number, true, false or null")
+def _settings(value: dict[str, Any]) -> dict[str, Any]:
     if (num_bytes := len(to_json(value))) > MAX_SETTINGS_BYTES:
         raise wrong(f"they have {num_bytes} bytes; {MAX_SETTINGS_BYTES} is the most")
     return value
@@ -111,7 +305,7 @@ Stops = Annotated[
     Field(max_length=MAX_STOPS),
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
-Settings = Annotated[dict[str, Any], BeforeValidator(_settings)]
+Settings = Annotated[dict[str, str | int | float | bool | None], AfterValidator(_settings)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -227,10 +421,11 @@ class RequestReader:
         asked.tools = [] if asked.tool_choice == "none" else body["tools"]  # unchanged, keys in order
         limits = [each for each in (asked.max_completion_tokens, asked.max_tokens) if each is not None]
         asked.max_tokens = min(limits, default=None)
-        if (effort := asked.reasoning_effort) is not None and self._rules.reads_effort:
-            asked.chat_template_kwargs = {"reasoning_effort": effort, **asked.chat_template_kwargs}
-        elif effort is not None:
-            self.log_once("reasoning_effort", "the chat template does not read `reasoning_effort` of calls")
+        if asked.reasoning_effort is not None:
+            asked.chat_template_kwargs = {
+                "reasoning_effort": asked.reasoning_effort,
+                **asked.chat_template_kwargs,
+            }
         return asked
 
     def text(self, body: Mapping[str, Any]) -> TextRequest:
@@ -260,7 +455,7 @@ class RequestReader:
         try:
             return shape.model_validate(given, context=self._log_ignored)
         except ValidationError as error:
-            raise refused(error, given) from None
+            raise refused(error) from None
 
     def _settle_sampling(self, asked: CallRequest) -> None:
         """Settle temperature and top_p (None: the run's). Raises ApiError."""
@@ -302,21 +497,14 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def refused(error: ValidationError, body: Any) -> ApiError:
+_TAGS = {"system", "developer", "user", "assistant", "tool", "json_object", "str"}
+"""Names of union members in the paths of pydantic."""
+
+
+def refused(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
-    param = ""
-    here = body
-    for number, part in enumerate(first["loc"], 1):
-        if isinstance(part, int):
-            param += f"[{part}]"
-        elif number == len(first["loc"]) or (isinstance(here, dict) and part in here):
-            param += f".{part}"
-        else:
-            continue
-        try:
-            here = here[part]
-        except (LookupError, TypeError):  # the value was made by a validator
-            here = None
-    param = param.lstrip(".")[:200]
+    parts = [part for part in first["loc"] if part not in _TAGS]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    param = param.removeprefix(".")[:200]
     given = "" if first["type"] in ("missing", "wrong") else f", not {shown(first['input'])}"
     return invalid(f"{param}: {first['msg']}{given}.", param)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.agents.endpoint.answers import NO_RETRY, Answer, ApiError, PromptTooLongError
-from asyncrl.agents.endpoint.branches import ChatNode, make_rollout
-from asyncrl.agents.endpoint.capture import Capture, PromptPlan
-from asyncrl.agents.endpoint.dialects.dialect import KeptAnswers
+from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.capture import Capture, ChatNode, PromptPlan, make_rollout
+from asyncrl.agents.endpoint.dialects import KeptAnswers
 from asyncrl.agents.endpoint.prefix_match import Messages
+from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, PromptTooLongError
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.base.host import available_memory
-from asyncrl.base.serving import fail
+from asyncrl.base.http import fail
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import (

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.base.serving import Refused, fail
+from asyncrl.base.http import Refused, fail
 from asyncrl.messages.codec import Asked
 from asyncrl.messages.engine_api import (
     CommitRequest,

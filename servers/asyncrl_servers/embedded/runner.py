@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl_servers.embedded.decoder import (
     EmbeddedSpec,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.records import TopLogprobs

@@ -14,8 +14,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.entrypoints.serve.dev.server_info import api_router as server_info
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from asyncrl.base.http import Refused
 from asyncrl.base.message import ErrorBody
-from asyncrl.base.serving import Refused
 from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, can_fork, failure, is_cpu_build
 
 

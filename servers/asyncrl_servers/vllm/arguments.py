@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, TransportName
 from asyncrl_servers.engine_routes import EngineSpec
 

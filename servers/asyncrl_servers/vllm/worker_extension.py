@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from asyncrl.base.serving import Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GroupMember, LoadChunkRequest, PrepareRequest
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import WeightGroup

@@ -1,1 +1,0 @@
-"""OpenAI's and Anthropic's request formats."""

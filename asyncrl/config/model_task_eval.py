@@ -1,0 +1,210 @@
+"""Sections `model`, `task` and `eval`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from asyncrl.config.fields import DType, FrozenConfig, Name, tag_of
+
+
+class ScratchConfig(FrozenConfig):
+    """A small model with random weights, seeded by `seed`."""
+
+    architecture: dict[str, Any]
+    """Keys of a transformers config, `model_type` included, without vocab_size and token ids."""
+    characters: str = Field(min_length=2)
+    """Alphabet of the character-level tokenizer, one token per character."""
+    has_tool_role: bool = False
+    """The chat template knows messages of the role `tool`."""
+
+
+class ModelConfig(FrozenConfig):
+    """The trained model: `path` or `scratch`."""
+
+    path: str | None = None
+    """Hugging Face folder or hub id of a causal language model with a chat template."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id (none = main). A resumed run keeps its first commit."""
+    scratch: ScratchConfig | None = None
+    """Architecture and alphabet of a random model, instead of `path`."""
+    dtype: DType = "auto"
+    """Dtype of the weights (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or amx_bf16, else
+    float32). A resumed run keeps the choice."""
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking: false; calls may override them."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.scratch is None):
+            raise ValueError("give one of model.path (a folder or hub id) and model.scratch (random weights)")
+        if self.revision is not None and self.path is None:
+            raise ValueError(f"model.revision={self.revision} is of a hub id, and model.scratch has none")
+        return self
+
+    @property
+    def source(self) -> str | None:
+        return self.path if self.revision is None else f"{self.path}@{self.revision}"
+
+
+class TaskConfig(FrozenConfig):
+    """Prompts and rewards, by `python`, `files`, `dataset`, `reasoning_gym` or `verifiers`. A list of
+    sections gives several tasks.
+    """
+
+    name: Name | None = None
+    """Task name in prompt ids, metrics and overrides (none = from its source)."""
+    share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Share of the prompts, relative to the other tasks (none = equal shares)."""
+    python: str | None = None
+    """`module:Class` of a custom task, built with `args` and the run's seed."""
+    files: list[str] | None = None
+    """JSONL or parquet files, one prompt per row."""
+    dataset: str | None = None
+    """Hugging Face dataset: hub id or folder."""
+    split: str = "train"
+    """Split of `dataset`."""
+    reasoning_gym: str | None = None
+    """Name of a reasoning-gym task, with settings `args` and number of prompts `size`."""
+    verifiers: bool = False
+    """Tasks and rewards of the environment in generator.verifiers."""
+    size: int = Field(default=1000, ge=1)
+    """Number of prompts of a generated task (python, reasoning_gym, endless verifiers environments)."""
+    args: dict[str, Any] = {}
+    """Settings of the task itself, passed unchanged."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a text, or a list of chat messages."""
+    answer_column: str | None = "answer"
+    """Column with the reference answer for the reward function (none = no such column)."""
+    reward: str | None = None
+    """`module:function` with (prompt, completion, answer) -> float, or `math` for math-verify. Not for
+    python, reasoning_gym and verifiers, which score themselves."""
+    system_prompt: str | None = None
+    """System message before every prompt (none = no system message)."""
+    shuffle: bool = True
+    """Shuffle by seed, differently each epoch (false = file order)."""
+    sampling: Literal["uniform", "by_difficulty"] = "uniform"
+    """uniform: each prompt once per epoch. by_difficulty: after the first epoch, mostly skip prompts with
+    only right or only wrong answers."""
+    digest: str | None = None
+    """Digest of `files` or `dataset`, printed by `asyncrl check`; other data are refused (none = any)."""
+    reward_pool: Literal["auto", "inline", "thread", "process"] = "auto"
+    """Execution of the reward function: inline on the event loop, in threads, or in processes, which can be
+    killed (auto = process for `math`, else thread)."""
+    reward_workers: int = Field(default=4, ge=1)
+    """Rewards computed at once in `thread` and `process`."""
+    special_tokens: Literal["visible", "stripped"] = "visible"
+    """Special tokens in sampled answers. visible: as text, such as <unk>, except the end-of-turn token.
+    stripped: removed; hidden tokens can collect reward."""
+    reward_timeout_s: float = Field(default=30.0, gt=0)
+    """Timeout for a reward, in seconds. On expiry the rollout fails."""
+
+    @property
+    def scores_itself(self) -> bool:
+        return self.python is not None or self.reasoning_gym is not None or self.verifiers
+
+    @property
+    def has_score(self) -> bool:
+        return self.reward is not None or (self.scores_itself and not self.verifiers)
+
+    @property
+    def called(self) -> str:
+        if self.name is not None:
+            return self.name
+        path = PurePath(self.dataset or (self.files or ["verifiers"])[0])
+        source = (self.python or "").rpartition(":")[2] or self.reasoning_gym
+        source = source or (path.stem if self.dataset is None else path.name)
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", source).strip("-")[:60]
+        return name if name[:1].isalpha() else f"task-{name}"
+
+    @model_validator(mode="after")
+    def _digest_has_data(self) -> Self:
+        if self.digest is not None and self.files is None and self.dataset is None:
+            raise ValueError("task.digest is of the data of task.files or task.dataset; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
+        sources = self.given(*names)
+        if len(sources) != 1:
+            given = ", ".join(sources) or "none"
+            raise ValueError(f"give exactly one of {', '.join(names)} (given: {given})")
+        if self.scores_itself and self.reward is not None:
+            raise ValueError(f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward")
+        if self.verifiers and (given := ", ".join(self.given("args", "system_prompt"))):
+            raise ValueError(
+                f"{given} does not reach a verifiers environment; its settings are generator.args (the "
+                "system prompt: generator.args.taskset.system_prompt, a file)"
+            )
+        return self
+
+
+Tasks = Annotated[
+    Annotated[TaskConfig, Tag("[one]")] | Annotated[list[TaskConfig], Field(min_length=1), Tag("[several]")],
+    Discriminator(tag_of),
+]
+
+
+EVAL_SEED = 2**30
+"""Seed of evaluations, unlike the run's seed."""
+
+
+class EvalConfig(FrozenConfig):
+    """A held-out task, sampled at one version. A list of sections gives several evaluations."""
+
+    name: Name | None = None
+    """Name in metrics, and task.name of a harness (none = from its task's source)."""
+    task: TaskConfig
+    """Prompts and rewards, like the section `task`, in file order."""
+    every: int = Field(default=20, ge=1)
+    """Evaluate after multiples of this number of steps, and the last version."""
+    at_start: bool = True
+    """Also evaluate the initial weights."""
+    engine: Literal["auto", "own", "rollout"] = "auto"
+    """own: a separate engine server. rollout: the rollout engines, which get no new weights until the
+    evaluation ends. auto = own on placement.eval, a free CUDA device, or the CPU if the rollout engines use
+    it or the machine has no CUDA device; else rollout."""
+    num_prompts: int = Field(default=64, ge=1)
+    """Prompts per evaluation, from the task's first."""
+    samples: int = Field(default=1, ge=1)
+    """Completions per prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature (0 = greedy)."""
+    slots: int = Field(default=32, ge=1)
+    """Samples that are decoded at once."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported."""
+
+    @property
+    def called(self) -> str:
+        return self.name or self.task.called
+
+    @model_validator(mode="after")
+    def _its_task_is_only_evaluated(self) -> Self:
+        if given := self.task.given("name", "share", "sampling"):
+            raise ValueError(
+                f"eval.task.{given[0]} is not for evaluations, which sample the same prompts again; remove it"
+            )
+        if self.called == "task":  # a task reports eval/task/NAME
+            raise ValueError("an evaluation cannot be called task; set eval.name to another one")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"eval.samples={self.samples} are all the same at eval.temperature=0; set either to 1"
+            )
+        return self
+
+
+Evals = Annotated[
+    Annotated[EvalConfig, Tag("[one]")] | Annotated[list[EvalConfig], Field(min_length=1), Tag("[several]")],
+    Discriminator(tag_of),
+]

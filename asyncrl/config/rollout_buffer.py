@@ -1,0 +1,214 @@
+"""Sections `rollout` and `buffer`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from asyncrl.config.fields import FrozenConfig
+from asyncrl.messages.engine_api import LatencyModel
+
+OnOverdue = Literal["wait", "mask", "drop"]
+EngineKind = Literal["embedded", "vllm", "simulated"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapabilities:
+    """Facts about an engine kind. `settings`: keys of `rollout` that only this kind reads."""
+
+    settings: tuple[str, ...] = ()
+    has_model: bool = True
+    free_settings: tuple[str, ...] = ()
+    package: str | None = None
+    """Package in the servers' own Python: rollout.{package}_python."""
+    receives_transfers: bool = False
+    """Weights may be sent from device to device."""
+    opens_chunks: bool = True
+    stages_weights: bool = True
+    """On separate devices, it holds two sets of weights."""
+    sleeps_on_cpu: bool = True
+    """When colocated, it can free its memory on a CPU."""
+    keeps_turns: bool = False
+    """A second KV cache for agent conversations is available."""
+    returns_routing: bool = False
+    exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
+    """Kind of device that supports rollout.deterministic."""
+    pages_kv: bool = False
+    """On CUDA, sequences wait for a full KV cache."""
+    kv_block: int = 1
+    forward_tokens: int = 0
+    logit_copies: int = 0
+    """Float32 arrays of vocabulary size per slot in a step."""
+
+    def kv_length(self, length: int) -> int:
+        return -(-length // self.kv_block) * self.kv_block
+
+
+ENGINES: dict[EngineKind, EngineCapabilities] = {
+    "embedded": EngineCapabilities(
+        receives_transfers=True,
+        keeps_turns=True,
+        returns_routing=True,
+        exact_on="cpu",
+        kv_block=32,
+        forward_tokens=1024,
+        logit_copies=7,
+    ),
+    "simulated": EngineCapabilities(settings=("simulated",), has_model=False),
+    "vllm": EngineCapabilities(
+        settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
+        free_settings=("vllm_python", "urls", "tensor_parallel"),
+        package="vllm",
+        returns_routing=True,
+        receives_transfers=True,
+        opens_chunks=False,
+        stages_weights=False,
+        sleeps_on_cpu=False,
+        exact_on="cuda",
+        pages_kv=True,
+        kv_block=128,
+        forward_tokens=8192,
+        logit_copies=3,
+    ),
+}
+
+
+class EngineRange(FrozenConfig):
+    """Limits of `asyncrl scale`."""
+
+    min: int = Field(default=1, ge=1)
+    """Minimum number of running engines."""
+    max: int = Field(ge=1)
+    """Maximum number of engines, used to plan devices, memory and threads."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(
+                f"{self.model_dump()} is no range: min must be at most max; write {{min: 1, max: {self.max}}}"
+            )
+        return self
+
+
+class RolloutConfig(FrozenConfig):
+    """Sampling of completions, and the engine servers."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of one prompt, scored against each other."""
+    num_engines: PositiveInt | EngineRange = 1
+    """Engine servers: a number, or {min: 1, max: 8} to allow `asyncrl scale`."""
+    engine: EngineKind = "embedded"
+    """embedded: torch, any Hugging Face causal model. vllm: vLLM's server (docs/engines.md). simulated: a
+    latency model, for load tests."""
+    simulated: LatencyModel = LatencyModel()
+    """Latencies and completion lengths of the simulated engine."""
+    vllm: dict[str, Any] = {}
+    """Arguments of `vllm serve` by name, except those that the run sets itself."""
+    vllm_python: str = "auto"
+    """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout)."""
+    urls: list[str] | None = None
+    """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the run starts
+    its own)."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices per vLLM engine."""
+    slots: int = Field(default=64, ge=1)
+    """Sequences that one engine decodes at once."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Maximum sampled tokens of a completion: of a single-turn rollout, or of one call of an agent."""
+    max_prompt_tokens: int = Field(default=256, ge=1)
+    """Maximum prompt tokens. A longer prompt fails, and is never cut."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature, also of logprobs."""
+    timeout_s: float | None = Field(default=600.0, gt=0)
+    """Timeout for a rollout with all its retries, in seconds, without an agent's wait for a worker (none =
+    off)."""
+    retries: int = Field(default=2, ge=0)
+    """Retries of a failed rollout, within timeout_s."""
+    max_failed_groups: int = Field(default=16, ge=1)
+    """End the run after this number of consecutive groups without a usable rollout."""
+    max_requeues: int = Field(default=3, ge=0)
+    """Times that a failed, overdue or fully masked prompt is sampled again."""
+    deterministic: Literal["auto"] | bool = "auto"
+    """Make a request's tokens depend only on its prompt, seed and weights (auto = true for embedded on a
+    CPU without experts, and for vLLM on CUDA at buffer.max_staleness=0; else false)."""
+    threads: PositiveInt | Literal["auto"] = "auto"
+    """CPU threads of each engine server (auto = a quarter of the cores)."""
+
+    @property
+    def facts(self) -> EngineCapabilities:
+        return ENGINES[self.engine]
+
+    @property
+    def engine_range(self) -> EngineRange:
+        num = self.num_engines
+        return num if isinstance(num, EngineRange) else EngineRange(min=num, max=num)
+
+    @property
+    def is_scaled(self) -> bool:
+        return isinstance(self.num_engines, EngineRange)
+
+    @property
+    def max_engines(self) -> int:
+        return self.engine_range.max
+
+    @property
+    def max_length(self) -> int:
+        return self.max_prompt_tokens + self.max_tokens
+
+    @field_validator("urls")
+    @classmethod
+    def _are_addresses(cls, urls: list[str] | None) -> list[str] | None:
+        for url in urls or ():
+            if not re.fullmatch(r"https?://[^/?#\s]+/?", url):
+                raise ValueError(f"{url!r}: write a server like http://10.0.0.7:8000, without a path")
+        return urls and [url.rstrip("/") for url in urls]
+
+    @model_validator(mode="after")
+    def _settings_fit_the_engine(self) -> Self:
+        for engine, facts in ENGINES.items():
+            if self.engine != engine and (given := self.given(*facts.settings)):
+                raise ValueError(
+                    f"rollout.{given[0]} is for rollout.engine={engine}, and rollout.engine={self.engine}; "
+                    "set that, or remove it"
+                )
+        if self.urls is not None and self.is_scaled:
+            raise ValueError(
+                f"rollout.num_engines is a range, and the run neither starts nor ends the servers of "
+                f"rollout.urls; set rollout.num_engines={len(self.urls)}, or remove rollout.urls"
+            )
+        if self.urls is not None and not len(self.urls) == len(set(self.urls)) == self.max_engines:
+            raise ValueError(
+                f"rollout.urls={self.urls} must name rollout.num_engines={self.max_engines} different "
+                f"servers; name each server once, or set rollout.num_engines={len(set(self.urls))}"
+            )
+        if self.urls is not None and (given := self.given("vllm", "tensor_parallel")):
+            raise ValueError(
+                f"rollout.{given[0]} is for servers that the run starts; remove it or rollout.urls"
+            )
+        return self
+
+
+class BufferConfig(FrozenConfig):
+    """The staleness bound, and how far generation runs ahead."""
+
+    max_staleness: int = Field(default=1, ge=0)
+    """Hard bound, in policy versions, on the age of every token with a loss weight (0 = on-policy)."""
+    look_ahead: Literal["auto"] | NonNegativeInt = "auto"
+    """Batches that generation may run ahead, at most max_staleness (auto = the fewest that keep the trainer
+    busy)."""
+    on_overdue: OnOverdue = "mask"
+    """Overdue stragglers: train and mask old tokens, wait, or drop and regenerate."""
+    filter: Literal["none", "equal_rewards"] = "none"
+    """equal_rewards: replace groups whose rewards are all equal (DAPO's dynamic sampling)."""
+
+    @model_validator(mode="after")
+    def _look_ahead_fits(self) -> Self:
+        if self.look_ahead != "auto" and self.look_ahead > self.max_staleness:
+            raise ValueError(
+                f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}: "
+                f"a group could start that is too old in its turn; set it to auto or 0..{self.max_staleness}"
+            )
+        return self

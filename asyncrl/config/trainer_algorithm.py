@@ -1,0 +1,186 @@
+"""Sections `trainer`, `teacher` and `algorithm`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from asyncrl.config.fields import FrozenConfig
+
+CPU_MICRO_BATCH_TOKENS = 3072
+MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
+MIN_SLICE = 256
+"""Minimum logits computed at once, in vocabulary entries."""
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class LoraConfig(FrozenConfig):
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685), trained instead of the base weights."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of each adapter."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Adapters are scaled by alpha / rank."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Linear layers with adapters, e.g. [q_proj, v_proj] (all-linear = all but the head)."""
+
+
+class TrainerConfig(FrozenConfig):
+    """The optimizer steps."""
+
+    num_groups: int = Field(default=8, ge=1)
+    """Groups per batch. Each batch makes one policy_version."""
+    num_steps: int = Field(default=100, ge=1)
+    """Batches of the run."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps per batch, split by groups; must divide num_groups."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over a batch."""
+    world_size: int = Field(default=1, ge=1)
+    """Trainer processes; above one, the training state is sharded (FSDP2)."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or falling to 0 at num_steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW betas."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Clip the gradient to this norm (none = off)."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Maximum tokens per forward-backward pass of a process; a longer sequence gets a separate pass."""
+    gradient_checkpointing: bool = False
+    """Keep only layer inputs for the backward pass: less memory, about a third more time."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory between uses (CUDA only)."""
+    compile: bool | Literal["auto"] = "auto"
+    """Fuse layers around attention with torch.compile (auto = on CUDA, for models that take packed tokens,
+    if a C compiler, Triton and Python's headers are installed)."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights (none = all weights)."""
+    timeout_s: float = Field(default=3600.0, gt=0)
+    """Timeout for a step, an export or a save, in seconds. On expiry the trainer is restarted."""
+    logprob_gap_limit: float | None = Field(default=None, gt=0)
+    """End the run when trainer and engines differ by more than this mean on fresh tokens, in nats (none =
+    warn at 0.05)."""
+    threads: PositiveInt | Literal["auto"] = "auto"
+    """CPU threads of the trainer (auto = the cores that the engines leave)."""
+
+    @property
+    def keeps_merged(self) -> bool:
+        return self.lora is not None and self.world_size == 1 and not self.cpu_offload
+
+    def is_sharded(self, device: str, dtype: str) -> bool:
+        """Return whether the weights are float32 FSDP2 shards, which also save memory on one CUDA device."""
+        casts_all = device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
+        return self.world_size > 1 or self.cpu_offload or casts_all
+
+
+TEACHER_SLOTS = 16
+"""Sequences that a teacher reads at once."""
+
+
+class TeacherConfig(FrozenConfig):
+    """A second model for on-policy distillation (docs/algorithms.md), in a separate engine server."""
+
+    path: str
+    """Hugging Face folder or hub id of a model with the vocabulary of `model`."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again."""
+
+
+GROUP_ADVANTAGES = (
+    "grpo",
+    "grpo_sample",
+    "lite_ppo",
+    "dr_grpo",
+    "rloo",
+    "leave_one_out",
+    "reinforce_pp_baseline",
+)
+
+
+class AlgorithmConfig(FrozenConfig):
+    """Advantages and loss (docs/algorithms.md)."""
+
+    advantage: str = "grpo"
+    """Built-in name (grpo, grpo_sample, lite_ppo, dr_grpo, rloo, leave_one_out, reinforce_pp,
+    reinforce_pp_baseline) or `module:function`."""
+    loss: str = "ppo_clip"
+    """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, luspo, vespo,
+    m2po) or `module:function`."""
+    ratio: Literal["auto", "behaviour", "proximal"] = "auto"
+    """Policy in the denominator of the loss's ratio (auto = as in the loss's paper)."""
+    correction: Literal["auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"] = (
+        "auto"
+    )
+    """Weight of the step from behaviour to proximal policy: truncated (tis) or masked (mis) importance
+    weights per token or sequence, icepop, m2po (auto = as in the loss's paper)."""
+    aggregate: Literal["auto", "token", "sequence", "sequence_sum", "constant"] = "auto"
+    """Mean over tokens, over sequences of their token means (sequence) or token sums (sequence_sum), or sum
+    over sequences * rollout.max_tokens (constant) (auto = as in the loss's paper)."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The probability ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """The probability ratio is clipped above 1 + clip_high."""
+    clip_delta: float | None = Field(default=None, gt=1)
+    """Two-sided clip: maximum ratio of a token with a negative advantage; above 1 + clip_high (none
+    = off)."""
+    off_policy_mask: float | None = Field(default=None, gt=0)
+    """Off-policy sequence masking: mask tokens with a negative advantage if their sequence's mean of
+    behaviour - current logprob exceeds this, in nats (none = off)."""
+    top_entropy: float = Field(default=1.0, gt=0, le=1)
+    """Train only this fraction of a step's loss tokens, with the highest entropy (1 = all)."""
+    importance_cap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Largest importance weight towards the behaviour policy (tis, mis, icepop, decoupled_ppo) (auto = 5
+    for the correction icepop, else 2)."""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """Proximal logprobs: recomputed with the weights before the batch, or interpolated between behaviour
+    and current by staleness."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the initial weights (0 = off)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
+    kl_weighted: bool = True
+    """Multiply the KL term by the importance weight, so that its gradient is the current policy's KL on
+    stale data."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL term to each token's loss, or subtract it from the reward (estimator k1)."""
+    distill_weight: float = Field(default=0.0, ge=0)
+    """Weight of the reverse KL to the teacher in advantages: distill_weight * (teacher - behaviour logprob)
+    (0 = off)."""
+    reward_weight: float = Field(default=1.0, ge=0)
+    """Weight of the reward's advantage (0 = only distillation)."""
+    router_replay: bool = False
+    """Route each token to the experts that the engine used (R3, https://arxiv.org/abs/2510.11370)."""
+    overlong_tokens: int = Field(default=0, ge=0)
+    """Samples longer than rollout.max_tokens - overlong_tokens are penalised, linearly by up to 1 (0 =
+    off)."""
+
+    @model_validator(mode="after")
+    def _reward_takes_k1(self) -> Self:
+        if self.kl_coefficient > 0 and self.kl_in == "reward" and self.kl_estimator != "k1":
+            raise ValueError(
+                f"kl_in=reward with kl_estimator={self.kl_estimator}: the penalty in the reward sums current "
+                "- reference, which is k1; set algorithm.kl_estimator=k1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_learnt(self) -> Self:
+        if self.reward_weight > 0:
+            return self
+        if self.distill_weight == 0:
+            raise ValueError(
+                "reward_weight=0 with distill_weight=0 leaves nothing to learn from; set "
+                "algorithm.distill_weight with a `teacher`, or remove algorithm.reward_weight"
+            )
+        if self.overlong_tokens > 0 or (self.kl_coefficient > 0 and self.kl_in == "reward"):
+            what = "overlong_tokens" if self.overlong_tokens > 0 else "kl_in=reward"
+            raise ValueError(f"reward_weight=0 with {what}: a penalty in the reward has no effect; remove it")
+        return self

@@ -1,0 +1,232 @@
+"""Keep the trainer running: restart it, make checkpoints, and recover from them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from asyncrl.base.errors import CheckpointError, RoomError, TrainerError, TrainerLost
+from asyncrl.base.waits import note_span, waiting
+from asyncrl.job.lifecycle import Lifecycle
+from asyncrl.journal.checkpoints import TRAINER, Checkpoints, ControllerState, set_aside
+from asyncrl.journal.journal import Journal
+from asyncrl.journal.read import ResumeState
+from asyncrl.launch.server import Server
+from asyncrl.launch.supervise import GRACE_S, Supervision, Supervisor
+from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_api import TrainerPart
+from asyncrl.trainer.trainer_client import TrainerClient
+
+T = TypeVar("T")
+logger = logging.getLogger("asyncrl.job.trainer_recovery")
+
+
+class SupervisedTrainer(Supervisor, TrainerClient):
+    """Trainer with one process per rank; calls lost with a process are repeated.
+
+    Life: as Supervisor; new ranks load the newest checkpoint, train again on later batches, and repeat
+        offloads.
+    Waits: calls sleep while the trainer is down, as long as restarts take.
+    Invariant: a batch is trained once on the way to each version.
+    """
+
+    kind = "trainer"
+    name = "trainer"
+
+    def __init__(
+        self,
+        ranks: Sequence[Server],
+        supervision: Supervision,
+        *,
+        timeout_s: float | None = None,
+        before_start: Callable[[], Awaitable[None]],
+        bring_back: Callable[[TrainerClient, int], Awaitable[None]],
+    ) -> None:
+        """`before_start` returns when new ranks may start; `bring_back` catches up to a version."""
+        Supervisor.__init__(self, ranks, supervision)
+        TrainerClient.__init__(self, ranks[0].caller, timeout_s=timeout_s)
+        self._catches_up = bring_back
+        self._may_start = before_start
+        self._over: RoomError | None = None
+        self._up_changed = asyncio.Event()
+        self._offloaded = frozenset[TrainerPart]()
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "policy_version": self.policy_version,
+            "trainer/restarts": self.num_restarts,
+            "trainer/down": not self.is_up,
+        }
+
+    async def wait_up(self) -> None:
+        """Raises RoomError if the processes never come back."""
+        with waiting("the trainer to be back", on="watch trainer"):
+            while not self.is_up:
+                if self._over is not None:
+                    raise self._over
+                await self._up_changed.wait()
+
+    async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
+        moved = await super().offload(parts)
+        self._offloaded |= frozenset(parts)
+        return moved
+
+    async def onload(self, parts: Sequence[TrainerPart]) -> TransferStats:
+        moved = await super().onload(parts)
+        self._offloaded -= frozenset(parts)
+        return moved
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        except RoomError as error:
+            self._over = error
+            asyncio.get_running_loop().call_soon(self._wake)
+            raise
+
+    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
+        while True:
+            await self.wait_up()
+            number = self.num_restarts
+            try:
+                return await call()
+            except TrainerError as error:
+                # the death of another rank, the better error, arrives a moment
+                died = len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S))
+                if not (died or isinstance(error, TrainerLost)) or not self.config.max_restarts:
+                    raise
+                if self.num_restarts == number:  # else a late answer of ended processes
+                    lost = TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
+                    self._lost_by(lost)
+
+    def _check_up(self) -> None:
+        """Raise TrainerLost during a restart."""
+        if not self.is_up:
+            raise TrainerLost("trainer", "is restarting", rule="a checkpoint is of a finished step")
+
+    async def _before_start(self) -> None:
+        await self._may_start()
+
+    async def _bring_back(self) -> None:
+        client = TrainerClient(self._caller, policy_version=self.policy_version, timeout_s=self._timeout_s)
+        await self._catches_up(client, self.policy_version)
+        self._reached(client.policy_version)
+        if self._offloaded:
+            await client.offload(sorted(self._offloaded))
+
+    async def _works_again(self) -> None:
+        self._wake()
+
+    def _wake(self) -> None:
+        self._up_changed.set()
+        self._up_changed = asyncio.Event()
+
+
+async def recover_trainer(
+    client: TrainerClient, version: int, *, journal: Journal, checkpoints: Checkpoints, num_batches: int
+) -> None:
+    """Bring a restarted trainer to `version` by checkpoint and journal."""
+    # A checkpoint that completes during recovery would prune this one and its journaled batches.
+    async with checkpoints.in_use:
+        whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
+        start = 0 if whole is None else whole.version
+        state = await journal.read_resume(start)
+        journal.event_nowait("restored", {"version": start})
+        stop = min(max(version, start), num_batches)
+        folder = None if whole is None else whole.trainer_dir
+        await client.catch_up(folder, load_batches(state, start, stop), lambda _batch, _report: None)
+        for text in [found.why for found in damaged] + await asyncio.to_thread(set_aside, damaged):
+            logger.warning("%s", text)
+
+
+async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:
+    for version in range(start, stop):
+        yield await asyncio.to_thread(state.load_batch, version)
+
+
+class Checkpointer:
+    """Makes checkpoints in parallel with training.
+
+    Life: after_step() -> begun (copied during the next step) -> written, checked, renamed, journaled -> idle.
+    Waits: after_step sleeps until the copy has begun.
+    Invariant: one at a time; a checkpoint due during another write is skipped, and a failed write only warns.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        trainer: SupervisedTrainer,
+        journal: Journal,
+        controller_state: Callable[[], ControllerState],
+        life: Lifecycle,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._trainer = trainer
+        self._journal = journal
+        self._controller_state = controller_state
+        self._life = life
+        self._writing: asyncio.Task[None] | None = None
+        self.num_made = 0
+        self.num_failed = 0
+
+    def gauges(self) -> dict[str, float]:
+        return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
+
+    async def after_step(self, version: int) -> None:
+        every = self._checkpoints.config.every
+        if every is None or version % every:
+            return
+        if self._writing is not None and not self._writing.done():
+            text = "the previous one is still being written"
+            self._life.log.warn(f"checkpoint of version {version} skipped: {text}")
+        elif (begun := await self._begin()) is not None:
+            self._writing = self._life.spawn(self._finish(*begun), name=f"checkpoint {version}")
+
+    async def make_last(self, version: int) -> None:
+        if self._checkpoints.config.every is None or version == 0:
+            return
+        if self._writing is not None:
+            with waiting("the previous checkpoint", on="checkpoint"):
+                await asyncio.wait({self._writing})
+        if version not in self._checkpoints.versions() and (begun := await self._begin()) is not None:
+            await self._finish(*begun)
+
+    async def _begin(self) -> tuple[Path, int, ControllerState] | None:
+        """Return None, after a warning, if it fails."""
+        pending = None
+        try:
+            pending = await asyncio.to_thread(self._checkpoints.begin)
+            version = await self._trainer.begin_save_state(pending / TRAINER)
+            return pending, version, self._controller_state()
+        except (CheckpointError, TrainerLost) as error:
+            await self._failed(pending, error)
+            return None
+
+    async def _finish(self, pending: Path, version: int, controller: ControllerState) -> None:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            await self._trainer.wait_save_state()
+            # a dead trainer goes back first
+            async with self._checkpoints.in_use:
+                with waiting("the files of a checkpoint to be whole", on="disk"):
+                    folder = await asyncio.to_thread(
+                        self._checkpoints.finish, pending, version, controller.model_dump()
+                    )
+                self.num_made += 1
+                note_span("checkpoints", "checkpoint", began_s, asyncio.get_running_loop().time(), version)
+                self._journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
+                if self._life.config.journal.keep == "checkpoint":
+                    await self._journal.compact(self._checkpoints.oldest_version())
+        except (CheckpointError, TrainerLost) as error:
+            await self._failed(pending, error)
+
+    async def _failed(self, pending: Path | None, error: CheckpointError | TrainerLost) -> None:
+        if pending is not None:
+            await asyncio.to_thread(self._checkpoints.abandon, pending)
+        self.num_failed += 1
+        logger.warning("no checkpoint: %s", error)
+        self._life.log.warn(f"no checkpoint: {error.what}")

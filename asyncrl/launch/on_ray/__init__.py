@@ -1,1 +1,0 @@
-"""Launcher for Ray clusters."""

@@ -1,0 +1,395 @@
+"""Start processes on an existing Ray cluster: one placement group, with a bundle and an actor
+(ray_host.py) per node. Ray ends the actors with the controller, its driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from asyncrl.base.errors import ConfigError, NodeLost, RoomError
+from asyncrl.base.waits import waiting
+from asyncrl.launch.fork_server import ONE_THREAD
+from asyncrl.launch.launchers import Launcher, NodeRequirements, unmet
+from asyncrl.launch.machine import Node
+from asyncrl.launch.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, Process, ProcessSpec
+from asyncrl.launch.ray_host import RUNTIME_ENV, Host, describe
+from asyncrl.messages.engine_api import FileRequest
+
+logger = logging.getLogger("asyncrl.launch.ray_launcher")
+
+DESCRIBE_S = 120.0
+HOLD_S = 600.0
+ANSWER_S = 5.0
+CLOSE_S = 10.0
+PIN = 0.001
+"""It pins a bundle to its node."""
+
+
+class RayLauncher(Launcher):
+    """`address`: HOST:PORT of the head; "": RAY_ADDRESS, or the local cluster."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._resources = list[dict[str, float]]()
+        self._versions = dict[str, str]()
+        self._held = dict[int, RayNode]()
+        self._group: Any = None
+
+    def open(self) -> None:
+        self._join()
+        own = ray.get_runtime_context().get_node_id()
+        found = sorted(_alive(), key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
+        fit = list[Node]()
+        answers = [_describe(node) for node in found]
+        ray.wait(answers, num_returns=len(answers), timeout=DESCRIBE_S)
+        for record, answer in zip(found, answers, strict=True):
+            name = record["NodeName"]
+            try:
+                machine, report = ray.get(answer, timeout=0)
+                error = unmet(name, report, self._versions)
+            except (ray.exceptions.RayError, ImportError, TimeoutError) as failure:
+                error = ConfigError(
+                    f"the node {name} cannot run asyncrl: {str(failure).strip()[-300:]}",
+                    way_out="install asyncrl there, in the Python that runs Ray, or remove it from Ray.",
+                )
+            if error is None:
+                fit.append(Node(name, record["NodeManagerAddress"], machine))
+                self._resources.append(record["Resources"])
+            elif record["NodeID"] == own:
+                raise error
+            else:
+                print(f"the node {name} is not used: {error}")
+        self.nodes = tuple(fit)
+
+    def _join(self) -> None:
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        address = self.address or os.environ.get("RAY_ADDRESS", "")
+        try:
+            if address not in ("", "auto"):  # Ray would retry for minutes
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), ANSWER_S).close()
+            ray.init(
+                address=self.address or "auto",
+                namespace="asyncrl",
+                log_to_driver=False,
+                configure_logging=False,
+            )
+            # Ray logs node failures by the page; we report them
+            ray._private.worker._worker_logs_enabled = False
+        except (OSError, RuntimeError, ValueError) as error:
+            where = f"at {address}" if address else "here, and RAY_ADDRESS names none"
+            raise ConfigError(
+                f"launcher=ray finds no Ray cluster {where}: {str(error).strip().splitlines()[0][:300]}",
+                rule="a run starts no Ray; its controller runs on a node of the cluster",
+                way_out="`ray start --head` here (on other nodes `ray start --address=HOST:PORT`), with the "
+                "same Ray and Python everywhere; or set launcher=local.",
+            ) from error
+
+    async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
+        bundles = list[dict[str, float]]()
+        for number, devices in parts.items():
+            num_cuda = len({name for name in devices if name.startswith("cuda:")})
+            wanted = {"CPU": float(len(devices)), "GPU": float(num_cuda)}
+            self._refuse_too_little(number, wanted)
+            pin = {f"node:{self.nodes[number].address}": PIN}
+            bundles.append({name: value for name, value in wanted.items() if value} | pin)
+        await self._reserve(bundles)
+        for index, (number, devices) in enumerate(parts.items()):
+            make = partial(self._make_actor, index, self.nodes[number], devices)
+            requirements = needs.get(number, NodeRequirements())
+            self._held[number] = RayNode(self.nodes[number], make, requirements, self._versions)
+        await asyncio.gather(*(node.open() for node in self._held.values()))
+
+    def _refuse_too_little(self, number: int, wanted: Mapping[str, float]) -> None:
+        for name, value in wanted.items():
+            if (has := self._resources[number].get(name, 0.0)) < value:
+                node = self.nodes[number].name
+                raise ConfigError(
+                    f"the run takes {value:g} {name} of the node {node}, which has {has:g} for Ray",
+                    rule="a process takes one CPU of Ray's, and each of its CUDA devices one GPU",
+                    way_out=f"place less, or use `ray start ... --num-{name.lower()}s={value:g}`.",
+                )
+
+    async def _reserve(self, bundles: Sequence[Mapping[str, float]]) -> None:
+        group = await asyncio.to_thread(placement_group, bundles, strategy="PACK")
+        with waiting("the devices of the run, until Ray frees them", on="Ray"):
+            for _ in range(int(HOLD_S)):  # short waits leave no thread in Ray
+                if await asyncio.to_thread(group.wait, 1.0):
+                    self._group = group
+                    return
+        await asyncio.to_thread(remove_placement_group, group)
+        raise RoomError(
+            "launcher",
+            f"Ray did not reserve {', '.join(map(str, bundles))} within {HOLD_S:g} s",
+            rule="the devices of a run are reserved until it ends",
+            way_out="end other programs (see `ray status`), or place less.",
+        )
+
+    def _make_actor(self, index: int, node: Node, devices: Sequence[str]) -> Any:
+        """Raises ConnectionError if Ray lacks the node."""
+        if node.address not in {record["NodeManagerAddress"] for record in _alive()}:
+            raise ConnectionError(f"Ray has no node at {node.address}")
+        numbers = sorted({int(name[5:]) for name in devices if name.startswith("cuda:")})
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        actor = ray.remote(Host).options(
+            num_cpus=len(devices),
+            num_gpus=len(numbers),
+            max_restarts=0,
+            scheduling_strategy=place,
+            runtime_env=RUNTIME_ENV,
+        )
+        return actor.remote(node.address, numbers)
+
+    def process(self, node: int, spec: ProcessSpec) -> RayProcess:
+        return RayProcess(self._held[node], spec, is_here=node == 0)
+
+    async def free_port(self, node: int) -> int:
+        port: int = await self._held[node].call("free_port")
+        return port
+
+    async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
+        path: str = await self._held[node].call("fetch", request, timeout_s=timeout_s)
+        return path
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(held.aclose() for held in self._held.values()))
+        self._held.clear()
+        if self._group is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOST_S):
+                    await asyncio.to_thread(remove_placement_group, self._group)
+            self._group = None
+
+    def close(self) -> None:
+        leaving = threading.Thread(target=ray.shutdown, name="leave Ray", daemon=True)
+        leaving.start()
+        leaving.join(CLOSE_S)
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _describe(record: Mapping[str, Any]) -> Any:
+    on = NodeAffinitySchedulingStrategy(record["NodeID"], soft=False)
+    task = ray.remote(describe).options(num_cpus=0, scheduling_strategy=on)
+    return task.remote(int(record["Resources"].get("GPU", 0)))
+
+
+POLL_S = 5.0
+RETRY_S = 0.5
+LOST_S = 15.0
+ACTOR_S = 120.0
+START_S = 180.0
+END_S = 5.0 + GROUP_TIMEOUT_S + 2 * KILL_TIMEOUT_S + LOST_S
+LOST_ERRORS = (TimeoutError, ConnectionError, RayError)
+_keys = itertools.count()
+
+
+class RayNode:
+    """A node and its actor.
+
+    Life: open() -> up -> lost (actor died, or silent for LOST_S) -> open() with a new actor -> aclose().
+    Waits: one task polls for ended processes.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        make: Callable[[], Any],
+        requirements: NodeRequirements,
+        versions: dict[str, str],
+    ) -> None:
+        self.node = node
+        self.processes = dict[str, RayProcess]()
+        self._make = make
+        self._requirements = requirements
+        self._versions = versions
+        self._actor: Any = None
+        self._lost = "it was not opened"
+        self._polling: asyncio.Future[None] | None = None
+        self._turn = asyncio.Lock()
+
+    def gone(self, name: str, how: str = "") -> NodeLost:
+        return NodeLost(
+            name,
+            f"the node {self.node.name} ({self.node.address}) {how or f'is gone: {self._lost}'}",
+            rule="all processes there end with it",
+            way_out="see `ray status`; start Ray there again.",
+        )
+
+    async def open(self) -> None:
+        """Start an actor unless one answers. Raises NodeLost or ConfigError."""
+        async with self._turn:
+            if not self._lost:
+                return
+            await self._end_actor()
+            try:
+                self._actor = await asyncio.to_thread(self._make)
+                with waiting("its actor", on=self.node.name):
+                    report = await self._within(ACTOR_S, "ready", self._requirements)
+            except LOST_ERRORS as error:
+                self._lost = f"Ray starts no actor there: {_reason(error)}"
+                raise self.gone(self.node.name) from error
+            if misfit := unmet(self.node.name, report, self._versions):
+                raise misfit
+            self._lost = ""
+            self._polling = asyncio.ensure_future(self._poll())
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
+        """Raises NodeLost without an answer, RoomError if the method raised."""
+        if self._lost:
+            raise self.gone(self.node.name)
+        try:
+            return await self._within(timeout_s, method, *arguments)
+        except RayTaskError as error:
+            raise RoomError(self.node.name, f"{method} failed: {_reason(error)}") from error
+        except LOST_ERRORS as error:
+            raise self.gone(self.node.name, f"does not answer: {_reason(error)}") from error
+
+    def tell_nowait(self, method: str, *arguments: Any) -> None:
+        if not self._lost:
+            with contextlib.suppress(*LOST_ERRORS):
+                getattr(self._actor, method).remote(*arguments)
+
+    async def aclose(self) -> None:
+        if not self._lost:
+            with contextlib.suppress(RoomError):
+                await self.call("leave")
+        self._lost = self._lost or "it was closed"
+        await self._end_actor()
+
+    async def _end_actor(self) -> None:
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.wait({self._polling})
+            self._polling = None
+        if self._actor is not None:
+            with contextlib.suppress(*LOST_ERRORS):
+                async with asyncio.timeout(LOST_S):
+                    await asyncio.to_thread(ray.kill, self._actor, no_restart=True)
+            self._actor = None
+
+    async def _within(self, timeout_s: float, method: str, *arguments: Any) -> Any:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
+
+    async def _poll(self) -> None:
+        """Connections may recover within LOST_S."""
+        clock = asyncio.get_running_loop().time
+        heard_s = clock()
+        while True:
+            try:
+                ended = await self._within(POLL_S + LOST_S, "ends", POLL_S)
+            except LOST_ERRORS as error:
+                if isinstance(error, ActorUnavailableError) and clock() - heard_s < LOST_S:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                self._lose(error)
+                return
+            heard_s = clock()
+            for key, code in ended.items():
+                if key in self.processes:
+                    self.processes.pop(key).end_nowait(code)
+
+    def _lose(self, error: Exception) -> None:
+        self._lost = _reason(error)
+        logger.warning("the node %s is lost: %s", self.node.name, error)
+        for process in self.processes.values():
+            process.lose_nowait(self.gone(process.name))
+        self.processes.clear()
+
+
+class RayProcess(Process):
+    def __init__(self, on: RayNode, spec: ProcessSpec, *, is_here: bool) -> None:
+        super().__init__(spec.name, spec.log_path)
+        self.key = f"{spec.name}-{next(_keys)}"
+        self._on = on
+        self._spec = spec
+        self._is_here = is_here
+        self._ended = asyncio.Event()
+        self._gone: RoomError | None = None
+        self._starting: asyncio.Future[tuple[str, int] | ConfigError] | None = None
+
+    def seen(self) -> str:
+        return super().seen() if self._gone is None else self._gone.fault
+
+    async def start(self) -> None:
+        """Raises NodeLost or ConfigError."""
+        with contextlib.suppress(OSError):
+            self._log_start = self._spec.log_path.stat().st_size
+        threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
+        try:
+            await self._on.open()
+            spec = replace(self._spec, env={**threads, **self._spec.env})
+            self._starting = asyncio.ensure_future(self._on.call("start", self.key, spec, timeout_s=START_S))
+            answer = await asyncio.shield(self._starting)
+        except RoomError as error:
+            raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
+        if isinstance(answer, ConfigError):
+            what = f"on the node {self._on.node.name}: {answer.what}"
+            raise ConfigError(what, rule=answer.rule, way_out=answer.way_out)
+        self.url, pid = answer
+        self.pid = pid if self._is_here else None
+        self.place = f"process {pid} on {self._on.node.name}"
+        self._on.processes[self.key] = self
+
+    def renewed(self) -> RayProcess:
+        return RayProcess(self._on, self._spec, is_here=self._is_here)
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+    def death(self) -> RoomError:
+        return self._gone or super().death()
+
+    async def aclose(self) -> None:
+        starting = self._starting
+        self._starting = None
+        if starting is None or self._gone is not None:
+            return
+        with contextlib.suppress(RoomError):  # a lost node has ended it
+            await starting
+            self._on.processes.pop(self.key, None)
+            code, self.left = await self._on.call("end", self.key, timeout_s=END_S)
+            if self.returncode is None and code is not None:
+                self.end_nowait(code)
+
+    def kill_nowait(self) -> None:
+        if self.place:
+            self._on.tell_nowait("kill", self.key)
+
+    def dump_stacks_nowait(self) -> None:
+        if self.place and self.returncode is None:
+            self._on.tell_nowait("dump_stacks", self.key)
+
+    def end_nowait(self, returncode: int) -> None:
+        self.returncode = returncode
+        self._ended.set()
+
+    def lose_nowait(self, gone: RoomError) -> None:
+        self._gone = gone
+        self._ended.set()
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    why = next(
+        (line for line in lines if "because" in line or "detail" in line), (lines or ["no answer"])[-1]
+    )
+    return why[:400]

@@ -1,5 +1,0 @@
-"""Disables garbage collection on import."""
-
-import gc
-
-gc.disable()

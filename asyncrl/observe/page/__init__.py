@@ -1,1 +1,0 @@
-"""The page of a run: plain values, drawn by page.js."""

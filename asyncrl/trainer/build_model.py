@@ -1,0 +1,431 @@
+"""Build the model and master weights. Every failure is a ConfigError."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.host import available_memory
+from asyncrl.base.http import Refused
+from asyncrl.config import TrainerConfig
+from asyncrl.messages.engine_api import NO_EXPERT
+from asyncrl.trainer.attention import choose_flash
+from asyncrl.trainer.fused import layers_of, why_not_compiled
+from asyncrl.trainer.lora import Adapters
+from asyncrl.trainer.policy import ForwardPlan, Policy, find_plan, probe_model
+from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights.adapters import routers_of
+from asyncrl.weights.ipc import limit_memory
+from asyncrl.weights.tensor_files import float32_names
+
+STATE_BYTES = 12
+"""Bytes per parameter: gradient and two AdamW moments."""
+
+
+@contextmanager
+def loading(folder: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"cannot load the model {folder}: {reason}",
+            rule="model.path is a Hugging Face folder or hub id of a causal language model",
+            way_out="correct model.path; a hub id needs the network or a filled cache.",
+        ) from error
+
+
+def load_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
+    """Load the whole model into host memory, in float32 or, under adapters, in `dtype`. Raises
+    ConfigError.
+    """
+    folder = spec.model_path
+    with loading(folder):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32 if spec.trainer.lora is None else dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    if missing := sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]):
+        raise ConfigError(
+            f"the weights of {folder} lack {len(missing)} tensors, e.g. {missing[0]}",
+            rule="transformers would fill them with random numbers",
+            way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
+        )
+    if unexpected := sorted(info["unexpected_keys"]):
+        raise ConfigError(
+            f"the weights of {folder} have {len(unexpected)} tensors that its config.json does not use, e.g. "
+            f"{unexpected[0]}",
+            rule="without them it would be another model than the stored one",
+            way_out="restore the config.json of these weights, or remove the tensors.",
+        )
+    for parameter in model.parameters():  # an offload cannot free a mapped file
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
+    return model.eval()  # dropout would change logprobs
+
+
+def meta_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
+    """Build the model on `meta`, with real buffers: no file has rotary frequencies."""
+    folder = Path(spec.model_path)
+    with loading(folder), torch.random.fork_rng([]), init_empty_weights(include_buffers=False):
+        config = AutoConfig.from_pretrained(folder)
+        used = torch.float32 if spec.trainer.lora is None else dtype
+        model = AutoModelForCausalLM.from_config(config, dtype=used)
+        if model.can_generate() and (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.tie_weights()  # the context has replaced tied parameters
+    return model.eval()
+
+
+@torch.no_grad()
+def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
+    """Fill `policy.model`, sharded on `meta`, from rank 0's `whole` model. Collective."""
+    sources = {} if whole is None else whole.state_dict(keep_vars=True)
+    made = dict[int, nn.Parameter]()
+    state = dict[str, nn.Parameter]()
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        assert isinstance(parameter, DTensor)
+        if id(parameter) not in made:
+            mesh = parameter.device_mesh
+            if whole is None:
+                source = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device_type)
+            else:
+                source = sources[name.removeprefix("model.")].detach()
+                source = source.to(mesh.device_type, parameter.dtype, copy=True)
+            sharded = DTensor.from_local(
+                distribute_tensor(source, mesh, parameter.placements).to_local().to(device),
+                mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            made[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
+        state[name] = made[id(parameter)]
+    for name, tensor in policy.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, nn.Parameter):
+            if whole is not None:
+                tensor.copy_(sources[name.removeprefix("model.")])
+            dist.broadcast(tensor, 0)
+    policy.load_state_dict(state, strict=False, assign=True)
+
+
+def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
+    """Load a tokenizer. Raises OSError or ValueError."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def check_memory(model: nn.Module, device: torch.device, config: TrainerConfig) -> None:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if device.type == "cuda" and not config.cpu_offload:
+        needed_bytes = -(-num_parameters // config.world_size) * (STATE_BYTES + 4)
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    else:
+        needed_bytes = num_parameters * STATE_BYTES
+        free_bytes = available_memory()
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"the trainer needs {needed_bytes / 2**30:.1f} GiB for gradients and optimizer state of "
+            f"{num_parameters / 1e6:.0f} M parameters, and {free_bytes / 2**30:.1f} GiB are free",
+            rule=f"{STATE_BYTES} bytes per parameter in addition to the float32 weights and activations",
+            way_out="set trainer.lora, use a smaller model or more memory, or raise trainer.world_size.",
+        )
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def make_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.Optimizer:
+    """Return fused AdamW with weight decay on matrices only."""
+    matrices = list[Tensor]()
+    others = list[Tensor]()
+    for weight in weights:
+        (matrices if weight.ndim >= 2 else others).append(weight)
+    decayed = {"params": matrices, "weight_decay": config.weight_decay}
+    groups = [group for group in (decayed, {"params": others, "weight_decay": 0.0}) if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+
+
+def new_state(weight: Tensor) -> dict[str, Tensor]:
+    moments = {moment: torch.zeros_like(weight).detach() for moment in MOMENTS}
+    return {"step": torch.zeros((), device=weight.device), **moments}
+
+
+def learning_rate_at(config: TrainerConfig, step: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0.
+
+    Warm-up reaches the peak at step warmup_steps - 1; decay reaches 0 one step after the last.
+    """
+    peak = config.learning_rate
+    past_warmup = step - config.warmup_steps
+    if past_warmup < 0:
+        return peak * (step + 1) / config.warmup_steps
+    length = max(config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1)
+    progress = min(past_warmup / length, 1.0)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
+
+
+log = logging.getLogger("asyncrl.trainer")
+
+
+class MasterWeights:
+    """Float32 weights for the optimizer, under a bfloat16 model.
+
+    Invariant: outside of a step the model's weights are the rounded masters.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.then: Callable[[], None] = lambda: None
+        if dtype == torch.float32:
+            self.named: dict[str, Tensor] = dict(named)
+            self._working: dict[str, nn.Parameter] = {}
+            return
+        self.named = {name: parameter.detach().clone() for name, parameter in named.items()}
+        _cast(model, dtype)
+        self._working = named
+        for name, parameter in named.items():
+            parameter.register_post_accumulate_grad_hook(partial(_collect, self.named[name]))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        for name, parameter in self._working.items():
+            parameter.copy_(self.named[name])
+        self.then()
+
+
+def _collect(master: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        way_out = "set placement.trainer=cpu, or install a CUDA build of torch."
+        raise ConfigError("the trainer is to run on CUDA, but torch sees no CUDA device", way_out=way_out)
+    is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
+    dtype = ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
+    return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
+
+
+def sharded_policy(
+    policy: Policy, ranks: Ranks, dtype: torch.dtype, whole: nn.Module | None, *, is_offloaded: bool
+) -> Policy:
+    """Shard a policy on `meta` in place, and fill it from rank 0's `whole` model. Shards and gradient sums
+    are float32; layers are gathered in the run's dtype.
+    """
+    assert ranks.mesh is not None
+    options: dict[str, Any] = {
+        "mesh": ranks.mesh,
+        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": fsdp.CPUOffloadPolicy() if is_offloaded else fsdp.OffloadPolicy(),
+    }
+    in_float32 = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    for router in _float32_modules(policy.model):
+        fsdp.fully_shard(router, **options | {"mp_policy": in_float32})
+    for layer in layers_of(policy.model):
+        fsdp.fully_shard(layer, **options)
+    fsdp.fully_shard(policy, **options)
+    for module in _sharded(policy) if ranks.size > 1 else ():
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    # Experts used by only some ranks would give sums of different sizes. Needs torch 2.12.
+    set_unused: Any = getattr(policy, "set_reduce_scatter_unused_params", None)
+    if set_unused is not None:
+        set_unused(True)
+    scatter(policy, whole, torch.device("cpu" if is_offloaded else ranks.mesh.device_type))
+    return policy
+
+
+def _float32_modules(model: nn.Module) -> list[nn.Module]:
+    kept = float32_names(model)
+    owners = {name: model.get_submodule(name) for name in {one.rpartition(".")[0] for one in kept}}
+    return [
+        module
+        for owner, module in sorted(owners.items())
+        if all(f"{owner}.{name}" in kept for name, _ in module.named_parameters())
+    ]
+
+
+def reshard(policy: Policy) -> None:
+    for module in _sharded(policy):
+        module.reshard()
+
+
+def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
+    return [module for module in policy.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+
+
+def should_compile(
+    spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Resolve trainer.compile. Raises ConfigError."""
+    setting = spec.trainer.compile
+    if setting is False or (setting == "auto" and device.type != "cuda"):
+        return False
+    reason = why_not_compiled(model, device, dtype)
+    if not plan.is_packed or plan.window is not None:
+        reason = "it cannot be trained on packed tokens at any length"
+    if reason and setting != "auto":
+        what = f"trainer.compile=true, and a {type(model).__name__} cannot be compiled here: {reason}"
+        raise ConfigError(what, way_out="set trainer.compile=auto, or false.")
+    log.info("trainer.compile: auto is %s", f"false: {reason}" if reason else "true")
+    return not reason
+
+
+class TrainedModel:
+    """`reference`: initial weights for a KL divergence."""
+
+    def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
+        self.device, self.dtype = resolve_device(spec)
+        self.reference: Policy | None = None
+        limit_memory(self.device, spec.share)
+        if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        model, whole, self.adapters = _load(spec, ranks, self.device, self.dtype)
+        if self.device.type == "cuda":
+            flash = choose_flash(torch.cuda.get_device_capability())
+            log.info("attention on CUDA: %s", flash)
+        with loading(spec.model_path):
+            plan = find_plan(probe_model(model.config, self.device, self.dtype))
+        compiles = should_compile(spec, model, plan, self.device, self.dtype)
+        frozen = None
+        if needs_reference and self.adapters is None:
+            frozen = copy.deepcopy(model).requires_grad_(False)
+            _cast(frozen, self.dtype)
+        if ranks.mesh is None:
+            self.reference = None if frozen is None else Policy(frozen, plan, is_compiled=compiles)
+            self.masters = MasterWeights(model, self.dtype)
+            self.policy = Policy(model, plan, is_compiled=compiles)
+        else:
+            shard = partial(
+                sharded_policy,
+                ranks=ranks,
+                dtype=self.dtype,
+                whole=whole,
+                is_offloaded=spec.trainer.cpu_offload,
+            )
+            if frozen is not None:
+                self.reference = shard(Policy(frozen, plan, is_compiled=compiles))
+            self.policy = shard(Policy(model, plan, is_compiled=compiles))
+            self.masters = MasterWeights(model, torch.float32)
+        if self.adapters is not None and spec.trainer.keeps_merged and ranks.mesh is None:
+            self.masters.then = self.adapters.keep_merged
+            self.adapters.keep_merged()
+        if spec.algorithm.router_replay:
+            self.policy.replay = RouterReplay(model)
+        if spec.trainer.gradient_checkpointing:
+            self.policy.enable_gradient_checkpointing()
+
+
+def _load(
+    spec: TrainerSpec, ranks: Ranks, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Any, Adapters | None]:
+    """Return the model (on `meta` if sharded), rank 0's whole model, adapters."""
+    whole: Any = None
+    if ranks.mesh is None or ranks.is_first:
+        whole = load_model(spec, dtype)
+    model = whole if ranks.mesh is None else meta_model(spec, dtype)
+    if spec.trainer.lora is None:
+        check_memory(model, device, spec.trainer)
+    if ranks.mesh is None:
+        model.to(device)
+    if spec.trainer.lora is None:
+        return model, whole, None
+    adapters = Adapters(model, spec.trainer.lora, dtype)
+    if whole is not None and whole is not model:
+        Adapters(whole, spec.trainer.lora, dtype)
+    return model, whole, adapters
+
+
+class RouterReplay:
+    """Replays the engine's experts in the trainer (R3, https://arxiv.org/abs/2510.11370), weighted by the
+    model's own logits. Call with routing int32 [N, E] or None.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._routers = routers_of(model)
+        if not self._routers:
+            what = f"algorithm.router_replay=true, and {type(model).__name__} has no routers"
+            raise ConfigError(what, way_out="set algorithm.router_replay=false: each token has one way.")
+        self._sizes = [int(router.top_k) for router in self._routers]
+        for router in self._routers:
+            # One function, so that torch.compile builds one graph for all layers.
+            router.forward = MethodType(_route, router)
+        self(None)
+
+    def __call__(self, routing_N: Tensor | None) -> None:
+        chosen: Sequence[Tensor | None] = [None] * len(self._sizes)
+        if routing_N is not None:
+            if routing_N.shape[1] != sum(self._sizes):
+                num_experts = f"{routing_N.shape[1]} experts, the model's {sum(self._sizes)}"
+                what = f"the routing of a token has {num_experts}"
+                raise Refused(422, what, rule="trainer and engine hold the same model")
+            chosen = torch.split(routing_N, self._sizes, dim=1)
+        for router, chosen_NK in zip(self._routers, chosen, strict=True):
+            router.chosen_NK = chosen_NK
+
+
+def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
+    if router.chosen_NK is None:
+        return type(router).forward(router, *args, **kwargs)
+    with _Chosen(router.chosen_NK, len(router.weight)):
+        return type(router).forward(router, *args, **kwargs)
+
+
+class _Chosen(TorchFunctionMode):
+    """Replaces topk by this choice, int32 [N, k]."""
+
+    def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._chosen_NK, self._num_experts = chosen_NK, num_experts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        scores, chosen_NK = args[0], self._chosen_NK
+        if scores.shape != (len(chosen_NK), self._num_experts) or found.indices.shape != chosen_NK.shape:
+            return found
+        indices_NK = torch.where(chosen_NK == NO_EXPERT, found.indices, chosen_NK.long())
+        return torch.return_types.topk((scores.gather(-1, indices_NK), indices_NK))
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters, not buffers: rotary embeddings must not be rounded."""
+    kept = float32_names(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)

@@ -1,1 +1,0 @@
-"""The trainer's policy model."""

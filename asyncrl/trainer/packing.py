@@ -1,0 +1,426 @@
+"""Split a batch into optimizer steps and micro-batches, stored as prefix trees (tree.py) without padding."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
+from asyncrl.messages.grammar_checks import GrammarError
+from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.trainer.ranks import ONE_RANK, Ranks
+from asyncrl.trainer.tree import BoolN, IntN, Layout, TokenRange, in_tree_order, lay_out, places_of, to_device
+
+log = logging.getLogger("asyncrl.trainer")
+
+NOT_ALLOWED = -1e30
+"""Masked logit. Differences stay finite, unlike with -inf."""
+ANY = -1
+
+
+@dataclass(frozen=True)
+class AllowedSets:
+    """K token sets as bits, uint8 [K, B], lowest bit first. `set_N` int32 [N]: each token's set, or ANY."""
+
+    bits_KB: npt.NDArray[np.uint8]
+    set_N: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class AllowedRows:
+    """Sets of M tokens: `set_M` int64 indexes `bits_KB`, or ANY; tokens `row_R` have a set."""
+
+    bits_KB: Tensor
+    set_M: Tensor
+    row_R: Tensor
+
+    @classmethod
+    def of(
+        cls, bits_KB: npt.NDArray[np.uint8], set_M: npt.NDArray[np.int64], device: torch.device
+    ) -> AllowedRows:
+        arrays = bits_KB, set_M, np.flatnonzero(set_M != ANY)
+        return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
+
+    def mask(self, logits_MC: Tensor, part: slice) -> None:
+        rows = self.row_R
+        first, last = part.start // 8, -(-part.stop // 8)
+        bytes_RB = self.bits_KB[self.set_M[rows], first:last]
+        shifts = torch.arange(8, device=bytes_RB.device, dtype=torch.uint8)
+        is_set_RC = (bytes_RB[:, :, None] >> shifts & 1).flatten(1).bool()
+        is_set_RC = is_set_RC[:, part.start - 8 * first :][:, : part.stop - part.start]
+        logits_MC[rows] = logits_MC[rows].masked_fill(~is_set_RC, NOT_ALLOWED)
+
+
+def find_allowed(
+    header: BatchHeader,
+    arrays: BatchArrays,
+    has_loss: npt.NDArray[np.bool_],
+    make: Callable[[], TokenGrammars],
+) -> AllowedSets | None:
+    """Return the sets of loss tokens with a grammar, or None. Forbidden tokens lose their loss."""
+    if not any(entry.grammars for entry in header.trajectories):
+        return None
+    set_N, known = np.full(len(has_loss), ANY, np.int32), dict[bytes, int]()
+    num_lost, reason = 0, ""
+    for entry in header.trajectories:
+        for start, end, number in entry.grammars:
+            span = slice(entry.start + start, entry.start + end)
+            places = np.flatnonzero(has_loss[span]) + span.start
+            if not len(places):
+                continue
+            try:
+                matcher, at = make().begin(header.grammars[number]), span.start
+                for at in range(span.start, int(places[-1]) + 1):
+                    if has_loss[at]:
+                        set_N[at] = known.setdefault(matcher.allowed_bits(), len(known))
+                    matcher.take(int(arrays.token_ids[at]))
+            except GrammarError as error:
+                reason, lost = str(error), places[places >= at]
+                set_N[lost], has_loss[lost] = ANY, False
+                num_lost += len(lost)
+    if num_lost:
+        log.warning(
+            "%d tokens are not trained: their grammar does not allow them here (%s)", num_lost, reason
+        )
+    if not known:
+        return None
+    return AllowedSets(np.stack([np.frombuffer(bits, np.uint8) for bits in known]), set_N)
+
+
+BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
+
+
+@dataclass(frozen=True)
+class PassSize:
+    num_tokens: int
+    num_pairs: int
+    num_targets: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """FLOPs relative to a token in all linear layers."""
+
+    key: float
+    loss_token: float
+    num_weights: float = math.nan
+    trained: float = 1.0
+
+    def of(self, length: int, shared: int, num_loss: int) -> float:
+        num_pairs = (length * (length + 1) - shared * (shared + 1)) / 2
+        return length - shared + self.key * num_pairs + self.loss_token * num_loss
+
+    def flops(self, size: PassSize, *, has_backward: bool) -> float:
+        """Return a pass's model FLOPs after PaLM (https://arxiv.org/abs/2204.02311, appendix B), counting
+        the causal half of the pairs, and recomputation once.
+        """
+        linear = size.num_tokens + self.loss_token * size.num_targets
+        attention = self.key * size.num_pairs
+        if has_backward:
+            linear, attention = (2 + self.trained) * linear, 3 * attention
+        return 2 * self.num_weights * (linear + attention)
+
+
+def costs_of(model: Any) -> Costs:
+    """Return the costs of a model's active weights."""
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
+    head = getattr(model.get_output_embeddings(), "weight", embedding)
+    layers = [
+        (_active_part(name, config), weight)
+        for name, weight in model.named_parameters()
+        if weight.ndim >= 2 and weight is not head and weight is not embedding
+    ]
+    num_weights = max(sum(part * weight.numel() for part, weight in layers), 1)
+    num_trained = sum(part * weight.numel() for part, weight in layers if weight.requires_grad)
+    num_heads = getattr(config, "num_attention_heads", None) or 0
+    if getattr(config, "qk_rope_head_dim", None):  # multi-head latent attention
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
+    # A weight costs one multiply-add; a key two.
+    key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
+    return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)
+
+
+def _active_part(name: str, config: Any) -> float:
+    sizes = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    num_experts = next((size for size in sizes if size), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if ".experts." in name and isinstance(num_experts, int) and isinstance(chosen, int):
+        return chosen / num_experts
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Bundle:
+    group: int
+    sequences: tuple[TokenRange, ...]
+    num_tokens: int
+    cost: float
+    common_tokens: int
+    common_cost: float
+
+
+@dataclass
+class Bin:
+    sequences: list[TokenRange] = field(default_factory=list)
+    cost: float = 0.0
+
+
+class GroupTree:
+    def __init__(
+        self, number: int, group: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], costs: Costs
+    ) -> None:
+        self._number, self._costs = number, costs
+        self._ordered, self._shared = zip(*in_tree_order(group, token_ids), strict=True)
+        self._common = min(self._shared[1:], default=0)
+        self.num_tokens = sum(one.length for one in self._ordered) - sum(self._shared)
+        self.cost = sum(map(self._cost, range(len(self._ordered)), self._shared))
+
+    def _cost(self, index: int, shared: int) -> float:
+        one = self._ordered[index]
+        return self._costs.of(one.length, shared, one.num_loss)
+
+    def cut(self, max_tokens: float, max_cost: float) -> list[Bundle]:
+        cuts, tokens, cost = list[tuple[int, int, float]](), 0, 0.0
+        for index, shared in enumerate(self._shared):
+            one = self._ordered[index]
+            more_tokens, more_cost = tokens + one.length - shared, cost + self._cost(index, shared)
+            if index == 0 or more_tokens > max_tokens or more_cost > max_cost:
+                cuts.append((index, 0, 0.0))
+                more_tokens, more_cost = one.length, self._cost(index, 0)
+            tokens, cost = more_tokens, more_cost
+            cuts[-1] = (cuts[-1][0], tokens, cost)
+        ends = [first for first, *_ in cuts[1:]] + [len(self._ordered)]
+        common = self._common, self._costs.of(self._common, 0, 0)
+        return [
+            Bundle(self._number, self._ordered[first:end], tokens, cost, *common)
+            for (first, tokens, cost), end in zip(cuts, ends, strict=True)
+        ]
+
+
+def assign(
+    groups: Sequence[Sequence[TokenRange]],
+    token_ids: npt.NDArray[np.int32],
+    costs: Costs,
+    max_tokens: int,
+    num_ranks: int,
+) -> list[list[list[TokenRange]]]:
+    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
+    if not groups:
+        return []
+    trees = [GroupTree(number, group, token_ids, costs) for number, group in enumerate(groups)]
+    if num_ranks == 1:
+        whole = [bundle for tree in trees for bundle in tree.cut(max_tokens, math.inf)]
+        return [[one.sequences] for one in _first_fit(whole, max_tokens)]
+    num_bins = num_ranks * math.ceil(
+        sum(tree.num_tokens for tree in trees) / (num_ranks * max(max_tokens, 1))
+    )
+    share = sum(tree.cost for tree in trees) / num_bins
+    plans = [_plan(trees, max_tokens, share / size, num_ranks) for size in BUNDLE_SIZES]
+    steps = min(plans, key=lambda plan: sum(step[0].cost for step in plan))
+    return [[one.sequences for one in step] for step in steps]
+
+
+def _plan(trees: list[GroupTree], max_tokens: int, max_cost: float, num_ranks: int) -> list[list[Bin]]:
+    bundles = [bundle for tree in trees for bundle in tree.cut(max_tokens, max_cost)]
+    bins = _first_fit(bundles, max_tokens)
+    num_bins = num_ranks * math.ceil(len(bins) / num_ranks)
+    bins = _place(bundles, num_bins, max_tokens, by_cost=True) or bins
+    bins.sort(key=lambda one: -one.cost)
+    bins += [Bin() for _ in range(num_bins - len(bins))]
+    return [bins[first : first + num_ranks] for first in range(0, num_bins, num_ranks)]
+
+
+def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
+    most = 2 * sum(bundle.num_tokens for bundle in bundles) // max(max_tokens, 1) + 1
+    bins = _place(bundles, min(most, len(bundles)), max_tokens, by_cost=False)
+    assert bins is not None
+    return bins
+
+
+def _place(bundles: list[Bundle], num_bins: int, max_tokens: int, *, by_cost: bool) -> list[Bin] | None:
+    tokens_B, cost_B = np.zeros(num_bins, np.int64), np.zeros(num_bins)
+    is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)
+    bins = [Bin() for _ in range(num_bins)]
+    for bundle in sorted(bundles, key=lambda one: -one.cost if by_cost else -one.num_tokens):
+        is_there_B = is_there_GB[bundle.group]
+        tokens_then_B = tokens_B + bundle.num_tokens - is_there_B * bundle.common_tokens
+        cost_then_B = cost_B + bundle.cost - is_there_B * bundle.common_cost
+        has_room_B = (tokens_then_B <= max_tokens) | (tokens_B == 0)
+        if not has_room_B.any():
+            return None
+        best = int(np.argmin(np.where(has_room_B, cost_then_B, np.inf)) if by_cost else np.argmax(has_room_B))
+        bins[best].sequences += bundle.sequences
+        tokens_B[best], cost_B[best], is_there_B[best] = tokens_then_B[best], cost_then_B[best], True
+        bins[best].cost = float(cost_then_B[best])
+    return [one for one in bins if one.sequences]
+
+
+MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole sequences for one forward-backward: N packed tokens, M loss tokens, S sequences, U pairs;
+    int64.
+
+    The hidden state at `predict_U` predicts `target_U`. Loss token m has pair `pair_M`, is at `source_M` in
+    the batch's arrays and belongs to `sequence_M`, which is `trajectory_S` in the header.
+    """
+
+    token_ids_N: Tensor
+    position_N: Tensor
+    layout: Layout
+    predict_U: Tensor
+    target_U: Tensor
+    pair_M: Tensor
+    source_M: IntN
+    sequence_M: Tensor
+    trajectory_S: IntN
+    allowed_U: AllowedRows | None = None
+    routing_N: Tensor | None = None
+    """int32 [N, E]: each token's experts at sampling."""
+
+    @property
+    def size(self) -> PassSize:
+        num_pairs = sum(one.num_pairs for one in self.layout.passes)
+        return PassSize(self.layout.num_tokens, num_pairs, len(self.target_U))
+
+
+def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
+    ranges = []
+    for index, entry in enumerate(header.trajectories):
+        places = np.flatnonzero(has_loss[entry.start : entry.end])
+        if len(places):
+            first, last = int(places[0]), int(places[-1])
+            ranges.append(TokenRange(index, entry.start, last, entry.group_index, first, len(places)))
+    return ranges
+
+
+def by_group(sequences: Iterable[TokenRange]) -> list[list[TokenRange]]:
+    return [list(group) for _, group in groupby(sequences, key=lambda sequence: sequence.group)]
+
+
+def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN]:
+    """Return each step's loss tokens: whole groups in admission order."""
+    num_groups = header.trajectories[-1].group_index + 1
+    count = min(count, num_groups)
+    step_of_N = np.zeros(len(has_loss), np.int64)
+    for entry in header.trajectories:
+        step_of_N[entry.start : entry.end] = entry.group_index * count // num_groups
+    return [chosen for step in range(count) if (chosen := has_loss & (step_of_N == step)).any()]
+
+
+def rank_micro_batches(
+    header: BatchHeader,
+    arrays: BatchArrays,
+    has_loss: BoolN,
+    max_tokens: int,
+    device: torch.device,
+    ranks: Ranks,
+    costs: Costs,
+    allowed: AllowedSets | None = None,
+) -> list[tuple[MicroBatch, bool]]:
+    """Return this rank's micro-batches. Padding micro-batches, which keep ranks in lockstep, are flagged
+    False.
+    """
+    max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
+    sequences = token_ranges(header, has_loss)
+    steps = assign(by_group(sequences), arrays.token_ids, costs, max_tokens, ranks.size)
+    shares = [step[ranks.rank] for step in steps]
+    micros = []
+    for share in shares:
+        if share:
+            micros.append((_assemble(share, arrays, has_loss, max_tokens, device, allowed), True))
+            continue
+        shortest = min(sequences, key=lambda sequence: sequence.first)
+        one_token = np.zeros_like(has_loss)
+        one_token[shortest.start + shortest.first] = True
+        filler = token_ranges(header, one_token)
+        micros.append((_assemble(filler, arrays, one_token, max_tokens, device), False))
+    return micros
+
+
+def pack(
+    header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device
+) -> list[MicroBatch]:
+    micros = rank_micro_batches(header, arrays, has_loss, max_tokens, device, ONE_RANK, Costs(0.0, 0.0))
+    return [micro for micro, _ in micros]
+
+
+def pack_texts(texts: list[list[npt.NDArray[np.int64]]], device: torch.device) -> MicroBatch:
+    """Return one micro-batch of texts by group, with every token but the first predicted."""
+    entries, end = list[TrajectoryHeader](), 0
+    for group, of_group in enumerate(texts):
+        for text in of_group:
+            start, end = end, end + len(text)
+            place = {"group_index": group, "group_id": group, "start": start, "end": end}
+            entries.append(TrajectoryHeader(**place, sample_index=0, prompt_id="", reward=0.0))
+    token_ids = np.concatenate([text for of_group in texts for text in of_group]).astype(np.int32)
+    has_loss = np.ones(end, np.bool_)
+    has_loss[[entry.start for entry in entries]] = False
+    nothing = {"behaviour_logprobs": np.zeros(end, np.float32), "versions": np.zeros(end, np.int32)}
+    arrays = BatchArrays(token_ids=token_ids, loss_mask=has_loss, **nothing)
+    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries)
+    (micro,) = pack(header, arrays, has_loss, end, device)
+    return micro
+
+
+def _assemble(
+    sequences: Sequence[TokenRange],
+    arrays: BatchArrays,
+    has_loss: BoolN,
+    max_tokens: int,
+    device: torch.device,
+    allowed: AllowedSets | None = None,
+) -> MicroBatch:
+    def tensor(array: npt.NDArray[np.generic]) -> Tensor:
+        return to_device(torch.from_numpy(array.astype(np.int64)), device)
+
+    sequences = sorted(sequences, key=lambda sequence: sequence.trajectory)
+    layout, source_N, position_N = lay_out(sequences, arrays.token_ids, max_tokens)
+    sources, predicts = list[IntN](), list[IntN]()
+    for sequence, runs in zip(sequences, layout.rows, strict=True):
+        offset = np.flatnonzero(has_loss[sequence.start : sequence.start + sequence.length + 1])
+        sources.append(sequence.start + offset)
+        predicts.append(places_of(runs)[offset - 1])
+    source_M = np.concatenate(sources)
+    target_M = arrays.token_ids[source_M].astype(np.int64)
+    # Equal continuations share a logprob.
+    pair_U, pair_M = np.unique(np.concatenate(predicts) << 32 | target_M, return_inverse=True)
+    allowed_U = None
+    if allowed is not None and (allowed.set_N[source_M] >= 0).any():
+        both_U2, pair_M = np.unique(
+            np.stack([pair_U[pair_M], allowed.set_N[source_M]], 1), axis=0, return_inverse=True
+        )
+        pair_U, set_U = both_U2.T
+        used, number_U = np.unique(set_U, return_inverse=True)
+        first = int(used[0] == ANY)
+        allowed_U = AllowedRows.of(allowed.bits_KB[used[first:]], number_U - first, device)
+    return MicroBatch(
+        token_ids_N=tensor(arrays.token_ids[source_N]),
+        position_N=tensor(position_N),
+        layout=layout,
+        predict_U=tensor(pair_U >> 32),
+        target_U=tensor(pair_U & 0xFFFFFFFF),
+        pair_M=tensor(pair_M),
+        source_M=source_M,
+        sequence_M=tensor(np.repeat(np.arange(len(sequences)), [len(part) for part in sources])),
+        trajectory_S=np.array([sequence.trajectory for sequence in sequences], dtype=np.int64),
+        allowed_U=allowed_U,
+        routing_N=None
+        if arrays.routing is None
+        else to_device(torch.from_numpy(arrays.routing[source_N].astype(np.int32)), device),
+    )

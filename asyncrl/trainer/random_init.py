@@ -1,0 +1,115 @@
+"""Write a random model of model.scratch with a character-level tokenizer, in a process with torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from safetensors import SafetensorError
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from asyncrl.base.files import open_as, whole_folder
+from asyncrl.base.http import fail
+from asyncrl.config import ScratchConfig
+
+PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+SPECIAL_TOKENS = (PAD, UNK, END, *ROLES)
+TOOL = "<|tool|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
+OLD_KEYS = {"rope_theta", "rope_scaling"}
+
+
+class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
+    out: Path
+    seed: int
+    scratch: ScratchConfig
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
+    """Return a tokenizer with one token per character. Raises ValueError."""
+    if len(set(characters)) < len(characters):
+        raise ValueError(f"model.scratch.characters={characters!r} names a character twice")
+    tools = (TOOL,) if has_tool_role else ()
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    # llguidance cannot interpret a decoder with only Fuse
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNK,
+        eos_token=END,
+        additional_special_tokens=[*ROLES, *tools],
+        chat_template=CHAT_TEMPLATE_WITH_TOOLS if has_tool_role else CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
+    from transformers import AutoConfig
+
+    given = dict(architecture)
+    if (model_type := given.pop("model_type", None)) is None:
+        raise ValueError("model.scratch.architecture has no model_type; give one, like qwen3")
+    default = AutoConfig.for_model(model_type)
+    known = default.to_dict().keys() | default.attribute_map.keys() | OLD_KEYS
+    if unknown := ", ".join(sorted(given.keys() - known)):
+        raise ValueError(f"model.scratch.architecture: a {model_type} config does not know {unknown}")
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    filled = {"vocab_size": len(tokenizer), **special, "bos_token_id": None}
+    return AutoConfig.for_model(model_type, **{**given, **filled})
+
+
+def make_scratch_model(spec: ScratchSpec) -> None:
+    """Write the model folder. Raises ValueError or FileExistsError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if spec.out.exists():
+        raise FileExistsError(f"{spec.out} exists already")
+    tokenizer = make_character_tokenizer(spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role)
+    config = scratch_config(spec.scratch.architecture, tokenizer)
+    torch.manual_seed(spec.seed)
+    dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    with whole_folder(spec.out) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        open_as(unfinished, unfinished / "config.json")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec", required=True)
+    disable_progress_bar()
+    text = Path(parser.parse_args().spec).read_text(encoding="utf-8")
+    try:
+        make_scratch_model(ScratchSpec.model_validate_json(text))
+    except (ValueError, TypeError, KeyError) as error:
+        way_out = "correct model.scratch in the config; architecture takes the keys of a transformers config."
+        fail(f"cannot make a model from model.scratch: {error}", way_out=way_out)
+    except (OSError, SafetensorError) as error:
+        way_out = "give a run directory that is new, writable, and on a disk with space."
+        fail(f"cannot write the scratch model: {error}", way_out=way_out)
+
+
+if __name__ == "__main__":
+    main()

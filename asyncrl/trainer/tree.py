@@ -1,0 +1,240 @@
+"""Prefix-tree layout of a micro-batch, so that shared tokens are computed once.
+
+A node is a run of tokens without a branch. Each node is followed by its largest child, recursively: such a
+path is one stretch with causal attention. Smaller children begin separate paths, which also attend to their
+parent path up to the branching point:
+
+    [path 1 ..........................][path 2, branches from 1 at a][path 3, from 2 at b][path 4, from 1]
+                                        keys 1[:a] .................................          keys 1[:c]
+
+No token has more than log2(N) parent paths (Sleator and Tarjan 1983). Tokens of an uneconomical branch are
+repeated per child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntN = npt.NDArray[np.int64]
+BoolN = npt.NDArray[np.bool_]
+
+MIN_SHARED_TOKENS, QUERIES_PER_TOKEN = 8, 24
+"""Minimum tokens that a branch must save, plus one per QUERIES_PER_TOKEN tokens of its pass."""
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """Tokens [start, start + length) are read; token `length` is only predicted."""
+
+    trajectory: int
+    start: int
+    length: int
+    group: int
+    first: int
+    num_loss: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    query: int
+    num_queries: int
+    key: int
+    num_keys: int
+
+
+@dataclass(frozen=True)
+class KernelPass:
+    pieces: tuple[Piece, ...]
+    is_causal: bool
+
+    @property
+    def num_pairs(self) -> int:
+        sizes = ((one.num_queries, one.num_keys) for one in self.pieces)
+        if self.is_causal:
+            return sum(length * (length + 1) // 2 for length, _ in sizes)
+        return sum(queries * keys for queries, keys in sizes)
+
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Attention pattern of N tokens: each path to itself, then to its parent paths."""
+
+    num_tokens: int
+    rows: tuple[Runs, ...]
+    passes: tuple[KernelPass, ...]
+
+    @property
+    def longest(self) -> int:
+        return max(sum(length for _, length in runs) for runs in self.rows)
+
+
+def places_of(runs: Runs) -> IntN:
+    return np.concatenate([np.arange(start, start + length) for start, length in runs])
+
+
+@dataclass(eq=False)
+class TreeNode:
+    """Tokens [first, end) of `sequence` and of every sequence below."""
+
+    sequence: TokenRange
+    first: int
+    end: int
+    parent: TreeNode | None
+    children: list[TreeNode] = field(default_factory=list)
+    ends: list[TokenRange] = field(default_factory=list)
+    behind: int = 0
+    place: int = 0
+    path: int = 0
+    left: TreeNode | None = None
+    """Node of the parent path that its path follows."""
+
+    @property
+    def length(self) -> int:
+        return self.end - self.first
+
+    @property
+    def is_worth_it(self) -> bool:
+        saved = self.length * (len(self.children) + bool(self.ends) - 1)
+        num_queries = self.behind - max(child.length + child.behind for child in self.children)
+        return saved >= MIN_SHARED_TOKENS + num_queries / QUERIES_PER_TOKEN
+
+
+def in_tree_order(
+    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
+) -> list[tuple[TokenRange, int]]:
+    """Sort sequences by common prefix; return each with its number of shared tokens."""
+    nodes, number = _trie(sequences, token_ids), dict[TreeNode, int]()
+    for node in reversed(nodes):
+        below = [*(number[child] for child in node.children), *(one.trajectory for one in node.ends)]
+        number[node] = min(below)
+        node.children.sort(key=number.__getitem__)
+    roots = sorted((node for node in nodes if node.parent is None), key=number.__getitem__)
+    ordered, todo, shared = list[tuple[TokenRange, int]](), roots[::-1], 0
+    while todo:
+        node = todo.pop()
+        shared = min(shared, node.first)
+        for one in sorted(node.ends, key=lambda one: one.trajectory):
+            ordered.append((one, shared))
+            shared = node.end
+        todo += reversed(node.children)
+    return ordered
+
+
+def lay_out(
+    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], max_tokens: int
+) -> tuple[Layout, IntN, IntN]:
+    """Return (layout, source_N, position_N): each token's place in the arrays, and in its sequences."""
+    nodes = _pruned(_trie(sequences, token_ids))
+    if sum(node.length for node in nodes) > max_tokens:
+        nodes = _trie(sequences, token_ids)
+    passes = _lay_paths(nodes)
+    nodes.sort(key=lambda node: node.place)
+    position_N = np.concatenate([np.arange(node.first, node.end) for node in nodes])
+    starts, lengths = zip(*((node.sequence.start, node.length) for node in nodes), strict=True)
+    source_N = position_N + np.repeat(starts, lengths)
+    last = {one: node for node in nodes for one in node.ends}
+    rows = tuple(_runs_to(last[one]) for one in sequences)
+    made = tuple(KernelPass(tuple(part), is_causal=index == 0) for index, part in enumerate(passes))
+    return Layout(len(source_N), rows, made), source_N, position_N
+
+
+def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> list[TreeNode]:
+
+    def sort_key(one: TokenRange) -> bytes:
+        return token_ids[one.start : one.start + one.length].astype(">i4").tobytes()
+
+    ordered, shared = sorted(sequences, key=sort_key), np.zeros(len(sequences), np.int64)
+    for index, (one, other) in enumerate(zip(ordered, ordered[1:], strict=False)):
+        most = min(one.length, other.length)
+        differs = token_ids[one.start : one.start + most] != token_ids[other.start : other.start + most]
+        shared[index + 1] = np.argmax(differs) if differs.any() else most
+    nodes = list[TreeNode]()
+    todo: list[tuple[int, int, int, TreeNode | None]] = [(0, len(ordered), 0, None)]
+    while todo:
+        low, high, depth, parent = todo.pop()
+        end = int(shared[low + 1 : high].min()) if high - low > 1 else ordered[low].length
+        if end > depth:
+            node = TreeNode(ordered[low], depth, end, parent)
+            nodes.append(node)
+            if parent is not None:
+                parent.children.append(node)
+            depth, parent = end, node
+        while low < high and ordered[low].length == end:
+            assert parent is not None, "a sequence has tokens"
+            parent.ends.append(ordered[low])
+            low += 1
+        if low < high:
+            cuts = [low, *(np.flatnonzero(shared[low + 1 : high] == end) + low + 1).tolist(), high]
+            todo += [(*pair, depth, parent) for pair in zip(cuts, cuts[1:], strict=False)]
+    return nodes
+
+
+def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
+    kept = list[TreeNode]()
+    for node in reversed(nodes):
+        node.behind = sum(child.length + child.behind for child in node.children)
+        if node.children and not node.is_worth_it:
+            for child in node.children:
+                child.first, child.parent = node.first, node.parent
+            if node.parent is not None:
+                node.parent.children += node.children
+                if not node.ends:
+                    node.parent.children.remove(node)
+            node.children, node.behind = [], 0
+            if not node.ends:
+                continue
+        kept.append(node)
+    return kept[::-1]
+
+
+def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
+    for node in reversed(nodes):
+        node.behind = sum(child.length + child.behind for child in node.children)
+        node.children.sort(key=lambda child: -child.length - child.behind)
+    passes: list[list[Piece]] = [[]]
+    todo = [(node, 0) for node in reversed(nodes) if node.parent is None]
+    end = 0
+    while todo:
+        head, num_left = todo.pop()
+        path, start = [head], end
+        while path[-1].children:
+            path.append(path[-1].children[0])
+        for node in path:
+            node.place, node.path, node.left = end, start, head.parent
+            end += node.length
+        passes[0].append(Piece(start, end - start, start, end - start))
+        branches = [node for node in path if len(node.children) > 1]
+        if branches and len(passes) == num_left + 1:
+            passes.append([])
+        query = end
+        for node in branches:
+            behind = sum(child.length + child.behind for child in node.children[1:])
+            passes[num_left + 1].append(Piece(query, behind, start, node.place + node.length - start))
+            query += behind
+        leaving = [child for node in branches for child in node.children[1:]]
+        todo += [(child, num_left + 1) for child in reversed(leaving)]
+    return passes
+
+
+def _runs_to(last: TreeNode) -> Runs:
+    runs, node = list[tuple[int, int]](), last
+    while True:
+        runs.append((node.path, node.place + node.length - node.path))
+        if node.left is None:
+            return tuple(reversed(runs))
+        node = node.left
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

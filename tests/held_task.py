@@ -1,0 +1,44 @@
+"""A task that can hold a run: its rewards wait until a test lets the run continue."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from asyncrl.messages.records import Prompt
+from asyncrl.tasks.toy import Letters
+
+RUN_DIR = "HELD_RUN_DIR"
+"""Environment variable with the run directory. Without it no reward waits."""
+
+
+class HeldLetters(Letters):
+    """Letters whose rewards wait once a run has recorded as many steps as its hold allows."""
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        run_dir = os.environ.get(RUN_DIR)
+        while run_dir and _is_held(Path(run_dir)):
+            time.sleep(0.02)
+        return super().score(prompt, completion)
+
+
+def hold(run_dir: Path, num_steps: int) -> None:
+    """Let the run record about `num_steps` steps: rewards of later ones wait."""
+    _path(run_dir).write_text(str(num_steps))
+
+
+def release(run_dir: Path) -> None:
+    _path(run_dir).unlink(missing_ok=True)
+
+
+def _path(run_dir: Path) -> Path:
+    return run_dir.with_name(f"{run_dir.name}.hold")
+
+
+def _is_held(run_dir: Path) -> bool:
+    try:
+        allowed = int(_path(run_dir).read_text() or 0)
+        return (run_dir / "metrics.jsonl").read_bytes().count(b"\n") >= allowed
+    except FileNotFoundError:
+        return False

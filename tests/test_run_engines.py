@@ -1,0 +1,409 @@
+"""Engine servers that die, hang, leave and return, on the virtual clock; and the command that scales them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngineServer
+from fakes import FakeTrainer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from job_runs import write_config
+from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_to_its_error
+
+from asyncrl.base.errors import ConfigError, EngineLost, PublishError
+from asyncrl.base.files import RunLock
+from asyncrl.config import SupervisionConfig, load_config
+from asyncrl.config.rollout_buffer import EngineRange
+from asyncrl.engines.engine import EngineServer
+from asyncrl.engines.pool import EnginePool
+from asyncrl.job.colocate import Disaggregated
+from asyncrl.job.engine_supervisor import (
+    WANTED_FILE,
+    first_wanted,
+    read_wanted,
+    scale_run,
+    write_wanted,
+)
+from asyncrl.job.resume import changed_keys
+from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.observe.run_dir import Recorder
+from asyncrl.testing.virtual_time import stand_still
+
+
+async def undisturbed(request: SamplingRequest) -> Completion:
+    server = EngineServer(FakeEngineServer(decode_s=DECODE_S))
+    completion = await EnginePool([server], slots=4).generate(request)
+    server.disconnect_nowait()  # close the reader of its link
+    return completion
+
+
+Asked = list[tuple[SamplingRequest, int, asyncio.Task[Completion]]]
+"""Requests, the version that was announced when each was made, and what becomes of it."""
+
+
+async def all_continued(asked: Asked) -> None:
+    """Each got the tokens of a server that nothing befalls, in order, and none older than announced."""
+    for request, announced, task in asked:
+        completion, expected = await task, await undisturbed(request)
+        assert completion.token_ids == expected.token_ids
+        assert completion.behaviour_logprobs == expected.behaviour_logprobs
+        covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
+        assert covered == list(range(len(completion.token_ids)))
+        assert min(span.version for span in completion.version_spans) >= announced
+
+
+class House(EngineRooms):
+    """Engines and a trainer on separate devices: `start` engines work at first, the others are parked."""
+
+    fakes: list[FakeEngineServer]
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        num_engines: int = 2,
+        *,
+        folder: Path = Path("none"),
+        start: int | None = None,
+        is_frozen: bool = True,
+        prepare_s: float = 0.0,
+        swap_s: float = 0.0,
+        timeout_s: float = 60.0,
+        **supervision: Any,
+    ) -> None:
+        times = {"decode_s": DECODE_S, "prepare_s": prepare_s, "swap_s": swap_s}
+        fakes = [FakeEngineServer(f"engine-{index}", **times) for index in range(num_engines)]
+        for fake in fakes[start or num_engines :]:
+            fake.die()
+        super().__init__(
+            tasks,
+            fakes,
+            FakeTrainer(is_frozen=is_frozen),
+            SupervisionConfig(**{"max_restarts": 3, "backoff_s": 1.0, **supervision}),
+            lambda: Disaggregated(self.publisher, num_steps=0, spawn=tasks.create_task),
+            run_dir=folder,
+            start=start,
+            timeout_s=timeout_s,
+        )
+        self.announced = [0]
+        self.folder = folder
+        self.running.append(tasks.create_task(self.publisher.run(), name="publisher"))
+        if start is not None:
+            self.running.append(tasks.create_task(self.scale.follow(), name="scale"))
+
+    @property
+    def states(self) -> list[str]:
+        down = self.pool.down
+        return [
+            self.scale.states[fake.name] or ("down" if fake.name in down else "up") for fake in self.fakes
+        ]
+
+    def happened(self) -> list[str]:
+        return [f"{what.removeprefix('engine ')} {detail['name'][-1]}" for what, detail in self.events]
+
+    def num_restarts(self) -> int:
+        return sum(one.num_restarts for one in self.supervisors.values())
+
+
+live, fails = partial(play, House), partial(play_to_its_error, House)
+THREE = {"num_engines": 3, "start": 1, "swap_s": 0.1, "backoff_s": 0.5}
+
+
+def test_waits_between_restarts_double_and_end_at_30_s() -> None:
+    async def story(house: House) -> None:
+        house.processes[0].fails_to_start = 6
+        house.fakes[0].die()
+        await asyncio.sleep(1000.0)
+        starts = house.processes[0].started_at
+        waits = [later - before - START_S for before, later in zip(starts, starts[1:], strict=False)]
+        assert starts[0] == 2.0
+        assert waits == [4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+        assert house.supervisors["engine-0"].num_restarts == 7
+
+    live(story, max_restarts=7, backoff_s=2.0)
+
+
+def test_restart_counts_until_its_window_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(house: House) -> None:
+        for _ in range(5):
+            await asyncio.sleep(110.0)
+            house.fakes[1].die()
+        await asyncio.sleep(30.0)
+        assert house.supervisors["engine-1"].num_restarts == 5
+        assert house.told[-1].endswith("restarting engine-1, 1 of 2")
+        for _ in range(2):
+            house.fakes[1].die()
+            await asyncio.sleep(45.0)
+
+    monkeypatch.setattr("asyncrl.launch.supervise.RESTART_WINDOW_S", 100.0)
+    said = "max_restarts=2 is used up within 100 s of work"
+    assert said in str(fails(story, max_restarts=2))
+
+
+def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
+    async def story(house: House) -> None:
+        running = [house.ask(make_request(f"r{index}", max_tokens=3000, seed=index)) for index in range(4)]
+        await asyncio.sleep(1.0)
+        house.processes[1].is_node_gone = True
+        house.fakes[1].die()
+        await asyncio.sleep(600.0)
+        assert [len((await task).token_ids) for task in running] == [3000] * 4
+        starts = house.processes[1].started_at
+        waits = [later - before for before, later in zip(starts, starts[1:], strict=False)]
+        assert waits == pytest.approx([5.0] * len(waits))
+        assert len(waits) > 100
+        gone = "engine-1: the node far (10.0.0.2) is gone: no answer for 15 s"
+        then = "restarting engine-1, once its node is back; the run continues without it"
+        assert house.told == [f"{gone}; {then}"]
+        house.trainer.step()
+        house.processes[1].is_node_gone = False
+        await asyncio.sleep(5.0 + START_S + 1.0)
+        assert house.pool.down == ()
+        assert house.fakes[1].policy_version == 1
+        house.processes[0].is_node_gone = house.processes[1].is_node_gone = True
+        house.fakes[1].die()
+        await asyncio.sleep(60.0)
+        house.fakes[0].die()
+        await asyncio.sleep(600.0)
+
+    error = str(fails(story, is_frozen=False))
+    assert "the node far (10.0.0.2) is gone: no answer for 15 s" in error
+    assert "supervision.max_restarts=3 is used up" in error
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_scaling_keeps_versions_and_requests(tmp_path: Path, is_streamed: bool) -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(1.0)
+        requests = [make_request(f"r{index}", max_tokens=2000, seed=index) for index in range(6)]
+        told = (lambda _: None) if is_streamed else None
+        running = [house.tasks.create_task(house.pool.generate(one, on_tokens=told)) for one in requests]
+        write_wanted(house.folder, 3)
+        await asyncio.sleep(1.5)
+        assert house.states == ["up", "starting", "starting"]
+        assert house.pool.load["engine-0"] == 6
+        await asyncio.sleep(START_S)
+        assert house.states == ["up", "up", "up"]
+        assert [fake.policy_version for fake in house.fakes] == [1, 1, 1]
+        assert [fake.num_running for fake in house.fakes] == [4, 2, 0], "what had queued has moved"
+        write_wanted(house.folder, 1)
+        await asyncio.sleep(1.5)
+        assert house.states == ["up", "parked", "parked"]
+        assert [fake.has_ended.is_set() for fake in house.fakes] == [False, True, True]
+        for request, task in zip(requests, running, strict=True):
+            completion = await task
+            assert completion.token_ids == (await undisturbed(request)).token_ids
+        moved = [task.result() for task in running[4:]]
+        assert all([span.engine for span in one.version_spans] == [1, 0] for one in moved), (
+            "with their tokens"
+        )
+        assert sum(fake.tokens_generated for fake in house.fakes) == 6 * 2000, "and nothing is sampled twice"
+        assert house.happened() == ["unparked 1", "unparked 2", "parked 2", "parked 1"]
+        assert house.capacities == [2, 3, 2, 1]
+        assert (house.num_restarts(), house.told) == (0, [])
+        assert house.scale.gauges() == {"engine/up": 1}
+
+    live(story, folder=tmp_path, **THREE)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_new_engine_that_fails_to_start_ends_no_run(tmp_path: Path, max_restarts: int) -> None:
+    async def story(house: House) -> None:
+        house.processes[1].fails_to_start = 99
+        write_wanted(house.folder, 2)
+        await asyncio.sleep(10 * START_S)
+        assert house.states == ["up", "parked", "parked"]
+        assert "the run continues with 1 of 2 engines" in house.lines[-1]
+        assert read_wanted(house.folder, house.scale.range) == 1
+        house.processes[1].fails_to_start = max(0, max_restarts - 1)
+        write_wanted(house.folder, 2)
+        await asyncio.sleep(10 * START_S)
+        assert house.states == ["up", "up", "parked"], "asked for again, it is tried again"
+        house.processes[1].fails_to_start = 99
+        house.fakes[1].die()
+        await asyncio.sleep(1e4)
+
+    error = fails(story, folder=tmp_path, **THREE, max_restarts=max_restarts)
+    assert error.room == "engine-1", "one that has worked is needed"
+
+
+def test_corrupt_weights_at_a_new_engine_end_the_run(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(1.0)
+        house.fakes[1].corrupt_digest = True
+        house.scale.set_nowait(2)
+        await asyncio.sleep(20.0)
+
+    error = fails(story, folder=tmp_path, **THREE)
+    assert isinstance(error, PublishError)
+
+
+MOVE = st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort", "scale"])
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    moves=st.lists(st.tuples(st.floats(0.0, 4.0), MOVE, st.integers(0, 2)), max_size=25),
+    prepare_s=st.sampled_from([0.0, 0.5, 3.0]),
+    swap_s=st.sampled_from([0.0, 0.3]),
+    num_engines=st.integers(1, 3),
+    start=st.integers(1, 3),
+)
+def test_deaths_and_scaling_lose_or_double_no_token_and_serve_none_old(
+    moves: list[tuple[float, str, int]], prepare_s: float, swap_s: float, num_engines: int, start: int
+) -> None:
+    async def story(house: House) -> None:
+        asked: Asked = []
+        for number, (gap_s, what, where) in enumerate(moves):
+            await asyncio.sleep(gap_s)
+            fake = house.fakes[where % num_engines]
+            if what == "scale":
+                house.scale.set_nowait(where % num_engines + 1)
+            elif what in ("die", "freeze"):
+                getattr(fake, what)()
+            elif what == "step":
+                house.trainer.step()
+            elif what == "abort":
+                with contextlib.suppress(EngineLost):
+                    await house.targets[where % num_engines].abort(None, timeout_s=0.1)
+            else:
+                request = make_request(f"r{number}", max_tokens=150 * (where + 1), seed=number)
+                asked.append((request, house.announced[-1], house.ask(request)))
+        await all_continued(asked)
+        await asyncio.sleep(100.0 + 50.0 * len(moves))
+        num = house.scale.wanted
+        assert house.states == ["up"] * num + ["parked"] * (num_engines - num)
+        assert [fake.has_ended.is_set() for fake in house.fakes] == [
+            number >= num for number in range(num_engines)
+        ]
+        assert house.announced == sorted(set(house.announced))
+        assert house.announced[-1] == house.trainer.policy_version
+        assert {fake.policy_version for fake in house.fakes[:num]} == {house.announced[-1]}
+        assert (sum(house.pool.load.values()), [num, *house.capacities][-1]) == (0, num)
+
+    live(
+        story,
+        num_engines=num_engines,
+        start=min(start, num_engines),
+        max_restarts=1000,
+        backoff_s=0.5,
+        prepare_s=prepare_s,
+        swap_s=swap_s,
+    )
+
+
+@pytest.mark.parametrize("begins_s", [0.5, 3.5, 4.5], ids=["in prepare", "at its end", "in commit"])
+def test_controller_stopped_in_a_push_serves_its_newest_version(begins_s: float) -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(begins_s)
+        stand_still(1000.0)
+        await asyncio.sleep(60.0)
+        house.trainer.step()
+        await asyncio.sleep(60.0)
+        assert {fake.policy_version for fake in house.fakes} == {2}
+
+    assert live(story, prepare_s=4.0, swap_s=1.0, timeout_s=5.0).announced == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("4 engines", "has no number of engines"),
+        ("[4]", "has no number of engines"),
+        ('{"engines": 9}', "engines=9 is outside rollout.num_engines={min: 1, max: 3}"),
+        ('{"engines": true}', "engines=True is outside"),
+    ],
+)
+def test_invalid_wanted_file_is_reported_once(tmp_path: Path, text: str, says: str) -> None:
+    async def story(house: House) -> None:
+        (house.folder / WANTED_FILE).write_text(text)
+        await asyncio.sleep(10.0)
+        assert [says in line for line in house.lines] == [True]
+        assert house.states == ["up", "parked", "parked"]
+
+    live(story, folder=tmp_path, **THREE)
+
+
+def make_config(folder: Path, num_engines: Any, **rollout: Any) -> Any:
+    return load_config(write_config(folder, rollout={"num_engines": num_engines, **rollout}))
+
+
+class Ran:
+    """A run directory with its lock held."""
+
+    def __init__(self, folder: Path, num_engines: Any = None) -> None:
+        self.folder = folder / "run"
+        (self.folder / "logs").mkdir(parents=True)
+        config = write_config(folder, rollout={"num_engines": num_engines or {"min": 1, "max": 4}})
+        (self.folder / "config.yaml").write_text(config.read_text())
+        self.recorder = Recorder(self.folder)
+
+    def write(self, wanted: int | None, *engines: str, state: str = "running") -> None:
+        named = {f"engine-{number}": words for number, words in enumerate(engines)}
+        self.recorder.write_status({"state": state, "engines": named, "engines_wanted": wanted})
+
+    def scale(self, asked: str) -> str:
+        lock = RunLock(self.folder / "run.lock").acquire()
+        try:
+            return scale_run(self.folder, asked)
+        finally:
+            lock.release()
+
+
+V3 = "policy_version 3"
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_engines", "state", "says"),
+    [
+        ("engine=2", None, "running", "'engine=2' is not a number of engines.\n  Way out: write engines=4"),
+        ("engines=two", None, "running", "'engines=two' is not a number of engines"),
+        ("engines=5", None, "running", "engines=5 is outside rollout.num_engines={min: 1, max: 4}"),
+        ("engines=0", None, "running", "engines=0 is outside"),
+        ("engines=5", 2, "running", "'rollout.num_engines={min: 1, max: 5}' --allow-change"),
+        ("engines=2", None, "done", "no run is active in"),
+        ("engines=2", None, "interrupted", "then scale it"),
+    ],
+)
+def test_scale_command_refuses_invalid_requests(
+    tmp_path: Path, asked: str, num_engines: Any, state: str, says: str
+) -> None:
+    ran = Ran(tmp_path, num_engines)
+    if num_engines is None:
+        ran.write(1, V3)
+        assert "asked for 3 engines" in ran.scale("engines=3")
+        assert read_wanted(ran.folder, EngineRange(max=4)) == 3
+        (ran.folder / WANTED_FILE).unlink()
+    ran.write(1, V3, state=state)
+    with pytest.raises(ConfigError) as caught:
+        ran.scale(asked)
+    assert says in str(caught.value)
+    assert not (ran.folder / WANTED_FILE).exists()
+    if "--allow-change" in says:
+        *_, override, _, allowed = shlex.split(str(caught.value).split("`")[1])
+        saved = ran.folder / "config.yaml"
+        changed = changed_keys(load_config(saved), load_config(saved, [override]))
+        assert list(changed) == [allowed], "what it says to write would be accepted"
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        scale_run(tmp_path / "nowhere", "engines=2")
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "num"),
+    [({"min": 1, "max": 4}, None, 1), ({"min": 1, "max": 4}, 4, 4), (2, 4, 2), ({"min": 1, "max": 3}, 4, 1)],
+)
+def test_resumed_run_begins_with_the_wanted_number(
+    tmp_path: Path, limits: Any, wanted: int | None, num: int
+) -> None:
+    if wanted is not None:
+        write_wanted(tmp_path, wanted)
+    assert first_wanted(make_config(tmp_path, limits), tmp_path) == num
