@@ -12,9 +12,8 @@ from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GenerateRequest
-from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.records import TopLogprobs
-from asyncrl.messages.token_grammars import TokenMatcher
+from asyncrl.messages.token_grammars import GrammarError, TokenMatcher
 from asyncrl_servers.embedded.decoder import to_device, to_host
 from asyncrl_servers.engine_routes import uniform_draws
 
@@ -99,6 +98,6 @@ def grammar_refusal(request: GenerateRequest, error: GrammarError) -> Refused:
     return Refused(
         400,
         f"request {request.request_id} has a grammar that cannot be followed: {error}",
-        rule="a grammar is llguidance's Lark text, within the limits of asyncrl/messages/grammar_checks.py",
+        rule="a grammar is llguidance's Lark text, within the limits of asyncrl/messages/token_grammars.py",
         way_out="make the schema smaller or simpler.",
     )

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked, Sampled, spans_of
-from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.stop_watch import StopWatch
-from asyncrl.messages.token_grammars import TokenMatcher
+from asyncrl.messages.token_grammars import GrammarError, TokenMatcher
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.embedded.loaded_weights import Weights

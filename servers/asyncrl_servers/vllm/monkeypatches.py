@@ -29,7 +29,7 @@ from asyncrl.messages.token_grammars import compile_grammar
 
 def patch_grammars() -> None:
     """Advance a grammar by the prompt's last `num_resumed` ids (`extra_args`); vLLM 0.32 begins after the
-    prompt. Compile within asyncrl/messages/grammar_checks.py; in vLLM 0.32 a schema may take half a gigabyte.
+    prompt. Compile within asyncrl/messages/token_grammars.py; in vLLM 0.32 a schema may take half a gigabyte.
     """
     create = StructuredOutputManager._create_grammar
 
