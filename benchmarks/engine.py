@@ -36,9 +36,8 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.engine_api import GenerateRequest
 from asyncrl.messages.records import SamplingRequest
-from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 VOCAB, PROMPT_LENGTH, MAX_NEW = 64, 16, 496
 

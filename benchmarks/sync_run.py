@@ -42,9 +42,8 @@ from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
-from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 
 class SyncRun:

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from asyncrl.agents.command import MARK_ENV
 from asyncrl.agents.endpoint.listener import AppServer
 from asyncrl.agents.endpoint.requests import ApiError
-from asyncrl.agents.endpoint.work_routes import RolloutQueue
+from asyncrl.agents.endpoint.work_queue import RolloutQueue
 from asyncrl.base.http import Caller, Refused
 from asyncrl.messages.records import Outcome, Prompt, Work
 

@@ -165,7 +165,7 @@ def test_environment_failure_hides_the_key() -> None:
 
 def test_untrainable_episode_ends_the_worker() -> None:
     for args, said in (
-        ({"twice": True}, "ran its agent agent 2 times"),
+        ({"twice": True}, "ran agent agent 2 times"),
         ({"freeze": True}, "trainable=False"),
     ):
         with pytest.raises(ConfigError, match=said):
