@@ -21,7 +21,7 @@ from asyncrl.trainer.packing import AllowedRows
 from asyncrl.trainer.policy import head_scores
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
-from asyncrl_servers.embedded.build_engine import build_engine
+from asyncrl_servers.embedded.embedded_engine import build_engine
 
 
 @pytest.mark.parametrize("most", [1, 10**9], ids=["slices", "whole"])
