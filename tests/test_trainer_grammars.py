@@ -16,7 +16,7 @@ from trainer_cases import make_spec as make_trainer_spec
 from asyncrl.messages.records import Batch, GrammarSpan, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
-from asyncrl_servers.embedded.build_engine import build_engine
+from asyncrl_servers.embedded.embedded_engine import build_engine
 
 
 @pytest.fixture(scope="module")
