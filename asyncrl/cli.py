@@ -363,12 +363,10 @@ def work(
         name=name,
         args=args,
         env=env or [],
-        pass_env=pass_env or [],
-        sandbox={
-            "sandbox": sandbox,
-            "sandbox_paths": sandbox_paths,
-            "max_memory_mb": max_memory_mb,
-        },
+        pass_env=pass_env,
+        sandbox=sandbox,
+        sandbox_paths=sandbox_paths,
+        max_memory_mb=max_memory_mb,
         give_up_s=give_up_after,
     )
     _exit(code)
@@ -396,7 +394,7 @@ def serve_gateway(
     with serving():
         from asyncrl.job import serve
 
-        code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_rollouts=rollouts)
+        code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_tried=rollouts)
     _exit(code)
 
 

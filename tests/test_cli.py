@@ -142,7 +142,7 @@ def test_runs_lists_newest_first_with_state_steps_and_reward(tmp_path: Path) -> 
 def test_command_without_a_run_takes_and_names_the_newest(command: str, tmp_path: Path) -> None:
     none = asyncrl(tmp_path, *command.split())
     assert none.returncode == 2
-    assert "no RUN_DIR is given, and runs has no run" in none.stderr
+    assert "there is no folder runs" in none.stderr
     made_run(tmp_path, "old", written_s=1000, rewards=[0.1])
     made_run(tmp_path, "new", written_s=2000, rewards=[0.1])
     assert "the newest run: runs/new\n" in asyncrl(tmp_path, *command.split()).stderr

@@ -25,7 +25,6 @@ from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RequestRefused
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GenerateRequest
-from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.records import (
     Batch,
     Completion,
@@ -36,7 +35,7 @@ from asyncrl.messages.records import (
     SamplingRequest,
     VersionSpan,
 )
-from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.step import TrainStep

@@ -131,7 +131,7 @@ def test_plain_lines_are_seconds_apart_and_cover_all_steps(monkeypatch: pytest.M
 def test_the_panel_fits_its_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
-    console = console_to(io.StringIO())
+    console = console_to(io.StringIO(), "live")
     assert "starting" in drawn(console.panel(), width)
     console.resume_from(Steps([METRICS | {"step": step, "reward/mean": step / 12} for step in range(1, 12)]))
     console.show_step(METRICS)

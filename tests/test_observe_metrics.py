@@ -276,6 +276,7 @@ def test_a_skipped_step_is_reported_with_its_groups(
     assert "in step 3: not finite, groups 4, 5" in caplog.text, "each is in the controller's log"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert len(summary["warnings"]) == 1
-    assert "2 updates skipped because loss or gradient was not finite (step 2 to 3)" in " ".join(
-        summary["health"]
+    assert (
+        "2 updates skipped because loss or gradient was not finite (first step 2, last step 3)"
+        in " ".join(summary["health"])
     )

@@ -193,7 +193,7 @@ def test_every_broken_promise_of_a_record_is_found(tmp_path: Path) -> None:
         "step 4, group 0, sample 0: 9 tokens in the loss, but spans of 4",
         "step 4, group 0: already trained on in step 1",
         "step 5, group 9, sample 0: tokens 3..6 are of version 5, which did not exist yet",
-        "step 6 is missing in the record",
+        "the record lacks steps 6..6",
         "step 7, group 13, sample 0, branch 1: appears twice in step 7",
     ]
 
@@ -227,7 +227,7 @@ def test_steps_lost_in_a_power_cut_are_reported(tmp_path: Path) -> None:
     plain = inspected(tmp_path)
     why = "lost before a sync: the machine stopped, or the file was cut"
     assert (plain["bound_kept"], plain["violations"], plain["restored_from"]) == (True, [], [5, 6])
-    assert plain["lost"] == [f"steps 4..5 are missing in the record ({why})"]
+    assert plain["lost"] == [f"the record lacks steps 4..5 ({why})"]
     assert plain["lost"][0] in plain["problems"]
     note_restored(path, 3)
     for version in (3, 4, 5):
@@ -236,7 +236,7 @@ def test_steps_lost_in_a_power_cut_are_reported(tmp_path: Path) -> None:
     assert (plain["lost"], plain["violations"], plain["num_steps"]) == ([], [], 6), "trained again after all"
     path.unlink()
     append_line(path, record_line(2))
-    assert inspected(tmp_path)["violations"] == ["steps 1..2 are missing in the record"], "without a reason"
+    assert inspected(tmp_path)["violations"] == ["the record lacks steps 1..2"], "without a reason"
 
 
 LINES = st.lists(st.sampled_from([b"", b"a", b"\0" * 70_000, b"b" * 140_000, b"c" * 65_535]), max_size=6)

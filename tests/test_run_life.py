@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ObserveConfig, load_config
-from asyncrl.job.lifecycle import RunLog, logging_to, make_run_dir
+from asyncrl.job.lifecycle import RunLog, locked_run_dir, logging_to
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
 
@@ -35,7 +35,8 @@ def test_run_directory_gets_the_mode_of_its_config(
         folder.mkdir(parents=True)
         folder.chmod(before)
         (folder / holds).touch()
-    make_run_dir(folder, wanted)
+    with locked_run_dir(folder, wanted):
+        pass
     assert (stat.S_IMODE(folder.stat().st_mode), (folder / "logs").is_dir()) == (then, True)
     modes = {"owner": 0o700, "group": 0o750, "all": 0o755}
     assert {who: ObserveConfig.model_validate({"readable_by": who}).dir_mode for who in modes} == modes
@@ -45,7 +46,7 @@ def test_run_directory_gets_the_mode_of_its_config(
 def test_a_secret_is_printed_and_never_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_run_dir(tmp_path / "run", 0o700)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
     monkeypatch.setattr(logging.getLogger("asyncrl"), "propagate", True)  # logging_to turns it off
     with logging_to(tmp_path / "run"):
         RunLog().info("ready")

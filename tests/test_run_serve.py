@@ -13,12 +13,13 @@ import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world
 from rollout_cases import make_branch, make_prompt, scored, virtual
 
-from asyncrl.agents.endpoint.work_routes import RolloutQueue
+from asyncrl.agents.endpoint.work_queue import RolloutQueue
 from asyncrl.base.errors import EngineError, RolloutFailure, RoomError
 from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.config import load_config
 from asyncrl.job import agent_runtime
-from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime, UserKey, try_rollouts
+from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime
+from asyncrl.job.serve import UserKey, try_rollouts
 from asyncrl.rollouts.evaluation import HeldOut
 from asyncrl.rollouts.rollout import RolloutAttempt, RolloutRecorder, Score
 
@@ -29,13 +30,10 @@ class Desk:
     """A person's key over a real gateway with a scripted engine."""
 
     def __init__(self, world: World, queue: RolloutQueue, path: Path | None) -> None:
-        self.world, self.said, self.broken = world, list[str](), list[RoomError]()
-        self.recorder = RolloutRecorder(world.engine.tokenizer)
-        if path is not None:
-            self.recorder.open(path)
-        log = SimpleNamespace(info=self.said.append)
-        life: Any = SimpleNamespace(log=log, on_broken=self.broken.append)
-        self.people = UserKey(world.gateway, queue, self.recorder, life)
+        self.world, self.said = world, list[str]()
+        self.recorder = RolloutRecorder(world.engine.tokenizer, path)
+        log: Any = SimpleNamespace(info=self.said.append)
+        self.people = UserKey(world.gateway, queue, self.recorder, log)
         self.headers = {"Authorization": f"Bearer {self.people.key}"}
 
     async def ask(self, *texts: str) -> tuple[int, Any]:
@@ -54,9 +52,9 @@ def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: 
         queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
         async with gateway_world(engine, extra_routes=queue.routes(), **config) as world:
             desk = Desk(world, queue, path)
-            await story(desk)
-            desk.people.close()
-            desk.recorder.close()
+            with desk.recorder:
+                await story(desk)
+                desk.people.close()
 
     asyncio.run(live())
     return [] if path is None else [json.loads(line) for line in path.read_text().splitlines()]
@@ -140,13 +138,13 @@ async def test_try_rollouts_prints_and_records_each_rollout() -> None:
     prompts = [make_prompt(number) for number in range(2)]
     config = load_config(QUICKSTART, ["rollout.group_size=3", "generator.concurrency=4", "rollout.retries=1"])
     recorder: Any = SimpleNamespace(
-        record=lambda prompt, reward, rollout: recorded.append((prompt.prompt_id, rollout[0].sample_index))
+        record=lambda prompt, reward, rollout: recorded.append((prompt.prompt_id, rollout[0].sample_index)),
+        tokenizer=SimpleNamespace(decode=lambda *_, **__: "said"),
     )
     async with asyncio.TaskGroup() as tasks:
         log = SimpleNamespace(info=said.append)
         life: Any = SimpleNamespace(config=config, log=log, spawn=tasks.create_task)
-        how: Any = {"recorder": recorder, "tokenizer": SimpleNamespace(decode=lambda *_, **__: "said")}
-        assert await try_rollouts(life, agent, prompts, 6, **how)
+        assert await try_rollouts(life, agent, prompts, 6, recorder)
     assert agent.peak == 4
     ends = [line.split("] ")[1][:12] for line in said if "] " in line]
     assert sorted(ends) != ends, "in the order of their ends"

@@ -17,10 +17,9 @@ from rollout_cases import virtual
 
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.base.http import Caller
-from asyncrl.config import RunConfig, SupervisionConfig, load_config
+from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.fleet import Fleet
 from asyncrl.job.servers import EnginePlace, Servers, engine_kind
 from asyncrl.launch import launchers
 from asyncrl.launch.devices import place
@@ -197,56 +196,6 @@ async def test_failed_start_names_its_reason(
 ) -> None:
     with pytest.raises(kind, match=says):
         await server(error, dies_s).come_up()
-
-
-class Mortal:
-    """A server whose process ends as `codes` say, one code a start; None: it comes up."""
-
-    name = "trainer-0"
-
-    def __init__(self, *codes: int | None) -> None:
-        self.codes, self.child = iter(codes), SimpleNamespace(returncode=None)
-
-    async def come_up(self) -> None:
-        self.child.returncode = next(self.codes)
-        if self.child.returncode is not None:
-            raise RoomError("trainer-0", f"ended with {self.child.returncode}")
-
-    async def end(self) -> str:
-        self.child.returncode = None
-        return ""
-
-
-@pytest.mark.parametrize(
-    ("codes", "max_restarts", "num_warned"),
-    [([-9, -15, None], 3, 2), ([-9, -9, -9, -9], 3, 3), ([-9], 0, 0), ([1], 3, 0)],
-)
-@virtual
-async def test_killed_start_is_repeated(codes: list[int | None], max_restarts: int, num_warned: int) -> None:
-    killed: Any = Mortal(*codes)
-    other: Any = Mortal(*[None] * len(codes))
-    warned, forgotten = list[str](), list[None]()
-    log = SimpleNamespace(warn=warned.append, activity=lambda _: None)
-    fleet = Fleet.__new__(Fleet)
-    fleet.__dict__ |= {
-        "life": SimpleNamespace(log=log, closes=lambda *_: None),
-        "placement": SimpleNamespace(moves=False, memory_fraction=None),
-        "supervision": SimpleNamespace(config=SupervisionConfig(max_restarts=max_restarts)),
-        "ranks": [killed],
-        "engine_servers": [other],
-        "clients": [],
-        "eval_client": None,
-        "eval_server": None,
-        "teacher_server": None,
-        "_forget_rendezvous": lambda: forgotten.append(None),
-    }
-    starting = fleet.start(1, AsyncMock()(), is_new=True)
-    if codes[-1] is None:
-        await starting
-    else:
-        with pytest.raises(RoomError, match=f"trainer-0: ended with {codes[-1]}"):
-            await starting
-    assert len(warned) == len(forgotten) == num_warned
 
 
 @virtual

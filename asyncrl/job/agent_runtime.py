@@ -1,23 +1,19 @@
-"""Run rollouts with a harness or as single turns, and try agents."""
+"""Gateway, work queue and workers of a run, and its generator."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
-from asyncrl.base.errors import RolloutFailure, RoomError
+from asyncrl.base.errors import RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import Caller
 from asyncrl.base.message import WORKER_KEY_ENV
@@ -28,30 +24,15 @@ from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import HEARTBEAT_PERIOD_S, Supervision, Supervisor, summary_of
-from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.observe.metrics import SpecialTokens, num_turns
-from asyncrl.observe.run_numbers import several
-from asyncrl.rollouts.rollout import (
-    EncodedPrompts,
-    FailedRollout,
-    Generator,
-    HarnessGenerator,
-    RolloutAttempt,
-    RolloutRecorder,
-    RolloutRunner,
-    SingleTurn,
-    Slots,
-    derive_seed,
-    own_reward,
-)
+from asyncrl.observe.metrics import SpecialTokens
+from asyncrl.rollouts.rollout import EncodedPrompts, Generator, HarnessGenerator, SingleTurn, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
-    from asyncrl.agents.endpoint.sessions import GatewaySession
-    from asyncrl.agents.endpoint.work_routes import RolloutQueue
+    from asyncrl.agents.endpoint.work_queue import RolloutQueue
 
 NO_WORKER_S = 30.0
 GOODBYE_S = 5.0
@@ -62,10 +43,6 @@ TASK_SEED_TURN = -1
 
 def model_name(config: RunConfig) -> str:
     return Path(config.model.path).name if config.model.path else "policy"
-
-
-MAX_TEXT = 500
-"""Characters of a rollout printed by `serve gateway --rollouts`."""
 
 
 def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialTokens:
@@ -96,7 +73,7 @@ def make_gateway(
 ) -> tuple[Gateway, RolloutQueue]:
     """Build the gateway, not open yet, and the work queue."""
     from asyncrl.agents.endpoint.gateway import Gateway
-    from asyncrl.agents.endpoint.work_routes import RolloutQueue
+    from asyncrl.agents.endpoint.work_queue import RolloutQueue
 
     config, seed, rollout = life.config, life.config.seed, life.config.rollout
     override = config.gateway.on_sampling_override
@@ -241,9 +218,9 @@ class AgentRuntime:
         collect_less()
         generator = job.config.generator
         if generator.command and generator.outcomes == "returned":
-            why = "every process that the command starts can print it. Set it to none or posted to avoid that"
             job.log.info(
-                f"generator.outcomes=returned: the last line of standard output is the reward; {why}."
+                "generator.outcomes=returned: the last line of standard output is the reward, and every "
+                "process that the command starts can print it. Set it to none or posted to avoid that."
             )
         if not self.workers:
             command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
@@ -289,128 +266,3 @@ def make_generator(
         temperature=config.rollout.temperature,
         stop=tuple(config.generator.stop),
     )
-
-
-class UserKey:
-    """Two keys of a user who tries an agent by hand, for calls and for outcomes.
-
-    Life: open -> calls -> posted outcome: samples since the last one are recorded -> new session -> close.
-        Samples without an outcome are recorded without a reward.
-    Invariant: a completion is in one rollout. Calls in flight when an outcome arrives get 410.
-    """
-
-    def __init__(
-        self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Lifecycle
-    ) -> None:
-        self.key, self.outcome_key = secrets.token_hex(24), secrets.token_hex(24)
-        self._gateway, self._recorder, self._life = gateway, recorder, life
-        # a restart draws other tokens
-        self._name = f"people/{secrets.token_hex(4)}"
-        self._session = self._open(0)
-        queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
-
-    def close(self) -> None:
-        self._session.end_nowait("the gateway was ended")
-        try:
-            rollout = self._session.rollout(0, Outcome(), 0.0)
-        except RolloutFailure:
-            return
-        self._keep(self._session, None, rollout)
-
-    def _open(self, number: int) -> GatewaySession:
-        name, prompt_id = f"{self._name}/{number}", self._name
-        session = self._gateway.open_nowait(
-            name, prompt_id=prompt_id, sample_index=number, attempt=0, route_key=name, user_key=self.key
-        )
-        session.on_forgotten = partial(self._forgotten, session)
-        return session
-
-    def _forgotten(self, session: GatewaySession, rollout: Rollout) -> None:
-        try:
-            self._keep(session, None, rollout)
-        except RoomError as error:
-            self._life.on_broken(error)
-
-    def _take(self, outcome: Outcome) -> None:
-        """Record a posted outcome. Raises RolloutFailure if it does not fit the samples."""
-        reward = own_reward(outcome)
-        session = self._session
-        is_trainable = session.has_trained or not session.num_completions
-        rollout = session.rollout(0, outcome, reward or 0.0) if is_trainable else None
-        session.end_nowait("an outcome was posted: it ended this rollout, and the key starts a new one")
-        self._session = self._open(session.sample_index + 1)
-        if rollout is None:
-            why = "its calls have set temperature or top_p (gateway.on_sampling_override)"
-            self._life.log.info(f"rollout {session.sample_index}: not recorded, {why}")
-            return
-        try:
-            self._keep(session, reward, rollout)
-        except RoomError as error:
-            self._life.on_broken(error)
-            raise RolloutFailure(f"this rollout cannot be recorded: {error.what}") from error
-
-    def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
-        messages = tuple(session.opening or ())
-        digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-        prompt = Prompt(f"people/{digest}", messages)
-        index = self._recorder.next_sample(prompt.prompt_id)
-        branches = tuple(replace(branch, sample_index=index) for branch in rollout)
-        self._recorder.record(prompt, reward, branches)
-        reward_text = "none" if reward is None else f"{reward:.4g}"
-        self._life.log.info(f"rollout {session.sample_index}: reward {reward_text}, {shape_text(rollout)}")
-
-
-def shape_text(rollout: Rollout) -> str:
-    num_sampled = sum(branch.num_sampled for branch in rollout)
-    text = f"{several(num_turns(rollout), 'turn')}, {num_sampled} sampled tokens"
-    return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
-
-
-def sampled_text(rollout: Rollout, tokenizer: HFChatTokenizer) -> str:
-    branch = rollout[-1]
-    first = int(branch.loss_mask.argmax())
-    text = tokenizer.decode(branch.token_ids[first:].tolist(), skip_special_tokens=False)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
-
-
-async def try_rollouts(
-    life: Lifecycle,
-    generator: Generator,
-    prompts: Sequence[Prompt],
-    num_tried: int,
-    *,
-    recorder: RolloutRecorder,
-    tokenizer: HFChatTokenizer,
-) -> bool:
-    """Run, print and record rollouts. Return True if any succeeded."""
-    rollout = life.config.rollout
-    slots = Slots(num_rollouts(life.config))
-    runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
-    places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)][:num_tried]
-    rewards = list[float]()
-    failures = list[FailedRollout]()
-
-    async def run(place: int, prompt: Prompt, index: int) -> None:
-        group_id = GroupId(place // rollout.group_size)
-        attempt = RolloutAttempt(f"g{group_id}/r{index}", group_id, prompt, index)
-        result = await runner.run(attempt, slots=slots, order=(place, index))
-        number = len(rewards) + len(failures) + 1
-        head = f"[{number}/{len(places)}] {prompt.prompt_id} sample {index}:"
-        if isinstance(result, FailedRollout):
-            failures.append(result)
-            life.log.info(f"{head} {result.how}: {result.failure.what}")
-            return
-        rewards.append(result[0].reward)
-        recorder.record(prompt, result[0].reward, result)
-        life.log.info(f"{head} reward {result[0].reward:.4g}, {shape_text(result)}")
-        life.log.info(f"    {sampled_text(result, tokenizer)!r}")
-
-    tasks = [life.spawn(run(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
-    await asyncio.wait(tasks)
-    if rewards:
-        life.log.info(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
-    if failures:
-        life.log.info(
-            f"{len(failures)} of {len(places)} rollouts failed, the last one: {failures[-1].failure}"
-        )
-    return bool(rewards)

@@ -9,16 +9,12 @@ import contextlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import xxhash
-import yaml
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
@@ -28,14 +24,14 @@ from asyncrl.base.errors import ConfigError, TaskError, install_extra, may_lack_
 from asyncrl.base.http import fail
 from asyncrl.base.message import find_fatal
 from asyncrl.base.user_code import load_advantage, load_loss
-from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
+from asyncrl.config import LoraConfig, ModelConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.config.generator_gateway import kind_of
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import TEACHER_KEY
-from asyncrl.launch.fork_server import NEVER_INHERITED
 from asyncrl.launch.machine import Node, single_node
 from asyncrl.launch.plan import plan_run, plan_text, refuse_over_capacity, resolve_auto
+from asyncrl.launch.processes import run_module
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
@@ -210,10 +206,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
 
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
-        try:
-            make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
-        except ValueError as error:
-            raise ConfigError(str(error), way_out="correct model.scratch.characters.") from error
+        make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
         return HFChatTokenizer(made, chat_template=template, chat_template_kwargs=settings)
 
 
@@ -231,8 +224,9 @@ def _refusing(config: RunConfig, what: str) -> Iterator[None]:
 
 
 def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
-    model = config.model.scratch.architecture if config.model.scratch is not None else None
-    if model is None:
+    if config.model.scratch is not None:
+        model = config.model.scratch.architecture
+    else:
         model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         model = model.get("text_config", model)
     positions = model.get("max_position_embeddings")
@@ -308,22 +302,21 @@ def find_teacher(config: RunConfig, tokenizer: HFChatTokenizer) -> Path | None:
 
 
 def _refuse_other_tokens(path: str, folder: Path, tokenizer: HFChatTokenizer) -> None:
-    theirs = read_vocabulary(folder)
-    ours = tokenizer.vocabulary
+    theirs = {number: token for token, number in read_vocabulary(folder).items()}
+    ours = {number: token for token, number in tokenizer.vocabulary.items()}
     if theirs == ours:
         return
-    names, own = ({number: token for token, number in one.items()} for one in (theirs, ours))
-    first = min(number for number in {*names, *own} if names.get(number) != own.get(number))
-    digests = [xxhash.xxh3_64_hexdigest(json.dumps(sorted(one.items())).encode()) for one in (theirs, ours)]
+    first = min(number for number in {*theirs, *ours} if theirs.get(number) != ours.get(number))
     raise ConfigError(
-        f"{TEACHER_KEY}={path} has {len(theirs)} tokens (digest {digests[0]}), the model {len(ours)} "
-        f"({digests[1]}): id {first} is {names.get(first)!r} in the teacher, {own.get(first)!r} in the model",
+        f"{TEACHER_KEY}={path} has {len(theirs)} tokens, the model {len(ours)}: id {first} is "
+        f"{theirs.get(first)!r} in the teacher, {ours.get(first)!r} in the model",
         rule="the teacher scores the sampled token ids, so both vocabularies must be equal",
         way_out="use a teacher with the model's tokenizer, for example from the same family.",
     )
 
 
 def _check_in_child(config: RunConfig) -> None:
+    """Load the user code that the controller does not run. Raises ConfigError."""
     names = (config.algorithm.loss, config.algorithm.advantage)
     kind = kind_of(config.generator)
     is_code = any(":" in name for name in names) or (kind is not None and kind.checked_in == "child")
@@ -332,28 +325,19 @@ def _check_in_child(config: RunConfig) -> None:
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("the trainer needs torch", name="torch")
     limit_s = config.supervision.start_timeout_s
-    loading = "loading loss, advantage, agent and layers of LoRA"
-    try:
-        child = subprocess.run(
-            [sys.executable, "-m", "asyncrl.job.check"],
-            input=run_config_yaml(config),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={name: value for name, value in os.environ.items() if name not in NEVER_INHERITED},
-            timeout=limit_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        what = f"{loading} took longer than {limit_s:g} s"
-        raise ConfigError(what, way_out="find what their modules wait for.") from error
-    if child.returncode == FINE:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
+        file.write(run_config_yaml(config))
+        file.flush()
+        code, text = asyncio.run(run_module("asyncrl.job.check", [file.name], limit_s))
+    if code == FINE:
         return
-    if (fatal := find_fatal(child.stdout)) is not None:
+    if (fatal := find_fatal(text)) is not None:
         raise ConfigError(fatal.error, rule=fatal.rule, way_out=fatal.way_out)
-    what = f"{loading} ended with exit code {child.returncode}: {child.stdout[-1000:].strip()}"
-    raise ConfigError(what, way_out="correct the modules: importing them must not end the process.")
+    ended = f"took longer than {limit_s:g} s" if code is None else f"ended with exit code {code}"
+    raise ConfigError(
+        f"loading loss, advantage, agent and layers of LoRA {ended}: {text[-1000:].strip()}",
+        way_out="correct the modules: importing them must neither wait nor end the process.",
+    )
 
 
 def load_in_child(config: RunConfig) -> None:
@@ -365,10 +349,8 @@ def load_in_child(config: RunConfig) -> None:
     if kind is not None and kind.checked_in == "child":
         build_harness(config.generator, is_worker=False)
     model, lora = config.model, config.trainer.lora
-    if lora is None:
-        return
     folder = None if model.path is None else find_on_disk(model.path, revision=model.revision)
-    if model.scratch is not None or folder is not None:
+    if lora is not None and (model.scratch is not None or folder is not None):
         _check_targets(model, folder, lora)
 
 
@@ -390,10 +372,10 @@ def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) ->
 
 
 def main() -> None:
-    """Check stdin; exit without waiting for threads of user modules."""
+    """Check a config file; exit without waiting for threads of user modules."""
     code = 1
     try:
-        load_in_child(RunConfig.model_validate(yaml.safe_load(sys.stdin.read())))
+        load_in_child(load_config(sys.argv[1]))
         code = FINE
     except ConfigError as error:
         with contextlib.suppress(SystemExit):

@@ -21,7 +21,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.server import Server, cancel_all, start_all
-from asyncrl.launch.supervise import Restarts, Supervision, Supervisor
+from asyncrl.launch.supervise import Supervision, Supervisor
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
 from asyncrl.trainer.trainer_client import RENDEZVOUS
@@ -142,31 +142,17 @@ class Fleet:
         return [server for server in (self.eval_server, self.teacher_server) if server is not None]
 
     async def start(self, num_engines: int, hash_model: Awaitable[object], *, is_new: bool) -> None:
-        """Start the processes; a kill by a signal restarts all. A resumed run first awaits `hash_model`,
-        which may refuse.
-        """
-        warn = self.life.log.warn
+        """Start the processes. A resumed run first awaits `hash_model`, which may refuse."""
         for server in (*self.servers, *self.side_servers):
-            self.life.closes(server.name, partial(_close, server, warn))
+            self.life.closes(server.name, partial(_close, server, self.life.log.warn))
         engines = self.engine_servers[:num_engines]
         started = [*self.ranks, *engines, *self.side_servers]
         hashing = asyncio.ensure_future(hash_model)
-        restarts = Restarts(self.supervision.config)
         try:
             if not is_new:
                 await hashing
             self.life.log.activity(f"loading the model in {', '.join(server.name for server in started)}")
-            while True:
-                try:
-                    await self._start_in_order(engines)
-                    break
-                except RoomError as error:
-                    if not any((server.child.returncode or 0) < 0 for server in started):
-                        raise
-                    allowance = restarts.again_nowait(error)
-                    reason = error.fault.splitlines()[0]
-                    warn(f"{error.room}: {reason} during the start; starting again, {allowance}")
-                await self._reset(started)
+            await self._start_in_order(engines)
             await hashing
         finally:
             await cancel_all([hashing])
@@ -189,15 +175,6 @@ class Fleet:
                 what = f"an engine did not free the trainer's device within {limit_s:g} s"
                 raise RoomError("placement", what, way_out="read the logs of the engines.") from error
         await start_all(self.ranks)
-
-    async def _reset(self, started: Sequence[Server]) -> None:
-        for server in started:
-            if left := await server.end():
-                self.life.log.warn(left)
-        for client in (*self.clients, *([] if self.eval_client is None else [self.eval_client])):
-            client.reset_nowait()
-        await asyncio.sleep(self.supervision.config.backoff_s)
-        self._forget_rendezvous()
 
 
 def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFiles | None:

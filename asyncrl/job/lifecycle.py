@@ -36,7 +36,6 @@ logger = logging.getLogger("asyncrl.job.lifecycle")
 
 CLOSE_TIMEOUT_S = 15.0
 MAX_WARNINGS = 100
-FEW_FILES = 256
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -275,13 +274,14 @@ def new_run_dir(name: str) -> Path:
     return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
-def make_run_dir(folder: Path, mode: int) -> None:
-    """Create or reuse the directory. A directory with foreign files keeps its permissions; the caller refuses
-    it.
+@contextlib.contextmanager
+def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
+    """Make and lock the directory. A new one is removed by a ConfigError before the first group. A directory
+    with foreign files keeps its permissions; the caller refuses it.
     """
+    is_new = not folder.exists()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (folder / "run.lock").exists() or not any(folder.iterdir()):
             with contextlib.suppress(PermissionError):  # a mounted volume of another user
                 folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o777 | mode)
@@ -289,14 +289,7 @@ def make_run_dir(folder: Path, mode: int) -> None:
     except OSError as error:
         what = f"cannot write to {folder}: {error.strerror}"
         raise ConfigError(what, way_out="choose another --run-dir.") from error
-
-
-@contextlib.contextmanager
-def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
-    """Make and lock the directory. A new one is removed by a ConfigError before the first group."""
-    is_new = not folder.exists()
     try:
-        make_run_dir(folder, mode)
         lock = RunLock(folder / "run.lock").acquire()
         try:
             yield
@@ -370,18 +363,7 @@ def system_error(error: OSError, run_dir: Path) -> RoomError:
     return RoomError("controller", what, way_out="free space on its disk, then start again.")
 
 
-def refuse_few_files(config: RunConfig) -> None:
-    """Raise the limit of open files to its maximum. Raises ConfigError if the rollouts need more."""
+def raise_file_limit() -> None:
+    """Raise the limit of open files to its maximum: every request in flight is a connection."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    rollout = config.rollout
-    num_rollouts = rollout.slots * rollout.max_engines
-    if config.generator.concurrency != "auto":
-        num_rollouts = config.generator.concurrency
-    needed = FEW_FILES + num_rollouts * (2 if config.generator.is_harness else 1)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(
-            f"this process may open {hard} files, and {num_rollouts} concurrent rollouts need about {needed}",
-            rule="every request in flight is a connection, and the hard limit of RLIMIT_NOFILE holds",
-            way_out=f"raise it (ulimit -Hn {needed}), or lower rollout.slots or generator.concurrency.",
-        )

@@ -27,22 +27,24 @@ from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model, hub_so
 MARK = "asyncrl.json"
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-REPO_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 """Files of an earlier push that may have to go."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """Initial model. `name`: hub id or local path; `shown`: never a path; `commit`: on the hub."""
+    """Initial model. `name`: hub id or local path; `commit`: on the hub."""
 
     name: str
-    shown: str
     commit: str | None = None
 
     @property
     def is_hub_id(self) -> bool:
-        return self.name == self.shown
+        return self.commit is not None or HUB_ID.fullmatch(self.name) is not None
+
+    @property
+    def shown(self) -> str:
+        return self.name if self.is_hub_id else Path(self.name).name
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,11 @@ def export_run(
 ) -> None:
     """Export weights to `out`, and with `push` to the hub. Raises CheckpointError or HubError."""
     config = read_config(run_dir)
-    _refuse_wrong(config, adapter=adapter, dtype=dtype, push=push, public=public)
+    if adapter and config.trainer.lora is None:
+        what = "--adapter: this run trains all weights (trainer.lora=none)"
+        raise ConfigError(what, way_out="omit --adapter.")
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(f"--dtype {dtype} is not known", rule=f"it is one of {', '.join(DTYPES)}")
     out = _free(run_dir, out, overwrite=overwrite)
     origin = _base_model(config, ModelPin(run_dir, config.model.source).revision, run_dir, base)
     if push is not None and adapter and not origin.is_hub_id:
@@ -88,7 +94,7 @@ def export_run(
     found = find_weights(run_dir, config, step, is_as_trained=dtype == config.model.dtype, tell=tell)
     version, _, is_final = found
     export = Export(run_dir, config, *found, origin, dtype, is_adapter=adapter)
-    with _failures_named(export, out), whole_folder(out) as unfinished:
+    with _failures_named(export), whole_folder(out) as unfinished:
         if is_final:
             _copy(export, unfinished, tell)
         else:
@@ -103,18 +109,6 @@ def export_run(
     if repo is not None:
         tell(f"pushing to {repo}")
         tell(f"pushed: {push_folder(repo, out, version)}")
-
-
-def _refuse_wrong(
-    config: RunConfig, *, adapter: bool, dtype: str | None, push: str | None, public: bool
-) -> None:
-    if adapter and config.trainer.lora is None:
-        what = "--adapter: this run trains all weights (trainer.lora=none)"
-        raise ConfigError(what, way_out="omit --adapter.")
-    if dtype not in (None, *DTYPES):
-        raise ConfigError(f"--dtype {dtype} is not known", rule=f"it is one of {', '.join(DTYPES)}")
-    if public and push is None:
-        raise ConfigError("--public needs a repository", way_out="add --push OWNER/NAME, or omit --public.")
 
 
 def _free(run_dir: Path, out: Path, *, overwrite: bool) -> Path:
@@ -140,17 +134,14 @@ def _free(run_dir: Path, out: Path, *, overwrite: bool) -> Path:
 
 
 def _base_model(config: RunConfig, commit: str | None, run_dir: Path, base: str | None) -> BaseModel:
-    path = config.model.path
     if base is not None:
-        return BaseModel(base, base if HUB_ID.fullmatch(base) else Path(base).name)
-    if config.model.scratch is not None or path is None:
-        kind = (config.model.scratch and config.model.scratch.architecture.get("model_type")) or "model"
-        return BaseModel(str((run_dir / "model").resolve()), f"{kind} from random weights")
-    if (cached := hub_source(Path(path).expanduser())) is not None:
-        return BaseModel(cached[0], *cached)
-    if commit is not None:
-        return BaseModel(path, path, commit)
-    return BaseModel(str(Path(path).expanduser().resolve()), Path(path).name)
+        return BaseModel(base)
+    path = config.model.path
+    if path is not None and (cached := hub_source(Path(path).expanduser())) is not None:
+        return BaseModel(*cached)
+    if path is not None and commit is not None:
+        return BaseModel(path, commit)
+    return BaseModel(str(Path(path or run_dir / "model").expanduser().resolve()))
 
 
 def find_weights(
@@ -258,42 +249,41 @@ def _write_card(export: Export, folder: Path, name: str) -> None:
         for line in read_evaluations(export.run_dir, [])
         if line["policy_version"] <= export.version and "eval/reward_mean" in line
     ]
-    datasets = [task.dataset or "" for task in config.tasks.values()]
+    datasets = [task.dataset for task in config.tasks.values()]
     data = ModelCardData(
         base_model=export.base.name if export.base.is_hub_id else None,
         library_name="peft" if export.is_adapter else "transformers",
         pipeline_tag="text-generation",
-        datasets=[dataset for dataset in datasets if HUB_ID.fullmatch(dataset)] or None,
+        datasets=[dataset for dataset in datasets if dataset and HUB_ID.fullmatch(dataset)] or None,
         tags=["asyncrl", "reinforcement-learning", *(["lora"] if config.trainer.lora else [])],
     )
-    auto_class = "peft.AutoPeftModelForCausalLM" if export.is_adapter else "transformers.AutoModelForCausalLM"
-    package, _, loader = auto_class.partition(".")
-    lines = [
-        f"# {export.base.shown}, {export.version} steps of reinforcement learning",
-        f"{'Adapters' if export.is_adapter else 'Weights'} of policy_version {export.version}, trained with "
-        f"asyncrl {__version__}, in {export.dtype}.",
-        f"- Loss {config.algorithm.loss}, advantage {config.algorithm.advantage}, "
-        f"{steps.total('tokens/trained'):,.0f} trained tokens.",
-        f"- Staleness: at most {config.buffer.max_staleness} versions allowed, "
-        f"{max(steps.values('sample/staleness_max'), default=0.0):.0f} observed.",
-    ]
+    loader = "AutoPeftModelForCausalLM" if export.is_adapter else "AutoModelForCausalLM"
+    oldest = max(steps.values("sample/staleness_max"), default=0.0)
+    text = f"""# {export.base.shown}, {export.version} steps of reinforcement learning
+
+{"Adapters" if export.is_adapter else "Weights"} of policy_version {export.version}, in {export.dtype},
+trained with asyncrl {__version__}: loss {config.algorithm.loss}, advantage {config.algorithm.advantage},
+{steps.total("tokens/trained"):,.0f} trained tokens. Staleness: at most {config.buffer.max_staleness} versions
+allowed, {oldest:.0f} observed.
+
+```python
+from {data.library_name} import {loader}
+
+model = {loader}.from_pretrained("{name}")
+```
+"""
     for line in evaluations[-1:]:
         reward = line["eval/reward_mean"]
-        lines.append(f"- Evaluation: {reward:.3f} at policy_version {line['policy_version']:.0f}.")
-    if export.is_adapter and not export.base.is_hub_id:
-        lines.append("The base model was a local folder. Export again with `--base NAME` to name it.")
-    lines.append(
-        f'```python\nfrom {package} import {loader}\n\nmodel = {loader}.from_pretrained("{name}")\n```'
-    )
+        text += f"\nEvaluation: {reward:.3f} at policy_version {line['policy_version']:.0f}.\n"
     if steps.values("reward/mean"):
         title = f"reward up to policy_version {export.version}"
         write_reward_plot(folder, steps, title=title, evaluations=evaluations)
-        lines.append(f"![Mean reward of the batches]({PLOT_FILE})")
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(lines) + "\n").save(folder / "README.md")
+        text += f"\n![Mean reward of the batches]({PLOT_FILE})\n"
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
 
 
 @contextlib.contextmanager
-def _failures_named(export: Export, out: Path) -> Iterator[None]:
+def _failures_named(export: Export) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
@@ -306,21 +296,13 @@ def _failures_named(export: Export, out: Path) -> Iterator[None]:
         if isinstance(error, Refused):
             body = error.body
             raise CheckpointError(body.error, rule=body.rule, way_out=body.way_out) from error
-        raise ConfigError(
-            f"cannot export {export.folder} to {out}: {type(error).__name__}: {error!s:.500}",
-            way_out="free space on the disk of OUT, or choose another folder; the run is unchanged.",
-        ) from error
+        raise
 
 
 def open_repo(name: str, *, is_public: bool) -> str:
     """Create the repository if missing. Raises HubError or ConfigError."""
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi
 
-    if not REPO_NAME.fullmatch(name):
-        raise ConfigError(f"--push {name}: invalid repository name", way_out="use a name like OWNER/NAME.")
-    if get_token() is None:
-        what = f"--push {name}: no Hugging Face token on this machine"
-        raise ConfigError(what, way_out="log in with `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
     try:
         repo: str = api.create_repo(name, private=not is_public, exist_ok=True).repo_id

@@ -5,34 +5,30 @@ lost engine ends the command; workers restart.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import secrets
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.command import passed_env
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
-from asyncrl.job.agent_runtime import (
-    AgentRuntime,
-    UserKey,
-    make_gateway,
-    make_generator,
-    model_name,
-    try_rollouts,
-)
+from asyncrl.job.agent_runtime import AgentRuntime, make_gateway, make_generator, model_name, num_rollouts
 from asyncrl.job.build import load_tokenizer
 from asyncrl.job.check import check_everything
-from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to, new_run_dir, refuse_few_files
+from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to, new_run_dir, raise_file_limit
 from asyncrl.job.servers import Servers
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import opened
@@ -40,8 +36,18 @@ from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
 from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import Supervision, heartbeat
+from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Trajectory
+from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several
-from asyncrl.rollouts.rollout import RolloutRecorder
+from asyncrl.rollouts.rollout import (
+    FailedRollout,
+    Generator,
+    RolloutAttempt,
+    RolloutRecorder,
+    RolloutRunner,
+    Slots,
+    own_reward,
+)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.sources import make_prompt_source
@@ -50,6 +56,11 @@ from asyncrl.trainer.model_folder import make_model_folder
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
+    from asyncrl.agents.endpoint.sessions import GatewaySession
+    from asyncrl.agents.endpoint.work_queue import RolloutQueue
+
+MAX_TEXT = 500
+"""Characters of a rollout printed by `serve gateway --rollouts`."""
 
 
 def serve_gateway(
@@ -58,13 +69,13 @@ def serve_gateway(
     *,
     name: str,
     record: Path | None = None,
-    num_rollouts: int | None = None,
+    num_tried: int | None = None,
 ) -> int:
-    """Serve until Ctrl-C, or run `num_rollouts` rollouts; return the exit code."""
+    """Serve until Ctrl-C, or run `num_tried` rollouts; return the exit code."""
     hide_memory()  # a tried agent runs as the same user
     passed_env(config.generator.pass_env)
     with _opened_lifecycle(config, run_dir, name) as life:
-        live = partial(_live_gateway, life, record, num_rollouts)
+        live = partial(_live_gateway, life, record, num_tried)
         return asyncio.run(cancel_remaining(life.run(live)))
 
 
@@ -73,9 +84,9 @@ def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
         return asyncio.run(cancel_remaining(life.run(partial(_live_engine, life))))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Iterator[Lifecycle]:
-    refuse_few_files(config)
+    raise_file_limit()
     with opened(config.launcher) as launcher:
         num_engines = config.rollout.engine_range.min
         rollout = config.rollout.model_copy(update={"num_engines": num_engines})
@@ -142,46 +153,33 @@ async def _live_engine(life: Lifecycle) -> int:
     return 0
 
 
-async def _live_gateway(life: Lifecycle, path: Path | None, num_rollouts: int | None) -> int:
-    tasks = (await check_everything(life, is_needed=num_rollouts is not None)).tasks
+async def _live_gateway(life: Lifecycle, path: Path | None, num_tried: int | None) -> int:
+    tasks = (await check_everything(life, is_needed=num_tried is not None)).tasks
     servers, tokenizer = await _make_servers(life)
     engines = servers.engines()
-    recorder = RolloutRecorder(tokenizer)
-    if path is not None:
-        recorder.open(path)
     clients = [servers.client(engine, tokenizer) for engine in engines]
     pool = EnginePool(clients, slots=life.config.rollout.slots)
-    await _start(life, engines)
-    life.spawn(life.wait_broken(), name="watch gateway")
-    try:
-        if num_rollouts is None:
-            return await _serve_users(life, pool, tokenizer, tasks, recorder)
-        return await _try_agent(life, pool, tokenizer, tasks, recorder, num_rollouts)
-    finally:
-        recorder.close()
-        if path is not None:
-            life.log.info(f"{recorder.num_recorded} rollouts recorded in {path}")
+    with RolloutRecorder(tokenizer, path) as recorder:
+        await _start(life, engines)
+        life.spawn(life.wait_broken(), name="watch gateway")
+        if num_tried is None:
+            code = await _serve_user(life, pool, recorder)
+        else:
+            code = await _try_agent(life, pool, tasks, recorder, num_tried)
+    if path is not None:
+        life.log.info(f"{recorder.num_recorded} rollouts recorded in {path}")
+    return code
 
 
-async def _serve_users(
-    life: Lifecycle,
-    pool: EnginePool,
-    tokenizer: HFChatTokenizer,
-    tasks: Mapping[str, PromptTask],
-    recorder: RolloutRecorder,
-) -> int:
+async def _serve_user(life: Lifecycle, pool: EnginePool, recorder: RolloutRecorder) -> int:
     config = life.config
     name = model_name(config)
-    gateway, queue = make_gateway(life, pool, tokenizer, secrets.token_hex(24), is_for_users=True)
+    gateway, queue = make_gateway(life, pool, recorder.tokenizer, secrets.token_hex(24), is_for_users=True)
     life.closes("work queue", queue.aclose)
     life.closes("gateway", gateway.aclose)
     url = await gateway.start()
-    user = UserKey(gateway, queue, recorder, life)
-    messages: Any = [{"role": "user", "content": "Hello"}]
-    if len(tasks) == len(config.tasks):
-        first = make_prompt_source(config, tasks, in_order=True).next_nowait()
-        messages = [dict(message) for message in first.messages]
-    call = _json_data({"model": name, "messages": messages})
+    user = UserKey(gateway, queue, recorder, life.log)
+    call = _json_data({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
     header = "Authorization: Bearer"
     logs = life.run_dir / "logs"
     life.log.info(f"gateway ready: model {name}, temperature {config.rollout.temperature}; logs in {logs}")
@@ -204,36 +202,141 @@ async def _serve_users(
     return 0
 
 
+class UserKey:
+    """Two keys of a user who tries an agent by hand, for calls and for outcomes.
+
+    Life: open -> calls -> posted outcome: samples since the last one are recorded -> new session -> close.
+        Samples without an outcome are recorded without a reward.
+    Invariant: a completion is in one rollout. Calls in flight when an outcome arrives get 410.
+    """
+
+    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, log: RunLog) -> None:
+        self.key = secrets.token_hex(24)
+        self.outcome_key = secrets.token_hex(24)
+        self._gateway = gateway
+        self._recorder = recorder
+        self._log = log
+        self._name = f"people/{secrets.token_hex(4)}"  # a restart draws other tokens
+        self._session = self._open(0)
+        queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
+
+    def close(self) -> None:
+        self._session.end_nowait("the gateway was ended")
+        with contextlib.suppress(RolloutFailure):  # no sampled token
+            self._keep(self._session, None, self._session.rollout(0, Outcome(), 0.0))
+
+    def _open(self, number: int) -> GatewaySession:
+        name, prompt_id = f"{self._name}/{number}", self._name
+        session = self._gateway.open_nowait(
+            name, prompt_id=prompt_id, sample_index=number, attempt=0, route_key=name, user_key=self.key
+        )
+        session.on_forgotten = partial(self._keep, session, None)
+        return session
+
+    def _take(self, outcome: Outcome) -> None:
+        """Record a posted outcome. Raises RolloutFailure if it does not fit the samples."""
+        reward = own_reward(outcome)
+        session = self._session
+        is_trainable = session.has_trained or not session.num_completions
+        rollout = session.rollout(0, outcome, reward or 0.0) if is_trainable else None
+        session.end_nowait("an outcome was posted: it ended this rollout, and the key starts a new one")
+        self._session = self._open(session.sample_index + 1)
+        if rollout is not None:
+            self._keep(session, reward, rollout)
+            return
+        why = "its calls have set temperature or top_p (gateway.on_sampling_override)"
+        self._log.info(f"rollout {session.sample_index}: not recorded, {why}")
+
+    def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
+        messages = tuple(session.opening or ())
+        digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+        prompt = Prompt(f"people/{digest}", messages)
+        index = self._recorder.next_sample(prompt.prompt_id)
+        self._recorder.record(prompt, reward, tuple(replace(one, sample_index=index) for one in rollout))
+        reward_text = "none" if reward is None else f"{reward:.4g}"
+        self._log.info(f"rollout {session.sample_index}: reward {reward_text}, {_shape_text(rollout)}")
+
+
 async def _try_agent(
     life: Lifecycle,
     pool: EnginePool,
-    tokenizer: HFChatTokenizer,
     tasks: Mapping[str, PromptTask],
     recorder: RolloutRecorder,
-    num_rollouts: int,
+    num_tried: int,
 ) -> int:
     config = life.config
     feed = make_prompt_source(config, tasks)
-    prompts = [feed.next_nowait() for _ in range(-(-num_rollouts // config.rollout.group_size))]
+    prompts = [feed.next_nowait() for _ in range(-(-num_tried // config.rollout.group_size))]
     scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=life.log.warn)
     life.closes("rewards", scorer.aclose)
     harnessing = None
     if config.generator.is_harness:
         heartbeat_s = config.observe.heartbeat_s
         supervision = Supervision(config.supervision, heartbeat_s, life.log.warn, lambda *_: None)
-        harnessing = AgentRuntime(life, pool, tokenizer, supervision)
+        harnessing = AgentRuntime(life, pool, recorder.tokenizer, supervision)
         await harnessing.open(life)
         for supervisor in harnessing.supervisors:
             life.spawn(supervisor.run(), name=f"watch {supervisor.name}")
-    num = f"{several(num_rollouts, 'rollout')} of {several(len(prompts), 'prompt')}"
+    num = f"{several(num_tried, 'rollout')} of {several(len(prompts), 'prompt')}"
     life.log.info(f"ready: {num}; logs in {life.run_dir / 'logs'}")
-    generator = make_generator(config, pool, tokenizer, scorer, harnessing)
-    is_any_done = await try_rollouts(
-        life, generator, prompts, num_rollouts, recorder=recorder, tokenizer=tokenizer
-    )
+    generator = make_generator(config, pool, recorder.tokenizer, scorer, harnessing)
+    is_any_done = await try_rollouts(life, generator, prompts, num_tried, recorder)
     if harnessing is not None:
         _log_calls(life.log, harnessing.gateway)
     return 0 if is_any_done else 1
+
+
+async def try_rollouts(
+    life: Lifecycle,
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    num_tried: int,
+    recorder: RolloutRecorder,
+) -> bool:
+    """Run, print and record rollouts. Return True if any succeeded."""
+    rollout = life.config.rollout
+    slots = Slots(num_rollouts(life.config))
+    runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
+    places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)][:num_tried]
+    rewards = list[float]()
+    failures = list[FailedRollout]()
+
+    async def run(place: int, prompt: Prompt, index: int) -> None:
+        group_id = GroupId(place // rollout.group_size)
+        attempt = RolloutAttempt(f"g{group_id}/r{index}", group_id, prompt, index)
+        result = await runner.run(attempt, slots=slots, order=(place, index))
+        number = len(rewards) + len(failures) + 1
+        head = f"[{number}/{len(places)}] {prompt.prompt_id} sample {index}:"
+        if isinstance(result, FailedRollout):
+            failures.append(result)
+            life.log.info(f"{head} {result.how}: {result.failure.what}")
+            return
+        rewards.append(result[0].reward)
+        recorder.record(prompt, result[0].reward, result)
+        life.log.info(f"{head} reward {result[0].reward:.4g}, {_shape_text(result)}")
+        life.log.info(f"    {_sampled_text(result[-1], recorder.tokenizer)!r}")
+
+    await asyncio.wait(
+        [life.spawn(run(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
+    )
+    if rewards:
+        life.log.info(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
+    if failures:
+        last = failures[-1].failure
+        life.log.info(f"{len(failures)} of {len(places)} rollouts failed, the last one: {last}")
+    return bool(rewards)
+
+
+def _shape_text(rollout: Rollout) -> str:
+    num_sampled = sum(branch.num_sampled for branch in rollout)
+    text = f"{several(num_turns(rollout), 'turn')}, {num_sampled} sampled tokens"
+    return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
+
+
+def _sampled_text(branch: Trajectory, tokenizer: HFChatTokenizer) -> str:
+    first = int(branch.loss_mask.argmax())
+    text = tokenizer.decode(branch.token_ids[first:].tolist(), skip_special_tokens=False)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
 
 
 def _log_calls(log: RunLog, gateway: Gateway) -> None:

@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal, TextIO, cast
 
+from rich.columns import Columns
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observe import run_numbers as numbers
@@ -32,12 +32,10 @@ from asyncrl.observe.samples import ShownRollout, sample_text
 
 Kind = Literal["auto", "live", "plain", "none"]
 RECENT = slice(-20, None)
-LINE_EVERY_S = 5.0
-LATER_LINE_EVERY_S = 10.0
-SAMPLE_EVERY_S = 20.0
-LATER_SAMPLE_EVERY_S = 300.0
+LINE_EVERY_S = (5.0, 10.0)
+SAMPLE_EVERY_S = (20.0, 300.0)
+"""Periods of plain lines and samples, before and after LATER_S."""
 LATER_S = 60.0
-"""Plain lines and samples are rarer after this time."""
 MAX_SAMPLE_CHARS = 300
 BY_TASK = "reward/mean/"
 
@@ -76,7 +74,7 @@ class Console:
         self._activity = "starting"
         self._started_s = time.monotonic()
         self._health_of = health
-        self._health: tuple[int, tuple[str, ...]] = (0, ())
+        self._health: Sequence[str] = ()
         self._line_at_s = -math.inf
         self._num_unshown = 0
         self._live: Live | None = None
@@ -93,13 +91,15 @@ class Console:
     def show_step(self, metrics: Mapping[str, float]) -> None:
         self._steps.add(metrics)
         self._num_unshown += 1
+        if self.kind == "live":
+            self._health = self._health_of(self._steps)
         now_s = time.monotonic()
-        is_due = now_s - self._line_at_s >= self._every(LINE_EVERY_S, LATER_LINE_EVERY_S, now_s)
+        is_due = now_s - self._line_at_s >= self._every(now_s, LINE_EVERY_S)
         if is_due or metrics["step"] >= self._num_steps:
             self._show_line(now_s)
 
-    def _every(self, first_s: float, later_s: float, now_s: float) -> float:
-        return first_s if now_s - self._started_s < LATER_S else later_s
+    def _every(self, now_s: float, periods_s: tuple[float, float]) -> float:
+        return periods_s[now_s - self._started_s >= LATER_S]
 
     def _show_line(self, now_s: float) -> None:
         if self.kind == "plain" and self._num_unshown:
@@ -110,7 +110,7 @@ class Console:
 
     def show_samples(self, samples: Sequence[ShownRollout]) -> None:
         now_s = time.monotonic()
-        is_due = now_s - self._sample_at_s >= self._every(SAMPLE_EVERY_S, LATER_SAMPLE_EVERY_S, now_s)
+        is_due = now_s - self._sample_at_s >= self._every(now_s, SAMPLE_EVERY_S)
         if self._shows_samples and samples and is_due:
             self._sample_at_s = now_s
             text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
@@ -147,7 +147,7 @@ class Console:
             rows += [
                 ("reward", reward_text(steps)),
                 ("by task", tasks_text(steps, RECENT)),
-                ("health", Text("\n".join(self._health_now()), "red")),
+                ("health", Text("\n".join(self._health), "red")),
                 ("speed", self._speed()),
                 ("time", shares_text(time_shares(lambda metric: steps.total(metric, RECENT)))),
                 ("staleness", staleness_text(last, self._max_staleness)),
@@ -155,23 +155,12 @@ class Console:
             ]
         return numbers.boxed([row for row in rows if row[1]], f"asyncrl {self._run_name}")
 
-    def _health_now(self) -> tuple[str, ...]:
-        """Judge once a step, as the panel is drawn often."""
-        num = len(self._steps)
-        if num != self._health[0]:
-            self._health = num, tuple(self._health_of(self._steps))
-        return self._health[1]
-
     def _progress(self) -> RenderableType:
         done = int(self._steps.last.get("step", 0))
         words = f"{done}/{self._num_steps}  {numbers.duration(time.monotonic() - self._started_s)}"
         if left_s := numbers.seconds_left(self._steps, self._num_steps):
             words += f", {numbers.duration(left_s)} left"
-        line = Table.grid(padding=(0, 1), expand=True)
-        line.add_column(ratio=1)
-        line.add_column(no_wrap=True, justify="right")
-        line.add_row(ProgressBar(total=self._num_steps, completed=done), words)
-        return line
+        return Columns([ProgressBar(total=self._num_steps, completed=done, width=20), words])
 
     def _speed(self) -> str:
         step_s = self._steps.mean("perf/step_s", RECENT)

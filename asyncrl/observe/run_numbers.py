@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -83,14 +83,6 @@ SHARES = {
     "handovers": ("handovers", "cyan", "perf/handover_s"),
     "other": ("other", "bright_black", ""),
 }
-TRAIN_PARTS = {
-    "forward": "perf/forward_s",
-    "backward": "perf/backward_s",
-    "optimizer": "perf/optimizer_s",
-    "packing": "perf/pack_s",
-    "passes without gradient": "perf/logprobs_s",
-    "blocked by copies of the weights": "perf/blocked_s",
-}
 
 
 def time_shares(seconds_of: Callable[[str], float]) -> dict[str, float]:
@@ -105,22 +97,17 @@ def waiting_share(shares: Mapping[str, float]) -> float:
     return shares["generation"] + shares["stragglers"] + shares["publishing"]
 
 
-def trainer_rows(steps: Steps) -> Iterator[tuple[str, str]]:
-    if (train_s := steps.total("perf/train_s")) <= 0:
-        return
-    parts = {words: steps.total(name) / train_s for words, name in TRAIN_PARTS.items()}
-    if any(parts.values()):
-        parts["the rest"] = max(0.0, 1 - sum(parts.values()))
-        yield "training", ", ".join(f"{w} {share:.0%}" for w, share in parts.items() if share >= 0.005)
+def trainer_text(steps: Steps) -> str:
+    """Format as `12,000 tokens a second and device while training, MFU 31.4%`; '' before the first step."""
     if (speed := steps.mean("perf/device_tokens_per_s")) is None:
-        return
+        return ""
     texts = [f"{speed:,.0f} tokens a second and device while training"]
     if (mfu := steps.mean("perf/mfu")) is not None:
         texts.append(f"MFU {mfu:.1%}")
     for where in ("device", "host"):
         if peak := steps.largest(f"perf/{where}_memory_bytes"):
             texts.append(f"peak {where} memory {peak / 2**30:.1f} GiB")
-    yield "trainer", ", ".join(texts)
+    return ", ".join(texts)
 
 
 def masked_tokens(steps: Steps) -> int:

@@ -1,26 +1,38 @@
-"""A run directory as Python values. Imports no torch and no pandas."""
+"""A run directory as Python values, and a check of the staleness bound from trained.jsonl.
+
+Imports no torch and no pandas.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NotRequired
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_dir import (
+    TRAINED_FILE,
     judge_state,
     read_config,
     read_evaluations,
+    read_lines,
     read_metrics,
     read_status,
 )
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.samples import ShownRollout, read_samples
-from asyncrl.observe.trained import TrainedRecord, trajectory_summaries
 from asyncrl.observe.verdict import Verdict, judge
 
+SHOWN_STEPS = 1000
+"""Newest steps of the trainer's record that are listed one by one."""
 Table = dict[str, list[Any]]
 """Columns of equal length: `pandas.DataFrame(table)`. Missing numbers are NaN."""
 
@@ -41,7 +53,7 @@ class RunRecord:
         self.state, self.why = judge_state(self.status, run_dir)
 
     def __repr__(self) -> str:
-        return f"<RunRecord {self.run_dir}, {self.state}, {len(self.steps.get('step', []))} steps>"
+        return f"<RunRecord {self.run_dir}, {self.state}, {len(self.columns)} steps>"
 
     @cached_property
     def columns(self) -> Steps:
@@ -106,3 +118,204 @@ def table_of(rows: Iterable[Mapping[str, Any]]) -> Table:
             if len(column) == number:
                 column.append(math.nan)
     return table
+
+
+# ---- the trainer's record of all batches: step v + 1 turned policy_version v into v + 1
+
+
+class Entry(TypedDict):
+    """A trajectory of a step, written by asyncrl.trainer.step_report."""
+
+    group_id: int
+    prompt_id: str
+    sample_index: int
+    branch: int
+    reward: float
+    num_tokens: int
+    num_loss_tokens: int
+    tokens_sha: NotRequired[str]
+    spans: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    version: int
+    min_version: int
+    trajectories: list[Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The trainer was restored to version `restored`; `lost`: first and last missing version."""
+
+    restored: int
+    lost: tuple[int, int] | None = None
+    why: str = ""
+
+
+_FORM: TypeAdapter[Line | Restored] = TypeAdapter(Line | Restored)
+
+
+@dataclass(slots=True)
+class _Step:
+    """`data`: hash of what must repeat when the step is trained again; `faults`: broken promises."""
+
+    version: int
+    num_trajectories: int = 0
+    num_loss_tokens: int = 0
+    ages: Counter[int] = field(default_factory=Counter)
+    data: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+class TrainedRecord:
+    """trained.jsonl, and whether it kept the bound.
+
+    After a restore the later line of a version counts.
+    """
+
+    def __init__(self, run_dir: Path, problems: list[str], max_staleness: int) -> None:
+        self.path = run_dir / TRAINED_FILE
+        self.max_staleness = max_staleness
+        self.restored: list[int] = []
+        self._steps: list[_Step] = []
+        self._why_lost: dict[int, str] = {}
+        """Version -> why its line is missing."""
+        self._earlier: dict[int, int] = {}
+        """Version -> hash before the restore."""
+        self._trained_in: dict[int, int] = {}
+        """Group -> version."""
+        self._replay_faults: list[str] = []
+        for line in read_lines(self.path, problems, _FORM):
+            if isinstance(line, Restored):
+                self._restore(line)
+            else:
+                self._add(line)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def _restore(self, line: Restored) -> None:
+        self.restored.append(line.restored)
+        while self._steps and self._steps[-1].version >= line.restored:
+            dropped = self._steps.pop()
+            self._earlier[dropped.version] = dropped.data
+        self._trained_in = {group: step for group, step in self._trained_in.items() if step < line.restored}
+        if line.lost is not None:
+            first, last = line.lost
+            self._why_lost |= dict.fromkeys(range(first, last + 1), line.why)
+
+    def _add(self, line: Line) -> None:
+        step = _Step(line.version, len(line.trajectories), faults=[*_faults(line, self.max_staleness)])
+        what = f"step {line.version + 1}"
+        repeated = []
+        for entry in line.trajectories:
+            step.num_loss_tokens += entry["num_loss_tokens"]
+            if (age := _age(line.version, entry)) is not None:
+                step.ages[age] += 1
+            names = ("group_id", "sample_index", "branch", "reward", "tokens_sha")
+            repeated.append([entry.get(name) for name in names])
+        for group in sorted({entry["group_id"] for entry in line.trajectories}):
+            if (earlier := self._trained_in.setdefault(group, line.version)) != line.version:
+                step.faults.append(f"{what}, group {group}: already trained on in step {earlier + 1}")
+        step.data = hash(str(repeated))
+        if self._earlier.get(line.version, step.data) != step.data:
+            self._replay_faults.append(f"{what} was trained again on other data than before a restore")
+        self._steps.append(step)
+
+    def violations(self) -> tuple[list[str], list[str]]:
+        """Return the broken promises (too old, from the future, trained twice, wrong sums, missing
+        steps), and explained missing steps.
+        """
+        broken: list[str] = []
+        lost: list[str] = []
+        expected = 0
+        for step in self._steps:
+            if step.version < expected:
+                broken.append(f"step {step.version + 1} follows step {expected}")
+            elif step.version > expected:
+                missing = f"the record lacks steps {expected + 1}..{step.version}"
+                if self._why_lost.keys() >= {*range(expected, step.version)}:
+                    lost.append(f"{missing} ({self._why_lost[expected]})")
+                else:
+                    broken.append(missing)
+            broken += step.faults
+            expected = step.version + 1
+        return broken + self._replay_faults, lost
+
+    def totals(self) -> dict[str, Any]:
+        ages = sum((step.ages for step in self._steps), Counter[int]())
+        return {
+            "num_steps": len(self),
+            "num_trajectories": sum(step.num_trajectories for step in self._steps),
+            "num_loss_tokens": sum(step.num_loss_tokens for step in self._steps),
+            "staleness_mean": fmean(ages, ages.values()) if ages else None,
+            "staleness_max": max(ages, default=None),
+        }
+
+    def lines(self, step: int | None = None, group: int | None = None) -> list[Line]:
+        """Read the lines of a step, of a group's step, or of the newest steps."""
+        wanted = {each.version for each in self._steps}
+        if step is not None:
+            wanted &= {step - 1}
+        if group is not None:
+            wanted &= {self._trained_in.get(group, -1)}
+        if step is None and group is None:
+            wanted = {each.version for each in self._steps[-SHOWN_STEPS:]}
+        lines = (line for line in read_lines(self.path, [], _FORM) if isinstance(line, Line))
+        found = {line.version: line for line in lines if line.version in wanted}
+        return [found[version] for version in sorted(found)]
+
+
+def _faults(line: Line, max_staleness: int) -> Iterator[str]:
+    names: set[str] = set()
+    for entry in line.trajectories:
+        name = f"step {line.version + 1}, group {entry['group_id']}, sample {entry['sample_index']}"
+        name += f", branch {entry['branch']}" if entry["branch"] else ""
+        for start, end, sampled in entry["spans"]:
+            age = line.version - sampled
+            tokens = f"{name}: tokens {start}..{end - 1} are of version {sampled}"
+            if age > max_staleness:
+                yield f"{tokens}, {age} behind; {max_staleness} are allowed"
+            if age < 0:
+                yield f"{tokens}, which did not exist yet"
+        num = sum(end - start for start, end, _ in entry["spans"])
+        if num != entry["num_loss_tokens"]:
+            yield f"{name}: {entry['num_loss_tokens']} tokens in the loss, but spans of {num}"
+        if name in names:
+            yield f"{name}: appears twice in step {line.version + 1}"
+        names.add(name)
+
+
+def _age(version: int, entry: Entry) -> int | None:
+    """Return the age of the oldest token in the loss."""
+    return version - min(sampled for *_, sampled in entry["spans"]) if entry["spans"] else None
+
+
+def batch_summary(line: Line) -> dict[str, Any]:
+    entries = line.trajectories
+    ages = [age for entry in entries if (age := _age(line.version, entry)) is not None]
+    rewards = [entry["reward"] for entry in entries if entry["branch"] == 0]
+    tokens = Counter[int]()
+    for start, end, sampled in (span for entry in entries for span in entry["spans"]):
+        tokens[sampled] += end - start
+    return {
+        "step": line.version + 1,
+        "version": line.version,
+        "min_version": line.min_version,
+        "group_ids": sorted({entry["group_id"] for entry in entries}),
+        "num_trajectories": len(entries),
+        "num_loss_tokens": sum(entry["num_loss_tokens"] for entry in entries),
+        "reward_mean": fmean(rewards) if rewards else None,
+        "staleness_mean": fmean(ages) if ages else None,
+        "staleness_max": max(ages, default=None),
+        "tokens_by_version": dict(sorted(tokens.items())),
+    }
+
+
+def trajectory_summaries(line: Line, group_id: int | None = None) -> list[dict[str, Any]]:
+    return [
+        {**entry, "staleness": _age(line.version, entry)}
+        for entry in line.trajectories
+        if group_id in (None, entry["group_id"])
+    ]

@@ -25,7 +25,7 @@ from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.journal.read import batch_story, group_story, reading, run_story
 from asyncrl.journal.schema import FILE_NAME
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
-from asyncrl.messages.records import Trajectory, VersionSpan
+from asyncrl.messages.records import VersionSpan
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.console import reward_text, shares_text, staleness_text, tasks_text
 from asyncrl.observe.run_dir import (
@@ -37,9 +37,8 @@ from asyncrl.observe.run_dir import (
     read_metrics,
     read_status,
 )
-from asyncrl.observe.run_record import RunRecord, read_run
+from asyncrl.observe.run_record import RunRecord, TrainedRecord, batch_summary, read_run, trajectory_summaries
 from asyncrl.observe.samples import harmless, read_samples, render_samples
-from asyncrl.observe.trained import TrainedRecord, batch_summary, trajectory_summaries
 from asyncrl.observe.verdict import summary_panel, time_rows, verdict_rows
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -69,27 +68,21 @@ def to_text(*drawn: RenderableType) -> str:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Newest first."""
+    """Newest first. Raises ConfigError if there is no such folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", way_out="start a run: asyncrl init quickstart.")
     return sorted((path.parent for path in folder.glob(f"*/{CONFIG_FILE}")), key=_written_s, reverse=True)
 
 
 def newest_run(folder: Path = RUNS) -> Path:
     """Raises ConfigError if there is none."""
     if not (runs := find_runs(folder)):
-        raise ConfigError(
-            f"no RUN_DIR is given, and {folder} has no run",
-            way_out="name the directory of a run, or start a run: asyncrl init quickstart.",
-        )
+        raise ConfigError(f"{folder} has no run", way_out="name a RUN_DIR: asyncrl status RUN_DIR.")
     return runs[0]
 
 
 def render_runs(folder: Path, *, as_json: bool) -> str:
-    """Newest first. Raises ConfigError if there is no such folder."""
-    if not folder.is_dir():
-        raise ConfigError(
-            f"there is no folder {folder}",
-            way_out="name the folder of your runs, or start a run: asyncrl init quickstart.",
-        )
+    """Newest first. Raises ConfigError."""
     rows = [_run_row(run_dir) for run_dir in find_runs(folder)]
     if as_json:
         return json.dumps(rows, indent=2)
@@ -313,32 +306,36 @@ def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord
     if story["state"] == "running" and story["has_tokens"]:
         rollouts = {index: {"state": "running"} for index in range(files.config.rollout.group_size)}
     for index, (attempt, turn, partial) in partials_of(connection, group_id).items():
-        sampled = _pieces(partial.token_ids, partial.version_spans, decode)
-        rollouts[index] = {"state": "running", "attempt": attempt, "turn": turn, "pieces": sampled}
-        rollouts[index] |= {"num_sampled": len(partial.token_ids)}
+        rollouts[index] = {
+            "state": "running",
+            "attempt": attempt,
+            "turn": turn,
+            "pieces": _pieces(partial.token_ids, partial.version_spans, decode),
+            "num_sampled": len(partial.token_ids),
+        }
     for index, (attempts, why) in failures_of(connection, group_id).items():
         rollouts[index] = {"state": "failed", "attempts": attempts, "why": why}
     for index, rollout in rollouts_of(connection, group_id).items():
+        branches = [
+            {
+                "branch": branch.branch,
+                "num_sampled": branch.num_sampled,
+                "num_interruptions": branch.num_interruptions,
+                "is_truncated": branch.is_truncated,
+                "pieces": _pieces(branch.token_ids.tolist(), branch.version_spans, decode),
+                "credits": [*map(asdict, branch.credits)],
+            }
+            for branch in rollout
+        ]
         rollouts[index] = {
             "state": "finished",
             "reward": rollout[0].reward,
             "metrics": dict(rollout[0].metrics),
             "num_sampled": sum(branch.num_sampled for branch in rollout),
-            "branches": [_branch(branch, decode) for branch in rollout],
+            "branches": branches,
         }
     story["rollouts"] = [{"sample_index": index, **rollout} for index, rollout in sorted(rollouts.items())]
     return story | {"text_from": source}
-
-
-def _branch(branch: Trajectory, decode: Decode | None) -> dict[str, Any]:
-    return {
-        "branch": branch.branch,
-        "num_sampled": branch.num_sampled,
-        "num_interruptions": branch.num_interruptions,
-        "is_truncated": branch.is_truncated,
-        "pieces": _pieces(branch.token_ids.tolist(), branch.version_spans, decode),
-        "credits": [*map(asdict, branch.credits)],
-    }
 
 
 def _find_decoder(files: RunRecord) -> tuple[Decode | None, str]:
@@ -362,8 +359,7 @@ def _pieces(
     pieces = []
     for span in spans:
         ids = list(token_ids[span.start : span.end])
-        content = {"token_ids": ids} if decode is None else {"text": decode(ids)}
-        pieces.append({**asdict(span), **content})
+        pieces.append(asdict(span) | ({"token_ids": ids} if decode is None else {"text": decode(ids)}))
     return pieces
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -80,14 +80,18 @@ class Verdict:
     reward: Reward | None
     shares: Mapping[str, float]
     bottleneck: str
-    trainer: tuple[tuple[str, str], ...] = ()
+    trainer: str = ""
 
 
 def judge(steps: Steps, config: RunConfig) -> Verdict:
     """The run has at least one step."""
     shares = time_shares(steps.total)
     reward = _reward_of(steps)
-    findings = _findings(steps, config, reward)
+    has_risen = reward is not None and reward.has_risen
+    findings = [
+        *_gradient_findings(steps, config, has_risen),
+        *_answer_findings(steps, config, has_risen),
+    ]
     bottleneck = _bottleneck(steps, shares)
     return Verdict(
         num_steps=len(steps),
@@ -98,7 +102,7 @@ def judge(steps: Steps, config: RunConfig) -> Verdict:
         reward=reward,
         shares=shares,
         bottleneck=bottleneck,
-        trainer=tuple(numbers.trainer_rows(steps)),
+        trainer=numbers.trainer_text(steps),
     )
 
 
@@ -154,7 +158,8 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
     if reward.has_risen:
         words = {"rising": " and is still rising", "flat": " and is flat now", "falling": ", but falls again"}
         return f"Learned: reward rose from {first} to {last}{words.get(reward.trend, '')}."
-    why = f" Likeliest reasons: {'; '.join(islice(_reasons(reward, steps, config, findings), 2))}."
+    reasons = [*(finding.clause for finding in findings), *_reasons(reward, steps, config)]
+    why = f" Likeliest reasons: {'; '.join(reasons[:2])}."
     if reward.was_lost:
         peak = f"{reward.best:.3f} around step {reward.best_step}"
         return f"Learned and lost it again: reward {first} at the start, {peak}, {last} at the end.{why}"
@@ -163,9 +168,8 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
     return f"Learned nothing: {ends}.{why}"
 
 
-def _reasons(reward: Reward, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> Iterator[str]:
+def _reasons(reward: Reward, steps: Steps, config: RunConfig) -> Iterator[str]:
     """Likeliest first."""
-    yield from (finding.clause for finding in findings)
     learning_rate = f"trainer.learning_rate={config.trainer.learning_rate:g}"
     gradients = steps.values("policy/grad_norm")
     entropies = steps.values("policy/entropy")
@@ -182,8 +186,7 @@ def _reasons(reward: Reward, steps: Steps, config: RunConfig, findings: Sequence
 # ---- is it healthy?
 
 
-@dataclass(frozen=True, slots=True)
-class _Finding:
+class _Finding(NamedTuple):
     """`is_certain`: nothing can be learned while it lasts."""
 
     clause: str
@@ -194,26 +197,13 @@ class _Finding:
         return f"{self.clause[0].upper()}{self.clause[1:]}: {self.advice}."
 
 
-def _findings(steps: Steps, config: RunConfig, reward: Reward | None) -> list[_Finding]:
-    """Most serious first, mostly from recent steps."""
-    has_risen = reward is not None and reward.has_risen
-    found = [*_gradient(steps, config, has_risen), *_answers(steps, config, has_risen)]
-    gap = steps.mean("policy/logprob_gap_mean", recent(len(steps))) or 0.0
-    if gap > GAP_WARNING:
-        clause = f"engines and trainer disagree by {gap:.2g} nats on fresh tokens (limit {GAP_WARNING})"
-        found.append(_Finding(clause, "check model.dtype and the engine's version"))
-    return found
-
-
-def _gradient(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Finding]:
-    """Find steps that cannot move the weights."""
+def _gradient_findings(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Finding]:
+    """Find steps that cannot move the weights, most serious first."""
     part = recent(len(steps))
     means = steps.values("reward/mean")
-    stds = steps.values("reward/std")
-    is_constant = bool(stds) and max(stds) == 0 and len(set(means)) == 1
+    is_constant = not any(steps.values("reward/std") or [1.0]) and len(set(means)) == 1
     equal = steps.mean("reward/equal_fraction", part) or 0.0
-    gradients = steps.values("policy/grad_norm", part)
-    has_gradient = not gradients or max(gradients) > 0
+    has_gradient = any(steps.values("policy/grad_norm", part) or [1.0])
     entropies = steps.values("policy/entropy")
     last = set(entropies[part])
     if not has_gradient and not has_risen and len(last) == 1 and entropies[0] not in last:
@@ -228,44 +218,42 @@ def _gradient(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Fin
         clause = f"in {equal:.0%} of the groups all answers earned the same reward"
         yield _Finding(clause, "such groups teach nothing; use prompts neither too hard nor too easy")
     if not has_gradient and not is_constant and equal < 1:
-        first = _first_without_gradient(steps)
-        clause = f"the gradient is 0 since step {first} although rewards differ"
+        both = zip(steps.column("step"), steps.column("policy/grad_norm"), strict=True)
+        moved = [step for step, gradient in both if gradient != 0]
+        clause = f"the gradient is 0 since step {max(moved, default=0) + 1:.0f} although rewards differ"
         yield _Finding(clause, "no step since then has changed the weights", is_certain=True)
     both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
-    if skipped := [int(step) for step, num in both if num > 0]:
+    if skipped := [step for step, num in both if num > 0]:
         num = several(steps.total("trainer/skipped_steps"), "update")
-        where = f"step {skipped[0]}" + (f" to {skipped[-1]}" if len(skipped) > 1 else "")
+        where = f"first step {skipped[0]:.0f}, last step {skipped[-1]:.0f}"
         clause = f"{num} skipped because loss or gradient was not finite ({where})"
         advice = "logs/trainer-0.log has the values, failed_batches/ the batches; lower trainer.learning_rate"
         yield _Finding(clause, advice, is_certain=len(skipped) == len(steps))
 
 
-def _first_without_gradient(steps: Steps) -> int:
-    """Return the step from which on the gradient stays 0."""
-    first = 0
-    for step, gradient in zip(steps.column("step"), steps.column("policy/grad_norm"), strict=True):
-        first = (first or int(step)) if gradient == 0 else 0
-    return first
-
-
-def _answers(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Finding]:
+def _answer_findings(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Finding]:
     part = recent(len(steps))
-    if (truncated := steps.mean("sample/truncated_fraction", part) or 0.0) > 0.5:
+
+    def mean(name: str) -> float:
+        return steps.mean(name, part) or 0.0
+
+    if (truncated := mean("sample/truncated_fraction")) > 0.5:
         limit = f"rollout.max_tokens={config.rollout.max_tokens}"
         clause = f"{truncated:.0%} of the answers were cut off at a limit ({limit})"
         yield _Finding(clause, "raise it, or have the reward punish answers that do not end")
-    elif (unfinished := steps.mean("sample/unfinished_fraction", part) or 0.0) > 0.5:
+    elif (unfinished := mean("sample/unfinished_fraction")) > 0.5:
         yield _Finding(f"{unfinished:.0%} of the answers do not end", "have the reward punish such answers")
-    if (special := steps.mean("sample/special_fraction", part) or 0.0) > 0.05:
+    if (special := mean("sample/special_fraction")) > 0.05:
         clause = f"{special:.0%} of the answers contain special tokens such as <|system|>"
         yield _Finding(clause, "read `asyncrl inspect RUN_DIR --samples`; the reward may have a hole")
     entropies = steps.values("policy/entropy")
-    if len(entropies) >= MIN_STEPS and not has_risen:
-        first = fmean(entropies[:5])
-        last = fmean(entropies[part])
-        if last < 0.02 * first:
-            clause = f"entropy fell from {first:.2g} to {last:.2g}: the model says nearly the same every time"
-            yield _Finding(clause, "lower trainer.learning_rate, or raise algorithm.kl_coefficient")
+    first = fmean(entropies[:5] or [0.0])
+    if len(entropies) >= MIN_STEPS and not has_risen and (last := fmean(entropies[part])) < 0.02 * first:
+        clause = f"entropy fell from {first:.2g} to {last:.2g}: the model says nearly the same every time"
+        yield _Finding(clause, "lower trainer.learning_rate, or raise algorithm.kl_coefficient")
+    if (gap := mean("policy/logprob_gap_mean")) > GAP_WARNING:
+        clause = f"engines and trainer disagree by {gap:.2g} nats on fresh tokens (limit {GAP_WARNING})"
+        yield _Finding(clause, "check model.dtype and the engine's version")
 
 
 # ---- how fast was it?
@@ -284,36 +272,31 @@ def _bottleneck(steps: Steps, shares: Mapping[str, float]) -> str:
 
 
 def _speed(steps: Steps, config: RunConfig, shares: Mapping[str, float], bottleneck: str) -> Iterator[str]:
-    waited = f"the trainer waited {waiting_share(shares):.0%} of the time"
-    yield {
-        "unknown": f"Too short to judge speed: {MIN_STEPS} steps and {MIN_TRAINING_S:.0f} s are needed.",
-        "balanced": f"Training and generation kept pace: {waited}.",
-        "handovers": f"Handovers of the devices set the pace: {shares['handovers']:.0%} of the time.",
-        "other": f"Work between steps set the pace: {shares['other']:.0%} of the time.",
-    }.get(bottleneck, f"{bottleneck.capitalize()} set the pace: {waited}.")
-    if bottleneck != "unknown":
+    if bottleneck == "unknown":
+        yield f"Too short to judge speed: {MIN_STEPS} steps and {MIN_TRAINING_S:.0f} s are needed."
+    elif bottleneck == "balanced":
+        yield "Training and generation kept pace: more speed needs both a faster trainer and more generation."
+    else:
+        what = "Work between steps" if bottleneck == "other" else bottleneck.capitalize()
+        yield f"{what} set the pace: {shares[bottleneck]:.0%} of the time."
         yield _advice(bottleneck, steps, config)
     yield from _losses(steps, config)
 
 
 def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
-    bound = config.buffer.max_staleness
-    if bound == 0 and bottleneck in ("generation", "publishing"):
-        return (
-            "With buffer.max_staleness=0 trainer and engines wait for each other; with 1 or more they do not."
-        )
+    bound = f"buffer.max_staleness (now {config.buffer.max_staleness})"
+    if config.buffer.max_staleness == 0 and bottleneck in ("generation", "publishing"):
+        return f"Raise {bound}: with 0, trainer and engines wait for each other."
     if bottleneck == "generation":
         return _generation_advice(steps, config)
-    higher = f"raise buffer.max_staleness (now {bound})"
-    push_s = steps.mean("perf/weight_sync_s") or 0.0
-    groups = f"Raise trainer.num_groups (now {config.trainer.num_groups}): larger batches cost fewer"
+    larger = f"Raise trainer.num_groups (now {config.trainer.num_groups}): larger batches cost fewer"
     return {
-        "stragglers": f"Set buffer.on_overdue=mask, which never waits for a straggler, or {higher}.",
-        "publishing": f"R{higher[1:]}: a push takes {push_s:.2g} s on average.",
+        "stragglers": f"Set buffer.on_overdue=mask, which never waits for a straggler, or raise {bound}.",
+        "publishing": f"Raise {bound}: a push takes {steps.mean('perf/weight_sync_s') or 0.0:.2g} s.",
         "training": f"Only a faster trainer would help (placement.trainer={config.placement.trainer}).",
-        "balanced": "More speed needs both a faster trainer and more generation.",
-        "handovers": f"{groups} handovers.",
-    }.get(bottleneck, f"{groups} pauses for the journal and samples.")
+        "handovers": f"{larger} handovers.",
+        "other": f"{larger} pauses for the journal and samples.",
+    }[bottleneck]
 
 
 def _generation_advice(steps: Steps, config: RunConfig) -> str:
@@ -321,22 +304,21 @@ def _generation_advice(steps: Steps, config: RunConfig) -> str:
     engines = steps.mean("engine/up") or config.rollout.max_engines
     slots = engines * config.rollout.slots
     busy = steps.mean("engine/busy_slots")
-    more = f"rollout.num_engines (now {engines:.3g})"
-    if busy is None:
-        return f"Raise {more}."
-    used = f"{busy:.0f} of {slots:.0f} slots were busy on average"
     held = steps.mean("rollout/inflight") or 0.0
-    if busy >= 0.5 * slots:
-        return f"Raise rollout.slots (now {config.rollout.slots}) or {more}: {used}."
-    if held <= 2 * busy:
-        return f"Raise buffer.max_staleness (now {config.buffer.max_staleness}): {used}."
-    used += f", while {held:.0f} rollouts were in flight"
-    if config.generator.remote:
-        return f"Start more workers (`asyncrl work`): {used}."
-    if config.generator.is_harness:
-        return f"Raise generator.workers (now {config.generator.workers}): {used}."
     task = next(iter(config.tasks.values()))
-    return f"Raise task.reward_workers (now {task.reward_workers}), or set task.reward_pool=thread: {used}."
+    if busy is None or busy >= 0.5 * slots:
+        setting = f"rollout.slots (now {config.rollout.slots}) or rollout.num_engines (now {engines:.3g})"
+    elif held <= 2 * busy:
+        setting = f"buffer.max_staleness (now {config.buffer.max_staleness})"
+    elif config.generator.remote:
+        setting = "the number of workers (`asyncrl work`)"
+    elif config.generator.is_harness:
+        setting = f"generator.workers (now {config.generator.workers})"
+    else:
+        setting = f"task.reward_workers (now {task.reward_workers}), or set task.reward_pool=thread"
+    if busy is None:
+        return f"Raise {setting}."
+    return f"Raise {setting}: {busy:.0f} of {slots:.0f} slots were busy, {held:.0f} rollouts in flight."
 
 
 def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
@@ -352,8 +334,7 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
         yield f"Too old (buffer.on_overdue={choice}, max_staleness={config.buffer.max_staleness}): {losses}."
     if filtered := steps.newest("rollout/filtered"):
         tokens = several(steps.newest("rollout/filtered_tokens"), "token")
-        groups = f"{several(filtered, 'group')} ({tokens})"
-        yield f"buffer.filter replaced {groups} whose rewards were all the same."
+        yield f"buffer.filter replaced {several(filtered, 'group')} of equal rewards ({tokens})."
     if given_up := steps.newest("rollout/given_up"):
         bound = f"rollout.max_requeues={config.rollout.max_requeues}"
         yield f"{several(given_up, 'prompt')} given up ({bound}); logs/controller.log names them."
@@ -364,8 +345,8 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     """Draw the verdict and the shares of time. Fits 80 columns."""
-    steps = f"{verdict.num_steps} in {numbers.duration(verdict.wall_s)}, "
-    steps += f"{verdict.wall_s / verdict.num_steps:.2f} s each"
+    pace = f"{verdict.num_steps} in {numbers.duration(verdict.wall_s)}"
+    steps = f"{pace}, {verdict.wall_s / verdict.num_steps:.2f} s each"
     return numbers.boxed([*verdict_rows(verdict), ("steps", steps), *time_rows(verdict)], title)
 
 
@@ -381,7 +362,7 @@ def time_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
         words, colour, _ = numbers.SHARES[name]
         if share >= 0.005:
             bars.add_row(words, Text(f"{share:4.0%}"), Text("█" * round(share * 30), colour))
-    return [("time", bars), *verdict.trainer]
+    return [("time", bars), ("trainer", verdict.trainer)]
 
 
 PLOT_FILE = "reward.png"

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol, Self, TextIO
 
 import numpy as np
 
@@ -507,18 +507,25 @@ class RolloutRecorder:
     version].
     """
 
-    def __init__(self, tokenizer: HFChatTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: HFChatTokenizer, path: Path | None) -> None:
+        """Write nothing without a path. Raises ConfigError if the file cannot be written."""
+        self.tokenizer = tokenizer
         self._file: TextIO | None = None
         self._samples = Counter[str]()
         self.num_recorded = 0
-
-    def open(self, path: Path) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write to {path}: {error}", way_out="name another file.") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def next_sample(self, prompt_id: str) -> int:
         return self._samples[prompt_id]
@@ -536,24 +543,16 @@ class RolloutRecorder:
             "reward": reward,
             "branches": [self._branch(branch) for branch in rollout],
         }
-        try:
-            self._file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-            self._file.flush()
-        except OSError as error:
-            what = f"cannot write {self._file.name}: {error}"
-            raise RoomError("recording", what, way_out="free space, or name another file.") from error
+        self._file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        self._file.flush()
         self.num_recorded += 1
 
     def _branch(self, branch: Trajectory) -> dict[str, Any]:
         token_ids = branch.token_ids.tolist()
         return {
-            "text": self._tokenizer.decode(token_ids, skip_special_tokens=False),
+            "text": self.tokenizer.decode(token_ids, skip_special_tokens=False),
             "token_ids": token_ids,
             "loss_mask": branch.loss_mask.astype(int).tolist(),
             "logprobs": branch.behaviour_logprobs.tolist(),
             "version_spans": [[span.start, span.end, span.version] for span in branch.version_spans],
         }
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
