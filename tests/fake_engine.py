@@ -115,7 +115,7 @@ class FakeEngine(SimulatedEngine):
             run.listener.sampled([codec.Sampled(run.number, ids, logprobs, spans, then)])
 
 
-class FakeLink(ServedLink[SimulatedRun]):
+class FakeLink(ServedLink):
     """The server's end of a link, as the socket that the client gets."""
 
     def __init__(self, server: FakeEngineServer) -> None:
