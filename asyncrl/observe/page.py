@@ -132,7 +132,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
         "curves": curves,
         "evaluations": files.evaluation_lines,
         "gauges": {name: asdict(gauge) for name in curves if (gauge := gauge_of(name))},
-        "timeline": timeline_view(rows, shown_events, files.problems, config.rollout.slots),
+        "timeline": timeline_view(rows, shown_events, config.rollout.slots),
         "samples": older[:: 1 + len(older) // NUM_SAMPLES] + files.samples[-NUM_SAMPLES:],
         "failures": failures,
         "warnings": _warnings(files.status, read_object(folder / SUMMARY_FILE, []), events),
