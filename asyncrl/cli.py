@@ -363,12 +363,10 @@ def work(
         name=name,
         args=args,
         env=env or [],
-        pass_env=pass_env or [],
-        sandbox={
-            "sandbox": sandbox,
-            "sandbox_paths": sandbox_paths,
-            "max_memory_mb": max_memory_mb,
-        },
+        pass_env=pass_env,
+        sandbox=sandbox,
+        sandbox_paths=sandbox_paths,
+        max_memory_mb=max_memory_mb,
         give_up_s=give_up_after,
     )
     _exit(code)

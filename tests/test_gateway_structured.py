@@ -25,7 +25,6 @@ from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RequestRefused
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GenerateRequest
-from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.records import (
     Batch,
     Completion,
@@ -36,7 +35,7 @@ from asyncrl.messages.records import (
     SamplingRequest,
     VersionSpan,
 )
-from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.step import TrainStep
@@ -193,24 +192,6 @@ def test_response_format_with_tools_needs_a_grammar(engine: InProcess) -> None:
     read = RequestReader(RULES).chat(body)
     with pytest.raises(ApiError, match="response_format with tools is refused: tool format none"):
         grammar_of(read, find_tool_format("none", ""), engine.tokenizer, prefill="", prompt="")
-
-
-@in_loop
-async def test_top_logprobs_belong_to_the_sampled_distribution(engine: InProcess) -> None:
-    async with world_of(engine) as world:
-        asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
-        for more in ({}, {"response_format": schema_format(FIRM)}):
-            _, answer = await world.ask(**asked, **more, max_tokens=30)
-            content = answer["choices"][0]["logprobs"]["content"]
-            for entry in content:
-                top = {(one["token"], one["logprob"]) for one in entry["top_logprobs"]}
-                values = [one["logprob"] for one in entry["top_logprobs"]]
-                assert len(top) <= 5
-                assert values == sorted(values, reverse=True)
-                assert (entry["token"], entry["logprob"]) in top or entry["logprob"] <= values[-1]
-            assert bool(more) == (len(content[0]["top_logprobs"]) == 1), "an object begins with {"
-        _, answer = await world.post({"prompt": "Hi", "logprobs": 2, "max_tokens": 3}, path="/v1/completions")
-        assert all(1 <= len(each) <= 2 for each in answer["choices"][0]["logprobs"]["top_logprobs"])
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,8 @@ from test_gateway_capture_matrix import (
 from text_tokenizers import byte_level, save
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
-from asyncrl.messages.grammar_checks import GrammarError
 from asyncrl.messages.records import Completion, Outcome, SamplingRequest
-from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 KNOWING = sorted(name for name in TEMPLATES if base(name) not in NO_TEXT | NO_TOOLS)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from gateway_cases import HI, gateway_world, in_loop
 
-from asyncrl.messages import grammar_checks
-from asyncrl.messages.grammar_checks import MAX_GRAMMAR_BYTES, GrammarError, check_grammar
+from asyncrl.messages import token_grammars
+from asyncrl.messages.token_grammars import MAX_GRAMMAR_BYTES, GrammarError, check_grammar
 
 
 def chained(number: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def test_grammar_that_crashes_its_check_is_refused() -> None:
 
 
 def test_check_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checks, "CHECK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(token_grammars, "CHECK_TIMEOUT_S", 0.5)
     with pytest.raises(GrammarError, match=r"could not be checked in 0.5 s"):
         check_grammar(lark(patterned(300)))
 

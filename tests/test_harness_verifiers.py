@@ -165,7 +165,7 @@ def test_environment_failure_hides_the_key() -> None:
 
 def test_untrainable_episode_ends_the_worker() -> None:
     for args, said in (
-        ({"twice": True}, "ran its agent agent 2 times"),
+        ({"twice": True}, "ran agent agent 2 times"),
         ({"freeze": True}, "trainable=False"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -179,7 +179,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("calculator_env", {"agent": {"model": "gpt-9"}}, "no client of their own: agent (model=gpt-9)"),
     ("calculator_env", {"agent": {"retries": {"max_retries": 2}}}, "generator.args has agent.retries"),
     (GUESSING, {"judge": {"client": None}}, "judge (model=None)"),
-    ("harnesses_for_test", {}, "exports a Taskset in __all__"),
+    ("agents_for_test", {}, "exports a Taskset in __all__"),
 ]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import MemoryJournal
 from journal_cases import (
     admit,
     asked,
@@ -106,21 +105,6 @@ def test_failed_prompt_and_its_hand_backs_are_known(tmp_path: Path) -> None:
         assert [group.prompt.num_requeued for group in state.running] == [1]
 
     with_journal(tmp_path / "journal.sqlite", story)
-
-
-def test_same_batch_is_a_replay_and_refusals_change_nothing(tmp_path: Path) -> None:
-    async def story(journal: Journal) -> None:
-        tell_ready(journal, 0, 1, 2, 3)
-        assert await journal.batch_taken(make_batch(0, 0, 1)) == "taken"
-        assert await journal.batch_taken(make_batch(0, 0, 1)) == "replayed"
-        for version, *groups in ((0, 2, 3), (0, 0), (0, 1, 0), (1, 1, 2), (1, 4), (1, 0)):
-            with pytest.raises(JournalError):
-                await journal.batch_taken(make_batch(version, *groups))
-        journal.trained_nowait(0, {"policy/loss": 1.0})
-        assert await journal.batch_taken(make_batch(1, 2, 3)) == "taken"
-
-    with_journal(tmp_path / "journal.sqlite", story)
-    asyncio.run(story(MemoryJournal()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from launch_cases import EVAL, OWN, RAY, TAUGHT, TURNS, VLLM, ZERO, load, nodes, placed
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import PlacementConfig, load_config, run_config_yaml
+from asyncrl.config import PlacementConfig
 from asyncrl.launch import machine
 from asyncrl.launch.devices import NO_DEVICE, NodeDevice, chunk_devices, place
 from asyncrl.launch.machine import CudaDevice, child_environ, described_nodes, find_cuda_devices
@@ -42,36 +42,10 @@ def where(devices: Iterable[NodeDevice]) -> str:
 # ---- forms
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cpu",
-        "all",
-        "[3, 1]",
-        "2-4",
-        "{nodes: 2, gpus: 8}",
-        ALL,
-        "{nodes: 2}",
-    ],
-)
-def test_form_is_read_and_written_back(text: str, tmp_path: Path) -> None:
-    config = load(RAY, f"placement.trainer={text}", "placement.rollout=cpu")
-    (tmp_path / "config.yaml").write_text(run_config_yaml(config))
-    assert load_config(tmp_path / "config.yaml") == config
-    assert str(config.placement.trainer) == text
-
-
-NO_FORMS = "gpu true none -1 3-1 0,1 [] [0,0] [0,cpu] rollout 0:1 [0.1,0.2] host@0 {} {nodes:0}".split()
-NO_FORMS += ["{gpus: 8}", "{nodes: 2, gpu: 8}", "{nodes: two}", "{nodes: 2, gpus: -1}", "{nodes: true}"]
-
-
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [*(("trainer", text) for text in NO_FORMS), *(("eval", text) for text in ("all", "0-1", "[0]"))],
-)
-def test_other_forms_are_refused(key: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"placement.{key}"):
-        load(RAY, f"placement.{key}={text}")
+@pytest.mark.parametrize("text", ["gpu", "-1", "3-1", "[0,0]", "0:1", "{gpus: 8}", "{nodes: 2, gpus: -1}"])
+def test_other_forms_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="placement.trainer"):
+        load(RAY, f"placement.trainer={text}")
 
 
 # ---- which device each process gets
@@ -165,12 +139,8 @@ def test_refused_placement_names_a_setting_that_helps(
 
 
 def test_several_nodes_need_a_launcher() -> None:
-    with pytest.raises(ConfigError, match="set launcher=ray"):
-        load("placement.trainer={nodes: 2, gpus: 4}")
     with pytest.raises(ConfigError, match="launcher=local starts processes on this machine, and there are 2"):
         place(load(), nodes(1, 1))
-    with pytest.raises(ConfigError, match="give local, ray, or ray:HOST:PORT"):
-        load("launcher=slurm")
 
 
 APART = ["placement.trainer=0", "placement.rollout=1"]

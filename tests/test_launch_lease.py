@@ -146,11 +146,20 @@ class Turns(RuleBasedStateMachine):
     """Turns with faults at any call, also of the undo; a broken lease is the end."""
 
     @initialize(
-        num_engines=st.integers(1, 3), first=st.sampled_from(["engines", "trainer"]), stays=st.booleans()
+        num_engines=st.integers(1, 3),
+        first=st.sampled_from(["engines", "trainer"]),
+        stays=st.booleans(),
+        faults=st.dictionaries(st.integers(0, 8), st.sampled_from(FAULTS), max_size=1),
     )
-    def begin(self, num_engines: int, first: Side, stays: bool) -> None:
-        self.world = World(num_engines, stays=stays)
-        assert self.world.run(first) is None
+    def begin(self, num_engines: int, first: Side, stays: bool, faults: dict[int, Fault]) -> None:
+        """A start that fails is undone, and can be repeated."""
+        self.world = World(num_engines, trainer=("weights", "optimizer"), stays=stays)
+        failed = self.world.run(first, faults) is not None
+        assert failed == bool(self.world.hit)
+        if failed:
+            assert (self.world.lease.state, self.world.lease.owner) == ("idle", None)
+            assert self.world.run("engines") is None
+        self.world.assert_rests("engines" if failed else first)
 
     @rule(faults=st.dictionaries(st.integers(0, 18), st.sampled_from(FAULTS), max_size=3))
     @precondition(lambda self: self.world.lease.state != "broken")
@@ -199,23 +208,6 @@ class Turns(RuleBasedStateMachine):
 
 TestTurns = Turns.TestCase
 TestTurns.settings = settings(max_examples=120, stateful_step_count=12, deadline=None)
-
-
-@pytest.mark.parametrize("stays", [False, True])
-@pytest.mark.parametrize(
-    ("first", "at"), [*(("engines", at) for at in range(9)), *(("trainer", at) for at in range(3))]
-)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_failed_start_can_be_repeated(first: Side, at: int, fault: Fault, stays: bool) -> None:
-    world = World(trainer=("weights", "optimizer"), stays=stays)
-    failed = world.run(first, {at: fault}) is not None
-    assert failed == bool(world.hit)
-    if failed:
-        assert (world.lease.state, world.lease.owner) == ("idle", None)
-        assert world.run("engines") is None
-    elif first == "trainer":
-        assert world.run("engines") is None
-    world.assert_rests("engines")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world
 from rollout_cases import make_branch, make_prompt, scored, virtual
 
-from asyncrl.agents.endpoint.work_routes import RolloutQueue
+from asyncrl.agents.endpoint.work_queue import RolloutQueue
 from asyncrl.base.errors import EngineError, RolloutFailure, RoomError
 from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.config import load_config

@@ -31,8 +31,9 @@ from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
 
 KEPT_ENV = ("PATH", "HOME", "LANG")
-ROLLOUT_ENV = ["TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"]
-ROLLOUT_ENV += ["ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"]
+ROLLOUT_ENV = (
+    "TMPDIR OPENAI_BASE_URL OPENAI_API_KEY OPENAI_MODEL ANTHROPIC_BASE_URL ANTHROPIC_API_KEY".split()
+)
 OWN_PREFIX = "ASYNCRL_"
 """Prefix of variables hidden from commands."""
 MARK_ENV = "ASYNCRL_COMMAND"
@@ -76,9 +77,8 @@ class CommandHarness:
         self.command = [str(Path(part).absolute()) if is_file(part) else part for part in command]
         program = shutil.which(self.command[0], path=self._env.get("PATH"))
         if program is None:
-            what = f"generator.command: there is no program {command[0]}"
-            rule = f"searched: {Path.cwd()} and PATH={self._env.get('PATH', '')}"
-            raise ConfigError(what, rule=rule, way_out="correct it, or make the file executable.")
+            what = f"generator.command: there is no program {command[0]} in {Path.cwd()} or PATH"
+            raise ConfigError(what, way_out="correct it, or make the file executable.")
         self.sandbox = find_sandbox(config, [program, *self.command])
         self.token = secrets.token_hex(8)
         self._folder: str | None = None
@@ -97,75 +97,71 @@ class CommandHarness:
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
         for name in ("work", "tmp", "shm"):
             (folder / name).mkdir()
-        forwarder = None if self.sandbox is None else Forwarder(session.base_url)
         try:
-            text = await self._run(task, session, folder, forwarder)
+            text = await self._run(task, session, folder)
             return last_line_outcome(text) if session.outcome_key is None else Outcome()
         finally:
-            if forwarder is not None:
-                await forwarder.aclose()
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _run(self, task: AnyTask, session: Session, folder: Path, forwarder: Forwarder | None) -> str:
+    async def _run(self, task: AnyTask, session: Session, folder: Path) -> str:
         """Return the standard output. Raises RolloutFailure."""
         command = self.command
-        environment = self._environment(session, folder)
-        fds = tuple[int, ...]()
-        if forwarder is not None and self.sandbox is not None:
-            session = replace(session, base_url=forwarder.inner_url)
-            fds = (forwarder.their_end.fileno(),)
-            command = self.sandbox.around(command, folder, fds[0])
-            environment = self._environment(session, folder) | {"HOME": HOME, "TMPDIR": "/tmp"}
-        try:
-            # cancelled halfway, asyncio kills the child alone and waits for the pipes of its children
-            (transport, process), cancelled = await uncut(
-                asyncio.get_running_loop().subprocess_exec(
-                    _Process,
-                    *command,
-                    cwd=folder / "work",
-                    env=environment,
-                    start_new_session=True,
-                    pass_fds=fds,
-                )
+        environment = self._env | {"TMPDIR": str(folder / "tmp")}
+        forwarder = None
+        fds = list[int]()
+        async with contextlib.AsyncExitStack() as stack:
+            if self.sandbox is not None:
+                forwarder = Forwarder(session.base_url)
+                stack.push_async_callback(forwarder.aclose)
+                session = replace(session, base_url=forwarder.inner_url)
+                fds.append(forwarder.their_end.fileno())
+                command = self.sandbox.around(command, folder, fds[0])
+                environment |= {"HOME": HOME, "TMPDIR": "/tmp"}
+            environment |= {
+                "OPENAI_BASE_URL": session.base_url,
+                "OPENAI_API_KEY": session.api_key,
+                "OPENAI_MODEL": session.model,
+                "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": session.api_key,
+                MARK_ENV: self.token,
+            }
+            start = asyncio.get_running_loop().subprocess_exec(
+                _Process,
+                *command,
+                cwd=folder / "work",
+                env=environment,
+                start_new_session=True,
+                pass_fds=fds,
             )
-        except OSError as error:
-            raise RolloutFailure(f"command {self.command[0]} cannot be started: {error}") from error
-        try:
-            if cancelled is not None:
-                raise cancelled
-            feed = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
-            feed.write(_standard_input(task, session))
-            feed.close()
-            if forwarder is not None:
-                await forwarder.wait_open()
-            await process.ended.wait()
-        finally:
             try:
-                await _end_group(transport.get_pid())
-                with contextlib.suppress(TimeoutError):  # a process outside the group may hold a pipe
-                    async with asyncio.timeout(_DRAIN_S):
-                        await process.drained.wait()
+                # cancelled halfway, asyncio kills the child alone and waits for the pipes of its children
+                (transport, process), cancelled = await uncut(start)
+            except OSError as error:
+                raise RolloutFailure(f"command {command[0]} cannot be started: {error}") from error
+            try:
+                if cancelled is not None:
+                    raise cancelled
+                feed = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
+                feed.write(_standard_input(task, session))
+                feed.close()
+                if forwarder is not None:
+                    await forwarder.wait_open()
+                await process.ended.wait()
             finally:
-                transport.close()
+                try:
+                    await _end_group(transport.get_pid())
+                    with contextlib.suppress(TimeoutError):  # a process outside the group may hold a pipe
+                        async with asyncio.timeout(_DRAIN_S):
+                            await process.drained.wait()
+                finally:
+                    transport.close()
         return self._checked(process, transport.get_returncode() or 0)
-
-    def _environment(self, session: Session, folder: Path) -> dict[str, str]:
-        return self._env | {
-            "TMPDIR": str(folder / "tmp"),
-            "OPENAI_BASE_URL": session.base_url,
-            "OPENAI_API_KEY": session.api_key,
-            "OPENAI_MODEL": session.model,
-            "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": session.api_key,
-            MARK_ENV: self.token,
-        }
 
     def _checked(self, process: _Process, code: int) -> str:
         for fd, name in ((1, "output"), (2, "error")):
             if len(process.output[fd]) > MAX_OUTPUT_BYTES:
-                limit = f"{MAX_OUTPUT_BYTES} bytes to standard {name}"
-                what = f"command {self.command[0]} printed more than {limit}"
-                raise RolloutFailure(what, way_out="print less.")
+                most = f"{MAX_OUTPUT_BYTES} bytes to standard {name}"
+                raise RolloutFailure(f"command {self.command[0]} printed more than {most}")
         if code != 0:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             tail = process.text(2)[-STDERR_TAIL_BYTES:].strip() or "(empty)"
@@ -200,16 +196,14 @@ class _Process(asyncio.SubprocessProtocol):
 
 async def _end_group(group: int) -> None:
     """Send SIGTERM and, after GRACE_S or a second cancellation, SIGKILL."""
-    now_s = asyncio.get_running_loop().time
     try:
         for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
-            is_alive = _signal(group, number)
-            until_s = now_s() + limit_s
-            while is_alive and now_s() < until_s:
-                await asyncio.sleep(_POLL_S)
-                is_alive = _signal(group, 0)
-            if not is_alive:
-                return
+            _signal(group, number)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    while _signal(group, 0):  # noqa: ASYNC110  it has no event
+                        await asyncio.sleep(_POLL_S)
+                    return
     except asyncio.CancelledError:
         _signal(group, signal.SIGKILL)
         raise

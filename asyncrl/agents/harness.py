@@ -35,10 +35,6 @@ OUTCOME = TypeAdapter(Outcome)
 _MAX_WORDS = 4000
 
 
-class MissingAnswerError(ConfigError, AttributeError):
-    """An AttributeError for hasattr and getattr."""
-
-
 @dataclass(frozen=True, slots=True)
 class AnyTask:
     """`info` comes from JSON: tuples become lists, keys strings.
@@ -61,7 +57,7 @@ class AnyTask:
         if name != "answer":
             raise AttributeError(f"a task has no {name}")
         way_out = "set generator.give_answer=true, or return nothing and let the task score."
-        raise MissingAnswerError("the harness reads task.answer, which it is not given", way_out=way_out)
+        raise ConfigError("the harness reads task.answer, which it is not given", way_out=way_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +83,27 @@ class Session:
     @functools.cached_property
     def client(self) -> AsyncOpenAI:
         """Return a client without time limits. Raises ConfigError if openai is not installed."""
-        client: AsyncOpenAI = _openai().AsyncOpenAI(
+        try:
+            from openai import AsyncOpenAI
+        except ModuleNotFoundError as error:
+            way_out = f"{install_extra('harness')}, where the worker runs; or use session.base_url."
+            raise ConfigError(f"session.client needs the package openai: {error}", way_out=way_out) from error
+        return AsyncOpenAI(
             base_url=self.base_url,
             api_key=self.api_key,
             max_retries=MAX_RETRIES,
             timeout=None,
             http_client=self.http_client(),
         )
-        return client
 
 
 def make_http_client() -> Any:
     """Return the shared httpx client of a worker."""
     import httpx
+    from openai import DefaultAsyncHttpxClient
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    return _openai().DefaultAsyncHttpxClient(timeout=None, limits=limits, trust_env=False)
-
-
-def _openai() -> Any:
-    try:
-        return importlib.import_module("openai")
-    except ModuleNotFoundError as error:
-        way_out = f"{install_extra('harness')}, where the worker runs; or use session.base_url."
-        raise ConfigError(f"session.client needs the package openai: {error}", way_out=way_out) from error
+    return DefaultAsyncHttpxClient(timeout=None, limits=limits, trust_env=False)
 
 
 class Harness(Protocol):
@@ -142,19 +135,15 @@ class PythonHarness:
     """
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
-        spec, self._args = config.python or "", config.args
+        self._args = config.args
         if is_worker:
             with contextlib.suppress(ModuleNotFoundError):  # takes seconds
                 importlib.import_module("openai")
         usage = ", ".join(["(task, session", *(f"{name}=..." for name in self._args)]) + ")"
         self._function: Callable[..., Any] = load_function(
-            spec,
-            "generator.python",
-            usage=usage,
-            arguments=(None, None),
-            keywords=self._args,
+            config.python or "", "generator.python", usage=usage, arguments=(None, None), keywords=self._args
         )
-        self.calls = UserCalls(f"generator.python={spec}", error=ConfigError, grace_s=GRACE_S)
+        self.calls = UserCalls(f"generator.python={config.python}", error=ConfigError, grace_s=GRACE_S)
         called = getattr(self._function, "__call__", None)  # noqa: B004  an object with `async def __call__`
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(called)
 
@@ -188,11 +177,14 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
     except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
             what = f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s"
-            rule = "rollout.timeout_s limits all attempts together"
-            error = RolloutTimeout(what, rule=rule)
-        elif not isinstance(error, RolloutFailure):
+            error = RolloutTimeout(what, rule="rollout.timeout_s limits all attempts together")
+        elif not isinstance(error, AsyncrlError):
             log.warning("%s attempt %d failed", item.rollout_id, item.attempt, exc_info=True)
-        return _failure(item, error)
+            what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {message_of(error)}"
+            error = RolloutFailure(what, way_out="the worker's log has the traceback.")
+        words = (error.what, error.rule, error.way_out)
+        what, rule, way_out = (text[:_MAX_WORDS].encode(errors="replace").decode() for text in words)
+        return ErrorBody(error=what, rule=rule, way_out=way_out)
 
 
 def as_outcome(value: object) -> Outcome:
@@ -202,27 +194,16 @@ def as_outcome(value: object) -> Outcome:
             raise ValueError("it is a text")
         outcome = OUTCOME.validate_python(value if isinstance(value, Outcome) else Outcome(value))  # type: ignore[arg-type]
     except ValueError as error:
-        what = (
-            f"the harness returned no outcome: {value!r:.80} ({type(value).__name__}): {first_fault(error)}"
-        )
+        kind = type(value).__name__
+        what = f"the harness returned no outcome: {value!r:.80} ({kind}): {first_fault(error)}"
         rule = "return a finite number, an Outcome, or None for the task's own reward"
         raise RolloutFailure(what, rule=rule) from error
     if (size := len(OUTCOME.dump_json(outcome))) > MAX_OUTCOME_BYTES:
-        rule = f"{MAX_OUTCOME_BYTES} is the limit"
-        raise RolloutFailure(f"the outcome has {size} bytes", rule=rule, way_out="give fewer metrics.")
+        raise RolloutFailure(f"the outcome has {size} bytes; {MAX_OUTCOME_BYTES} is the limit")
     return outcome
 
 
-def _failure(item: WorkItem, error: BaseException) -> ErrorBody:
-    rule, way_out = "", "the worker's log has the traceback."
-    what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {message_of(error)}"
-    if isinstance(error, AsyncrlError):
-        what, rule, way_out = error.what, error.rule, error.way_out
-    words = [text[:_MAX_WORDS].encode("utf-8", errors="replace").decode() for text in (what, rule, way_out)]
-    return ErrorBody(error=words[0], rule=words[1], way_out=words[2])
-
-
-def first_fault(error: ValueError) -> str:
+def first_fault(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

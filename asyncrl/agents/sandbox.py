@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -24,12 +22,12 @@ from asyncrl.config import GeneratorConfig
 HOME = "/rollout"
 PORT = 8700
 TRIAL = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
-TRIAL_S = 60.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+is_file = os.path.isfile  # Path.is_file raises for a long script
 ETC = (
-    *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d"),
-    *("localtime", "nsswitch.conf", "passwd", "pki", "ssl"),
-)
+    "alternatives ca-certificates group hosts ld.so.cache ld.so.conf ld.so.conf.d localtime nsswitch.conf "
+    "passwd pki ssl"
+).split()
 """Readable files of /etc. The rest may contain secrets."""
 
 _FIRST = """
@@ -41,10 +39,7 @@ with socket.socket(fileno=int(channel)) as out:
 listener.close()
 if int(max_bytes):
     resource.setrlimit(resource.RLIMIT_DATA, (int(max_bytes),) * 2)
-try:
-    os.execvp(command[0], command)
-except OSError as error:
-    sys.exit(f"{command[0]} cannot be started in the sandbox: {error}")
+os.execvp(command[0], command)
 """
 
 
@@ -53,7 +48,7 @@ class Sandbox:
     """`max_bytes` limits memory per process (0: no limit)."""
 
     paths: tuple[str, ...]
-    max_bytes: int = 0
+    max_bytes: int
 
     def around(self, command: Sequence[str], folder: Path, channel: int) -> list[str]:
         """`folder` contains `work`, `tmp` and `shm`; file descriptor `channel` gets the socket."""
@@ -93,44 +88,26 @@ def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | N
     """Raises ConfigError if bubblewrap fails here."""
     if config.sandbox == "none":
         return None
-    for path in config.sandbox_paths:
-        if not Path(path).exists():
-            raise ConfigError(f"generator.sandbox_paths has {path}, which does not exist")
-    why = f"no program bwrap on PATH={os.environ.get('PATH', '')}"
-    if shutil.which("bwrap") is not None:
-        done = subprocess.run(
-            TRIAL, capture_output=True, text=True, timeout=TRIAL_S, stdin=subprocess.DEVNULL
-        )
-        if done.returncode == 0:
-            paths = [str(Path(path).absolute()) for path in config.sandbox_paths]
-            paths += [part for part in command if part.startswith("/") and is_file(part)]
-            return Sandbox(tuple(dict.fromkeys(paths)), (config.max_memory_mb or 0) * 2**20)
-        why = f"{shlex.join(TRIAL)} failed with code {done.returncode}: {done.stderr.strip()[:300]}"
-    raise ConfigError(
-        f"generator.sandbox=bubblewrap: {why}",
-        rule="commands need the sandbox of the config",
-        way_out="install bubblewrap (apt-get install bubblewrap), or set generator.sandbox=none.",
-    )
-
-
-def is_file(text: str) -> bool:
     try:
-        return Path(text).is_file()
-    except (OSError, ValueError):
-        return False
+        subprocess.run(TRIAL, capture_output=True, timeout=60.0, stdin=subprocess.DEVNULL, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", b"").decode(errors="replace").strip()
+        raise ConfigError(
+            f"generator.sandbox=bubblewrap: {error} {why[:300]}",
+            rule="commands need the sandbox of the config",
+            way_out="install bubblewrap (apt-get install bubblewrap), or set generator.sandbox=none.",
+        ) from error
+    paths = [str(Path(path).absolute()) for path in config.sandbox_paths]
+    paths += [part for part in command if part.startswith("/") and is_file(part)]
+    return Sandbox(tuple(dict.fromkeys(paths)), (config.max_memory_mb or 0) * 2**20)
 
 
 class Forwarder:
+    """Forward connections from the sandbox to the gateway."""
+
     def __init__(self, base_url: str) -> None:
-        parts = urlsplit(base_url)
-        is_tls = parts.scheme == "https"
-        self._gateway: dict[str, Any] = {
-            "host": parts.hostname,
-            "port": parts.port or (443 if is_tls else 80),
-        }
-        if is_tls:
-            self._gateway["ssl"] = True
-        self.inner_url = f"http://127.0.0.1:{PORT}{parts.path}"
+        self._gateway = urlsplit(base_url)
+        self.inner_url = f"http://127.0.0.1:{PORT}{self._gateway.path}"
         self._ours, self.their_end = socket.socketpair()
         self._ours.setblocking(False)
         self._server: asyncio.Server | None = None
@@ -164,8 +141,10 @@ class Forwarder:
         assert task is not None
         self._forwarding.add(task)
         ends = [writer]
+        is_tls = self._gateway.scheme == "https"
+        port = self._gateway.port or (443 if is_tls else 80)
         try:
-            answers, far = await asyncio.open_connection(**self._gateway)
+            answers, far = await asyncio.open_connection(self._gateway.hostname, port, ssl=is_tls or None)
             ends.append(far)
             await asyncio.gather(_pump(reader, far), _pump(answers, writer))
         except (OSError, asyncio.CancelledError):

@@ -38,7 +38,9 @@ class VerifiersHarness:
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
         self._name = config.verifiers or ""
         self._env, self._seat = _load_trainable(self._name, config.args)
-        self._servers, self._changing, self._is_open = AsyncExitStack(), asyncio.Lock(), False
+        self._servers = AsyncExitStack()
+        self._changing = asyncio.Lock()
+        self._is_open = False
         self.num_users = 0
         self.calls = UserCalls(f"generator.verifiers={self._name}", error=ConfigError, grace_s=GRACE_S)
         for name in _CHATTY:
@@ -58,12 +60,12 @@ class VerifiersHarness:
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
         """Share the taskset's tool servers among rollouts."""
-        async with self._changing:
-            if not self._is_open:
-                await self._servers.enter_async_context(_serving(self._env))
-                self._is_open = True
-            self.num_users += 1
+        self.num_users += 1
         try:
+            async with self._changing:
+                if not self._is_open:
+                    await self._servers.enter_async_context(_serving(self._env))
+                    self._is_open = True
             yield
         finally:
             self.num_users -= 1  # a cancelled rollout is gone, too
@@ -86,22 +88,19 @@ class VerifiersHarness:
         return task_class(task_class.data_type().model_validate(data), self._env.config.taskset.task)
 
     def _outcome(self, episode: Any, session: Session) -> Outcome:
+        said = f"verifiers environment {self._name}"
         traces = [trace for trace in episode.traces if trace.agent.name == self._seat]
         if not self._env.complete(episode) or not traces:
             errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
             why = f"{errors[-1].type}: {errors[-1].message}" if errors else "it ran no trained agent"
-            what = f"verifiers environment {self._name} failed: {why.replace(session.api_key, 'KEY')}"
-            raise RolloutFailure(what, way_out="correct the environment, or generator.args.")
+            raise RolloutFailure(f"{said} failed: {why.replace(session.api_key, 'KEY')}")
         trace = traces[0]
         if len(traces) > 1 or not trace.agent.trainable:
-            what = f"ran its agent {self._seat} {len(traces)} times, trainable={trace.agent.trainable}"
-            rule = "an episode is one rollout of the trained agent"
-            way_out = "set rollout.group_size; give other agents a client."
-            raise ConfigError(f"{self._name}: an episode {what}", rule=rule, way_out=way_out)
+            what = f"{said} ran agent {self._seat} {len(traces)} times, trainable={trace.agent.trainable}"
+            raise ConfigError(what, rule="an episode is one rollout of the trained agent")
         if missing := [name for name, reward in trace.rewards.items() if reward is None]:
-            what = f"gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
-            way_out = "raise the timeouts in generator.args, or correct the environment."
-            raise RewardFailure(f"verifiers environment {self._name} {what}", way_out=way_out)
+            what = f"{said} gave no reward {', '.join(missing)} (stopped by {trace.stop_condition})"
+            raise RewardFailure(what)
         metrics = {f"reward/{name}": float(reward.score) for name, reward in trace.rewards.items()}
         metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
         return Outcome(float(trace.reward) if trace.rewards else None, metrics)

@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import threading
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -70,7 +69,6 @@ class Worker:
         self._identity = {"worker": name, "instance": secrets.token_hex(8)}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
-        self._is_known = asyncio.Event()
         self._number = 0
         self._http: Any = None
         self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
@@ -83,13 +81,8 @@ class Worker:
 
     def health(self, now_s: float) -> wire.WorkerHealth:
         """`now_s`: of the loop's clock. Thread-safe."""
-        lost_s = self._lost_since_s
         return wire.WorkerHealth(
-            name=self.name,
-            slots=self.slots,
-            num_running=len(self._running),
             loop_lag_s=max(0.0, now_s - self._ticked_s - TICK_S),
-            gateway_lost_s=None if lost_s is None else now_s - lost_s,
             num_abandoned=getattr(getattr(self._harness, "calls", None), "num_abandoned", 0),
         )
 
@@ -99,12 +92,19 @@ class Worker:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                helpers = [
-                    tasks.create_task(self._tick(), name="tick"),
-                    tasks.create_task(self._send_heartbeats(), name="heartbeats"),
-                ]
-                await self._take_until_over(tasks)
-                for task in (*helpers, *self._running.values()):
+                tick = tasks.create_task(self._tick(), name="tick")
+                items = await self._take()  # before a heartbeat
+                heartbeats = tasks.create_task(self._send_heartbeats(), name="heartbeats")
+                while items is not None:
+                    for item, model in items:
+                        name = f"{item.rollout_id} attempt {item.attempt}"
+                        running = tasks.create_task(self._run_item(item, model), name=name)
+                        self._running[item.item_id] = running
+                    while len(self._running) >= self.slots:
+                        self._freed.clear()
+                        await self._freed.wait()
+                    items = await self._take()
+                for task in (tick, heartbeats, *self._running.values()):
                     task.cancel()
         except* (ConfigError, RoomError) as errors:
             raise errors.exceptions[0] from None
@@ -115,57 +115,41 @@ class Worker:
             if self._http is not None:
                 await self._http.aclose()
 
-    async def _take_until_over(self, tasks: asyncio.TaskGroup) -> None:
-        while True:
-            while len(self._running) >= self.slots:
-                self._freed.clear()
-                await self._freed.wait()
-            timeout_s = wire.MAX_WAIT_S + CALL_TIMEOUT_S
-            answer = await self._ask("/work/take", self._take_request, wire.TakeAnswer, timeout_s)
-            self._lease_timeout_s = answer.lease_timeout_s
-            self._is_known.set()
-            if answer.is_over and self._give_up_s is not None:
-                log.info("worker %s: the run is done", self.name)
-                return
-            if answer.is_over:
-                await asyncio.Event().wait()  # the run ends this process
-            for item in answer.items:
-                name = f"{item.rollout_id} attempt {item.attempt}"
-                self._running[item.item_id] = tasks.create_task(self._run_item(item, answer.model), name=name)
+    async def _take(self) -> list[tuple[wire.WorkItem, str]] | None:
+        """Return items with the name of their model, or None when the run is over."""
 
-    def _take_request(self) -> wire.TakeRequest:
-        """Built for each try, because the held items change."""
-        self._number += 1
-        return wire.TakeRequest(
-            **self._identity,
-            slots=self.slots,
-            max_items=self.slots - len(self._running),
-            number=self._number,
-            holding=self.holding,
-        )
+        def request() -> wire.TakeRequest:  # again for each try, because the held items change
+            self._number += 1
+            return wire.TakeRequest(
+                **self._identity,
+                slots=self.slots,
+                max_items=self.slots - len(self._running),
+                number=self._number,
+                holding=self.holding,
+            )
+
+        answer = await self._ask("/work/take", request, wire.TakeAnswer, wire.MAX_WAIT_S + CALL_TIMEOUT_S)
+        self._lease_timeout_s = answer.lease_timeout_s
+        if not answer.is_over:
+            return [(item, answer.model) for item in answer.items]
+        if self._give_up_s is None:
+            await asyncio.Event().wait()  # the run ends this process
+        log.info("worker %s: the run is done", self.name)
+        return None
 
     async def _run_item(self, item: wire.WorkItem, model: str) -> None:
         url = f"{self._caller.url}/v1"
         session = Session(url, item.key, model, item.outcome_key, http_client=self._http_client)
         try:
             outcome = await run_item(self._harness, item, session)
-            result = wire.ResultRequest(
-                **self._identity,
-                item_id=item.item_id,
-                outcome=outcome if isinstance(outcome, Outcome) else None,
-                failure=None if isinstance(outcome, Outcome) else outcome,
-            )
+            field = "outcome" if isinstance(outcome, Outcome) else "failure"
+            result = wire.ResultRequest(**self._identity, item_id=item.item_id, **{field: outcome})
             await self._ask("/work/result", lambda: result, wire.Accepted, CALL_TIMEOUT_S)
         except CallRefused as refused:
             log.info("%s: its result was dropped: %s", item.rollout_id, refused.body.error)
-        except asyncio.CancelledError:
-            self._free(item)
-            raise
-        self._free(item)
-
-    def _free(self, item: wire.WorkItem) -> None:
-        del self._running[item.item_id]
-        self._freed.set()
+        finally:
+            del self._running[item.item_id]
+            self._freed.set()
 
     def _http_client(self) -> Any:
         if self._http is None:
@@ -173,7 +157,6 @@ class Worker:
         return self._http
 
     async def _send_heartbeats(self) -> None:
-        await self._is_known.wait()
         while True:
             await asyncio.sleep(min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4))
             timeout_s = min(CALL_TIMEOUT_S, self._lease_timeout_s / 3)
@@ -202,14 +185,13 @@ class Worker:
         while True:
             try:
                 result = await self._caller.post(path, make(), answer, timeout_s=timeout_s)
-            except CallRefused as error:
-                if error.status == 410:
+            except (CallRefused, CallLost) as error:
+                status = error.status if isinstance(error, CallRefused) else 0
+                if status == 410:
                     raise
-                if error.status in (401, 422):
+                if isinstance(error, CallRefused) and status in (401, 422):
                     what = f"the gateway at {self._caller.url} refused worker {self.name}: {error.body.error}"
                     raise ConfigError(what, rule=error.body.rule, way_out=error.body.way_out) from error
-                self._note_lost(error)
-            except CallLost as error:
                 self._note_lost(error)
             else:
                 if self._lost_since_s is not None:
@@ -241,7 +223,7 @@ class WorkerSpec(Message):
     """Without the worker key, which is in WORKER_KEY_ENV."""
 
     name: str
-    url: str
+    url: str = Field(pattern="^https?://[^/]+")
     slots: int = Field(ge=1)
     harness: GeneratorConfig
     give_up_s: float | None = Field(default=None, ge=0)
@@ -351,17 +333,17 @@ def run_worker(
     name: str | None,
     args: str | None,
     env: Sequence[str],
-    pass_env: Sequence[str],
-    sandbox: Mapping[str, Any],
     give_up_s: float,
+    **settings: Any,
 ) -> int:
     """Run rollouts of the gateway at `url` until its run is done; return 0, or 143 or 130 after SIGTERM or
     Ctrl-C.
 
     `key` None: read it from `key_file` or the environment. `harness` has one option of HARNESSES, `args` is a
-    JSON object, `env` has NAME=VALUE. Raises ConfigError, and errors of Worker.run.
+    JSON object, `env` has NAME=VALUE, `settings` are others of GeneratorConfig. Raises ConfigError, and
+    errors of Worker.run.
     """
-    worker_key = key or (_key_in(key_file) if key_file is not None else os.environ.get(WORKER_KEY_ENV))
+    worker_key = key or (os.environ.get(WORKER_KEY_ENV) if key_file is None else _key_in(key_file))
     os.environ.pop(WORKER_KEY_ENV, None)
     if not worker_key:
         way_out = f"set {WORKER_KEY_ENV}, or give --key-file FILE, like the run's gateway.json."
@@ -370,34 +352,29 @@ def run_worker(
     try:
         if len(given) != 1:
             raise ValueError(f"{len(given)} harnesses are given")
+        settings = {name: value for name, value in settings.items() if value is not None}
         config = GeneratorConfig(
             **{kind: HARNESSES[kind].parse(text) for kind, text in given.items()},
             args=json.loads(args or "{}"),
             env=dict(each.split("=", 1) for each in env),
-            pass_env=list(pass_env),
-            **{key: value for key, value in sandbox.items() if value is not None},
+            **settings,
         )
-        name = name or f"{socket.gethostname()}/{os.getpid()}"
-        spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=config, give_up_s=give_up_s)
+        spec = WorkerSpec(
+            name=name or f"{socket.gethostname()}/{os.getpid()}",
+            url=url.rstrip("/").removesuffix("/v1"),
+            slots=slots,
+            harness=config,
+            give_up_s=give_up_s,
+        )
     except ValueError as error:
         options = ", ".join(f"--{kind} {each.metavar}" for kind, each in HARNESSES.items())
         way_out = f"give one harness ({options}); --args is a JSON object, --env NAME=VALUE."
-        raise ConfigError(f"`asyncrl work` got {given}, {args=}: {error}", way_out=way_out) from error
+        raise ConfigError(f"`asyncrl work {url}` got {given}, {args=}: {error}", way_out=way_out) from error
     _log_to_stderr()
     hide_memory()
-    log.info("worker %s: %d slots, gateway %s", name, slots, spec.url)
+    log.info("worker %s: %d slots, gateway %s", spec.name, slots, spec.url)
     number = work(build_harness(config), spec, worker_key)
     return 128 + number if number else 0
-
-
-def gateway_url(url: str) -> str:
-    """Return http://host:port. Raises ConfigError."""
-    address = url.rstrip("/").removesuffix("/v1")
-    parts = urllib.parse.urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        way_out = "copy the address that the run prints, like http://trainer-host:8700."
-        raise ConfigError(f"{url} is not the address of a gateway", way_out=way_out)
-    return address
 
 
 def _key_in(path: Path) -> str:
@@ -406,8 +383,8 @@ def _key_in(path: Path) -> str:
         text = path.read_text(encoding="utf-8").strip()
         return str(json.loads(text)["worker_key"]) if text.startswith("{") else text
     except (OSError, ValueError, KeyError) as error:
-        what = f"--key-file {path} cannot be read: {type(error).__name__}: {error}"
-        raise ConfigError(what, rule="give a file with only the key, or a run's gateway.json") from error
+        what = f"--key-file {path} has no worker key: {type(error).__name__}: {error}"
+        raise ConfigError(what, way_out="give a file with only the key, or a run's gateway.json.") from error
 
 
 if __name__ == "__main__":

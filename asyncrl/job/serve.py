@@ -57,7 +57,7 @@ from asyncrl.trainer.model_folder import make_model_folder
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
     from asyncrl.agents.endpoint.sessions import GatewaySession
-    from asyncrl.agents.endpoint.work_routes import RolloutQueue
+    from asyncrl.agents.endpoint.work_queue import RolloutQueue
 
 MAX_TEXT = 500
 """Characters of a rollout printed by `serve gateway --rollouts`."""

@@ -1,29 +1,85 @@
-"""Grammars over tokens, by llguidance (https://github.com/guidance-ai/llguidance).
+"""Grammars over tokens, by llguidance (https://github.com/guidance-ai/llguidance), and their check.
 
-A grammar is Lark text, with JSON schemas in it (`start: %json {...}`).
+A grammar is Lark text, with JSON schemas in it (`start: %json {...}`). It is checked in a separate process,
+which it may crash: thousands of nested `$ref` overflow llguidance's stack, and its message about conflicting
+patterns doubles with each pattern. A check takes about 0.1 s, so callers keep the verdicts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from copy import copy
-from functools import lru_cache, partial
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-from asyncrl.messages.grammar_checks import GrammarError, check_size, grammar_limits, llguidance, raise_for
-
+MAX_GRAMMAR_BYTES = 2**18
+CHECK_CPU_S = 4
+CHECK_TIMEOUT_S = 60.0
+STACK_BYTES = 2**21
+"""Smaller than the stack of any thread that compiles a grammar later."""
+MEMORY_BYTES = 2**32
+_ENVIRONMENT = ("PATH", "PWD", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_LONGEST_SHOWN = 300
 _NUM_KEPT = 64
+
+
+class GrammarError(ValueError):
+    pass
+
+
+def llguidance() -> Any:
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        why = f"llguidance is not installed here (pip install 'llguidance>=1.7,<2'): {error}"
+        raise GrammarError(why) from None
+
+
+@cache
+def grammar_limits() -> Any:
+    """Return limits per grammar: about 20 ms to read its regular expressions, 20 ms per mask, and 2 kB per
+    lexer state.
+    """
+    return llguidance().LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_items_in_row=2000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
+
+
+def _check_size(text: str) -> None:
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
+
+
+def _raise_for(error: str) -> None:
+    if error:
+        raise GrammarError(" ".join(error.removesuffix("<non-verbose/>").split())[:_LONGEST_SHOWN])
 
 
 def compile_grammar(tokens: Any, text: str) -> Any:
     """Raises GrammarError."""
-    check_size(text)
+    _check_size(text)
     compiled = llguidance().LLMatcher(tokens, text, log_level=0, limits=grammar_limits())
     compiled.compute_bitmask()  # detects unsatisfiable and too costly grammars
-    raise_for(compiled.get_error())
+    _raise_for(compiled.get_error())
     return compiled
 
 
@@ -33,10 +89,10 @@ class TokenGrammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         """`vocab_size`: number of logits. Raises GrammarError. Takes a second for a large vocabulary."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise GrammarError("the model's tokenizer is no fast one (tokenizer.json), which grammars need")
-        if tokenizer.eos_token_id is None:
-            raise GrammarError("the model's tokenizer has no end-of-sequence token, which grammars need")
+        if backend is None or tokenizer.eos_token_id is None:
+            raise GrammarError(
+                "grammars need a fast tokenizer (tokenizer.json) with an end-of-sequence token"
+            )
         backend = copy(backend)
         backend.no_padding()
         backend.no_truncation()
@@ -67,16 +123,66 @@ class TokenMatcher:
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Return the allowed next tokens, bool [V]; at least one."""
+        import numpy as np  # not for the check
+
         bits = np.frombuffer(self.allowed_bits(), np.uint8)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def allowed_bits(self) -> bytes:
         """Return allowed() as bits, lowest of a byte first, zero-padded."""
         bits: bytes = self._matcher.compute_bitmask()
-        raise_for(self._matcher.get_error())
+        _raise_for(self._matcher.get_error())
         return bits
 
     def take(self, token_id: int) -> None:
         if not (self._matcher.is_stopped() and token_id == self._eos_id):
             self._matcher.consume_token(token_id)
-            raise_for(self._matcher.get_error())
+            _raise_for(self._matcher.get_error())
+
+
+# ---- the check
+
+
+def check_grammar(text: str) -> None:
+    """Raise GrammarError if no tokenizer can follow this grammar."""
+    _check_size(text)
+    known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=text.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # no interrupt from the terminal
+            env=known | {"OPENBLAS_NUM_THREADS": "1"},
+            timeout=CHECK_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise GrammarError(f"it could not be checked in {CHECK_TIMEOUT_S} s") from None
+    if done.returncode or not done.stdout:
+        limit = f"{CHECK_CPU_S} s of CPU time and {MEMORY_BYTES >> 30} GiB"
+        raise GrammarError(f"it is too deep, or could not be checked in {limit}")
+    _raise_for(json.loads(done.stdout))
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (CHECK_CPU_S, CHECK_CPU_S))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    threading.stack_size(STACK_BYTES)
+    checking = threading.Thread(target=_check, args=(sys.stdin.read(),))
+    checking.start()
+    checking.join()
+
+
+def _check(text: str) -> None:
+    try:
+        why = llguidance().LLMatcher.validate_grammar(text, None, limits=grammar_limits())
+    except BaseException as error:  # llguidance's panic is no Exception
+        why = f"llguidance fails with {type(error).__name__}: {error}"
+    print(json.dumps(why))
+
+
+if __name__ == "__main__":
+    main()

@@ -114,17 +114,11 @@ class Accepted(Message):
 
 
 class WorkerHealth(Message):
-    """`loop_lag_s`: how long the event loop has been blocked.
-
-    `gateway_lost_s`: since the last answer, if the last call failed. `num_abandoned`: harness calls that did
-    not end when cancelled.
+    """`loop_lag_s`: how long the event loop has been blocked. `num_abandoned`: harness calls that did not end
+    when cancelled.
     """
 
-    name: str
-    slots: int
-    num_running: int
     loop_lag_s: float
-    gateway_lost_s: float | None = None
     num_abandoned: int = 0
 
 

@@ -166,7 +166,7 @@ class Answer:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self, asked: CallRequest) -> None:
-        self._has_logprobs = asked.logprobs
+        self.has_logprobs = asked.logprobs
         self._has_one_call = asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
@@ -200,11 +200,6 @@ class Answer:
                 )
             ]
         return self._logprobs
-
-    @property
-    def num_logprobs(self) -> int:
-        known = self._logged
-        return 0 if known is None else len(known.token_ids) + sum(map(len, known.top_logprobs))
 
     def drop_logprobs(self) -> None:
         self._logprobs = None
@@ -251,7 +246,7 @@ class Answer:
             self.tool_calls.append({"id": f"{self.name}-{number}", "type": "function", "function": function})
         if self.tool_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
-        if self._has_logprobs:
+        if self.has_logprobs:
             self._logged = completion
 
     def take_completion(self) -> Completion:

@@ -237,10 +237,7 @@ class MessageWriter(BlockWriter):
 
     def finish(self) -> list[Event]:
         usage = self._usage(self.choice.num_tokens)
-        return [
-            {"type": "message_delta", "delta": self._ending(), "usage": usage},
-            {"type": "message_stop"},
-        ]
+        return [{"type": "message_delta", "delta": self._ending(), "usage": usage}, {"type": "message_stop"}]
 
     def answer(self) -> dict[str, Any]:
         head = {"id": self.call.name, "type": "message", "role": "assistant", "model": self.model}

@@ -14,15 +14,9 @@ from typing import TypeVar
 from asyncrl.agents.endpoint.answers import Answer, GatewayTokenizer
 from asyncrl.agents.endpoint.capture import ChatNode, GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
-from asyncrl.agents.endpoint.grammars import (
-    STRICT_NEEDS,
-    GrammarChecks,
-    asks_strict_alone,
-    grammar_of,
-    prefill_of,
-)
+from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
-from asyncrl.agents.endpoint.reasoning import ReasoningSplitter
+from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, opens_thought
 from asyncrl.agents.endpoint.requests import (
     NO_RETRY,
     AnyRequest,
@@ -48,13 +42,12 @@ LONG_BODY = 2**14
 """Bytes of a body read in a thread: 10 ms."""
 LONG_TEXT = 2**14
 """Characters of a text tokenized in a thread: 15 ms."""
-LONG_LOGPROBS = 2**10
-"""Logprobs built in a thread: 10 ms."""
+LONG_LOGPROBS = 2**6
+"""Tokens whose logprobs are built in a thread: up to 20 alternatives each, 10 ms."""
 NUM_ENCODING = 4
 """Texts tokenized at once."""
 MAX_CHARACTERS = 64
 """Most characters per prompt token."""
-NUM_OF_END = 32
 SeedOf = Callable[[str, int, int, int], int]
 """Seed from (prompt_id, sample_index, attempt, key of the call)."""
 OnBroken = Callable[[RoomError], None]
@@ -110,6 +103,8 @@ class EngineRoute:
         splits_thoughts = dialect.splits_thoughts
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts == "apart"
+        marks = self.tool_format.thinking
+        is_open = planned.match is not None and opens_thought(planned.match.text, marks)
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
             stop += (tool_format.close,)
@@ -129,7 +124,7 @@ class EngineRoute:
                     asked,
                     prefill=prefill,
                     name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
-                    thoughts=self._thoughts(planned) if splits_thoughts else None,
+                    thoughts=ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None,
                     shows_special=session.shows_special,
                 )
             )
@@ -196,7 +191,7 @@ class EngineRoute:
         session.last_span = completion.version_spans[-1] if completion.version_spans else None
         choice = call.choices[index]
         choice.finish(completion)
-        if choice.num_logprobs >= LONG_LOGPROBS:
+        if choice.has_logprobs and choice.num_tokens >= LONG_LOGPROBS:
             await _in_thread(self._encoding, lambda: choice.logprobs)
 
     async def count(self, session: GatewaySession, dialect: Dialect, body: bytes) -> int:
@@ -206,20 +201,12 @@ class EngineRoute:
         match, ids = await self._matched(session, asked, len(body))
         return _num_ids(match, ids)
 
-    def _thoughts(self, planned: PromptPlan) -> ReasoningSplitter:
-        marks = self.tool_format.thinking
-        end = self.tokenizer.decode(planned.added[-NUM_OF_END:].tolist(), skip_special_tokens=False)
-        return ReasoningSplitter(marks, is_open=end.rstrip().endswith(marks[0]))
-
     async def _grammar(self, asked: AnyRequest, planned: PromptPlan, prefill: str) -> str | None:
         prompt = planned.match.text if planned.match else ""
         grammar = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
-        if grammar is None:
-            if asks_strict_alone(asked):
-                self._reader.log_once("strict", f"`strict` of tools is not enforced ({STRICT_NEEDS})")
-            return None
-        has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
-        await self.checks.wait_checked(grammar, "response_format" if has_format else "tools")
+        if grammar is not None:
+            has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
+            await self.checks.wait_checked(grammar, "response_format" if has_format else "tools")
         return grammar
 
     async def _planned(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> PromptPlan:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -15,9 +14,8 @@ from asyncrl.agents.endpoint.prefix_match import Prefill, no_prefill
 from asyncrl.agents.endpoint.reasoning import opens_thought
 from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest, invalid
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
-from asyncrl.messages.grammar_checks import MAX_GRAMMAR_BYTES, GrammarError, check_grammar
+from asyncrl.messages.token_grammars import MAX_GRAMMAR_BYTES, GrammarError, check_grammar
 
-STRICT_NEEDS = "it needs a tool format whose calls begin with a marker: hermes"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -63,14 +61,6 @@ def grammar_of(
             raise invalid(f"response_format with tools is refused: {why}.", "response_format")
         answer = f"{answer} | {calls}"
     return rules.text(answer, prompt)
-
-
-def asks_strict_alone(asked: AnyRequest) -> bool:
-    return (
-        isinstance(asked, ChatRequest)
-        and (asked.tool_choice, asked.response_format) == ("auto", None)
-        and any(_is_strict(tool["function"]) for tool in asked.tools)
-    )
 
 
 def thinks(tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> bool:
@@ -185,17 +175,17 @@ class GrammarChecks:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._known: dict[bytes, str] = {}
         self._checking = asyncio.Semaphore(NUM_CHECKING)
 
     async def wait_checked(self, text: str, param: str) -> None:
         key = blake2b(text.encode(), digest_size=16).digest()
-        if key not in self._known:
+        if (why := self._known.get(key)) is None:
             async with self._checking:
-                self._known[key] = await asyncio.to_thread(_why_not, text)
+                why = self._known[key] = await asyncio.to_thread(_why_not, text)
             if len(self._known) > _NUM_KNOWN:
-                self._known.popitem(last=False)
-        if why := self._known.get(key):
+                del self._known[next(iter(self._known))]
+        if why:
             raise invalid(f"{param} is refused: {why}. Make the schema smaller or simpler.", param)
 
 

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.dialects import (
-    Block,
-    BlockWriter,
-    Dialect,
-    Event,
-    KeptAnswer,
-    KeptAnswers,
-    Read,
-)
+from asyncrl.agents.endpoint.dialects import Block, BlockWriter, Dialect, Event, KeptAnswer, KeptAnswers, Read
 from asyncrl.agents.endpoint.reasoning import sealed, unsealed
 from asyncrl.agents.endpoint.requests import (
     ApiError,

@@ -127,23 +127,12 @@ class _SentCall(_Open):
 
 
 class _Message(_Open):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     name: NotRequired[str]
     content: Annotated[str, BeforeValidator(joined)]
-
-
-class _Plain(_Message):
-    role: Literal["system", "developer", "user"]
-
-
-class _Assistant(_Message):
-    role: Literal["assistant"]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[Annotated[list[_SentCall], Field(max_length=MAX_TOOLS)]]
-
-
-class _ToolResult(_Message):
-    role: Literal["tool"]
-    tool_call_id: Annotated[str, Field(min_length=1)]
+    tool_call_id: NotRequired[Annotated[str, Field(min_length=1)]]
 
 
 _READ = frozenset(
@@ -158,25 +147,21 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
     if not isinstance(message, dict):
         return message
     kept = {key: value for key, value in message.items() if value or not (value is None or key in _EMPTY)}
-    is_answer = kept.get("role") == "assistant"
-    for key in ("function_call", "audio") if is_answer else ("function_call", "audio", "tool_calls"):
+    role = kept.get("role")
+    for key in (
+        ("function_call", "audio") if role == "assistant" else ("function_call", "audio", "tool_calls")
+    ):
         if key in kept:
-            raise wrong(
-                f"{key} of a message of role {shown(kept.get('role'))} is refused: this model reads text"
-            )
+            raise wrong(f"{key} of a message of role {shown(role)} is refused: this model reads text")
+    if role == "tool" and "tool_call_id" not in kept:
+        raise wrong("a message of role tool needs its tool_call_id")
     if info.context is not None and (ignored := kept.keys() - _READ):
         info.context(ignored)
-    if not is_answer:
+    if role != "assistant":
         return kept
-    match kept:
-        case {"reasoning_content": _}:
-            return {"content": "", **kept}
-        case {"reasoning": str(thought)}:
-            pass
-        case {"reasoning_details": list(details)}:
-            thought = joined_texts(details)
-        case _:
-            thought = ""
+    thought = kept.get("reasoning_content") or kept.get("reasoning")
+    if not isinstance(thought, str):
+        thought = joined_texts(kept.get("reasoning_details"))
     return {"content": "", **kept} | ({"reasoning_content": thought} if thought else {})
 
 
@@ -185,9 +170,7 @@ def joined_texts(parts: Any) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-ChatMessage = Annotated[
-    _Plain | _Assistant | _ToolResult, Field(discriminator="role"), BeforeValidator(_tidy)
-]
+ChatMessage = Annotated[_Message, BeforeValidator(_tidy)]
 
 
 class _Function(_Open):
@@ -497,7 +480,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-_TAGS = {"system", "developer", "user", "assistant", "tool", "json_object", "str"}
+_TAGS = {"json_object", "str"}
 """Names of union members in the paths of pydantic."""
 
 
