@@ -210,13 +210,6 @@ def test_masked_out_mini_batch_keeps_the_schedule(make_step: MakeStep) -> None:
     assert metrics["policy/grad_norm"] > 0
 
 
-def test_kl_to_the_initial_weights_begins_at_zero(make_step: MakeStep) -> None:
-    step = make_step(algorithm={"kl_coefficient": 0.1})
-    first, second = (step.train(*make_batch(version=version))["policy/kl_reference"] for version in range(2))
-    assert first == pytest.approx(0.0, abs=1e-6)
-    assert second > 0
-
-
 # ---- learning rates, and the gap of each engine
 
 
