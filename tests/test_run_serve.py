@@ -194,7 +194,8 @@ async def test_agent_evaluation_counts_all_turns_and_no_engine_failure() -> None
     limits: Any = {"samples": 2, "slots": 2, "rollout_timeout_s": 50.0}
     evaluator = HeldOut(generator=agent, prompts=[make_prompt(0)], broken=broken, **limits)
     result = await evaluator.evaluate(7)
-    assert [(sample.reward, sample.length) for sample in result.samples] == [(0.5, 6), (0.5, 6)]
+    assert [rollout[0].reward for _, rollout in result.samples] == [0.5, 0.5]
+    assert result.metrics()["eval/length_mean"] == 6
     with pytest.raises(EngineError, match="gone"):
         await evaluator.evaluate(8)
 
