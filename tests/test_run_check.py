@@ -74,7 +74,7 @@ model.scratch=none model.path=odd_type -> odd_type has model_type=qwen33, which 
 model.scratch=none model.path=cut -> cannot read cut/model.safetensors: SafetensorError
 model.scratch=none model.path=half -> cannot read half/model-2-of-2.safetensors: FileNotFoundError
 model.scratch=none model.path=no_map -> cannot read no_map/model.safetensors.index.json: KeyError
-model.scratch=none model.path=mute -> mute has no tokenizer ... copy tokenizer.json
+model.scratch=none model.path=mute -> cannot load a tokenizer from ... tokenizer.json
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 model.scratch.characters=abc generator.python=mine_here:right_agent -> lacks: ' 0
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
