@@ -1,4 +1,4 @@
-"""Compare a run killed three times with a run never killed, in docs/results/killed_run.{csv,png,md}.
+"""Compare a run killed three times with a run never killed, in docs/results/killed_run.{png,md}.
 
 python scripts/killed_run.py [RUNS_DIR] [--num-steps 160] [--max-staleness 4] [--out docs/results]
 
@@ -9,7 +9,6 @@ files: seconds from the command to the first new step, and its parts for start-u
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import shutil
@@ -114,17 +113,10 @@ def read_lines(run_dir: Path) -> list[dict[str, Any]]:
 def write(
     options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], kills: list[int], costs: list[str]
 ) -> None:
-    """Write the three files."""
+    """Write plot and table."""
     from matplotlib.figure import Figure
 
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "killed_run.csv").open("w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(["run", "step", "reward_mean", "staleness_max"])
-        for name, rows in runs.items():
-            for row in rows:
-                oldest = int(row["sample/staleness_max"])
-                table.writerow([name, row["step"], f"{row['reward/mean']:.4f}", oldest])
     figure = Figure(figsize=(8, 4), layout="tight")
     axes = figure.subplots()
     lines = []

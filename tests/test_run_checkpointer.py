@@ -203,17 +203,3 @@ def test_checkpoint_of_a_recovery_stays_until_the_recovery_ends(tmp_path: Path, 
         assert (house.checkpoints.versions(), house.checkpointer.num_made, house.told) == ([3], 1, [])
 
     lives(tmp_path / "journal.sqlite", story)
-
-
-def test_checkpoint_of_a_dying_trainer_does_not_delay_the_recovery(tmp_path: Path) -> None:
-    async def story(life: Life) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            house, trainer = House(tasks, tmp_path, life.journal, every=3, keep_last=1), NewTrainer("")
-            await begin(life, house)
-            await recover(life, house, trainer)
-            assert (trainer.loaded, trainer.trained) == ("1", [1, 2]), "no one has told the checkpointer yet"
-            house.trainer.fails["wait"] = LOST
-            house.trainer.go.set()
-        assert (house.checkpoints.versions(), house.told) == ([1], ["no checkpoint: trainer: no answer"])
-
-    lives(tmp_path / "journal.sqlite", story)

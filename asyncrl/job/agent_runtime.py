@@ -26,7 +26,7 @@ from asyncrl.launch.server import Server, start_all
 from asyncrl.launch.supervise import HEARTBEAT_PERIOD_S, Supervision, Supervisor, summary_of
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
-from asyncrl.rollouts.rollout import EncodedPrompts, Generator, HarnessGenerator, SingleTurn, derive_seed
+from asyncrl.rollouts.rollout import Generator, HarnessGenerator, SingleTurn, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers
 
@@ -258,7 +258,7 @@ def make_generator(
         return HarnessGenerator(agents.gateway, agents.queue, scorers, config.generator.on_overflow)
     return SingleTurn(
         engines,
-        EncodedPrompts(tokenizer),
+        tokenizer,
         scorers,
         run_seed=config.seed,
         max_tokens=config.rollout.max_tokens,

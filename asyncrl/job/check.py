@@ -41,6 +41,7 @@ from asyncrl.tasks.sources import (
     look_at_eval_task,
     look_at_task,
     make_prompt_source,
+    read_eval_task,
 )
 from asyncrl.tasks.task import PromptTask, RowTask, as_messages
 from asyncrl.trainer.model_folder import (
@@ -95,15 +96,18 @@ async def check_everything(life: Lifecycle, *, is_needed: bool = True) -> Found:
     found = await asyncio.to_thread(validate, life.config)
     for note in found.notes:
         life.log.info(note)
-    missing = life.config.tasks.keys() - found.tasks.keys()
-    if missing and is_needed:
-        life.log.activity("reading the task")
-        load = taskset_loader(life.config.generator)
-        for name in missing:
-            settings = life.config.tasks[name]
+    if not is_needed:
+        return found
+    life.log.activity("reading the tasks")
+    load = taskset_loader(life.config.generator)
+    for name, settings in life.config.tasks.items():
+        if name not in found.tasks:
             task = await asyncio.to_thread(build_task, settings, life.config.seed, load_taskset=load)
             found.tasks[name] = task
-        found.tasks = {name: found.tasks[name] for name in life.config.tasks}
+    found.tasks = {name: found.tasks[name] for name in life.config.tasks}
+    for name, eval_settings in life.config.evals.items():
+        if name not in found.evals:
+            found.evals[name] = await asyncio.to_thread(read_eval_task, eval_settings, name)
     return found
 
 

@@ -26,36 +26,27 @@ MAX_LENGTH = 131_072
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128}
 
 
-def _shape(
-    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "tie_word_embeddings": True,
-        **more,
-    }
-
-
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 151_936}
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.5B": _shape(896, 24, 14, 2, 4864, **QWEN2),
-    "0.6B": _shape(1024, 28, 16, 8, 3072, **QWEN3),
-    "1.5B": _shape(1536, 28, 12, 2, 8960, **QWEN2),
-    "4B": _shape(2560, 36, 32, 8, 9728, **QWEN3),
-    "7B": _shape(3584, 28, 28, 4, 18_944, **QWEN2 | {"vocab_size": 152_064, "tie_word_embeddings": False}),
+SIZES = {
+    "0.5B": (QWEN2, 896, 24, 14, 2, 4864),
+    "0.6B": (QWEN3, 1024, 28, 16, 8, 3072),
+    "1.5B": (QWEN2, 1536, 28, 12, 2, 8960),
+    "4B": (QWEN3, 2560, 36, 32, 8, 9728),
+    "7B": (QWEN2 | {"vocab_size": 152_064, "tie_word_embeddings": False}, 3584, 28, 28, 4, 18_944),
 }
-"""Shapes of Qwen2.5 and Qwen3."""
-TINY = _shape(64, 2, 4, 2, 128, vocab_size=512)
+"""Shapes of Qwen2.5 and Qwen3: family, and values of NAMES."""
+NAMES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "intermediate_size",
+)
+TINY = dict(zip(NAMES, (64, 2, 4, 2, 128), strict=True))
 
 
 def architecture(bench: Bench, shape: str) -> dict[str, Any]:
     """Return the shape, or a tiny one of the same type."""
-    chosen = SHAPES[shape]
-    tiny = TINY | {"head_dim": 16, "tie_word_embeddings": chosen["tie_word_embeddings"]}
+    family, *sizes = SIZES[shape]
+    chosen = {"tie_word_embeddings": True, **family, **dict(zip(NAMES, sizes, strict=True))}
+    tiny = TINY | {"head_dim": 16, "vocab_size": 512}
     return {**chosen, **(tiny if bench.is_tiny else {}), "max_position_embeddings": MAX_LENGTH}
 
 
