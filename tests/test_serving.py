@@ -154,9 +154,8 @@ def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
     exports = next(line for line in said if "export" in line)
     (key,) = re.findall(r"KEY=(\S+)", exports)
     assert key not in (tmp_path / "served" / "logs" / "controller.log").read_text()
-    health, generate = (shell(line, exports) for line in said if "curl" in line)
-    answered = (len(generate["token_ids"]), generate["finish_reason"])
-    assert (health["policy_version"], *answered) == (0, 8, "length")
+    (health,) = (shell(line, exports) for line in said if "curl" in line)
+    assert health["policy_version"] == 0
     (engine,) = children_of(process)
     engine.kill()
     _, stderr = process.communicate(timeout=240)
