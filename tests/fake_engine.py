@@ -115,7 +115,7 @@ class FakeEngine(SimulatedEngine):
             run.listener.sampled([codec.Sampled(run.number, ids, logprobs, spans, then)])
 
 
-class FakeLink(ServedLink[SimulatedRun]):
+class FakeLink(ServedLink):
     """The server's end of a link, as the socket that the client gets."""
 
     def __init__(self, server: FakeEngineServer) -> None:
@@ -224,15 +224,15 @@ class FakeEngineServer(FakeServer):
                 case "/commit":
                     is_swap = (body.version, body.digest) != (self.policy_version, self.weights)
                     is_swap &= engine.weights.has_content
-                    committed = await engine.commit(body)
+                    committed = await asyncio.wrap_future(engine.commit(body))
                     if not is_swap:
                         return committed
                     await asyncio.sleep(self.swap_s)
                     return committed.model_copy(update={"pause_s": self.swap_s})
                 case "/sleep":
-                    return await engine.sleep(body)
+                    return await asyncio.wrap_future(engine.sleep(body))
             assert path == "/wake", path
-            return await engine.wake(body)
+            return await asyncio.wrap_future(engine.wake(body))
         except Refused as refused:
             raise CallRefused(self.name, path, refused.status, refused.body) from refused
 

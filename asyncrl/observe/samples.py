@@ -266,21 +266,19 @@ def harmless(text: str) -> str:
 def headline(sample: ShownRollout) -> str:
     reward = "no reward" if sample["reward"] is None else f"reward {plain(sample['reward'])}"
     what = "failed rollout" if sample["kind"] == "failed" else f"{sample['kind']} sample"
-    words = [f"{what} of step {sample['step']}: {reward}"]
-    words += [f"{name} {plain(value)}" for name, value in sample["metrics"].items()]
-    if sample["versions"]:
-        words.append(f"versions {'..'.join(map(str, dict.fromkeys(sample['versions'])))}")
-    if sample["staleness"] is not None:
-        words.append(f"staleness {sample['staleness']}")
-    words.append(several(sample["num_sampled"], "token"))
-    if sample["logprob_gap"] is not None:
-        words.append(f"logprob gap {sample['logprob_gap']:.2g}")
-    if sample["is_truncated"]:
-        words.append("truncated")
-    if sample["num_interruptions"]:
-        words.append(several(sample["num_interruptions"], "interruption"))
-    words.append(f"group {sample['group_id']} sample {sample['sample_index']}, prompt {sample['prompt_id']}")
-    return harmless(", ".join(words).replace("\n", " "))
+    gap = sample["logprob_gap"]
+    words = [
+        f"{what} of step {sample['step']}: {reward}",
+        *(f"{name} {plain(value)}" for name, value in sample["metrics"].items()),
+        sample["versions"] and f"versions {'..'.join(map(str, dict.fromkeys(sample['versions'])))}",
+        sample["staleness"] is not None and f"staleness {sample['staleness']}",
+        several(sample["num_sampled"], "token"),
+        gap is not None and f"logprob gap {gap:.2g}",
+        sample["is_truncated"] and "truncated",
+        sample["num_interruptions"] and several(sample["num_interruptions"], "interruption"),
+        f"group {sample['group_id']} sample {sample['sample_index']}, prompt {sample['prompt_id']}",
+    ]
+    return harmless(", ".join(str(word) for word in words if word).replace("\n", " "))
 
 
 def sample_text(sample: ShownRollout, *, most: int | None = None) -> str:
