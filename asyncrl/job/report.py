@@ -70,7 +70,7 @@ class Reporter:
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
             shows_samples=config.observe.samples_per_step > 0,
-            health=lambda steps: judge(steps, config).health,
+            health_of=lambda steps: judge(steps, config).health,
         )
         self.log = RunLog(self._console.say, self._console.show_activity)
         self._trackers = make_trackers(config.observe, self.log.warn, trackers)
