@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_servers.embedded.sampling import sample
+from asyncrl_servers.embedded.decoder import sample
 from asyncrl_servers.engine_routes import uniform_draws
 
 

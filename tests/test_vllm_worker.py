@@ -48,30 +48,17 @@ class House:
         folder.mkdir()
         return stage_file(tensors, 0, folder).model_dump(exclude={"version"}, exclude_defaults=True)
 
-    def stage(self, version: int, **request: Any) -> dict[str, Any]:
-        """Ask until it is staged, or refused."""
-        asked = request | {"version": version}
-        while (answer := self.server.rpc("asyncrl_stage", **asked)).get("state") == "staging":
-            time.sleep(0.01)
-        return answer
-
-    def load(self, version: int, digest: str) -> dict[str, Any]:
-        return self.server.rpc("asyncrl_load", version=version, digest=digest)
-
     def push(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Stage and load; the answer of the load, or a refusal before it."""
         version = next(self.versions)
         request = self.write(tensors)
-        staged = self.stage(version, **request)
-        return self.load(version, request["digest"]) if "error" not in staged else staged
-
-    def plant(self, fault: str) -> None:
-        assert self.server.rpc("asyncrl_plant", fault=fault) == {"ok": True}
-
-    def serve(self, model: str) -> None:
-        """Whatever was before: these weights, loaded in order."""
-        self.plant("")
-        assert self.push(self.weights[model]).get("ok"), self.server.read_log()[-2000:]
+        while (staged := self.server.rpc("asyncrl_stage", **request, version=version)).get(
+            "state"
+        ) == "staging":
+            time.sleep(0.01)
+        if "error" in staged:
+            return staged
+        return self.server.rpc("asyncrl_load", version=version, digest=request["digest"])
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -111,8 +98,8 @@ def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server(house: House) -> No
     "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
 )
 def test_incomplete_weights_leave_a_server_without_a_version(house: House, name: str) -> None:
-    house.serve("A")
-    house.plant("poison")
+    assert house.push(house.weights["A"]).get("ok"), house.server.read_log()[-2000:]
+    assert house.server.rpc("asyncrl_plant", fault="poison") == {"ok": True}
     answer = house.push({key: tensor for key, tensor in house.weights["B"].items() if key != name})
     layer = name.removesuffix(".weight").replace("k_proj", "qkv_proj")
     assert layer in answer["error"]
