@@ -18,7 +18,6 @@ from asyncrl_servers.engine_routes import OneAnswer, engine_routes
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 PROMPT = [1] * 256
-"""Stands for the prompt, which this route does not tokenize."""
 
 
 def main() -> None:

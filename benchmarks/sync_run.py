@@ -77,7 +77,6 @@ class SyncRun:
         )
 
     def parts(self) -> SyncParts:
-        """What sync_reference is made of."""
         return SyncParts(
             next_prompt=self.feed.next_nowait,
             encode=self.tokenizer.encode_chat,
@@ -121,7 +120,6 @@ class SyncRun:
         return float(self.task.score(prompt, completion))  # type: ignore[arg-type]
 
     def train(self, batch: Batch) -> TrainResponse:
-        """One optimizer step."""
         metrics = self.trainer.train(*pack_groups(batch))
         return TrainResponse(policy_version=self.trainer.policy_version, metrics=metrics)
 

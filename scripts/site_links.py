@@ -1,6 +1,7 @@
-"""A hook of mkdocs: links that leave docs/ work on the site, too. What they point at (a config, an example, a
-result) becomes a page with the text of the file, or a copy if it is no text; a folder becomes a list of its
-files. On GitHub the same links work as they stand.
+"""mkdocs hook: keep links out of docs/ working on the site.
+
+A linked file of the repository becomes a page with its text, or a copy if it is not text; a linked folder
+becomes a list of its files.
 """
 
 from __future__ import annotations
@@ -14,21 +15,11 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "repository"
-"""Folder of the site for what lies outside docs/."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
 COPIED = {".png", ".svg", ".csv", ".ipynb"}
-LANGUAGES = {
-    ".py": "python",
-    ".sh": "bash",
-    ".sbatch": "bash",
-    ".yaml": "yaml",
-    ".toml": "toml",
-    ".jsonl": "json",
-}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what the pages link to, and what is linked there."""
     pages = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
     while pages:
         path, text = pages.pop()
@@ -48,7 +39,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point each link to where its target lies on the site."""
     uri = page.file.src_uri
 
     def on_the_site(match: re.Match[str]) -> str:
@@ -65,7 +55,6 @@ def resolved(path: str, link: str) -> str:
 
 
 def uri_of(path: str) -> str:
-    """Where a file or folder of the repository stands on the site: the source of its page, or its copy."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
@@ -74,17 +63,15 @@ def uri_of(path: str) -> str:
 
 
 def path_of(uri: str) -> str:
-    """What a page with links was made of, in the repository; of a folder, index.md in it."""
     return uri.removeprefix(f"{FOLDER}/") if uri.startswith(f"{FOLDER}/") else f"docs/{uri}"
 
 
 def has_links(uri: str) -> bool:
-    """Not if it is the text of a program or a config."""
     return not uri.startswith(f"{FOLDER}/") or (ROOT / path_of(uri)).exists() or uri.endswith("/index.md")
 
 
 def page_of(path: str) -> str:
-    """The page of a file or folder, in Markdown."""
+    """Return the page of a file or folder."""
     file = ROOT / path
     if file.is_dir():
         inside = sorted(each.name for each in file.iterdir() if each.name[0] not in "._")
@@ -92,5 +79,6 @@ def page_of(path: str) -> str:
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         return text
-    fence, language = "~" * 8, LANGUAGES.get(file.suffix, "text")
+    fence = "~" * 8
+    language = file.suffix.removeprefix(".") or "text"
     return f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n{fence} {language}\n{text}\n{fence}\n"

@@ -139,7 +139,6 @@ async def test_only_a_whole_push_in_order_is_served(server: Server, engine: Engi
 
 @contract
 async def test_wrong_chunks_are_refused(server: Server, engine: EngineClient) -> None:
-    server.needs(server.traits.reads_files, "it reads no file")
     old = await be_awake(engine, server)
     before = await engine.generate_segment(server.request())
     await engine.sleep(["weights"])

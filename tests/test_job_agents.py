@@ -12,7 +12,7 @@ from typing import Any
 
 import forked_processes
 import pytest
-from hostile_agents_for_test import BODIES, WAYS
+from agents_for_test import BODIES, WAYS
 from job_runs import ROOT, environment, read_lines, run, start, variant, wait_until, write_config
 
 from asyncrl.base.message import WORKER_KEY_ENV
@@ -72,33 +72,20 @@ def test_blocked_or_killed_worker_is_restarted(agents: Path) -> None:
 
 
 def test_loss_covers_only_sampled_tokens(agents: Path) -> None:
-    tokenizer, journal, num_with_tool = HFChatTokenizer(agents / "model"), agents / "journal.sqlite", 0
-    trained = {
-        (line["version"], each["group_id"], each["sample_index"], each["branch"]): each
-        for line in read_lines(agents / "trained.jsonl")
-        for each in line["trajectories"]
-    }
+    tokenizer = HFChatTokenizer(agents / "model")
     answer = r"((<\|im_end\|>)?<\|tool\|>[0-5-]<\|im_end\|><\|assistant\|>){0,2}"
     given = re.compile(rf"<\|user\|>[a-f]<\|im_end\|><\|assistant\|>{answer}")
-    with reading(journal) as connection:
-        for version in range(NUM_STEPS):
-            for group in read_batch(connection, version).groups:
-                for trajectory in group.trajectories:
-                    not_sampled = trajectory.token_ids[~trajectory.loss_mask].tolist()
-                    context = tokenizer.decode(not_sampled, skip_special_tokens=False)
-                    assert given.fullmatch(context), context
-                    record = trained.pop(
-                        (version, group.group_id, trajectory.sample_index, trajectory.branch)
-                    )
-                    in_spans = sum(end - start for start, end, _ in record["spans"])
-                    assert record["num_loss_tokens"] == trajectory.loss_mask.sum() == in_spans
-                    num_with_tool += "<|tool|>" in context
-    assert not trained
-    assert num_with_tool > 0, "no rollout came to a tool's answer"
-    samples = read_lines(agents / "samples.jsonl")
-    parts = [part for sample in samples for part in sample["parts"][1:]]
-    assert any("<|tool|>" in part["text"] for part in parts if not part["is_sampled"])
-    assert all("tool_calls" in one["metrics"] for one in samples)
+    with reading(agents / "journal.sqlite") as connection:
+        groups = [group for version in range(NUM_STEPS) for group in read_batch(connection, version).groups]
+    contexts = list[str]()
+    for branch in [branch for group in groups for branch in group.trajectories]:
+        assert branch.num_sampled == branch.loss_mask.sum()
+        ids = branch.token_ids[~branch.loss_mask].tolist()
+        contexts.append(tokenizer.decode(ids, skip_special_tokens=False))
+    assert all(map(given.fullmatch, contexts))
+    assert any("<|tool|>" in context for context in contexts), "no rollout came to a tool's answer"
+    lines = read_lines(agents / "trained.jsonl")
+    assert sum(len(line["trajectories"]) for line in lines) == len(contexts)
 
 
 def inspected(run_dir: Path) -> dict[str, Any]:
@@ -111,7 +98,7 @@ def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
         task={"python": "rewards_for_test:JudgeThatNeverGivesUp"},
-        generator={"python": "hostile_agents_for_test:misbehaves", "args": {"log": str(log)}},
+        generator={"python": "agents_for_test:misbehaves", "args": {"log": str(log)}},
         gateway={"max_calls": 8},
         rollout={"timeout_s": 4, "retries": 4, "max_tokens": 8, "max_prompt_tokens": 40},
         trainer={"num_steps": 4},
@@ -171,7 +158,7 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
         first = work("agents_for_test:plays_then_holds", num_played=played, mark=str(mark))
         wait_until(mark.exists, process)
         first.kill()
-        second = work("harnesses_for_test:two_turns")
+        second = work("agents_for_test:two_turns")
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, stderr
         assert second.wait(timeout=60) == 0, "it ends with its run, by itself"

@@ -9,15 +9,19 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 from job_runs import write_config
-from tiny_model import TINY_ARCHITECTURE, TINY_CHARACTERS, make_tiny_model
+from safetensors.torch import load_file, save_file
+from tiny_model import STACKED, TINY_ARCHITECTURE, TINY_CHARACTERS, make_tiny_model, make_tiny_moe
+from torch.distributed.tensor import DTensor
+from trainer_cases import make_spec, mesh_of_one
+from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.launch.processes import run_module
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.trainer.build_model import TrainedModel, load_model
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 from asyncrl.trainer.random_init import make_character_tokenizer, scratch_config
 
@@ -62,11 +66,7 @@ def test_run_refuses_another_model_until_it_is_accepted(
     begin(tmp_path, model)
 
 
-def test_unreadable_pin_and_a_lost_model_are_told(tmp_path: Path, model: Path) -> None:
-    begin(tmp_path, model, None).write()
-    (model / "config.json").unlink()
-    with pytest.raises(ConfigError, match=f"remove {model}: it is made again from the seed"):
-        begin(tmp_path, model, None)
+def test_unreadable_pin_is_told(tmp_path: Path, model: Path) -> None:
     (tmp_path / "model.json").write_text('{"given": ')
     with pytest.raises(ConfigError, match=r"model\.json.* cannot be read.*[^$]*--allow-change model.path"):
         ModelPin(tmp_path, "base")
@@ -116,13 +116,6 @@ def test_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert first["model.safetensors"] != other["model.safetensors"]
 
 
-@given(st.text(alphabet=TINY_CHARACTERS))
-def test_decoding_gives_back_every_text(text: str) -> None:
-    ids = TOKENIZER.encode(text)
-    assert len(ids) == len(text)
-    assert TOKENIZER.decode(ids) == text
-
-
 def test_tool_role_is_one_more_token(tmp_path: Path) -> None:
     tokenizer = make_character_tokenizer(TINY_CHARACTERS, has_tool_role=True)
     assert len(tokenizer) == len(TOKENIZER) + 1
@@ -142,13 +135,64 @@ def test_tool_role_is_one_more_token(tmp_path: Path) -> None:
     assert tokenizer.decode(chats.encode(text), skip_special_tokens=True) == "be kind1+23"
 
 
+def test_unknown_key_of_an_architecture_is_named() -> None:
+    with pytest.raises(ValueError, match="a qwen3 config does not know hiden_size"):
+        scratch_config({**TINY_ARCHITECTURE, "hiden_size": 3}, TOKENIZER)
+
+
+# ---- loading
+
+
 @pytest.mark.parametrize(
-    ("architecture", "words"),
+    ("architecture", "values"),
     [
-        ({**TINY_ARCHITECTURE, "hiden_size": 3}, "a qwen3 config does not know hiden_size"),
-        ({"hidden_size": 8}, "no model_type"),
+        ({}, {}),
+        ({"tie_word_embeddings": False, "attention_bias": True}, {"dtype": "bfloat16"}),
+        ({}, {"trainer": {"lora": {"rank": 2}}, "dtype": "bfloat16"}),
+        *((kind, {}) for kind in STACKED),
     ],
 )
-def test_wrong_architecture_is_named(architecture: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        scratch_config(architecture, TOKENIZER)
+def test_shards_are_the_stored_weights(
+    tmp_path: Path, architecture: dict[str, Any] | str, values: dict[str, Any]
+) -> None:
+    if isinstance(architecture, str):
+        folder = make_tiny_moe(tmp_path / "model", architecture, **STACKED[architecture])
+    else:
+        folder = make_tiny_model(tmp_path / "model", **architecture)
+    with mesh_of_one(tmp_path) as ranks:
+        made = TrainedModel(make_spec(folder, tmp_path, **values), ranks, needs_reference=True)
+    model = made.policy.model
+    found = {name.replace(".base_layer.", "."): one for name, one in model.named_parameters()}
+    dtype = torch.float32 if made.adapters is None else torch.bfloat16
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    wanted = dict(expected.named_parameters())
+    assert {name for name in found if ".lora_" not in name} == wanted.keys()
+    for name, tensor in wanted.items():
+        assert isinstance(found[name], DTensor)
+        assert torch.equal(found[name].to_local(), tensor), name
+    buffers = dict(model.named_buffers())
+    assert all(torch.equal(buffers[name], one) for name, one in expected.named_buffers())
+    is_tied = model.lm_head.weight is model.get_input_embeddings().weight
+    assert is_tied is model.config.tie_word_embeddings
+    assert (made.reference is None) is (made.adapters is not None)
+
+
+UP, EXPERT = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: {UP: None}, rf"1 lack \['{UP}'\]"),
+        (lambda found: {UP.replace("1", "2"): torch.zeros(3)}, "1 are not used"),
+        (lambda found: {"model.norm.weight": torch.zeros(7)}, "1 lack"),
+        (lambda found: {EXPERT: None}, "1 lack|cannot load the model"),
+    ],
+)
+def test_wrong_tensor_of_a_model_is_named(tmp_path: Path, change: Any, words: str) -> None:
+    folder = (make_tiny_moe if "cannot" in words else make_tiny_model)(tmp_path / "model")
+    found = load_file(folder / "model.safetensors")
+    tensors = {name: one for name, one in {**found, **change(found)}.items() if one is not None}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=words):
+        load_model(make_spec(folder, tmp_path), torch.float32)

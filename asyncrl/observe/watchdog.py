@@ -32,21 +32,6 @@ class Wait:
         return f"{waits}, to be woken by {self.waker}"
 
 
-def waits_now() -> tuple[Wait, ...]:
-    """Return waits of the loop's tasks, oldest first; equal waits share a line."""
-    now_s = asyncio.get_running_loop().time()
-    return tuple(
-        Wait(
-            f"{num} {wait.who}" if num > 1 else wait.who,
-            wait.where,
-            str(wait),
-            wait.on,
-            round(now_s - wait.since_s, 1),
-        )
-        for wait, num in open_waits()
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class ChildState:
     """State in the kernel (sleeping, stopped, ended), and answer to /health."""
@@ -149,13 +134,22 @@ class Watchdog:
         self._clock = StuckClock(settings.watchdog_s, asyncio.get_running_loop().time())
 
     def look(self) -> tuple[Wait, ...]:
-        """Notice progress, and return who waits for whom."""
+        """Notice progress. Return the loop's waits, oldest first; equal waits share a line."""
         reported = self._report()
         now_s = asyncio.get_running_loop().time()
         self._clock.look(reported.marks, now_s)
         if reported.is_starting:
             self._clock.reset(now_s)
-        return waits_now()
+        return tuple(
+            Wait(
+                f"{num} {wait.who}" if num > 1 else wait.who,
+                wait.where,
+                str(wait),
+                wait.on,
+                round(now_s - wait.since_s, 1),
+            )
+            for wait, num in open_waits()
+        )
 
     async def run(self) -> None:
         """Raises RoomError if nothing moves and on_stuck is fail."""
