@@ -126,7 +126,7 @@ def test_other_common_models_pass_the_checks_at_start(tmp_path: Path, kind: str)
 def test_the_check_at_start_finds_other_logits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     engine = build_engine(make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=1)))
     engine.runner.loaded.reference_logits = engine.runner.loaded.reference_logits.roll(1, dims=0)
-    assert "differ by" in refusal_of(capfd, check_same_model, engine.runner, "engine-0").error
+    assert "differ from" in refusal_of(capfd, check_same_model, engine.runner, "engine-0").error
 
 
 def test_a_model_with_experts_starts_at_the_defaults(

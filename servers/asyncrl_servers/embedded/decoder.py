@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -29,7 +30,10 @@ from asyncrl_servers.embedded.kv_attention import (
     NAME,
     CacheShape,
     Pass,
+    ProbePass,
     RoutedExperts,
+    UnsupportedAttentionError,
+    in_force,
 )
 from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
 
@@ -80,7 +84,7 @@ class LoadedModel:
         self.model = self._load(spec)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(24, spec.max_length))]
-        self.reference_logits, self.shape = self._probe()
+        self.reference_logits, self.shape = self._probe(spec)
         """The model's own logits for `probe_ids`, and its sizes."""
         self.routed = RoutedExperts(self.model) if spec.returns_routing else None
         if self.routed is not None:
@@ -149,16 +153,19 @@ class LoadedModel:
         return model.eval().requires_grad_(False)
 
     @torch.inference_mode()
-    def _probe(self) -> tuple[Tensor, CacheShape]:
-        """Return the model's logits for probe_ids and its sizes, then install our attention."""
-        ids = torch.tensor([self.probe_ids], device=self.device)
-        logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
-        self.model.set_attn_implementation(NAME)
-        config = self.model.config
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return logits, CacheShape(config.num_hidden_layers, kv_heads, head_dim)
+    def _probe(self, spec: EmbeddedSpec) -> tuple[Tensor, CacheShape]:
+        """Return the model's logits for probe_ids, then install our attention."""
+        try:
+            ids = torch.tensor([self.probe_ids], device=self.device)
+            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            return logits, _probe_shape(self.model, spec.max_length, self.device)
+        except UnsupportedAttentionError as error:
+            kind = type(self.model).__name__
+            fail(
+                f"{spec.name}: the model in {self.folder} ({kind}) is not supported: {error}",
+                way_out="use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral "
+                "without a window, SmolLM2, ...).",
+            )
 
 
 def _device(spec: EmbeddedSpec) -> torch.device:
@@ -185,6 +192,22 @@ def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
     packed = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
     pieces = zip(packed.split_with_sizes([tensor.numel() for tensor in tensors]), tensors, strict=True)
     return [piece.to(tensor.dtype).view(tensor.shape).numpy() for piece, tensor in pieces]
+
+
+def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShape:
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedAttentionError("its forward takes no logits_to_keep")
+    model.set_attn_implementation(NAME)
+    probe = ProbePass()
+    ids = torch.zeros(4, 1, dtype=torch.long, device=device)
+    with in_force(probe, max_length):
+        model(input_ids=ids, position_ids=torch.arange(4, device=device)[:, None], use_cache=False)
+    num_layers, shapes = model.config.num_hidden_layers, set(probe.shapes.values())
+    if sorted(probe.shapes) != list(range(num_layers)) or len(shapes) != 1:
+        raise UnsupportedAttentionError(
+            f"its {num_layers} layers must use plain attention of one (kv_heads, head_dim): {probe.shapes}"
+        )
+    return CacheShape(num_layers, *shapes.pop())
 
 
 def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
@@ -219,7 +242,6 @@ class PlainDecoder:
         rope = getattr(config, "rope_parameters", None) or {}
         is_plain = (
             config.model_type in MODEL_TYPES
-            and not getattr(config, "sliding_window", None)
             and config.hidden_act in ("silu", "swish")
             and rope.get("rope_type", "default") in STATIC_ROPE
             and rope.get("partial_rotary_factor", 1.0) == 1.0

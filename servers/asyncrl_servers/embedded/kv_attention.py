@@ -210,11 +210,27 @@ def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
     return mixed
 
 
+@dataclass(slots=True)
+class ProbePass:
+    """Pass that only records each layer's shape."""
+
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        if key.shape != value.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+            raise UnsupportedAttentionError(
+                f"layer {layer} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
+                f"{tuple(value.shape)}"
+            )
+        self.shapes[layer] = (key.shape[1], key.shape[2])
+        return torch.zeros_like(query)
+
+
 _local = threading.local()
 
 
 @contextmanager
-def in_force(pass_: Pass, max_length: int) -> Iterator[None]:
+def in_force(pass_: Pass | ProbePass, max_length: int) -> Iterator[None]:
     _local.pass_, _local.max_length = pass_, max_length
     try:
         yield
