@@ -26,7 +26,7 @@ from asyncrl.launch.machine import CudaDevice, child_environ, described_nodes, f
 from asyncrl.launch.plan import make_plan, plan_text
 
 SHARE = "placement.share=0.4"
-ALL, EIGHTS = "{nodes: all, gpus: all}", "0: 01234567, 1: 01234567"
+ALL = "{nodes: all, gpus: all}"
 
 
 def sizes(ranks: int, engines: int = 1, split: int = 1) -> list[str]:
@@ -62,8 +62,6 @@ def test_other_forms_are_refused(text: str) -> None:
         ((0,), "cpu", "trainer", [ZERO, *sizes(2)], "0: cc", "0: c"),
         ((2,), "auto", "auto", sizes(1, 3), "0: 0", "0: 111"),
         ((3,), "1", "auto", [], "0: 1", "0: 0"),
-        ((1,), "cpu", "auto", [], "0: c", "0: 0"),
-        ((1,), "auto", "auto", [ZERO], "0: 0", "0: 0"),
         ((2,), "0-1", "[1, 0]", [ZERO, *sizes(2, 2)], "0: 01", "0: 10"),
         ((1,), "auto", "auto", ["rollout.engine=simulated", *sizes(1, 2)], "0: 0", "0: nn"),
         ((5,), "auto", "auto", sizes(1, 2, split=2), "0: 0", "0: 1234"),
@@ -72,17 +70,13 @@ def test_other_forms_are_refused(text: str) -> None:
         # separate nodes if there are enough
         ((8, 8), "{nodes: 1, gpus: 8}", "{nodes: 1, gpus: 8}", sizes(8, 8), "0: 01234567", "1: 01234567"),
         ((4, 4, 4), "{nodes: 2}", "{nodes: 1}", sizes(8, 4), "0: 0123, 1: 0123", "2: 0123"),
-        ((4, 4), "{nodes: all, gpus: 3}", "{nodes: all, gpus: 1}",
-         sizes(6, 2), "0: 012, 1: 012", "0: 3, 1: 3"),
         # the node of exactly the size first
         ((8, 4), "{nodes: 1, gpus: 4}", "{nodes: 1, gpus: 8}", sizes(4, 8), "1: 0123", "0: 01234567"),
         ((1, 2, 3), ALL, "trainer", [*sizes(6, 6), ZERO], "0: 0, 1: 01, 2: 012", "0: 0, 1: 01, 2: 012"),
         # auto: one node, else whole nodes
         ((2, 4), "auto", "auto", sizes(4, 2), "1: 0123", "0: 01"),
         ((8, 3, 3), "0-7", "auto", sizes(8, 2, split=2), "0: 01234567", "1: 01, 2: 01"),
-        ((2, 2), "0-1", "auto", sizes(2, 3), "0: 01", "1: 010"),
         # time-sharing
-        ((8, 8), ALL, "trainer", [*sizes(16, 16), ZERO], EIGHTS, EIGHTS),
         ((2, 2), "auto", "auto", [*sizes(4, 4), ZERO], "0: 01, 1: 01", "0: 01, 1: 01"),
         # CPUs
         ((0, 0, 0), "{nodes: 1}", "{nodes: 2}", sizes(2, 4), "0: cc", "1: cc, 2: cc"),
@@ -110,7 +104,6 @@ def test_sides_get_written_or_free_devices(
          "placement.rollout=trainer"),
         ((4,), ["placement.trainer=0-3", "placement.rollout=cpu"], "trainer.world_size=4"),
         ((3,), ["placement.trainer=0", "placement.rollout=1-2"], "rollout.num_engines=2"),
-        ((2,), ["placement.trainer=2"], "placement.trainer=auto"),
         ((4,), [*sizes(1, 1, split=2), "placement.rollout=[1, 2, 3]"], "rollout.tensor_parallel"),
         ((0,), [VLLM, *TURNS], "rollout.engine=embedded"),
         ((0,), ["trainer.lora={rank: 2}", "weight_sync.transport=lora", *TURNS], "weight_sync.transport=shm"),
@@ -123,15 +116,9 @@ def test_sides_get_written_or_free_devices(
         ((1,), ["rollout.num_engines={min: 1, max: 2}", ZERO], "rollout.num_engines=2"),
         # several nodes
         ((8, 4), ["placement.trainer={nodes: 2, gpus: 8}", *sizes(8)], "n0 8 of 8, n1 4 of 4"),
-        ((4, 4), ["placement={trainer: {nodes: 1, gpus: 4}, rollout: {nodes: all, gpus: all}}", *sizes(4, 8)],
-         "n0 0 of 4, n1 4 of 4"),
         ((0, 0), ["placement={trainer: cpu, rollout: {nodes: 3}}"], "n0 1 of 1, n1 1 of 1"),
-        ((8, 6, 6), ["placement={trainer: 0-7, rollout: {nodes: 2, gpus: 6}}", *sizes(8, 3, split=4)],
-         "6 . 6 devices.*tensor_parallel=6"),
         ((2, 2), ["placement={trainer: 0, rollout: 1, eval: auto}", EVAL, "weight_sync.transport=shm",
                   *TAUGHT, "placement.trainer={nodes: 2, gpus: 1}", *sizes(2)], "the run is on 2 nodes"),
-        ((2, 2), [f"placement.trainer={ALL}", *TURNS, *sizes(4, 4), EVAL, OWN],
-         "n0/cuda:.*placement.eval=cpu"),
     ],
 )  # fmt: skip
 def test_refused_placement_names_a_setting_that_helps(
@@ -154,13 +141,10 @@ APART = ["placement.trainer=0", "placement.rollout=1"]
     ("num_cuda", "overrides", "evaluation", "teacher"),
     [
         ((3,), [EVAL], "0: 2", ""),
-        ((4,), [EVAL, *TAUGHT], "0: 2", "0: 3"),
         ((3,), [EVAL, "placement.eval=1"], "0: 1", ""),
-        ((2,), [EVAL, *TURNS], "0: 1", ""),
         ((1,), [EVAL, "placement.rollout=cpu"], "0: c", ""),
         ((2,), [*TAUGHT, "placement.teacher=cpu"], "", "0: c"),
         ((3,), [EVAL, "eval.engine=rollout"], "", ""),
-        ((2, 3), [*APART, EVAL], "1: 0", ""),
         ((3, 3), [*APART, EVAL, *TAUGHT], "0: 2", "1: 0"),
         ((0, 2), ["placement.trainer={nodes: 1, gpus: 1}", EVAL, OWN], "1: 1", ""),
         ((2, 2), [*TURNS, *sizes(4, 4), "placement.trainer=all", EVAL, "placement.eval=cpu"], "0: c", ""),
@@ -297,7 +281,6 @@ THREE = ("8xH200-141GB", 192, "2TB")
     [
         (THREE, 1, 8, 141 * 10**9, 2 * 10**12),
         (("2x79.6GiB", 16, "512GB"), 1, 2, int(79.6 * 2**30), 512 * 10**9),
-        (("cpu", 4, "16GB"), 1, 0, None, 16 * 10**9),
         (("2x8xH200-141GB", 192, "2TB"), 2, 8, 141 * 10**9, 2 * 10**12),
         (("3xcpu", 4, "16GB"), 3, 0, None, 16 * 10**9),
     ],
