@@ -1,20 +1,19 @@
-"""Asynchronous against synchronous on rollouts that wait for tools with a long tail (sleeps stand for the
-tools).
+"""Compare asynchronous with synchronous training on rollouts that wait for slow tools (simulated by sleeps).
 
-Every row is a real `asyncrl run` of its own: embedded engine, tiny model, real optimizer steps, look_ahead
-auto, without its first 20 steps. No step is shorter than any of three bounds, all measured in that run:
+Each row is a separate `asyncrl run`: embedded engine, tiny model, real optimizer steps, look_ahead auto. The
+first 20 steps are dropped. A step takes at least the largest of three bounds, all measured in the same run:
 
-    generate    decode seconds of the engine a batch
+    generate    decode seconds of the engine per batch
     train       perf/train_s
-    little      mean time of a group (its slowest rollout; one handed back until then) / (look_ahead + 1): by
-                Little's law, for no more than (look_ahead + 1) * num_groups groups are in flight
+    little      mean time of a group (its slowest rollout, or until it is requeued) / (look_ahead + 1): by
+                Little's law, as at most (look_ahead + 1) * num_groups groups are in flight
 
-`of bound` is the largest of them over the step. What is in flight and does not run is the batch that is
-gathered and the one that is trained; and groups handed back run in vain (`again`: of those that ran).
+`of bound` is the largest bound over the step. The rest is lost to the batch that waits for its last groups,
+the batch in training, and requeued groups (`again`: their share).
 
     python benchmarks/async_vs_sync.py [--seconds 240]
 
-Last line: `ratio: X` = the least `of bound` of the rows with mask.
+Last line: `ratio: X` = the smallest `of bound` of the rows with mask.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ ROWS = [
     (8, "mask", 0.4),
     (16, "mask", 0.4),
 ]
-"""(max_staleness, on_overdue, about so many seconds a step)."""
 NUM_FIRST = 20
-"""Steps in which look_ahead is found, not counted; a fifth of the synchronous run, which has none to find."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,6 @@ class Row:
 
     @property
     def little_s(self) -> float:
-        """By Little's law."""
         return self.group_s / (self.look_ahead + 1)
 
     @property
@@ -84,7 +80,6 @@ class Row:
         return max(self.train_s, self.generate_s, self.little_s) / self.step_s
 
     def line(self) -> str:
-        """One line of the table."""
         seconds = (self.step_s, self.generate_s, self.train_s, self.little_s, self.of_bound)
         shares = (f"{self.masked:.2%}", f"{self.again:.1%}", f"{self.look_ahead:.1f}")
         cells = [*(f"{value:.3f}" for value in seconds), f"{self.idle:.0%}", f"{self.age:.2f}"]
@@ -94,7 +89,6 @@ class Row:
 
 
 def run_row(max_staleness: int, on_overdue: str, num_steps: int, folder: Path) -> Row:
-    """One run of `num_steps` steps."""
     config = folder / "tools.yaml"
     config.write_text(CONFIG)
     run_dir = folder / f"{max_staleness}-{on_overdue}"
@@ -146,10 +140,7 @@ def run_all(seconds: float) -> None:
             num_steps = max(least, int(seconds / len(ROWS) / about_s))
             rows.append(run_row(max_staleness, on_overdue, num_steps, Path(folder)))
             print(rows[-1].line(), flush=True)
-    print(
-        "idle: share of wall time in which the trainer waited; age: mean staleness of what was trained on; "
-        "ahead: mean look_ahead"
-    )
+    print("idle: share of wall time in which the trainer waited; age: mean staleness; ahead: mean look_ahead")
     sync, *_ = rows
     for row in rows[1:]:
         print(f"{row.name}: {sync.step_s / row.step_s:.2f} times the steps of max_staleness 0")

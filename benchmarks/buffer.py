@@ -44,7 +44,7 @@ def cost_us(num_total: int) -> float:
     stragglers: list[tuple[GroupId, int]] = []
     prompt = Prompt("p", ())
     version = 0
-    started_s = time.process_time()  # of this process alone: other work on the machine does not count
+    started_s = time.process_time()  # of this process
     while version < num_batches:
         for _ in range(buffer.rule.num_open):
             ticket = buffer.admit_nowait()

@@ -91,8 +91,6 @@ class SimulationResult:
 
 
 class Simulation:
-    """One run. `run()` plays it to its end; raises RuntimeError if the rule deadlocks."""
-
     def __init__(
         self,
         rule: StalenessRule,
@@ -138,7 +136,6 @@ class Simulation:
         self._tokens = 0.0
         self._masked = 0.0
         self._served_at_s = [0.0]
-        """By version."""
 
     def run(self) -> SimulationResult:
         """Play until the last batch has been trained."""

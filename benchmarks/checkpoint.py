@@ -1,17 +1,16 @@
-"""How long a save of the trainer's state holds up training, against the whole save and against a plain memory
-copy.
+"""Time that a save of the trainer's state holds up training, against a memory copy of the same bytes.
 
-A real TrainStep of 69 M parameters: 277 MB of float32 weights and twice as much of AdamW's moments. Each
-repetition, in the same run: a memory copy of as many bytes (source and target warm), one optimizer step
-alone, a save that is waited for, a save with the optimizer steps that fit beside its writing. Files are
-synced to the disk of the temporary directory.
+A real TrainStep of 69 M parameters: 277 MB of float32 weights and twice that of AdamW's moments. Each
+repetition in the same run: a memory copy of that size (source and target warm), one optimizer step, a save
+that is awaited, and a save with concurrent optimizer steps. Files are synced to the disk of the temporary
+directory.
 
     python benchmarks/checkpoint.py [--seconds 60]
 
-`held up` is the time in which a trainer neither computes nor steps: until a save is begun, and then right
-before the first step beside it changes weights, until they are copied into host buffers. `copy` is that copy
-alone. The first one also has to get these buffers from the system; it has a row of its own. `step beside a
-save` counts only steps during all of which files were being written.
+`held up` is the time in which a trainer neither computes nor steps: until a save begins, and before the first
+step changes weights, until they are copied into host buffers. `copy` is only that copy. The first copy also
+allocates these buffers and has its own row. `step during a save` counts steps that ran entirely during the
+writing of files.
 
 Last line: `ratio: X` = held up over memory copy, medians of the same run.
 """
@@ -78,9 +77,6 @@ def as_a_child() -> None:
 
 
 def train_once(step: TrainStep) -> float:
-    """Seconds of one optimizer step on a batch of random tokens, all of which carry loss but the first of
-    each sequence.
-    """
     rng, num_tokens = np.random.default_rng(step.policy_version), NUM_TOKENS * NUM_SEQUENCES
     mask = np.arange(num_tokens) % NUM_TOKENS > 0
     header = BatchHeader(
@@ -127,9 +123,6 @@ def timed(step: TrainStep) -> Iterator[list[float]]:
 
 
 def save(step: TrainStep, path: Path, *, is_beside: bool) -> tuple[float, float, list[float]]:
-    """Seconds held up (not `is_beside`: of the copy), seconds of the whole save, seconds of each optimizer
-    step beside it; the folder is removed.
-    """
     start = time.perf_counter()
     pending = step.begin_save_state(path)
     held_s = time.perf_counter() - start
@@ -176,9 +169,9 @@ def show(repetitions: list[Repetition], first_s: float, num_bytes: int) -> None:
     rows["whole save"] = whole_s
     for name, seconds in rows.items():
         print(f"{name:28}{seconds:10.4f}{num_bytes / seconds / 1e9:8.1f}{seconds / memcpy_s:12.2f}")
-    print(f"{'step alone':28}{median(one.step_s for one in repetitions):10.4f}")
+    print(f"{'step':28}{median(one.step_s for one in repetitions):10.4f}")
     if beside := [seconds for one in repetitions for seconds in one.steps_beside_s]:
-        print(f"{'step beside a save':28}{median(beside):10.4f}   ({len(beside)} steps)")
+        print(f"{'step during a save':28}{median(beside):10.4f}   ({len(beside)} steps)")
     print(f"held up for {held_s / whole_s:.1%} of the whole save")
     print(f"ratio: {held_s / memcpy_s:.2f}")
 

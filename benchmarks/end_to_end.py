@@ -1,33 +1,30 @@
-"""A whole run of asyncrl against what a user would pick instead: TRL's GRPOTrainer, and a plain synchronous
-loop.
+"""A whole run of asyncrl against TRL's GRPOTrainer and against a plain synchronous loop.
 
     python benchmarks/end_to_end.py [--seeds 0 1 2] [--rates 1.5e-3 3e-3 6e-3] [--systems asyncrl trl ...]
     [--steps 400] [--skip-shape] [--work runs/end_to_end] [--plot] [--write]
 
-The task is the quickstart's own: configs/quickstart.yaml, its model, prompts, reward, batch and steps, for
-each of
+The task is configs/quickstart.yaml (model, prompts, reward, batch, steps) for each system:
 
     asyncrl     `asyncrl run`, as shipped (max_staleness 4)
     trl         GRPOTrainer, with the settings at the head of end_to_end_trl.py
-    plain       sync_run.py: engine and trainer of asyncrl in one process, one after the other
+    plain       sync_run.py: engine and trainer of asyncrl alternate in one process
     on-policy   `asyncrl run` at max_staleness 0, which must give the plain loop's numbers
 
-as a process of its own, one at a time. First TRL and the plain loop choose their threads (1 or 2; the plain
-loop 2 if that saves a tenth), and TRL its micro-batch and attention, by seconds of a few steps of the
-untrained model. Then each system runs its
-first seed at every learning rate, and takes the one that reaches 0.8 soonest (where none does, that with the
-highest final reward) for its other seeds; `on-policy` takes that of `plain`. A level is reached when the
-mean of the last 10 steps is; a seed that never does counts as infinite; figures are medians over the seeds.
-Seconds are those of the loop, first generation included. `started` is the same with the start-up of the
-process: imports, model, engines.
+Each run is a process, one at a time. First TRL and the plain loop choose their threads (1 or 2; the plain
+loop 2 if that saves a tenth), and TRL its micro-batch and attention, by the seconds of a few steps of the
+untrained model. Each system then runs its first seed at every learning rate. The rate that reaches 0.8 first
+(or, without such a rate, has the highest final reward) is used for the other seeds; `on-policy` uses the rate
+of `plain`. A level is reached when the mean of the last 10 steps reaches it; a seed that never does counts as
+infinite. Figures are medians over the seeds. Seconds are of the loop, including the first generation;
+`started` adds the start-up of the process: imports, model, engines.
 
-SmolLM2-135M's shape (configs/smollm2.yaml, random weights, float32) is measured in seconds a step alone.
+SmolLM2-135M's shape (configs/smollm2.yaml, random weights, float32) is measured only in seconds per step.
 
 Results of finished runs are kept in --work and reused by the same command, so an interrupted benchmark
-resumes. To measure again, remove that folder. All of it takes some 30 minutes
-on 2 quiet cores. --plot draws reward against steps and seconds into docs/results/end_to_end.{png,csv}.
+resumes. Remove that folder to measure again. Everything takes about 30 minutes on 2 quiet cores. --plot draws
+reward against steps and seconds into docs/results/end_to_end.{png,csv}.
 
-Last line: `ratio: X` = the least of TRL's over asyncrl's seconds to 0.7, to 0.8, and asyncrl's over TRL's
+Last line: `ratio: X` = the smallest of TRL's over asyncrl's seconds to 0.7, to 0.8, and asyncrl's over TRL's
 steps a minute.
 """
 
@@ -48,9 +45,6 @@ from shape_task import make_shape
 QUICKSTART, SMOLLM2 = CONFIGS / "quickstart.yaml", CONFIGS / "smollm2.yaml"
 PROBE_STEPS, SHAPE_STEPS = 10, 3
 WORTH = 0.9
-"""Of the seconds with one thread, what the plain loop may take with two for two to be chosen: they are those
-of `on-policy`, too, whose processes share the cores.
-"""
 SYSTEMS = {
     "asyncrl": "asyncrl, max_staleness 4",
     "trl": "TRL GRPOTrainer",
@@ -64,8 +58,6 @@ TRL = [sys.executable, str(HERE / "end_to_end_trl.py")]
 
 @dataclass(frozen=True)
 class Chosen:
-    """What TRL and the plain loop run best with: arguments of end_to_end_trl.py, overrides of the config."""
-
     trl: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
 
@@ -128,7 +120,6 @@ def measure_all(arguments: argparse.Namespace, work: Work, chosen: Chosen) -> di
 
 
 def print_tuning(tuned: dict[str, dict[str, Curve]]) -> None:
-    """What each learning rate gave."""
     print(f"\n{'first seed, at each learning rate':<36}{'to 0.8, s':>10}{'final reward':>14}")
     for system, by_rate in tuned.items():
         for rate, curve in by_rate.items():
@@ -137,7 +128,6 @@ def print_tuning(tuned: dict[str, dict[str, Curve]]) -> None:
 
 
 def print_table(found: dict[str, Measured]) -> None:
-    """One row a system."""
     heads = "".join(f"{f'to {level}, s':>12}" for level in LEVELS)
     print(
         f"\n{'medians over seeds':<26}{'rate':>8}{'steps/min':>11}{heads}{'started, to 0.8':>17}"
@@ -160,7 +150,6 @@ def print_table(found: dict[str, Measured]) -> None:
 
 
 def seconds(value: float) -> str:
-    """A dash where it was never reached."""
     return "-" if math.isinf(value) else f"{value:.1f}"
 
 
@@ -200,12 +189,10 @@ def print_goals(found: dict[str, Measured]) -> float:
 
 
 def goal(name: str, value: float, *, at_least: float) -> None:
-    """One line."""
     print(f"{name:<52}{value:>8.2f}  goal {at_least:g}: {'met' if value >= at_least else 'missed'}")
 
 
 def measure_shape(work: Work) -> None:
-    """Seconds a step of SmolLM2-135M's shape; TRL takes half as many steps."""
     overrides = [
         f"model.path={make_shape(work.folder / 'smollm2-shape')}",
         "model.dtype=float32",
@@ -234,9 +221,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of a run")
     parser.add_argument("--skip-shape", action="store_true", help="leave SmolLM2-135M's shape out")
     parser.add_argument("--work", type=Path, default=HERE.parent / "runs" / "end_to_end")
-    parser.add_argument(
-        "--write", action="store_true", help="also keep what is printed in benchmarks/results/"
-    )
+    parser.add_argument("--write", action="store_true", help="also keep the output in benchmarks/results/")
     parser.add_argument("--plot", action="store_true", help="write docs/results/end_to_end.{png,csv}")
     arguments = parser.parse_args()
     if "on-policy" in arguments.systems and "plain" not in arguments.systems:

@@ -47,7 +47,6 @@ def write_csv(runs: Mapping[str, Sequence[Curve]], path: Path) -> None:
 
 
 def draw(runs: Mapping[str, Sequence[Curve]], labels: Mapping[str, str], path: Path) -> None:
-    """One figure, two panels: lines are means over the seeds, bands reach from the lowest to the highest."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""One run of benchmarks/end_to_end.py: its command, its cache, and what is read out of it."""
+"""A run of benchmarks/end_to_end.py: its command, its cache and its figures."""
 
 from __future__ import annotations
 
@@ -133,7 +133,4 @@ def read_curve(run_dir: Path, started_s: float) -> Curve:
 
 
 def best_rate(curves: dict[str, Curve]) -> str:
-    """The learning rate whose run reaches the highest level soonest; where none does, whose final reward is
-    highest.
-    """
     return min(curves, key=lambda rate: (curves[rate].reach_s(LEVELS[-1]), -curves[rate].final_reward))

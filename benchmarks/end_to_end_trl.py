@@ -53,7 +53,6 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
         self._started_s = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One optimizer step is over."""
         times = {"step": state.global_step, "time_s": time.monotonic() - self._started_s}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(times | self.step_values) + "\n")

@@ -1,19 +1,17 @@
-"""Tokens a second of the embedded engine against Hugging Face `generate`, in one process, in turns; and
-beside vLLM on the CPU.
+"""Tokens per second of the embedded engine against Hugging Face `generate`, and against vLLM on the CPU.
 
     python benchmarks/engine.py [--seconds S] [--concurrency C] [--device cpu] [--write]
 
-Both sample the same prompts for the same numbers of tokens (the model has no end-of-sequence token) with the
-same model, float32 (bfloat16 on CUDA), one thread, at most C sequences at a time. Ours runs its own loop
-thread in this process (no HTTP), deterministic mode, and returns logprobs; `generate` returns none, runs
-static batches of C in order of arrival, each until its longest is done, and gets whichever of eager and sdpa
-attention is faster here. Counted are the tokens that were asked for. The last line is the ratio of medians
-for long-tailed lengths.
+The first part alternates both sides in one process. They sample the same prompts for the same numbers of
+tokens (no end token) with the same model, float32 (bfloat16 on CUDA), one thread, at most C sequences at a
+time. Our engine runs its own loop thread (no HTTP) in deterministic mode and returns logprobs. `generate`
+returns no logprobs, runs static batches of C in order of arrival, each until its longest sequence ends, with
+the faster of eager and sdpa attention. Only requested tokens count. The last line is the ratio of medians for
+long-tailed lengths.
 
-Where vLLM is installed (`make setup-vllm`), three cases follow over HTTP, as a run has it: the embedded
-server and a vLLM server, each alone on the machine, float32, through the same EnginePool, one after the
-other. vLLM has a core for its worker and may use the other one for its API server and scheduler; the embedded
-server decodes with one thread.
+If vLLM is installed (`make setup-vllm`), three cases follow over HTTP through an EnginePool, as in a run: the
+embedded server, then a vLLM server, float32. vLLM has one core for its worker and may use the other core for
+its API server and scheduler; the embedded server decodes with one thread.
 """
 
 from __future__ import annotations
@@ -38,9 +36,8 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.engine_api import GenerateRequest
 from asyncrl.messages.records import SamplingRequest
-from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 VOCAB, PROMPT_LENGTH, MAX_NEW = 64, 16, 496
 
@@ -105,9 +102,6 @@ def run_generate(
 def run_case(
     engine: Engine, peers: list[Qwen3ForCausalLM], lengths: list[int], concurrency: int, seconds: float
 ) -> tuple[float, float, int]:
-    """Median seconds of ours and of the faster peer, in turns until `seconds` are over (at least 3 each), and
-    how many turns.
-    """
     generator = np.random.default_rng(1)
     prompts = [generator.integers(1, VOCAB, PROMPT_LENGTH).tolist() for _ in lengths]
     short = [min(length, 32) for length in lengths[:concurrency]]

@@ -12,11 +12,6 @@ from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 
 
 class Reply(Future[GenerateResponse]):
-    """The listener of one request, and its whole answer once it is over. `rows` is what was told so far.
-
-    Interrupted by a weight update or a sleep it waits for resume(), or ends with what it has if `ends`.
-    """
-
     def __init__(
         self, engine: Any, request: GenerateRequest, *, is_streamed: bool = False, ends: bool = True
     ) -> None:
@@ -40,7 +35,6 @@ class Reply(Future[GenerateResponse]):
         self._engine.resume([self.run])
 
     def abort(self) -> None:
-        """End with what it has."""
         self._engine.abort([self.run])
 
 

@@ -62,8 +62,6 @@ WORDS = "the cat sat on a warm roof while rain fell over green hills and seven b
 
 
 class Wire:
-    """One connection, reopened if the server closed it."""
-
     def __init__(self, port: int) -> None:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -92,8 +90,6 @@ class Wire:
 
 
 class Talk(Protocol):
-    """One conversation at a server."""
-
     async def call(self, wire: Wire) -> float:
         """Make the next call; return its seconds."""
         ...
@@ -145,12 +141,11 @@ class Side:
         self.num_talks = 0
 
     async def next_talk(self, talk: Talk | None, wire: Wire) -> Talk:
-        """Return a new conversation in place of one that has ended."""
         self.num_talks += 1
         return Chat("none", self.num_talks)
 
     async def finish(self) -> None:
-        """End what is still open."""
+        """End open sessions."""
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of its process so far."""
@@ -426,11 +421,11 @@ async def run(arguments: argparse.Namespace, folder: Path, cores: Sequence[int])
         rates = await request_rates(proxies, 0.6 * arguments.seconds)
         stats = await ours.stats()
         if stats["edited"] or stats["uncut"] or stats["refused"] or stats["sessions"]:
-            raise SystemExit(f"conversations did not extend what was recorded, or were refused: {stats}")
+            raise SystemExit(f"conversations did not extend their record, or were refused: {stats}")
     if "LiteLLM" in rates:
         print(f"ratio: {rates['ours'] / rates['LiteLLM']:.2f}")
     else:
-        print("no ratio: LiteLLM was left out (--no-litellm)")
+        print("no ratio: LiteLLM was skipped (--no-litellm)")
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from asyncrl_servers.engine_routes import OneAnswer, engine_routes
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 PROMPT = [1] * 256
-"""Stands for the prompt, which this route does not tokenize."""
 
 
 def main() -> None:
@@ -37,7 +36,7 @@ def main() -> None:
         model = from_json(await request.read())["model"]
         number = next(numbers)
         asked = GenerateRequest(f"chat-{number}", PROMPT, max_tokens=spec.max_length // 2, seed=number)
-        num_tokens = len((await OneAnswer(engine, asked).answer()).token_ids)
+        num_tokens = len((await OneAnswer().answer(engine, asked)).token_ids)
         message = {"role": "assistant", "content": completion}
         total = len(PROMPT) + num_tokens
         usage = {"prompt_tokens": len(PROMPT), "completion_tokens": num_tokens, "total_tokens": total}

@@ -1,4 +1,4 @@
-"""Our side of benchmarks/gateway.py, a process of its own: Gateway, EnginePool and tokenizer as in a run.
+"""Our side of benchmarks/gateway.py, in its own process: Gateway, EnginePool and tokenizer as in a run.
 
 /bench/turn ends sessions, with their rollouts, and opens new ones; /bench/stats returns the counts.
 """

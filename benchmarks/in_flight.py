@@ -6,7 +6,7 @@ The parts of a run in one loop, without a model: Producers, Buffer, RolloutRunne
 the real link, Journal, PushLoop with interrupt=abort, TrainerClient, metrics, watchdog and status.json. The
 trainer is a stub that answers at once. 4 engine processes simulate latency. N rollouts sample at any moment,
 in groups of 8, with 32 tokens on average; a batch has N / 4 rollouts, so each rollout is interrupted about 4
-times. Each size is a process of its own, measured from its first weight update for S seconds and at least two
+times. Each size runs in its own process, measured from its first weight update for S seconds and at least two
 more updates.
 
 memory    RSS with N in flight minus RSS before, over N; controller and engines
@@ -66,7 +66,6 @@ from asyncrl.trainer.trainer_client import TrainerClient
 
 ENGINES, GROUP, MEAN_TOKENS, MAX_TOKENS = 4, 8, 32, 256
 PER_BATCH = 4
-"""A batch has one of so many of the rollouts in flight."""
 RATE = 500
 """Rollouts a second that the engines are set to end, at any size: what the machine can keep up with."""
 BEAT_S = 0.005
@@ -76,8 +75,6 @@ SIZES = (1_000, 10_000, 100_000)
 
 @dataclass
 class Measured:
-    """One size. Stalls are sorted milliseconds."""
-
     in_flight: int
     counts: dict[str, float]
     """Increases of Controller.totals() in the window."""
@@ -257,7 +254,6 @@ class Controller:
         self.num_updates += 1
 
     async def train(self) -> None:
-        """The train loop, as job/loop.py has it."""
         while True:
             batch = await self.buffer.wait_batch()
             await self.journal.batch_taken(batch)
@@ -392,7 +388,7 @@ def show(one: Measured) -> None:
 def main() -> None:
     parser = options(__doc__, seconds=30.0)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="rollouts in flight")
-    parser.add_argument("--only", type=int, help="measure this size here, and print what was measured")
+    parser.add_argument("--only", type=int, help="measure this size here, and print the result")
     given = parser.parse_args()
     if given.only:
         logging.disable(logging.WARNING)

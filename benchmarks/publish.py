@@ -3,7 +3,7 @@
     python benchmarks/publish.py [--seconds 60] [--interrupt abort] [--engine embedded|vllm] [--write]
 
 One engine process with 277 MB of weights and a light load: the embedded engine, then vLLM if it is installed.
-Each repetition: a memory copy of as many bytes (source and target warm), an export into shared memory,
+Each repetition: a memory copy of that size (source and target warm), an export into shared memory,
 prepare (generation continues), commit; for vLLM also its own reload (`reload_weights` between pause and
 resume: on the CPU it leaves a tied lm_head stale). Two sets of weights alternate, so each push changes every
 byte. Before that a trainer of the same model takes optimizer steps with an export in parallel: `held` is the
@@ -49,7 +49,6 @@ LOAD = 3
 
 
 async def keep_generating(pool: EnginePool, number: int) -> None:
-    """One long request after the other."""
     turn = 0
     while True:
         await pool.generate(
@@ -83,7 +82,7 @@ async def repeat(
 
 
 class Anything(BaseModel, extra="allow"):
-    """Whatever one of vLLM's own routes answers."""
+    """An answer of vLLM's own routes."""
 
 
 class Reload(BaseModel):
@@ -144,7 +143,7 @@ def show(kind: str, repetitions: list[dict[str, float]], interrupt: str) -> floa
     for name, seconds in rows.items():
         print(f"{name:36}{seconds:10.4f}{seconds / memcpy_s:12.2f}")
     if RELOAD in rows:
-        print(f"vLLM's own reload takes {rows[RELOAD] / rows['pause, server']:.2f} times the pause of ours")
+        print(f"vLLM's own reload takes {rows[RELOAD] / rows['pause, server']:.2f} times our pause")
     return rows["pause, server"] / memcpy_s
 
 
@@ -168,7 +167,6 @@ def held_by_an_export(folder: Path) -> None:
 
 
 def run_kind(kind: str, seconds: float, interrupt: Interrupt) -> float:
-    """Measure one engine in folders of its own and print its table; return the ratio."""
     staging = new_staging_dir()
     try:
         with tempfile.TemporaryDirectory(prefix="asyncrl-publish-") as folder:

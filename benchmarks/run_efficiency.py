@@ -1,25 +1,23 @@
-"""How much of what engine and trainer can do alone is left in a real run.
+"""Throughput of a real run against the throughput of its engine and its trainer, each measured separately.
 
     python benchmarks/run_efficiency.py [--seconds 240] [--rounds 2] [--write]
 
-Each case is a real `asyncrl run` on two cores: controller, trainer and embedded engine, new weights pushed
-after every step. Beside it, in turns, one after the other and with nothing else running: the engine's own
-decode loop in this process, fed with the run's own requests (prompts, seeds, limits) all at once, and
-the trainer in this process on the run's own batches, out of its journal. Both with the run's number of
-threads, from the run's own weights; the learning rate is 1e-12, so that the weights, and with them the
-lengths, stay what they are. A run can be no faster than the slower of the two: `of bound` is its tokens/s
-over that. Counted are sampled tokens that were trained on, from a fifth of the steps on, as long as there is
+Each case is an `asyncrl run` on two cores: controller, trainer and embedded engine, with new weights pushed
+after every step. Then two peers run separately: the engine's decode loop in this process on the run's
+requests (prompts, seeds, limits) all at once, and the trainer in this process on the run's batches from its
+journal. Both use the run's number of threads and its weights; the learning rate is 1e-12, so weights and
+lengths stay the same. A run cannot be faster than its slower peer: `of bound` is the run's tokens/s over that
+peer's. Only sampled tokens that were trained on count, after the first fifth of the steps, while there is
 more to generate.
 
-    generation-bound   long completions in 16 slots: the trainer has less than half as much to do
-    training-bound     the quickstart, each batch gone through 8 times
-    quickstart         as shipped, untrained: both sides have about as much to do
+    generation-bound   long completions in 16 slots: the trainer has less than half the work
+    training-bound     the quickstart, with 8 passes over each batch
+    quickstart         as shipped, untrained: both sides have about the same work
 
-The second table says where the rest is. Shares of the wall time: training, waiting for generation, for
-stragglers and for publishing, and other (perf/* of metrics.jsonl); `decodes`: the part of the wall time in
-which the engine decodes (engine/decode_s, which is read once a second); CPU seconds of each process a second
-of wall time; and the CPU seconds a token of engine and trainer over those of the same work alone, which other
-load of the machine changes little.
+The second table has shares of the wall time: training, waiting for generation, stragglers and publishing, and
+other (perf/* of metrics.jsonl); `decodes`: time in which the engine decodes (engine/decode_s, read once a
+second); CPU seconds of each process per second of wall time; and CPU seconds per token of engine and trainer
+over the CPU seconds of the separate peers.
 
 Goals: 0.85 generation-bound, 0.95 training-bound. Last line: `ratio: X` = `of bound`, generation-bound.
 """
@@ -53,7 +51,6 @@ COMMON = [
     "observe.console=none",
 ]
 ALPHABET = "abcdef0123456789 " + "".join(chr(0x100 + number) for number in range(100))
-"""An untrained model ends a completion after about as many tokens as there are characters."""
 LONG = [
     f'model.scratch.characters="{ALPHABET}"',
     "model.scratch.architecture.max_position_embeddings=512",
@@ -83,8 +80,6 @@ CASES = [
 
 @dataclass(frozen=True)
 class Rate:
-    """Of a side alone."""
-
     tokens_per_s: float
     cpu_s_per_token: float
 
@@ -105,7 +100,6 @@ class Round:
 
 
 def engine_alone(peer: SyncRun, num_groups: int) -> Rate:
-    """The decode loop for the first `num_groups` prompts of the run, with nothing beside it."""
     group_size, seed = peer.config.rollout.group_size, peer.config.seed
     prompts = [peer.feed.next_nowait() for _ in range(num_groups)]
     requests = [
@@ -138,7 +132,6 @@ def trainer_alone(peer: SyncRun, journal: Path, first: int, last: int) -> Rate:
 
 
 def measure(case: Case, num_steps: int, folder: Path) -> Round:
-    """One run, then its peers."""
     config: RunConfig = load_config(CONFIG, [*COMMON, *case.overrides, f"trainer.num_steps={num_steps}"])
     command = [*ASYNCRL, str(CONFIG), *COMMON, *case.overrides, f"trainer.num_steps={num_steps}"]
     processes = watched(command, folder / "run")
@@ -160,7 +153,7 @@ def measure(case: Case, num_steps: int, folder: Path) -> Round:
     cpu = processes.cpu(first, last)
     rest |= {f"cpu {name}": value for name, value in cpu.items()}
     for name, alone in (("engine-0", engine), ("trainer-0", trainer)):
-        rest[f"{name}, times alone"] = cpu[name] * wall_s / tokens / alone.cpu_s_per_token
+        rest[f"{name}, times the peer"] = cpu[name] * wall_s / tokens / alone.cpu_s_per_token
     interrupted = window[-1]["rollout/interrupted"] - before["rollout/interrupted"]
     rest["interrupted a step"] = interrupted / len(window)
     rest["tokens a step"] = tokens / len(window)
@@ -180,7 +173,7 @@ def median_of(rounds: Iterable[Round]) -> Round:
 def print_tables(found: dict[str, list[Round]]) -> None:
     """Rates and goals, then where the rest goes."""
     medians = {name: median_of(rounds) for name, rounds in found.items()}
-    print(f"\n{'tokens/s':<18}{'run':>8}{'engine alone':>14}{'trainer alone':>15}{'of bound':>10}  goal")
+    print(f"\n{'tokens/s':<18}{'run':>8}{'engine':>14}{'trainer':>15}{'of bound':>10}  goal")
     for case in CASES:
         one = medians[case.name]
         ratio = statistics.median(each.of_bound for each in found[case.name])
@@ -195,7 +188,6 @@ def print_tables(found: dict[str, list[Round]]) -> None:
 
 
 def main() -> None:
-    """Run all cases in turns and print the tables."""
     parser = options(__doc__, seconds=240.0)
     parser.add_argument("--rounds", type=int, default=2, help="times that each case is run")
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""What `asyncrl run configs/quickstart.yaml` costs until its first step, with the fork server and without.
+"""Cost of `asyncrl run configs/quickstart.yaml` until its first step, with the fork server and without.
 
-CPU seconds are of all processes of the run, which other load of the machine changes little; wall seconds are
-as they were. Each side is started in turn; the table has the median of its starts. The goal is 8 CPU seconds
-and 6 s on two cores; the last line is the larger of the two shares of it, with the fork server.
+CPU seconds are the sum over the run's processes, which other load changes little. The sides alternate; the
+table has medians. The goal is 8 CPU seconds and 6 s on two cores; the last line is the larger of the two
+shares of it, with the fork server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ main()
 SIDES = {"fork server": ["-m", "asyncrl.cli"], "without": ["-c", WITHOUT]}
 TIMEOUT_S = 120.0
 GOALS = (8.0, 6.0)
-"""CPU seconds, and seconds on two cores with nothing beside them."""
 
 
 def start_once(python_arguments: list[str]) -> tuple[float, float]:
@@ -50,7 +49,6 @@ def start_once(python_arguments: list[str]) -> tuple[float, float]:
 
 
 def cpu_s(root: psutil.Process) -> float:
-    """What a process, its descendants, and those of them that have ended have used."""
     return sum(sum(process.cpu_times()[:4]) for process in (root, *root.children(recursive=True)))
 
 

@@ -42,9 +42,8 @@ from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
-from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 
 class SyncRun:
@@ -78,7 +77,6 @@ class SyncRun:
         )
 
     def parts(self) -> SyncParts:
-        """What sync_reference is made of."""
         return SyncParts(
             next_prompt=self.feed.next_nowait,
             encode=self.tokenizer.encode_chat,
@@ -122,7 +120,6 @@ class SyncRun:
         return float(self.task.score(prompt, completion))  # type: ignore[arg-type]
 
     def train(self, batch: Batch) -> TrainResponse:
-        """One optimizer step."""
         metrics = self.trainer.train(*pack_groups(batch))
         return TrainResponse(policy_version=self.trainer.policy_version, metrics=metrics)
 

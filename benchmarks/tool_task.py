@@ -1,4 +1,4 @@
-"""A task whose rollouts wait for tools: sleeps with a long tail stand for them. Used by async_vs_sync.py."""
+"""A task whose rollouts wait for slow tools, simulated by sleeps. Used by async_vs_sync.py."""
 
 from __future__ import annotations
 

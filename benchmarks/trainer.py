@@ -1,5 +1,5 @@
 """One optimizer step (forward, backward, update) against TRL's GRPOTrainer as shipped, on the same batch; and
-an agent's branches as a tree against each branch alone.
+an agent's branches as a tree against separate branches.
 
     python benchmarks/trainer.py [--seconds S] [--model tiny|smollm2|all] [--groups G] [--device cpu]
 
@@ -8,8 +8,8 @@ drops earlier thoughts, so each turn is a branch: 2.1 times the tokens of their 
 times in 20. All sides start from the same weights, get the same tokens, rewards and behaviour logprobs, and
 minimize the same loss (clip 0.2 around the behaviour policy, mean over the batch's tokens); loss and gradient
 norm of the first step must agree. Each measurement is a fresh process with 2 threads; the sides alternate,
-twice each; medians. trainer_ours.py and trainer_trl.py say what is counted. TRL runs at its best micro-batch
-size. In bfloat16, TRL computes with float32 weights under autocast (its default).
+twice each; medians. trainer_ours.py and trainer_trl.py list the counted work. TRL runs at its best
+micro-batch size. In bfloat16, TRL computes with float32 weights under autocast (its default).
 
 CPU seconds are of all threads; waiting threads sleep (OMP_WAIT_POLICY=PASSIVE). MiB is the peak of resident
 (CUDA: allocated) memory above the loaded model.
@@ -74,7 +74,6 @@ class Side:
 
 
 def run_child(side: str, case: Case, folder: Path) -> dict[str, Any]:
-    """One fresh process; what it wrote."""
     case.save(folder / "case.json")
     command = [
         sys.executable,
@@ -120,7 +119,6 @@ def check_agreement(ours: Side, trl: Side, dtype: str) -> None:
 
 
 def measure(model: str, case: Case, folder: Path, *, is_agent: bool) -> dict[str, Side]:
-    """Measure ours, then each branch alone or TRL at its best micro-batch size; return sides by title."""
     sides = {"ours": ("ours", case)}
     if is_agent:
         sides["ours, untangled"] = ("ours", replace(case, is_untangled=True))
@@ -145,7 +143,7 @@ def find_models(chosen: str, folder: Path) -> dict[str, tuple[Path, str]]:
         if SMOLLM2.is_dir():
             models["SmolLM2-135M"] = (SMOLLM2, "bfloat16")
         else:
-            print(f"SmolLM2-135M is left out: no {SMOLLM2}; `python examples/smollm2.py` makes it")
+            print(f"SmolLM2-135M is skipped: no {SMOLLM2}; `python examples/smollm2.py` makes it")
     return models
 
 
@@ -164,7 +162,6 @@ def print_rows(title: str, case: Case, sides: dict[str, Side]) -> None:
 
 
 def batches(num_groups: int) -> dict[str, Callable[[Pieces], list[Row]]]:
-    """Those of the table, by name."""
     return {
         f"{num_groups} x {GROUP_SIZE}, long-tailed": partial(
             completions, lengths=long_tailed_lengths(num_groups)
@@ -198,7 +195,7 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
                 device=arguments.device,
                 threads=THREADS,
                 seconds=arguments.seconds / (3 * ROUNDS),
-                warm_up=0 if is_slow else 1,  # minutes a step: there is nothing to warm up beside them
+                warm_up=0 if is_slow else 1,  # a step takes minutes
             )
             sides = measure(model, case, folder, is_agent="agent" in name)
             print_rows(f"{model}, {name}", case, sides)

@@ -31,8 +31,6 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 @dataclass(frozen=True)
 class Case:
-    """One batch for one model; what a child process is told, as JSON."""
-
     model_path: str
     batch_path: str
     dtype: str
@@ -52,7 +50,6 @@ class Case:
 
     @classmethod
     def load(cls, path: str) -> Case:
-        """What save() wrote."""
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
     def batch(self) -> tuple[BatchHeader, BatchArrays]:
@@ -85,12 +82,10 @@ class Meter:
         self._wall_s += time.perf_counter() - self._started[1]
 
     def end_step(self) -> None:
-        """What was measured since the last call was one optimizer step."""
         self.steps.append((self._cpu_s, self._wall_s))
         self._cpu_s = self._wall_s = 0.0
 
     def is_over(self) -> bool:
-        """Whether there is a counted step, and they last as long as the case says."""
         counted = self.steps[self.case.warm_up :]
         return len(counted) > 0 and sum(wall_s for _, wall_s in counted) >= self.case.seconds
 
@@ -100,13 +95,10 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
             self._loaded_bytes = torch.cuda.memory_allocated()
         else:
-            Path("/proc/self/clear_refs").write_text(
-                "5", encoding="ascii"
-            )  # sets the peak back to what is resident
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
             self._loaded_bytes = _status_bytes("VmRSS")
 
     def peak_bytes(self) -> int:
-        """The most that was in use since mark_loaded(), less what was in use then."""
         peak = torch.cuda.max_memory_allocated() if self.case.device == "cuda" else _status_bytes("VmHWM")
         return peak - self._loaded_bytes
 
@@ -121,7 +113,6 @@ def _status_bytes(key: str) -> int:
 
 
 def write_result(path: str, meter: Meter, *, loss: float, grad_norm: float) -> None:
-    """What a child hands back; loss and gradient norm are those of the first step."""
     steps = meter.steps[meter.case.warm_up :]
     values = {
         "steps": steps,
@@ -140,7 +131,6 @@ def long_tailed_lengths(num_groups: int) -> list[int]:
 
 
 def make_tiny(folder: Path) -> Path:
-    """The quickstart's model, with room for longer sequences."""
     scratch = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))["model"]["scratch"]
     scratch["architecture"]["max_position_embeddings"] = 2048
     make_scratch_model(ScratchSpec(out=folder, seed=0, scratch=ScratchConfig(**scratch)))
@@ -149,8 +139,6 @@ def make_tiny(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Row:
-    """One trajectory: its tokens, which of them were sampled, and whose it is."""
-
     group: int
     sample: int
     branch: int
@@ -159,10 +147,6 @@ class Row:
 
 
 class Pieces:
-    """Random pieces of text for a model. Those of the documentation keep bfloat16's rounding small; where the
-    model has characters alone they are random.
-    """
-
     def __init__(self, model_path: str, vocab_size: int) -> None:
         self._rng = np.random.default_rng(1)
         is_scratch = vocab_size <= 1000
@@ -170,7 +154,6 @@ class Pieces:
         self._text = random if is_scratch else _text(model_path)
 
     def __call__(self, length: int) -> npt.NDArray[np.int64]:
-        """So many tokens."""
         first = self._rng.integers(0, len(self._text) - length)
         return self._text[first : first + length]
 
@@ -189,9 +172,6 @@ def completions(pieces: Pieces, lengths: list[int]) -> list[Row]:
 
 
 def agents(pieces: Pieces, num_turns: int, num_groups: int, group_size: int) -> list[Row]:
-    """Rollouts of an agent whose template drops the thoughts of earlier turns: a branch for each turn, of
-    which the history, prompt, answers and tool output, goes on in the next.
-    """
     rows = []
     for group in range(num_groups):
         prompt = pieces(AGENT_PROMPT)

@@ -1,8 +1,8 @@
-"""Our side of benchmarks/trainer.py, a process of its own: TrainStep.train on one batch again and again.
+"""Our side of benchmarks/trainer.py, in its own process: TrainStep.train on one batch, repeatedly.
 
     python benchmarks/trainer_ours.py CASE.json RESULT.json
 
-Counted is the whole of train(): checks, packing, advantages, forward, backward, clipping, optimizer,
+All of train() counts: checks, packing, advantages, forward, backward, clipping, optimizer,
 statistics, record.
 """
 
@@ -48,16 +48,12 @@ def make_spec(case: Case, folder: Path) -> TrainerSpec:
 
 
 def trl_advantage(reward_B: Tensor, group_B: Tensor) -> Tensor:  # noqa: N803
-    """Advantages as TRL has them (scale_rewards="group"): the standard deviation is that of a sample, not of
-    the population.
-    """
     reward_GS = reward_B.view(int(group_B.max()) + 1, -1)  # noqa: N806
     centred_GS = reward_GS - reward_GS.mean(dim=1, keepdim=True)  # noqa: N806
     return (centred_GS / (reward_GS.std(dim=1, keepdim=True) + 1e-4)).view(-1)
 
 
 def nothing_shared(sequences: Sequence[TokenRange], token_ids: object) -> list[tree.TreeNode]:
-    """Stands in for the tree: every sequence by itself."""
     return [tree.TreeNode(one, 0, one.length, None, ends=[one]) for one in sequences]
 
 

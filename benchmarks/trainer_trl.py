@@ -1,4 +1,4 @@
-"""TRL's side of benchmarks/trainer.py, a process of its own: GRPOTrainer.train() as shipped, its rollouts
+"""TRL's side of benchmarks/trainer.py, in its own process: GRPOTrainer.train() as shipped, its rollouts
 given.
 
     python benchmarks/trainer_trl.py CASE.json RESULT.json
@@ -6,7 +6,7 @@ given.
 Counted are compute_loss and backward of every micro-batch, gradient clipping, and optimizer.step. Not
 counted: data loader, rollouts, tokenising, rewards, advantages, padding, shuffling and splitting into
 micro-batches, learning-rate schedule, zero_grad, callbacks and logging. The statistics that compute_loss
-makes on its way are counted, as ours are. Changed are only where rollouts come from, and that the ratio is
+makes on its way are counted, as ours are. Two things differ: rollouts are given, and the ratio is
 taken to given behaviour logprobs (`old_per_token_logps`, a key which TRL fills itself whenever rollouts are
 older than the step) instead of to the current ones. Dataset order is kept.
 """
@@ -77,11 +77,10 @@ class GivenRollouts(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         inputs = super()._prepare_inputs(generation_batch)
-        self.meter.start()  # training_step goes on with compute_loss and backward
+        self.meter.start()  # training_step continues with compute_loss and backward
         return inputs
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One micro-batch; _prepare_inputs started the clock on its way."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         self.meter.stop()
         if self.state.global_step == 0:
@@ -113,15 +112,11 @@ class AroundOptimizer(TrainerCallback):  # type: ignore[misc]
         self.meter.end_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One optimizer step is over."""
         if self.meter.is_over():
             control.should_training_stop = True
 
 
 def make_config(case: Case, num_sequences: int, folder: str) -> GRPOConfig:
-    """One optimizer step a batch, token mean over the batch ("dapo", TRL's default), no reference model; the
-    rest as shipped.
-    """
     return GRPOConfig(
         output_dir=folder,
         use_cpu=case.device == "cpu",

@@ -1,5 +1,4 @@
-"""Writes docs/configuration.md and configs/asyncrl.schema.json from the config models, so that neither can say
-anything else than they do.
+"""Write docs/configuration.md and configs/asyncrl.schema.json from the config models.
 
 python scripts/config_reference.py            write both
 python scripts/config_reference.py --check    exit with 1 if one is out of date
@@ -14,7 +13,8 @@ from pathlib import Path
 from asyncrl.config.load import BASIC, Key, schema_text, sections
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, SCHEMA = ROOT / "docs" / "configuration.md", ROOT / "configs" / "asyncrl.schema.json"
+PAGE = ROOT / "docs" / "configuration.md"
+SCHEMA = ROOT / "configs" / "asyncrl.schema.json"
 
 HEAD = """\
 # Configuration
@@ -34,15 +34,12 @@ An unknown key is an error that names the closest key. `asyncrl check CONFIG` va
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page."""
     parts = [HEAD]
     for name, about, keys in sections():
         title = f"`{name}`" if name else "Top level"
-        parts.append(
-            f"\n## {title}\n\n{_cell(about)}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- "
-            f"|\n"
-        )
-        parts += [_row(key) for key in keys]
+        parts.append(f"\n## {title}\n\n{_cell(about)}\n\n| key | type | default | meaning |\n")
+        parts += ["| --- | --- | --- | --- |\n", *map(_row, keys)]
     return "".join(parts)
 
 
@@ -57,19 +54,11 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 written or up to date, 1 out of date."""
+    """Return 1 if a file is out of date."""
     parser = argparse.ArgumentParser(description="Write docs/configuration.md from the config models.")
-    parser.add_argument(
-        "--check", action="store_true", help="only compare; exit with 1 if the page is out of date"
-    )
-    parser.add_argument(
-        "--page", type=Path, default=PAGE, help="file of the page (default: docs/configuration.md)"
-    )
-    parser.add_argument(
-        "--schema", type=Path, default=SCHEMA, help="file of the schema (default: in configs/)"
-    )
+    parser.add_argument("--check", action="store_true", help="only compare; exit with 1 if out of date")
     options = parser.parse_args(arguments)
-    for path, text in ((options.page, page()), (options.schema, schema_text())):
+    for path, text in ((PAGE, page()), (SCHEMA, schema_text())):
         if not options.check:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -21,7 +21,6 @@ from asyncrl.tasks.sources import build_task
 
 NUM_PROMPTS = 100
 EXAM_SEED = 1_000_000
-"""The same prompts for every run, whatever its seed."""
 
 
 def greedy_answers(model_path: Path, prompts: list[str], max_tokens: int) -> tuple[list[str], str]:

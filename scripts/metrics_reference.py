@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from observe/metrics.py, so that the page cannot say anything else.
+"""Write docs/metrics.md from observe/metrics.py.
 
 python scripts/metrics_reference.py            write the page
 python scripts/metrics_reference.py --check    exit with 1 if the page is out of date
@@ -24,7 +24,7 @@ is a line of `eval.jsonl`. A name ending in `*` covers all names with that begin
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page."""
     parts = [HEAD]
     for kind, about in KINDS.items():
         parts.append(f"\n## {about}\n\n| name | unit | meaning |\n| --- | --- | --- |\n")
@@ -37,7 +37,7 @@ def page() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 written or up to date, 1 out of date."""
+    """Return 1 if the page is out of date."""
     parser = argparse.ArgumentParser(description="Write docs/metrics.md from the declared metrics.")
     parser.add_argument("--check", action="store_true", help="only compare; exit with 1 if it is out of date")
     if not parser.parse_args(arguments).check:

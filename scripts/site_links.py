@@ -14,7 +14,6 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "repository"
-"""Folder of the site for what lies outside docs/."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
 COPIED = {".png", ".svg", ".csv", ".ipynb"}
 LANGUAGES = {
@@ -28,7 +27,6 @@ LANGUAGES = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what the pages link to, and what is linked there."""
     pages = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
     while pages:
         path, text = pages.pop()
@@ -48,7 +46,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point each link to where its target lies on the site."""
     uri = page.file.src_uri
 
     def on_the_site(match: re.Match[str]) -> str:
@@ -65,7 +62,6 @@ def resolved(path: str, link: str) -> str:
 
 
 def uri_of(path: str) -> str:
-    """Where a file or folder of the repository stands on the site: the source of its page, or its copy."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
@@ -74,12 +70,10 @@ def uri_of(path: str) -> str:
 
 
 def path_of(uri: str) -> str:
-    """What a page with links was made of, in the repository; of a folder, index.md in it."""
     return uri.removeprefix(f"{FOLDER}/") if uri.startswith(f"{FOLDER}/") else f"docs/{uri}"
 
 
 def has_links(uri: str) -> bool:
-    """Not if it is the text of a program or a config."""
     return not uri.startswith(f"{FOLDER}/") or (ROOT / path_of(uri)).exists() or uri.endswith("/index.md")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_processes import SECRET, EngineProcess, engine_process
-from fake_engine import FakeEngineServer
 from safetensors.numpy import load_file
 from vllm_process import VllmProcess, vllm_process
 
@@ -31,7 +30,7 @@ ENDLESS = 100_000
 WEIGHTS = {"w": np.ones((3, 2), dtype=np.float32), "b": np.zeros(5, dtype=np.float32)}
 OURS = ["simulated", "embedded"]
 """Kinds that speak our own protocol."""
-KINDS = [*OURS, "fake", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])]
+KINDS = [*OURS, pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])]
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,6 @@ class Traits:
     """Tokens that are not over before a story has interrupted them; a sequence may have a few more."""
     has_weights: bool = True
     """The simulated server draws from seeds: a latency model."""
-    reads_files: bool = True
-    """The fake reads no file and believes each manifest."""
-    knows_prompts: bool = True
-    """The fake has no model: any id is a token, and resumed ones are like others."""
     aborts_queued: bool = False
     """A vLLM commit with interrupt=abort also ends queued requests; ours keep them for the new weights."""
     keeps_streams: bool = True
@@ -71,7 +66,6 @@ class Traits:
 
 
 TRAITS = {
-    "fake": Traits(reads_files=False, knows_prompts=False),
     "simulated": Traits(long=ENDLESS, has_weights=False),
     "embedded": Traits(waited=LONG),
     "vllm": Traits(
@@ -90,11 +84,11 @@ class Server:
     """A server under test; versions and request ids go up from story to story."""
 
     kind: str
-    process: EngineProcess | VllmProcess | None
+    process: EngineProcess | VllmProcess
     weights: dict[str, np.ndarray]
     folder: Path
-    runner: asyncio.Runner | None = None
-    """The loop that runs the stories; the fake uses virtual time."""
+    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
+    """Its loop runs the stories."""
     client: EngineClient | None = None
     """The one client of all stories, of a server that leaves it to its client to know which weights it
     holds.
@@ -104,10 +98,6 @@ class Server:
     @property
     def traits(self) -> Traits:
         return TRAITS[self.kind]
-
-    @property
-    def vocab_size(self) -> int:
-        return 128 if self.kind == "fake" else VOCAB_SIZE
 
     def needs(self, has_it: bool, why: str) -> None:
         """Leave the story out for a server whose nature has no place for it."""
@@ -122,25 +112,22 @@ class Server:
 
 @contextmanager
 def contract_server(kind: str, folder: Path) -> Iterator[Server]:
-    """Yield a server that many stories share. The fake is new for each, on the virtual clock."""
-    if kind == "fake":
-        yield Server(kind, None, dict(WEIGHTS), folder)
-        return
+    """Yield a server that many stories share."""
     spec, run_folder = spec_of(kind, folder), folder / "server"
     process = vllm_process(spec, run_folder) if kind == "vllm" else engine_process(kind, spec, run_folder)
-    with process as child, asyncio.Runner() as runner:
+    with process as child:
         server = server_of(kind, child, folder)
-        server.runner = runner
-        if kind != "vllm":
-            yield server
-            return
-        caller = caller_of(server)
-        server.client = vllm_client(server, caller)
-        try:
-            runner.run(server.client.ready(180.0))
-            yield server
-        finally:
-            runner.run(caller.aclose())
+        with server.runner as runner:
+            if kind != "vllm":
+                yield server
+                return
+            caller = caller_of(server)
+            server.client = vllm_client(server, caller)
+            try:
+                runner.run(server.client.ready(180.0))
+                yield server
+            finally:
+                runner.run(caller.aclose())
 
 
 def server_of(kind: str, child: EngineProcess | VllmProcess, folder: Path) -> Server:
@@ -168,10 +155,7 @@ def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
 
 
 def caller_of(server: Server) -> Caller:
-    """Open new connections to the server. The fake is its own caller, new each time."""
-    if server.kind == "fake":
-        return FakeEngineServer(slots=SLOTS, decode_s=0.001, max_length=server.traits.max_length)
-    assert server.process is not None
+    """Open new connections to the server."""
     return Caller(f"{server.kind}-0", server.process.url, SECRET)
 
 
@@ -188,10 +172,7 @@ async def client_of(server: Server) -> AsyncIterator[EngineClient]:
 
 @asynccontextmanager
 async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[EngineClient]:
-    """Yield a client with separate connections. The fake has only `engine`."""
-    if server.kind == "fake":
-        yield engine
-        return
+    """Yield a client with separate connections."""
     async with aclosing(caller_of(server)) as caller:
         make = partial(vllm_client, server) if server.kind == "vllm" else EngineServer
         yield make(caller, policy_version=engine.policy_version)

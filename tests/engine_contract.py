@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_servers import Server, client_of
+from contract_servers import VOCAB_SIZE, Server, client_of
 from safetensors.numpy import save_file
 
 from asyncrl.base.errors import EngineError, EngineLost
@@ -23,7 +23,6 @@ from asyncrl.messages.digest import weights_digest
 from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import VersionSpan
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
-from asyncrl.testing.virtual_time import run_virtual
 from asyncrl_servers.engine_routes import GenerateBody
 
 BOTH: list[EnginePart] = ["kv", "weights"]
@@ -44,7 +43,7 @@ def run(server: Server, story: Callable[[EngineClient], Awaitable[None]]) -> Non
                 if not is_told or (await health(engine)).asleep:
                     await be_awake(engine, server)
 
-    (run_virtual if server.runner is None else server.runner.run)(within())
+    server.runner.run(within())
 
 
 def contract(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -79,7 +78,7 @@ async def until(engine: EngineClient, is_so: Callable[[EngineHealth], bool]) -> 
         answer = await health(engine)
         if is_so(answer):
             return answer
-        await asyncio.sleep(0.0005)  # half a step of the fake, whose virtual time would stand still
+        await asyncio.sleep(0.0005)
 
 
 async def until_decoding(engine: EngineClient, num_running: int) -> None:
@@ -174,7 +173,7 @@ def check_whole(answer: GenerateResponse, server: Server) -> None:
     versions.
     """
     assert len(answer.logprobs) == len(answer.token_ids)
-    assert all(0 <= token < server.vocab_size for token in answer.token_ids)
+    assert all(0 <= token < VOCAB_SIZE for token in answer.token_ids)
     assert all(logprob <= 0.0 and logprob == float(np.float32(logprob)) for logprob in answer.logprobs)
     covered = [token for span in answer.version_spans for token in range(span.start, span.end)]
     assert covered == list(range(len(answer.token_ids)))

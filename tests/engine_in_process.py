@@ -13,9 +13,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
 from asyncrl.weights.tensor_files import digest_tensors
-from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 QWEN3: dict[str, Any] = {"vocab_size": 50, "hidden_size": 128, "intermediate_size": 256}
 QWEN3 |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}

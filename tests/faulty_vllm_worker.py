@@ -16,33 +16,25 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncrl_servers.vllm.loader import Loader
-from asyncrl_servers.vllm.reload import Reload
-from asyncrl_servers.vllm.worker_extension import WeightLoader
+from asyncrl_servers.vllm.worker_extension import Loader, WeightLoader
 
 FAULTS = ("stale_head", "skip_chunk_unseen", "swap_names", "poison", "")
 
 
-class FaultyReload(Reload):
-    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. skip_chunk_unseen:
-    what is missing is not noticed.
-    """
-
-    def repack_tied(self) -> None:
-        if FaultyLoader.fault != "stale_head":
-            super().repack_tied()
-
-    def incomplete(self) -> list[str]:
-        return [] if FaultyLoader.fault == "skip_chunk_unseen" else super().incomplete()
-
-
 class FaultyLoader(Loader):
-    """skip_chunk_unseen: the second fifth of the tensors is not loaded. swap_names: two tensors of one shape
+    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. skip_chunk_unseen:
+    the second fifth of the tensors is not loaded, and not noticed. swap_names: two tensors of one shape
     change places after they were hashed. poison: an abandoned update leaves NaN in the layer norms.
     """
 
     fault = os.environ.get("ASYNCRL_TEST_FAULT", "")
-    reload_class = FaultyReload
+
+    def repack_tied(self) -> None:
+        if self.fault != "stale_head":
+            super().repack_tied()
+
+    def incomplete(self) -> list[str]:
+        return [] if self.fault == "skip_chunk_unseen" else super().incomplete()
 
     def _abandon(self, why: str) -> None:
         super()._abandon(why)
@@ -54,18 +46,13 @@ class FaultyLoader(Loader):
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         given = dict(tensors)
         if self.fault == "swap_names":
-            first, second = self._alike(given)
+            first = next(name for name, one in given.items() if one.dim() == 2 and ".layers.0." in name)
+            second = first.replace(".layers.0.", ".layers.1.")
             given[first], given[second] = given[second], given[first]
         if self.fault == "skip_chunk_unseen":
             for name in [*given][len(given) // 5 : 2 * len(given) // 5]:
                 del given[name]
         super().add(given.items())
-
-    @staticmethod
-    def _alike(tensors: dict[str, Tensor]) -> tuple[str, str]:
-        """Two layers' tensors of one shape, both matrices."""
-        first = next(name for name, tensor in tensors.items() if tensor.dim() == 2 and ".layers.0." in name)
-        return first, first.replace(".layers.0.", ".layers.1.")
 
 
 class FaultyWeightLoader(WeightLoader):

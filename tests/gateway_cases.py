@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
+import anthropic
+import openai
 from starlette.routing import BaseRoute
 
 from asyncrl.agents.endpoint.gateway import Gateway
@@ -19,7 +21,7 @@ from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RoomError
 from asyncrl.config import GatewayConfig
-from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
 from asyncrl.testing.virtual_time import run_virtual
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -206,3 +208,53 @@ async def gateway_world(engine: Any = None, **config: Any) -> AsyncIterator[Worl
             yield World(gateway, engine, url, http, broken)
         finally:
             await gateway.aclose()
+
+
+@dataclass
+class Talk:
+    """The official clients of one session."""
+
+    world: World
+    gpt: openai.AsyncOpenAI
+    claude: anthropic.AsyncAnthropic
+
+    async def chat(self, messages: Any = HI, **more: Any) -> Any:
+        return await self.gpt.chat.completions.create(model="m", messages=messages, **more)
+
+    async def respond(self, given: Any = "Hi", *, streamed: bool = False, **more: Any) -> Any:
+        if not streamed:
+            return await self.gpt.responses.create(model="m", input=given, **more)
+        async with self.gpt.responses.stream(model="m", input=given, **more) as stream:
+            return await stream.get_final_response()
+
+    async def message(self, messages: Any = HI, *, streamed: bool = False, **more: Any) -> Any:
+        given = {"model": "m", "max_tokens": 200, "messages": messages, **more}
+        if not streamed:
+            return await self.claude.messages.create(**given)
+        async with self.claude.messages.stream(**given) as stream:
+            return await stream.get_final_message()
+
+    def prompts(self) -> list[str]:
+        """Return the text of each prompt that reached the engine."""
+        engine = self.world.engine
+        prompts = [each.prompt_ids.tolist() for each in engine.requests]
+        return [engine.tokenizer.decode(each, skip_special_tokens=False) for each in prompts]
+
+    def is_one_branch_of(self, *answers: str) -> bool:
+        (trajectory,) = self.world.session.rollout(0, Outcome(), 1.0)
+        num_sampled = sum(len(each.encode()) + 1 for each in answers)
+        return num_forked(self.world) == 0 and trajectory.loss_mask.sum() == num_sampled
+
+
+@asynccontextmanager
+async def talking(*answers: str, engine: Any = None, **config: Any) -> AsyncIterator[Talk]:
+    """Open a gateway whose model gives these answers, the last one from then on."""
+    left = list(answers or ["Hello there."])
+    engine = engine or ScriptedEngine(lambda _: left.pop(0) if len(left) > 1 else left[0])
+    async with gateway_world(engine, **config) as world:
+        given: Any = {"api_key": world.session.key, "max_retries": 0}
+        async with (
+            openai.AsyncOpenAI(base_url=world.url + "/v1", **given) as gpt,
+            anthropic.AsyncAnthropic(base_url=world.url, **given) as claude,
+        ):
+            yield Talk(world, gpt, claude)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -22,6 +25,7 @@ from asyncrl.agents.command import MARK_ENV
 from asyncrl.agents.endpoint.listener import AppServer
 from asyncrl.agents.endpoint.requests import ApiError
 from asyncrl.agents.endpoint.work_queue import RolloutQueue
+from asyncrl.agents.sandbox import TRIAL
 from asyncrl.base.http import Caller, Refused
 from asyncrl.messages.records import Outcome, Prompt, Work
 
@@ -109,3 +113,13 @@ def processes_of(token: str) -> list[int]:
             if is_running and mark in Path(f"/proc/{process.pid}/environ").read_bytes():
                 pids.append(process.pid)
     return pids
+
+
+def need_bubblewrap() -> None:
+    """Skip the test where it does not work; fail it with ASYNCRL_REQUIRE_SANDBOX=1."""
+    try:
+        subprocess.run(TRIAL, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        if os.environ.get("ASYNCRL_REQUIRE_SANDBOX") == "1":
+            raise
+        pytest.skip(f"{error}: apt-get install bubblewrap")

@@ -10,7 +10,7 @@ from typing import Any, cast
 from unittest.mock import AsyncMock
 
 from buffer_groups import make_buffer
-from fake_engine import FakeEngineServer, FakeRun
+from fake_engine import FakeEngineServer
 from fake_server import FakeProcess, FakeTrainerServer
 from pydantic import BaseModel
 from rollout_cases import make_producers, single_turn
@@ -42,9 +42,9 @@ class Engine(FakeEngineServer):
             await asyncio.Event().wait()
         return await super().post(path, body, answer, timeout_s=timeout_s)
 
-    def _draw_later(self, run: FakeRun) -> None:
-        if "/link" not in self.hung:
-            super()._draw_later(run)
+    @property
+    def answers_links(self) -> bool:
+        return super().answers_links and "/link" not in self.hung
 
 
 class Worker(FakeTrainerServer):

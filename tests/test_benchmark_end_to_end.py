@@ -1,17 +1,12 @@
-"""The benchmark of whole runs: when a level is reached, which rate is taken, and what an interrupted one
-keeps.
-"""
+"""The benchmark of whole runs: levels, learning rates, and kept results."""
 
-import csv
 import math
 import sys
 from pathlib import Path
 
 import end_to_end
 import pytest
-from end_to_end_plot import draw, on_grid, write_csv
 from end_to_end_runs import LEVELS, WINDOW, Curve, Measured, Work, best_rate
-from shape_task import ShapeTask
 
 SCRIPT = """
 import json, pathlib, sys
@@ -72,24 +67,3 @@ def test_kept_result_is_reused_only_for_the_same_command(tmp_path: Path):
     assert counter.read_text() == "xx"
     with pytest.raises(SystemExit, match="two ended with 3"):
         Work(tmp_path / "work").measure("two", [sys.executable, "-c", "raise SystemExit(3)"])
-
-
-def test_rewards_of_the_shape_differ_so_that_every_group_trains():
-    task = ShapeTask(size=4, seed=0)
-    assert len({task.prompt(index) for index in range(4)}) == 4
-    scores = [task.score(None, text) for text in ("", "\U00020000", "\U00020001", "\U00020000\U00020001")]
-    assert scores == [0.0, 1.0, 0.0, 0.5]
-
-
-def test_plot_and_csv_end_with_the_shortest_seed(tmp_path: Path):
-    runs = {
-        "trl": [curve([0.1] * 3)],
-        "asyncrl": [curve([0.0, 0.2, 0.4], step_s=1.0), curve([0.2, 0.6, 0.8, 0.9])],
-    }
-    draw(runs, {"trl": "TRL", "asyncrl": "asyncrl"}, tmp_path / "one.png")
-    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
-    write_csv(runs, tmp_path / "one.csv")
-    rows = [*csv.DictReader((tmp_path / "one.csv").read_text().splitlines())]
-    assert [row["system"] for row in rows] == ["trl"] * 3 + ["asyncrl"] * 3
-    assert [*rows[4].values()] == ["asyncrl", "2", "2", "3", "0.4", "0.2", "0.6"]
-    assert on_grid(runs["asyncrl"], "seconds", window=1)[0][[0, -1]].tolist() == [2.0, 3.0]

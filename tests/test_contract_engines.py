@@ -64,8 +64,7 @@ async def test_a_streamed_answer_is_bit_for_bit_the_other(server: Server, engine
         check_whole(last, server)
         assert joined(chunks, last) == expected
         assert last.token_ids, "the token that ends an answer comes with its finish_reason"
-    few = 5 if server.kind == "fake" else 1  # other kinds sample by the clock
-    assert all(len(chunks) > few for chunks in came[3:])
+    assert all(len(chunks) > 1 for chunks in came[3:])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -101,7 +100,6 @@ async def test_a_request_that_cannot_fit_is_refused(
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**40])
 @contract
 async def test_an_unknown_token_id_is_refused(server: Server, engine: EngineClient, token_id: int) -> None:
-    server.needs(server.traits.knows_prompts, "any id is a token")
     with pytest.raises(RequestRefused) as refusal:
         await engine.generate_segment(server.request(prompt_ids=[1, token_id]))
     assert str(token_id) in refusal.value.what
@@ -204,14 +202,13 @@ async def test_a_commit_of_other_or_older_weights_is_refused(server: Server, eng
     before = await engine.generate_segment(server.request())
     await prepare(engine, server, old + 2, scale=2.0)
     for version, wrong in ((old + 1, "other"), (old, digest), (old + 2, "0123abcd")):
-        await refused(engine.commit(version, wrong, "abort"), wrong if server.traits.reads_files else None)
+        await refused(engine.commit(version, wrong, "abort"), wrong)
     assert said(await engine.generate_segment(server.request())) == said(before)
     assert engine.policy_version == (await health(engine)).policy_version == old + 1
 
 
 @contract
 async def test_weights_not_as_announced_are_refused(server: Server, engine: EngineClient) -> None:
-    server.needs(server.traits.reads_files, "it reads no file")
     old = engine.policy_version
     before = await engine.generate_segment(server.request())
     manifest = staged(server, old + 1)

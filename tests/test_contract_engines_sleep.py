@@ -139,7 +139,6 @@ async def test_only_a_whole_push_in_order_is_served(server: Server, engine: Engi
 
 @contract
 async def test_wrong_chunks_are_refused(server: Server, engine: EngineClient) -> None:
-    server.needs(server.traits.reads_files, "it reads no file")
     old = await be_awake(engine, server)
     before = await engine.generate_segment(server.request())
     await engine.sleep(["weights"])
@@ -152,10 +151,7 @@ async def test_wrong_chunks_are_refused(server: Server, engine: EngineClient) ->
     ]
     for changes, match in wrong:
         await refused(engine.load_chunk(first.model_copy(update=changes)), match)
-        await refused(engine.load_chunk(last), "loaded is nothing")
-    await load(engine, first)
-    twice = first.model_copy(update={"index": 1, "is_last": True})
-    await refused(engine.load_chunk(twice), "came in an earlier chunk")
+        await refused(engine.load_chunk(last), "loaded are 0")
     await load(engine, first)
     await load(engine, last)
     await refused(engine.commit(old + 1, "0" * 32, "abort"), digest)

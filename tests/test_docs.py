@@ -18,7 +18,7 @@ import yaml
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from asyncrl.base.errors import AsyncrlError, install_extra
+from asyncrl.base.errors import AsyncrlError
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import section_of
@@ -167,12 +167,6 @@ def test_settings_named_in_pages_and_messages_exist() -> None:
     named = {(place, name) for place, name in settings_named() if not is_file.search(name)}
     assert len(named) > 100
     assert {each for each in named if each[1] not in NO_SETTINGS and not has_setting(each[1])} == set()
-
-
-@pytest.mark.parametrize("extra", ["train", "harness", "verifiers", "vllm", "smollm2", "dev"])
-def test_a_missing_extra_is_named(extra: str) -> None:
-    assert f"[{extra}]" in install_extra(extra)
-    assert f"\n{extra} = " in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

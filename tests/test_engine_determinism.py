@@ -17,7 +17,7 @@ from engine_in_process import (
 from engine_replies import ask
 
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
-from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.embedded_engine import Engine
 
 ODD = {"vocab_size": 53, "hidden_size": 60, "intermediate_size": 101}
 SIZES: dict[str, dict[str, Any]] = {

@@ -24,8 +24,7 @@ from asyncrl.messages import token_grammars
 from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, GenerateResponse
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 VOCAB = 440
 """Some more than the tokenizer knows, as models have them."""

@@ -11,7 +11,7 @@ from engine_replies import ask
 from tiny_model import make_tiny_model
 
 from asyncrl.messages.engine_api import CommitRequest
-from asyncrl_servers.embedded.build_engine import build_engine
+from asyncrl_servers.embedded.embedded_engine import build_engine
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.tensor_files import digest_tensors
-from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.embedded_engine import Engine
 
 Q_PROJ, DOWN_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.3.mlp.down_proj"
 

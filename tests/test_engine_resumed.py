@@ -23,8 +23,7 @@ from asyncrl.messages.engine_api import (
     WakeRequest,
 )
 from asyncrl_servers.embedded import scheduler
-from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
 SLOTS = 3
@@ -59,7 +58,7 @@ class Weights:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "MIN_SHARED", 10**9)
+        patch.setattr(scheduler, "MIN_COPIED", 10**9)
         return Weights(tmp_path_factory.mktemp("resumed"))
 
 
@@ -137,7 +136,7 @@ def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, An
     rng = random.Random(3)
     texts = [[rng.randrange(50) for _ in range(80)] for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "MIN_SHARED", 4)
+        patch.setattr(scheduler, "MIN_COPIED", 4)
         engine, asked = weights.engine(keeps_turns=keeps), list[tuple[GenerateRequest, Reply]]()
         for what, how in events:
             if what == "ask":

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_servers.embedded.sequence import sample
-from asyncrl_servers.served_engine import uniform_draws
+from asyncrl_servers.embedded.sampling import sample
+from asyncrl_servers.engine_routes import uniform_draws
 
 
 def drawn(

@@ -39,8 +39,7 @@ from asyncrl.messages.engine_api import (
     WakeRequest,
 )
 from asyncrl.weights.tensor_files import digest_tensors
-from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 BOTH: list[EnginePart] = ["kv", "weights"]
 

@@ -18,9 +18,13 @@ from asyncrl.base.message import ErrorBody, find_fatal
 from asyncrl.job.servers import EnginePlace, engine_kind
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import EVAL_ENGINE, TEACHER, make_plan, plan_run
-from asyncrl_servers.embedded import build_engine as build
-from asyncrl_servers.embedded.build_engine import build_engine, check_memory, check_same_model
-from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
+from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec, LoadedModel
+from asyncrl_servers.embedded.embedded_engine import (
+    build_engine,
+    check_memory,
+    check_same_model,
+    memory_needs,
+)
 from asyncrl_servers.embedded.kv_attention import CacheShape
 
 SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -79,25 +83,21 @@ def test_slots_that_cannot_fit_are_refused_with_those_that_fit(capfd: pytest.Cap
     ],
 )
 def test_the_plan_counts_what_the_server_then_asks_for(
-    of: str, overrides: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    of: str, overrides: list[str], name: str, tmp_path: Path
 ) -> None:
-    folder, asked = make_qwen3(tmp_path / "model"), list[int]()
-
-    def check(spec: EmbeddedSpec, *, slot_bytes: int, staged_bytes: int, free_bytes: int) -> None:
-        asked.extend([slot_bytes * (spec.slots + spec.num_kept + spec.score_slots), staged_bytes])
-
-    monkeypatch.setattr(build, "check_memory", check)
+    folder = make_qwen3(tmp_path / "model")
     of_model = ["model.scratch=none", f"model.path={folder}", "rollout.max_tokens=50"]
     given = [f"teacher.path={folder}" if one.startswith("teacher") else one for one in overrides]
     config = load(*of_model, *given, name=of)
     plan = make_plan(config, single_node(machine(0)))
     in_turns = plan.placement.mode == "colocated" and name != EVAL_ENGINE
-    spec = engine_kind(config).spec(folder, name, EnginePlace("cpu", is_colocated=in_turns))
+    fields = engine_kind(config).spec(folder, name, EnginePlace("cpu", is_colocated=in_turns))
     scoring = {"slots": 1, "score_slots": 16} if name == TEACHER else {}
-    build_engine(EmbeddedSpec(**{**spec, **scoring}))
+    spec = EmbeddedSpec(**{**fields, **scoring})
+    slot_bytes, staged_bytes = memory_needs(spec, LoadedModel(spec))
     counted = next(process.memory for process in plan.processes if process.name == name)
-    assert counted.kv < asked[0] <= counted.kv + counted.micro_batch
-    assert counted.copies == pytest.approx(asked[1], rel=0.01)
+    assert counted.kv < slot_bytes * (spec.slots + spec.score_slots) <= counted.kv + counted.micro_batch
+    assert counted.copies == pytest.approx(staged_bytes, rel=0.01)
 
 
 def test_a_length_beyond_the_model_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

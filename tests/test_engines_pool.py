@@ -238,7 +238,7 @@ async def test_a_bad_answer_is_an_error_and_no_loss() -> None:
         (b"<html>", "invalid answer to /link: not a frame of 6 bytes"),
         (NO_TOKENS, r"invalid answer to /link: parts of \[0\]... are 0 of 1"),
     ):
-        fake._submit = lambda run, told=frame: run.link.tell(told)  # type: ignore[method-assign, misc]
+        fake.scripted = frame
         with pytest.raises(EngineError, match=says) as caught:
             await pool.generate(make_request())
         assert not isinstance(caught.value, EngineLost)

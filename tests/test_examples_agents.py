@@ -12,8 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness_gateway import open_gateway
-from sandbox_cases import need_bubblewrap
+from harness_gateway import need_bubblewrap, open_gateway
 
 from asyncrl.agents import Outcome, Task
 from asyncrl.agents.endpoint.tool_formats import find_tool_format

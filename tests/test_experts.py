@@ -48,8 +48,7 @@ from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.export import Exported, LazyWeights, TrainerEnd, export_weights, named_weights
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import digest_tensors, pieces_of, stored_pieces, weights_of
-from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 NUM_ROUTED = 4
 """Experts that read a token of the tiny model: 2 in each of its 2 layers."""

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
 import pytest
-from gateway_cases import HI, ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, num_forked
-
-from asyncrl.messages.records import Outcome
+from gateway_cases import HI, ByteTokenizer, ScriptedEngine, in_loop, talking
 
 ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -19,39 +15,6 @@ CACHED = {"cache_control": {"type": "ephemeral"}}
 
 def use(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-class Claude:
-    """Client of one session. `ask` may stream."""
-
-    def __init__(self, world: World, client: anthropic.AsyncAnthropic) -> None:
-        self.world, self.client = world, client
-
-    async def ask(self, messages: Any = HI, *, streamed: bool = False, **more: Any) -> Any:
-        given = {"model": "m", "max_tokens": 200, "messages": messages, **more}
-        if not streamed:
-            return await self.client.messages.create(**given)
-        async with self.client.messages.stream(**given) as stream:
-            return await stream.get_final_message()
-
-    def prompts(self) -> list[str]:
-        """Return the text of each prompt that reached the engine."""
-        engine = self.world.engine
-        return [
-            engine.tokenizer.decode(each.prompt_ids.tolist(), skip_special_tokens=False)
-            for each in engine.requests
-        ]
-
-
-@asynccontextmanager
-async def claude(
-    *answers: str, by: Callable[[Any], str] | None = None, **config: Any
-) -> AsyncIterator[Claude]:
-    told = iter(answers)
-    async with gateway_world(ScriptedEngine(by or (lambda _: next(told))), **config) as world:
-        key = world.session.key
-        async with anthropic.AsyncAnthropic(base_url=world.url, api_key=key, max_retries=0) as client:
-            yield Claude(world, client)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -68,7 +31,7 @@ async def test_coding_agent_loop_is_one_branch_trained_once(streamed: bool) -> N
     ]
     tools = [{**ADD, "name": f"tool_{number}"} for number in range(20)]
     tools += [{**ADD, "name": "read", **CACHED}, ADD]
-    async with claude(*answers) as talk:
+    async with talking(*answers) as talk:
         messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "1+2?", **CACHED}]}]
         found = []
         for number in range(3):
@@ -79,8 +42,8 @@ async def test_coding_agent_loop_is_one_branch_trained_once(streamed: bool) -> N
                 "tools": tools,
                 "thinking": {"type": "enabled", "budget_tokens": 1024},
             }
-            counted = await talk.client.messages.count_tokens(model="m", messages=messages, **shape)
-            answer = await talk.ask(messages, streamed=streamed, metadata={"user_id": "u"}, **shape)
+            counted = await talk.claude.messages.count_tokens(model="m", messages=messages, **shape)
+            answer = await talk.message(messages, streamed=streamed, metadata={"user_id": "u"}, **shape)
             assert answer.usage.input_tokens == counted.input_tokens
             found.append([block.type for block in answer.content])
             messages.append({"role": "assistant", "content": answer.content})
@@ -104,42 +67,40 @@ async def test_coding_agent_loop_is_one_branch_trained_once(streamed: bool) -> N
         _, last, _ = talk.prompts()
         assert "<|start|>tool\n3<|end|><|start|>tool\nError: no such file<|end|><|start|>user\ngo on" in last
         assert "billing" not in last
-        (trajectory,) = talk.world.session.rollout(0, Outcome(), 1.0)
-        assert trajectory.loss_mask.sum() == sum(len(each.encode()) + 1 for each in answers)
-        calls = talk.world.gateway.stats().calls
-        assert (calls, num_forked(talk.world)) == (3, 0), "what is counted is no call"
+        assert talk.is_one_branch_of(*answers)
+        assert talk.world.gateway.stats().calls == 3, "what is counted is no call"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
 async def test_stop_reason_names_the_stop_sequence(streamed: bool) -> None:
-    async with claude(by=lambda _: "one two three") as talk:
-        answer = await talk.ask(streamed=streamed, stop_sequences=["five", " three"])
+    async with talking("one two three") as talk:
+        answer = await talk.message(streamed=streamed, stop_sequences=["five", " three"])
         assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " three")
         assert answer.content[0].text == "one two"
-        answer = await talk.ask(streamed=streamed, max_tokens=5)
+        answer = await talk.message(streamed=streamed, max_tokens=5)
         assert (answer.stop_reason, answer.stop_sequence) == ("max_tokens", None)
-        answer = await talk.ask([{"role": "user", "content": "Hi "}], streamed=streamed)
+        answer = await talk.message([{"role": "user", "content": "Hi "}], streamed=streamed)
         assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
         assert answer.id == "msg-2"
 
 
 @in_loop
 async def test_beta_client_parameters_are_ignored() -> None:
-    async with claude(by=lambda _: "Yes.") as talk:
+    async with talking("Yes.") as talk:
         edits: Any = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
         shape: Any = {"model": "m", "messages": HI, "betas": ["interleaved-thinking-2025-05-14"]}
-        answer = await talk.client.beta.messages.create(max_tokens=9, context_management=edits, **shape)
-        counted = await talk.client.beta.messages.count_tokens(**shape)
+        answer = await talk.claude.beta.messages.create(max_tokens=9, context_management=edits, **shape)
+        counted = await talk.claude.beta.messages.count_tokens(**shape)
         assert counted.input_tokens == answer.usage.input_tokens
 
 
 @in_loop
 async def test_forced_call_is_a_counted_tool_use() -> None:
-    async with claude(by=lambda _: ' {"a": 1}}\n</tool_call>') as talk:
+    async with talking(' {"a": 1}}\n</tool_call>') as talk:
         choice: Any = {"tools": [ADD], "tool_choice": {"type": "tool", "name": "add"}}
-        counted = await talk.client.messages.count_tokens(model="m", messages=HI, **choice)
-        answer = await talk.ask(**choice)
+        counted = await talk.claude.messages.count_tokens(model="m", messages=HI, **choice)
+        answer = await talk.message(**choice)
         assert [(block.type, block.input) for block in answer.content] == [("tool_use", {"a": 1})]
         assert answer.usage.input_tokens == counted.input_tokens
 
@@ -156,21 +117,15 @@ class Switching(ByteTokenizer):
 
 @in_loop
 async def test_thinking_and_parallel_calls_can_be_turned_off() -> None:
-    switching = ScriptedEngine(lambda _: "Yes.", tokenizer=Switching())
-    for engine, is_off in ((switching, True), (ScriptedEngine(lambda _: "Yes."), False)):
-        async with gateway_world(engine) as world:
-            body = {"messages": HI, "thinking": {"type": "disabled"}}
-            status, answer = await world.post(body, path="/v1/messages")
-            assert (status, answer["content"]) == (200, [{"type": "text", "text": "Yes."}])
-            prompt = engine.tokenizer.decode(engine.requests[0].prompt_ids.tolist())
-            assert prompt.endswith("</think>\n\n") == is_off
-    async with gateway_world(ScriptedEngine(lambda _: "Yes.", tokenizer=Switching())) as world:
-        await world.ask(chat_template_kwargs={"enable_thinking": False})
-        prompt = world.engine.tokenizer.decode(world.engine.requests[0].prompt_ids.tolist())
-        assert prompt.endswith("</think>\n\n")
-    async with claude(by=lambda _: use("add", {"a": 1}) + use("add", {"a": 2})) as talk:
+    engine = ScriptedEngine(lambda _: "Yes.", tokenizer=Switching())
+    async with talking(engine=engine) as talk:
+        assert (await talk.message(thinking={"type": "disabled"})).content[0].text == "Yes."
+        await talk.chat(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+        await talk.chat()
+        assert [prompt.endswith("</think>\n\n") for prompt in talk.prompts()] == [True, True, False]
+    async with talking(use("add", {"a": 1}) + use("add", {"a": 2})) as talk:
         choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
-        answer = await talk.ask(tools=[ADD], tool_choice=choice)
+        answer = await talk.message(tools=[ADD], tool_choice=choice)
         assert [block.input for block in answer.content] == [{"a": 1}]
         assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
 
@@ -179,20 +134,19 @@ async def test_thinking_and_parallel_calls_can_be_turned_off() -> None:
 @in_loop
 async def test_thread_continues_from_a_kept_message(streamed: bool) -> None:
     says = [f"<think>\nA sum.\n</think>\n\n{use('add', {'a': 1})}", "Three."]
-    async with claude(*says) as talk:
+    async with talking(*says) as talk:
         made = {"extra_body": {"thread": {"type": "create"}}, "system": "Be brief.", "tools": [ADD]}
-        first = await talk.ask(streamed=streamed, **made)
+        first = await talk.message(streamed=streamed, **made)
         result = [{"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "3"}]
         more: dict[str, Any] = {"messages": [{"role": "user", "content": result}], "streamed": streamed}
         thread = {"type": "continue", "previous_message_id": first.id}
-        second = await talk.ask(**more, extra_body={"thread": thread})
+        second = await talk.message(**more, extra_body={"thread": thread})
         assert second.content[-1].text == "Three."
         assert talk.prompts()[1].startswith(talk.prompts()[0] + says[0])
-        (branch,) = talk.world.session.rollout(0, Outcome(), 1.0)
-        assert branch.loss_mask.sum() == sum(len(each.encode()) + 1 for each in says)
+        assert talk.is_one_branch_of(*says)
         with pytest.raises(anthropic.BadRequestError, match="keeps its system and tools"):
-            await talk.ask(**more, system="Be long.", extra_body={"thread": thread})
+            await talk.message(**more, system="Be long.", extra_body={"thread": thread})
         with pytest.raises(anthropic.NotFoundError, match="not kept") as missing:
-            await talk.ask(extra_body={"thread": thread | {"previous_message_id": "msg-7"}})
+            await talk.message(extra_body={"thread": thread | {"previous_message_id": "msg-7"}})
         body: Any = missing.value.body
         assert body["error"]["details"] == {"error_code": "thread_not_found"}, "the SDK starts a new one"

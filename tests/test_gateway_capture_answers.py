@@ -51,14 +51,10 @@ def test_answer_may_return_in_another_form_at_each_call(template: str, renderer_
             assert last.parent.name == "chatcmpl-1"
 
 
-@pytest.mark.parametrize(
-    "edited", [assistant("<think>\nNo.\n</think>\n\nFour."), assistant("Four.", reasoning_content="No.")]
-)
-@pytest.mark.parametrize("template", ["qwen3", "qwen2_5"])
-def test_edited_thought_is_an_edit(edited: Message, template: str, renderer_for: Renderers) -> None:
-    play = Play(renderer_for(template))
+def test_edited_thought_is_an_edit(renderer_for: Renderers) -> None:
+    play = Play(renderer_for("qwen3"))
     play.ask([user("2+2?")], f"{THOUGHT}Four.{IM_END}")
-    planned = plan(play.capture, [user("2+2?"), edited, user("Sure?")])
+    planned = plan(play.capture, [user("2+2?"), assistant("Four.", reasoning_content="No."), user("Sure?")])
     assert (planned.how, planned.parent) == ("edited", None)
 
 
@@ -193,11 +189,7 @@ def test_untrained_answers_are_context(are_trained: tuple[bool, ...], trained: s
             list(rewards.values()) if outcome.turn_rewards else []
         )
 
-
-def test_rollout_without_trained_tokens_fails() -> None:
-    with pytest.raises(
-        RolloutFailure, match=r"none of the 4 tokens that the harness sampled is trained(.|\n)*Way out"
-    ):
+    with pytest.raises(RolloutFailure, match=r"none of the 4 tokens(.|\n)*Way out"):
         untrained(False, False).capture.rollout(0, Outcome(), 1.0)
 
 

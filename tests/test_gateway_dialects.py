@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from gateway_cases import HI, RULES, ScriptedEngine, gateway_world, in_loop
+from gateway_cases import HI, RULES, ScriptedEngine, gateway_world, in_loop, talking
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -210,53 +210,39 @@ async def test_sampling_overrides_follow_the_config() -> None:
 
 @in_loop
 async def test_errors_are_the_exceptions_of_each_client() -> None:
-    async with gateway_world() as world:
-        key: Any = {"api_key": world.session.key, "max_retries": 0}
-        async with (
-            openai.AsyncOpenAI(base_url=world.url + "/v1", **key) as gpt,
-            anthropic.AsyncAnthropic(base_url=world.url, **key) as claude,
+    async with talking() as talk:
+        with pytest.raises(openai.BadRequestError, match="logit_bias") as bad:
+            await talk.chat(logit_bias={"5": 1})
+        assert (bad.value.param, bad.value.type) == ("logit_bias", "invalid_request_error")
+        with pytest.raises(anthropic.BadRequestError, match="top_k"):
+            await talk.message(extra_body={"top_k": 5})
+        with pytest.raises(openai.AuthenticationError, match="session key"):
+            await talk.gpt.with_options(api_key="wrong").models.list()
+        with pytest.raises(anthropic.AuthenticationError):
+            await talk.claude.with_options(api_key="wrong").models.list()
+        with pytest.raises(anthropic.NotFoundError):
+            await talk.claude.models.retrieve("x")
+        for error, raised, message in (
+            (RequestRefused("engine-0 refused it", why="too long"), openai.BadRequestError, "too long"),
+            (EngineError("engine-0", "nonsense"), openai.InternalServerError, "The run is ending"),
         ):
-            with pytest.raises(openai.BadRequestError, match="logit_bias") as bad:
-                await gpt.chat.completions.create(model="m", messages=HI, logit_bias={"5": 1})
-            assert (bad.value.param, bad.value.type) == ("logit_bias", "invalid_request_error")
-            with pytest.raises(anthropic.BadRequestError, match="top_k"):
-                await claude.messages.create(model="m", max_tokens=9, messages=HI, extra_body={"top_k": 5})
-            with pytest.raises(openai.AuthenticationError, match="session key"):
-                await gpt.with_options(api_key="wrong").models.list()
-            with pytest.raises(anthropic.AuthenticationError):
-                await claude.with_options(api_key="wrong").models.list()
-            with pytest.raises(anthropic.NotFoundError):
-                await claude.models.retrieve("x")
-            for error, raised, message in (
-                (RequestRefused("engine-0 refused it", why="too long"), openai.BadRequestError, "too long"),
-                (EngineError("engine-0", "nonsense"), openai.InternalServerError, "The run is ending"),
-            ):
-                world.engine.error = error
-                with pytest.raises(raised, match=message):
-                    await gpt.chat.completions.create(model="m", messages=HI)
-            assert [each.room for each in world.broken] == ["engine-0"]
+            talk.world.engine.error = error
+            with pytest.raises(raised, match=message):
+                await talk.chat()
+        assert [each.room for each in talk.world.broken] == ["engine-0"]
 
 
 @in_loop
 async def test_session_that_ends_during_a_stream_sends_an_error_event() -> None:
-    async with gateway_world(ScriptedEngine(gate=asyncio.Event())) as world:
-        key: Any = {"api_key": world.session.key, "max_retries": 0}
-        async with (
-            openai.AsyncOpenAI(base_url=world.url + "/v1", **key) as gpt,
-            anthropic.AsyncAnthropic(base_url=world.url, **key) as claude,
-        ):
-            streams: list[Any] = [
-                await gpt.chat.completions.create(model="m", messages=HI, stream=True),
-                await gpt.responses.create(model="m", input="Hi", stream=True),
-                await claude.messages.create(model="m", max_tokens=200, messages=HI, stream=True),
-            ]
-            for stream in streams:
-                await anext(aiter(stream))
-            world.session.end_nowait("the harness is done")
-            for stream in streams:
-                with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the harness is done"):
-                    _ = [event async for event in stream]
-        assert len(world.engine.cancelled) == 3
+    async with talking(engine=ScriptedEngine(gate=asyncio.Event())) as talk:
+        streams: list[Any] = [await ask(stream=True) for ask in (talk.chat, talk.respond, talk.message)]
+        for stream in streams:
+            await anext(aiter(stream))
+        talk.world.session.end_nowait("the harness is done")
+        for stream in streams:
+            with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the harness is done"):
+                _ = [event async for event in stream]
+        assert len(talk.world.engine.cancelled) == 3
 
 
 @in_loop

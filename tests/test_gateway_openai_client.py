@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import openai
 import pytest
-from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop
+from gateway_cases import HI, ScriptedEngine, in_loop, talking
 
 from asyncrl.messages.records import Outcome
 
@@ -19,36 +16,11 @@ TOOLS: list[Any] = [{"type": "function", "function": ADD}]
 CALL = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>'
 
 
-@dataclass
-class Talk:
-    world: World
-    client: openai.AsyncOpenAI
-
-    async def ask(self, messages: Any = HI, **more: Any) -> Any:
-        return await self.client.chat.completions.create(model="m", messages=messages, **more)
-
-    async def told(self, **more: Any) -> list[str]:
-        """Return the text of each choice of a stream."""
-        texts = [""] * more.get("n", 1)
-        async for chunk in await self.ask(stream=True, **more):
-            for choice in chunk.choices:
-                texts[choice.index] += choice.delta.content or ""
-        return texts
-
-
-@asynccontextmanager
-async def talking(engine: Any = None, **config: Any) -> AsyncIterator[Talk]:
-    async with gateway_world(engine, **config) as world:
-        key = world.session.key
-        async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=key, max_retries=0) as client:
-            yield Talk(world, client)
-
-
 @in_loop
 async def test_stream_is_whole_across_a_push_and_stops() -> None:
-    async with talking(ScriptedEngine(lambda _: "Grüße 🙂🙂 an alle <stop> nie gezeigt")) as talk:
+    async with talking("Grüße 🙂🙂 an alle <stop> nie gezeigt") as talk:
         usage = {"include_usage": True}
-        stream = await talk.ask(stream=True, stop=["<stop>"], stream_options=usage)
+        stream = await talk.chat(stream=True, stop=["<stop>"], stream_options=usage)
         chunks = [chunk async for chunk in stream]
         pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
         assert "".join(pieces) == "Grüße 🙂🙂 an alle "
@@ -61,19 +33,18 @@ async def test_stream_is_whole_across_a_push_and_stops() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
 async def test_tool_result_continues_the_recorded_ids(streamed: bool) -> None:
-    answers = iter([CALL, "It is three."])
-    async with talking(ScriptedEngine(lambda _: next(answers))) as talk:
+    async with talking(CALL, "It is three.") as talk:
         if streamed:
-            async with talk.client.chat.completions.stream(model="m", messages=HI, tools=TOOLS) as stream:
+            async with talk.gpt.chat.completions.stream(model="m", messages=HI, tools=TOOLS) as stream:
                 answer: Any = await stream.get_final_completion()
         else:
-            answer = await talk.ask(tools=TOOLS)
+            answer = await talk.chat(tools=TOOLS)
         message = answer.choices[0].message
         assert (answer.choices[0].finish_reason, message.content) == ("tool_calls", "Let me see.")
         (call,) = message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": [2, "ü"]})
         result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
-        last = await talk.ask([*HI, message, result], tools=TOOLS)
+        last = await talk.chat([*HI, message, result], tools=TOOLS)
         assert last.choices[0].message.content == "It is three."
         assert len(talk.world.session.rollout(0, Outcome(), 1.0)) == 1
 
@@ -81,10 +52,10 @@ async def test_tool_result_continues_the_recorded_ids(streamed: bool) -> None:
 @in_loop
 async def test_tool_choice_forces_or_hides_tools() -> None:
     rest, named = ' {"a": 1}}\n</tool_call>', {"type": "function", "function": {"name": "add"}}
-    async with talking(ScriptedEngine(lambda _: rest)) as talk:
-        answer = await talk.ask(tools=TOOLS, tool_choice=named)
+    async with talking(rest) as talk:
+        answer = await talk.chat(tools=TOOLS, tool_choice=named)
         assert answer.choices[0].message.tool_calls[0].function.arguments == '{"a": 1}'
-        answer = await talk.ask(tools=TOOLS, tool_choice="none")
+        answer = await talk.chat(tools=TOOLS, tool_choice="none")
         assert answer.choices[0].message.content == rest
         engine = talk.world.engine
         forced, without = [engine.tokenizer.decode(each.prompt_ids.tolist()) for each in engine.requests]
@@ -92,18 +63,21 @@ async def test_tool_choice_forces_or_hides_tools() -> None:
         assert "add" not in without
     async with talking(tool_format="none") as talk:
         with pytest.raises(openai.BadRequestError, match="tool_format"):
-            await talk.ask(tools=TOOLS)
+            await talk.chat(tools=TOOLS)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @in_loop
 async def test_choices_have_own_seeds_and_branches(streamed: bool) -> None:
     engine = ScriptedEngine(lambda request: f"answer {request.seed % 1000}")
-    async with talking(engine) as talk:
+    async with talking(engine=engine) as talk:
         if streamed:
-            texts = await talk.told(n=3)
+            texts = [""] * 3
+            async for chunk in await talk.chat(stream=True, n=3):
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.delta.content or ""
         else:
-            texts = [choice.message.content for choice in (await talk.ask(n=3)).choices]
+            texts = [choice.message.content for choice in (await talk.chat(n=3)).choices]
         assert texts == [f"answer {request.seed % 1000}" for request in engine.requests]
         assert engine.requests[2].request_id == "g0/r0/a0/c0/2"
         rewards = {"chatcmpl-0": 1.0, "chatcmpl-0/1": 0.0, "chatcmpl-0/2": 0.5}
@@ -116,7 +90,7 @@ async def test_choices_have_own_seeds_and_branches(streamed: bool) -> None:
 @in_loop
 async def test_completions_continue_recorded_ids() -> None:
     async with talking() as talk:
-        completions, engine = talk.client.completions, talk.world.engine
+        completions, engine = talk.gpt.completions, talk.world.engine
         answer = await completions.create(model="m", prompt="Once", logprobs=0)
         assert answer.choices[0].text == "Hello there."
         ids = [*engine.tokenizer.encode("OnceHello there."), 257, 65]
@@ -134,15 +108,15 @@ async def test_one_call_at_a_time_gives_the_first_call(tool_format: str) -> None
     mark = "tool_call" if has_end else "TOOLCALL"
     calls = [f'<{mark}>\n{{"name": "add", "arguments": {{"a": {a}}}}}\n</{mark}>' for a in (1, 2)]
     two = "\n".join(calls)
-    async with talking(ScriptedEngine(lambda _: two), tool_format=tool_format) as talk:
-        answer = await talk.ask(tools=TOOLS, parallel_tool_calls=False)
+    async with talking(two, tool_format=tool_format) as talk:
+        answer = await talk.chat(tools=TOOLS, parallel_tool_calls=False)
         message = answer.choices[0].message
         (call,) = message.tool_calls
         result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
-        await talk.ask([*HI, message, result], tools=TOOLS, parallel_tool_calls=False)
+        await talk.chat([*HI, message, result], tools=TOOLS, parallel_tool_calls=False)
         (branch,) = talk.world.session.rollout(0, Outcome(), 0.0)
         decode = talk.world.engine.tokenizer.decode
         text = decode(branch.token_ids.tolist(), skip_special_tokens=False).partition("assistant\n")[2]
         assert text.startswith(calls[0] if has_end else two + "<|end|>")
-        both = await talk.ask(tools=TOOLS, parallel_tool_calls=True)
+        both = await talk.chat(tools=TOOLS, parallel_tool_calls=True)
         assert len(both.choices[0].message.tool_calls) == 2

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 import pytest
-from gateway_cases import ScriptedEngine, World, gateway_world, in_loop, num_forked
+from gateway_cases import ScriptedEngine, Talk, in_loop, num_forked, talking
 
 from asyncrl.messages.records import Outcome
 
@@ -19,37 +17,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_c
 THINKS = f"<think>\nTwo sums.\n</think>\n\nLet me add.\n{CALL}\n{CALL}"
 
 
-class Responses:
-    """Client of one session. `ask` may stream."""
-
-    def __init__(self, world: World, client: openai.AsyncOpenAI) -> None:
-        self.world, self.client = world, client
-
-    async def ask(self, given: Any = "Hi", *, streamed: bool = False, **more: Any) -> Any:
-        if not streamed:
-            return await self.client.responses.create(model="m", input=given, **more)
-        async with self.client.responses.stream(model="m", input=given, **more) as stream:
-            return await stream.get_final_response()
-
-    async def events(self, given: Any = "Hi", **more: Any) -> list[Any]:
-        stream = await self.client.responses.create(model="m", input=given, stream=True, **more)
-        return [event async for event in stream]
-
-    def is_one_branch_of(self, *answers: str) -> bool:
-        (trajectory,) = self.world.session.rollout(0, Outcome(), 1.0)
-        num_sampled = sum(len(each.encode()) + 1 for each in answers)
-        return num_forked(self.world) == 0 and trajectory.loss_mask.sum() == num_sampled
-
-
-@asynccontextmanager
-async def responding(
-    *answers: str, by: Callable[[Any], str] | None = None, **config: Any
-) -> AsyncIterator[Responses]:
-    told = iter(answers)
-    async with gateway_world(ScriptedEngine(by or (lambda _: next(told))), **config) as world:
-        key = world.session.key
-        async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=key, max_retries=0) as client:
-            yield Responses(world, client)
+async def events(talk: Talk, given: Any = "Hi", **more: Any) -> list[Any]:
+    return [event async for event in await talk.respond(given, stream=True, **more)]
 
 
 def outputs(response: Any) -> list[dict[str, Any]]:
@@ -68,9 +37,9 @@ async def test_tool_loop_is_one_branch(by: str, streamed: bool) -> None:
     shape: dict[str, Any] = {"instructions": "Be short.", "tools": [ADD]}
     if by == "sealed items":
         shape |= {"include": ["reasoning.encrypted_content"], "store": False}
-    async with responding(THINKS, last) as talk:
+    async with talking(THINKS, last) as talk:
         asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "1+2?"}]}]
-        first = await talk.ask(asked, streamed=streamed, **shape)
+        first = await talk.respond(asked, streamed=streamed, **shape)
         kinds = ["reasoning", "message", "function_call", "function_call"]
         assert [item.type for item in first.output] == kinds
         assert (first.status, first.output_text) == ("completed", "Let me add.")
@@ -78,12 +47,12 @@ async def test_tool_loop_is_one_branch(by: str, streamed: bool) -> None:
         assert json.loads(first.output[2].arguments) == {"a": 1, "b": "ü"}
         if by == "id":
             shape["previous_response_id"] = first.id
-            second = await talk.ask(outputs(first), streamed=streamed, **shape)
+            second = await talk.respond(outputs(first), streamed=streamed, **shape)
         else:
             items = [item.model_dump(exclude_none=True) for item in first.output]
             if by == "sealed items":
                 del items[0]["content"]
-            second = await talk.ask([*asked, *items, *outputs(first)], streamed=streamed, **shape)
+            second = await talk.respond([*asked, *items, *outputs(first)], streamed=streamed, **shape)
         assert second.output_text == "Three."
         assert talk.is_one_branch_of(THINKS, last)
         assert second.usage.output_tokens == len(last.encode()) + 1
@@ -92,32 +61,32 @@ async def test_tool_loop_is_one_branch(by: str, streamed: bool) -> None:
 
 @in_loop
 async def test_response_repeats_the_request_and_can_be_continued() -> None:
-    async with responding(by=lambda _: "Hello there.") as talk:
+    async with talking() as talk:
         asked: dict[str, Any] = {"metadata": {"a": "b"}, "instructions": "x", "tools": [ADD]}
-        response = await talk.ask(**asked, tool_choice="none", max_output_tokens=5)
+        response = await talk.respond(**asked, tool_choice="none", max_output_tokens=5)
         assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert (response.metadata, response.instructions, response.tool_choice) == ({"a": "b"}, "x", "none")
-        events = await talk.events("More", previous_response_id=response.id, max_output_tokens=5)
-        assert events[-1].type == "response.incomplete"
-        unstored = await talk.ask("Hm", store=False)
+        found = await events(talk, "More", previous_response_id=response.id, max_output_tokens=5)
+        assert found[-1].type == "response.incomplete"
+        unstored = await talk.respond("Hm", store=False)
         for name in (unstored.id, "resp-77"):
             with pytest.raises(openai.NotFoundError, match="not kept") as missing:
-                await talk.ask(previous_response_id=name)
+                await talk.respond(previous_response_id=name)
             assert missing.value.code == "previous_response_not_found"
             assert missing.value.param == "previous_response_id"
-        other = talk.client.with_options(api_key=talk.world.open().key)
+        other = talk.gpt.with_options(api_key=talk.world.open().key)
         with pytest.raises(openai.NotFoundError):
             await other.responses.create(model="m", input="x", previous_response_id=response.id)
 
 
 @in_loop
 async def test_responses_branch_and_return_requested_logprobs() -> None:
-    async with responding(by=lambda request: f"answer {request.seed % 1000}") as talk:
-        first = await talk.ask("Begin")
-        await asyncio.gather(*(talk.ask(f"Way {each}", previous_response_id=first.id) for each in range(3)))
+    async with talking(engine=ScriptedEngine(lambda request: f"answer {request.seed % 1000}")) as talk:
+        first = await talk.respond("Begin")
+        await asyncio.gather(*(talk.respond(f"{each}", previous_response_id=first.id) for each in range(3)))
         assert len(talk.world.session.rollout(0, Outcome(), 1.0)) == 3
         assert num_forked(talk.world) == 0
-        told = await talk.ask("Say", include=["message.output_text.logprobs"])
+        told = await talk.respond("Say", include=["message.output_text.logprobs"])
         (part,) = told.output[0].content
         assert len(part.logprobs) == told.usage.output_tokens
 
@@ -134,19 +103,19 @@ OF_AGENTS = "multi_agent_v1__add"
 @in_loop
 async def test_codex_namespaces_are_called_and_hosted_tools_omitted() -> None:
     says = CALL.replace("add", OF_AGENTS)
-    async with responding(CALL, says, "Done.") as talk:
-        first = await talk.ask(tools=CODEX_TOOLS)
+    async with talking(CALL, says, "Done.") as talk:
+        first = await talk.respond(tools=CODEX_TOOLS)
         item = first.output[0].model_dump(exclude_none=True)
         assert (item["name"], "namespace" in item) == ("add", False)
         assert first.tools[2].type == "web_search", "a response repeats what was asked"
         history = [{"role": "user", "content": "Hi"}, item, *outputs(first)]
-        events = await talk.events(history, tools=CODEX_TOOLS)
-        item = events[-1].response.output[0].model_dump(exclude_none=True)
+        found = await events(talk, history, tools=CODEX_TOOLS)
+        item = found[-1].response.output[0].model_dump(exclude_none=True)
         assert (item["name"], item["namespace"]) == ("add", "multi_agent_v1")
-        (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+        (done,) = [event for event in found if event.type == "response.function_call_arguments.done"]
         assert done.name == "add"
-        history += [item, *outputs(events[-1].response)]
-        assert (await talk.ask(history, tools=CODEX_TOOLS)).output_text == "Done."
+        history += [item, *outputs(found[-1].response)]
+        assert (await talk.respond(history, tools=CODEX_TOOLS)).output_text == "Done."
         prompt = talk.world.engine.tokenizer.decode(talk.world.engine.requests[0].prompt_ids)
         assert str(["add", OF_AGENTS]) in prompt
         assert talk.is_one_branch_of(CALL, says, "Done.")
@@ -155,13 +124,13 @@ async def test_codex_namespaces_are_called_and_hosted_tools_omitted() -> None:
 @in_loop
 async def test_item_references_resolve_to_kept_items() -> None:
     last = "<think>\nDone.\n</think>\n\nThree."
-    async with responding(THINKS, last) as talk:
-        first = await talk.ask(tools=[ADD])
+    async with talking(THINKS, last) as talk:
+        first = await talk.respond(tools=[ADD])
         references: list[Any] = [{"type": "item_reference", "id": item.id} for item in first.output]
         history = [{"role": "user", "content": "Hi"}, *references, *outputs(first)]
-        assert (await talk.ask(history, tools=[ADD])).output_text == "Three."
+        assert (await talk.respond(history, tools=[ADD])).output_text == "Three."
         assert talk.is_one_branch_of(THINKS, last)
         for name in ("rs_resp-7", "fc_resp-0_2", "fc_resp-0_x", "x_resp-0", "x"):
             with pytest.raises(openai.NotFoundError) as told:
-                await talk.ask([{"type": "item_reference", "id": name}])
+                await talk.respond([{"type": "item_reference", "id": name}])
             assert told.value.param == "input[0]"

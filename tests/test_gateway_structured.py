@@ -194,24 +194,6 @@ def test_response_format_with_tools_needs_a_grammar(engine: InProcess) -> None:
         grammar_of(read, find_tool_format("none", ""), engine.tokenizer, prefill="", prompt="")
 
 
-@in_loop
-async def test_top_logprobs_belong_to_the_sampled_distribution(engine: InProcess) -> None:
-    async with world_of(engine) as world:
-        asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
-        for more in ({}, {"response_format": schema_format(FIRM)}):
-            _, answer = await world.ask(**asked, **more, max_tokens=30)
-            content = answer["choices"][0]["logprobs"]["content"]
-            for entry in content:
-                top = {(one["token"], one["logprob"]) for one in entry["top_logprobs"]}
-                values = [one["logprob"] for one in entry["top_logprobs"]]
-                assert len(top) <= 5
-                assert values == sorted(values, reverse=True)
-                assert (entry["token"], entry["logprob"]) in top or entry["logprob"] <= values[-1]
-            assert bool(more) == (len(content[0]["top_logprobs"]) == 1), "an object begins with {"
-        _, answer = await world.post({"prompt": "Hi", "logprobs": 2, "max_tokens": 3}, path="/v1/completions")
-        assert all(1 <= len(each) <= 2 for each in answer["choices"][0]["logprobs"]["top_logprobs"])
-
-
 @pytest.mark.parametrize(
     "asked", [{"response_format": schema_format(FIRM)}, {"tools": TOOLS, "tool_choice": NAMED}]
 )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import openai
 import pytest
-from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop, num_forked
+from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop, num_forked, talking
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,25 +84,20 @@ async def test_separate_thoughts_return_to_one_branch(opens: bool, streamed: boo
     text = "Hm.\n</think>\n\nYes." if opens else "<think>\nHm.\n</think>\n\nYes."
     tokenizer = Opening() if opens else ByteTokenizer()
     engine = ScriptedEngine(lambda _: text, tokenizer=tokenizer)
-    async with gateway_world(engine, thoughts="apart") as world:
-        async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=world.session.key) as client:
-            messages: list[Any] = list(HI)
-            for _ in range(2):
-                told = {"reasoning_content": "", "content": ""}
-                answer: Any = await client.chat.completions.create(
-                    model="m", messages=messages, stream=streamed
-                )
-                if streamed:
-                    async for chunk in answer:
-                        for name, before in told.items():
-                            told[name] = before + (getattr(chunk.choices[0].delta, name, None) or "")
-                else:
-                    told = {name: getattr(answer.choices[0].message, name) for name in told}
-                assert told == {"reasoning_content": "Hm.", "content": "Yes."}
-                messages += [{"role": "assistant", **told}, {"role": "user", "content": "Sure?"}]
-        assert num_forked(world) == 0
-        (trajectory,) = world.session.rollout(0, Outcome(), 1.0)
-        assert trajectory.loss_mask.sum() == 2 * (len(tokenizer.encode(text)) + 1)
+    async with talking(engine=engine, thoughts="apart") as talk:
+        messages: list[Any] = list(HI)
+        for _ in range(2):
+            told = {"reasoning_content": "", "content": ""}
+            answer: Any = await talk.chat(messages, stream=streamed)
+            if streamed:
+                async for chunk in answer:
+                    for name, before in told.items():
+                        told[name] = before + (getattr(chunk.choices[0].delta, name, None) or "")
+            else:
+                told = {name: getattr(answer.choices[0].message, name) for name in told}
+            assert told == {"reasoning_content": "Hm.", "content": "Yes."}
+            messages += [{"role": "assistant", **told}, {"role": "user", "content": "Sure?"}]
+        assert talk.is_one_branch_of(*[text] * 2)
 
 
 @in_loop
@@ -154,17 +148,3 @@ async def test_order_of_equal_answers_changes_nothing() -> None:
             found.append([(each.token_ids.tolist(), each.loss_mask.tolist()) for each in rollout])
             assert num_forked(world) == 1, "the second of the two"
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-@in_loop
-async def test_conversation_survives_a_late_equal_answer(
-    order: tuple[int, int],
-) -> None:
-    async with gateway_world(ScriptedEngine(thinking_by_seed)) as world:
-        for number, seed in enumerate(order, start=1):
-            assert (await world.post({"messages": HI, "seed": seed}))[0] == 200
-            assert (await world.post({"messages": [*HI, *SURE * number], "seed": 7}))[0] == 200
-        assert num_forked(world) == 1, "the late one"
-        branches = world.session.rollout(0, Outcome(), 1.0)
-        assert sorted(sum(each.token_ids == 257) for each in branches) == [2, 6]

@@ -125,36 +125,6 @@ def test_calls_that_a_template_writes_are_read_back(name: str) -> None:
             assert said.strip() == ("" if name in NO_CONTENT else content)
 
 
-TEXT = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "Zs"], exclude_characters="<'\"\\"))
-VALUES = st.recursive(
-    st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-    max_leaves=6,
-)
-ARGUMENTS = st.fixed_dictionaries(
-    {},
-    optional={
-        "s": TEXT,
-        "t": TEXT.map(lambda text: text.replace(" ", "\n")),
-        "n": st.integers(-(2**53), 2**53),
-        "x": st.floats(-1e9, 1e9),
-        "b": st.booleans(),
-        "o": st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3),
-        "list": st.lists(VALUES, max_size=3),
-    },
-)
-ONE_OF_EACH = ["qwen3", "qwen3_6", "nemotron_3_nano", "glm4moe", "gptoss", "gemma4_v5", "llama3_2"]
-ONE_OF_EACH += ["lfm2_v2", "lfm2_2_5", "muse_glimmer"]
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-@settings(max_examples=40, deadline=None)
-@given(arguments=ARGUMENTS)
-def test_arguments_keep_their_types(name: str, arguments: dict[str, Any]) -> None:
-    calls = [("f", arguments)]
-    assert calls_of(found(name).parse(written(name, calls), TOOLS)) == calls
-
-
 # ---- formats whose templates trl does not ship, as their vendors publish them
 
 F, G = '{"s": "a b", "n": 1}', "{}"

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from gateway_cases import in_loop
-from harness_gateway import open_gateway, processes_of, settled
-from sandbox_cases import need_bubblewrap
+from harness_gateway import need_bubblewrap, open_gateway, processes_of, settled
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import MARK_ENV, CommandHarness, last_line_outcome

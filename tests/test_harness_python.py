@@ -22,7 +22,7 @@ SESSION = Session("http://127.0.0.1:9/v1", "key", "policy")
 
 
 def run(name: str, **args: Any) -> Outcome:
-    harness = build_harness(GeneratorConfig(python=f"harnesses_for_test:{name}", args=args))
+    harness = build_harness(GeneratorConfig(python=f"agents_for_test:{name}", args=args))
     return as_outcome(asyncio.run(harness.run(TASK, SESSION)))
 
 
@@ -36,37 +36,39 @@ def test_task_without_an_answer_says_so() -> None:
         _ = without.answer
 
 
-def test_outcomes_are_taken_and_all_else_fails() -> None:
-    taken = {"plain": Outcome(0.25), "says_nothing": Outcome(), "numpy_reward": Outcome(0.5)}
-    taken["judge"] = Outcome(0.75)
-    taken["whole_outcome"] = Outcome(None, {"ok": 1.0}, {"chatcmpl-0": 1.0, "chatcmpl-1": 0.0})
-    assert {name: run(name) for name in taken} == taken
-    for name, said in (
-        ("says_text", r"'good' \(str\): it is a text"),
-        ("not_finite", "loss Input should be"),
-    ):
+@pytest.mark.parametrize("name", ["plain", "agent"])
+def test_outcomes_are_taken_and_all_else_fails(name: str) -> None:
+    parts = Outcome(None, {"ok": 1.0}, {"chatcmpl-0": 1.0, "chatcmpl-1": 0.0})
+    taken = {"nothing": Outcome(), "numpy": Outcome(0.5), "outcome": parts}
+    assert {result: run(name, result=result) for result in taken} == taken
+    for result, said in (("text", r"'good' \(str\): it is a text"), ("not finite", "loss Input should be")):
         with pytest.raises(RolloutFailure, match=said):
-            run(name)
+            run(name, result=result)
 
 
-def test_uncallable_function_is_refused_before_any_rollout() -> None:
-    for name, args, said in (
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
         ("two_turn", {}, "did you mean two_turns"),
         ("no_session", {}, "cannot be called as"),
         ("two_turns", {"bonuss": 1}, "generator.args"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            run(name, **args)
+    ],
+)
+def test_uncallable_function_is_refused_before_any_rollout(
+    name: str, args: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(name, **args)
 
 
 @in_loop
 async def test_openai_client_uses_the_session_key_and_shared_connections() -> None:
     client = make_http_client()
     async with open_gateway() as gateway:
-        harness = build_harness(GeneratorConfig(python="harnesses_for_test:two_turns", args={"bonus": 0.5}))
+        harness = build_harness(GeneratorConfig(python="agents_for_test:two_turns", args={"bonus": 0.5}))
         for number in range(2):
             session = Session(f"{gateway.url}/v1", f"key-{number}", "policy", http_client=lambda: client)
-            assert await harness.run(TASK, session) == Outcome(1.5, {"turns": 2.0})
+            assert (await harness.run(TASK, session)).reward == 1.5
             assert session.client.timeout is None
     assert [key for key, _ in gateway.calls] == ["key-0", "key-0", "key-1", "key-1"]
     assert [len(body["messages"]) for _, body in gateway.calls] == [1, 3, 1, 3]

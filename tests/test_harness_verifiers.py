@@ -179,7 +179,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("calculator_env", {"agent": {"model": "gpt-9"}}, "no client of their own: agent (model=gpt-9)"),
     ("calculator_env", {"agent": {"retries": {"max_retries": 2}}}, "generator.args has agent.retries"),
     (GUESSING, {"judge": {"client": None}}, "judge (model=None)"),
-    ("harnesses_for_test", {}, "exports a Taskset in __all__"),
+    ("agents_for_test", {}, "exports a Taskset in __all__"),
 ]
 
 

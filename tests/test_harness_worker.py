@@ -58,10 +58,6 @@ async def working(
         await caller.aclose()
 
 
-def python(name: str, **args: Any) -> Harness:
-    return build_harness(GeneratorConfig(python=f"harnesses_for_test:{name}", args=args))
-
-
 @in_loop
 async def test_worker_fills_its_slots_and_posts_outcomes() -> None:
     steps = Steps()
@@ -81,14 +77,15 @@ async def test_worker_fills_its_slots_and_posts_outcomes() -> None:
 
 @in_loop
 async def test_harness_errors_are_data_and_the_worker_goes_on() -> None:
-    for name, said in (
-        ("raises", r"g0/r0 \(prompt p0\): its harness raised ZeroDivisionError: by \? zero"),
-        ("raises_in_thread", "its harness raised RuntimeError: StopIteration: no more"),
-        ("raises_the_unspeakable", "its harness raised .*UnspeakableError"),
-        ("interrupts", "its harness raised KeyboardInterrupt"),
-        ("cancels_itself", "generator.python=harnesses_for_test:cancels_itself raised CancelledError"),
+    for name, result, said in (
+        ("agent", "error", r"g0/r0 \(prompt p0\): its harness raised ZeroDivisionError: by \? zero"),
+        ("plain", "stop", "its harness raised RuntimeError: StopIteration: no more"),
+        ("agent", "unspeakable", "its harness raised .*UnspeakableError"),
+        ("agent", "interrupt", "its harness raised KeyboardInterrupt"),
+        ("agent", "cancellation", "generator.python=agents_for_test:agent raised CancelledError"),
     ):
-        async with open_gateway() as gateway, working(gateway, python(name)):
+        harness = build_harness(GeneratorConfig(python=f"agents_for_test:{name}", args={"result": result}))
+        async with open_gateway() as gateway, working(gateway, harness):
             for _ in range(2):
                 with pytest.raises(RolloutFailure, match=said):
                     await gateway.run(0)
@@ -195,7 +192,7 @@ async def started(
 @in_loop
 async def test_worker_process_runs_rollouts_and_ends_on_sigterm(tmp_path: Path) -> None:
     async with open_gateway() as gateway:
-        harness = GeneratorConfig(python="harnesses_for_test:environment")
+        harness = GeneratorConfig(python="agents_for_test:environment")
         async with started(gateway, tmp_path, harness) as (process, caller):
             assert (await caller.get("/health", WorkerHealth, timeout_s=60.0)).num_abandoned == 0
             said = await gateway.run(0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import forked_processes
 import pytest
-from hostile_agents_for_test import BODIES, WAYS
+from agents_for_test import BODIES, WAYS
 from job_runs import ROOT, environment, read_lines, run, start, variant, wait_until, write_config
 
 from asyncrl.base.message import WORKER_KEY_ENV
@@ -111,7 +111,7 @@ def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
         task={"python": "rewards_for_test:JudgeThatNeverGivesUp"},
-        generator={"python": "hostile_agents_for_test:misbehaves", "args": {"log": str(log)}},
+        generator={"python": "agents_for_test:misbehaves", "args": {"log": str(log)}},
         gateway={"max_calls": 8},
         rollout={"timeout_s": 4, "retries": 4, "max_tokens": 8, "max_prompt_tokens": 40},
         trainer={"num_steps": 4},
@@ -171,7 +171,7 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
         first = work("agents_for_test:plays_then_holds", num_played=played, mark=str(mark))
         wait_until(mark.exists, process)
         first.kill()
-        second = work("harnesses_for_test:two_turns")
+        second = work("agents_for_test:two_turns")
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, stderr
         assert second.wait(timeout=60) == 0, "it ends with its run, by itself"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import config_reference
@@ -28,7 +28,6 @@ from asyncrl.observe.console import plain_line
 from asyncrl.observe.metrics import GAUGES, PROGRESS, SpecialTokens, Totals, batch_metrics, gauge_of
 from asyncrl.observe.run_dir import evaluation_metrics
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.trainer.step_report import append_line
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -53,25 +52,13 @@ def test_a_generated_page_is_up_to_date(script: ModuleType, capsys: pytest.Captu
     assert script.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_an_outdated_page_is_refused_with_its_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "page.md").write_text("old")
-    options = ["--page", str(tmp_path / "page.md"), "--schema", str(tmp_path / "schema.json")]
-    assert config_reference.main(["--check", *options]) == 1
-    assert "python scripts/config_reference.py" in capsys.readouterr().err
-    assert [config_reference.main([*given, *options]) for given in ([], ["--check"])] == [0, 0]
-
-
 def test_every_key_has_a_row_with_a_meaning() -> None:
     lines = [line.replace("\\|", "/") for line in config_reference.page().splitlines()]
     rows = {line.split("`")[1]: line.split("|") for line in lines if line.startswith(("| `", "| **`"))}
     sections = {key for key in all_keys() if "." not in key and key not in ("seed", "launcher")}
     listed = {key for key in all_keys() if not key.startswith(("eval.task.", "placement.rollout."))}
     assert rows.keys() == listed - sections
-    without_docstring = [key for key, cells in rows.items() if len(cells) != 6 or not cells[4].strip()]
-    assert without_docstring == []
-    assert rows["rollout.simulated"][2:4] == [" section ", "  "], "a section has no default"
+    assert [key for key, cells in rows.items() if len(cells) != 6 or not cells[4].strip()] == []
 
 
 def trajectory(reward: float, *spans: tuple[int, int, int], **more: Any) -> Trajectory:
@@ -205,7 +192,7 @@ def test_totals_survive_resumes_and_restarted_sources() -> None:
 
 
 class Rooms(dict[str, float]):
-    tokenizer = None
+    tokenizer = SimpleNamespace(decode=None)
     special_tokens = SpecialTokens()
 
 
@@ -245,17 +232,6 @@ def test_a_resumed_run_continues_its_totals(tmp_path: Path) -> None:
     written = read_lines(tmp_path / "metrics.jsonl")
     assert [line["tokens/generated"] for line in written[3:]] == [400, 500, 650, 700]
     assert [line["rollout/retried"] for line in written[3:]] == [3, 4, 4, 6]
-
-
-def test_skipped_evaluations_are_counted_over_a_resume(tmp_path: Path) -> None:
-    first = {"policy_version": 2, "eval/version": 2, "eval/seconds": 1.0, "eval/skipped": 3}
-    append_line(tmp_path / "eval.jsonl", first | {"eval/abandoned": 7})
-    result = EvalResult(4, [], num_failed=3, last_failure="no", num_skipped=2, num_abandoned=1)
-    with reporting_to(tmp_path) as reporter:
-        reporter.resumes(2, {})
-        reporter.evaluated(result)
-    last = read_lines(tmp_path / "eval.jsonl")[-1]
-    assert (last["eval/skipped"], last["eval/abandoned"]) == (5, 8)
 
 
 def test_a_skipped_step_is_reported_with_its_groups(

@@ -125,7 +125,7 @@ def test_a_resumed_timeline_continues_and_shows_the_gap(tmp_path: Path) -> None:
     second.close()
     assert path.read_text().startswith(before)
     problems: list[str] = []
-    shown = lanes_of(timeline_view(read_timeline(tmp_path, problems), [(9.0, "engine lost")], problems, 8))
+    shown = lanes_of(timeline_view(read_timeline(tmp_path, problems), [(9.0, "engine lost")], 8))
     assert len(problems) == 1, "half a line"
     assert [text for kind, *_, text in shown["trainer"] if kind == "train"] == ["step 1", "step 2", "step 3"]
     assert [kind for kind, *_ in shown["start"]] == ["start"], "the first start is not a restart"
@@ -142,7 +142,7 @@ def test_a_long_timeline_keeps_its_newest_spans(tmp_path: Path, monkeypatch: pyt
         note_step(spans, step, float(step))
     spans.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * 40_000 + 1000
-    shown = lanes_of(timeline_view(read_timeline(tmp_path, []), [], [], 8))
+    shown = lanes_of(timeline_view(read_timeline(tmp_path, []), [], 8))
     steps = [text for kind, *_, text in shown["trainer"] if kind == "train"]
     assert steps == [f"step {step}" for step in range(1001 - len(steps), 1001)]
     assert len(steps) > 50

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from job_runs import read_lines, run, write_config
+from job_runs import read_lines
 from journal_cases import admit, make_batch, make_trajectory, tell_a_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -104,18 +104,6 @@ def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
     waits = "train loop waits in TrainerClient.train for optimizer step 4, 12 s, to be woken by"
     for said in (waits, "g7/r1, 12.0", "training 90% ███"):
         assert (said in text, said in verbose) == (False, True)
-
-
-def test_status_shows_the_worst_problems_first(tmp_path: Path) -> None:
-    make_run(tmp_path, num_steps=0)
-    recorder = Recorder(tmp_path)
-    for step in range(1, 41):
-        ill = {"reward/equal_fraction": 0.9, "sample/truncated_fraction": 0.98, "trainer/skipped_steps": 1}
-        recorder.record_step({"step": step, "time_s": step, "reward/mean": 0.1, "reward/std": 0.1, **ill})
-    recorder.write_status({"state": "running", "warnings": ["a reward call takes long " * 3] * 5})
-    text = words(render_status(tmp_path))
-    for said in ("Learned nothing", "And 1 more, see --verbose.", "(and 4 more, see --verbose)"):
-        assert said in text
 
 
 @pytest.mark.parametrize(
@@ -412,14 +400,15 @@ def test_reading_a_run_imports_no_torch(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_inspect_reads_a_real_run(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    answer = run(write_config(tmp_path, buffer={"max_staleness": 2}), run_dir, "trainer.num_steps=4")
-    assert answer.returncode == 0, answer.stderr
-    entry = read_lines(run_dir / "trained.jsonl")[-1]["trajectories"][0]
+@pytest.mark.timeout(900)
+def test_inspect_reads_a_real_run(whole: Path) -> None:
+    run_dir = whole
+    line = read_lines(run_dir / "trained.jsonl")[-1]
+    entry = line["trajectories"][0]
     plain = inspected(run_dir, group=entry["group_id"])
     story = plain["story"]
-    assert (plain["problems"], story["batch"], story["prompt_id"]) == ([], 3, entry["prompt_id"])
+    found = (plain["problems"], story["batch"], story["prompt_id"])
+    assert found == ([], line["version"], entry["prompt_id"])
     (rollout,) = [each for each in story["rollouts"] if each["sample_index"] == entry["sample_index"]]
     pieces = rollout["branches"][0]["pieces"]
     assert rollout["reward"] == entry["reward"]

@@ -23,7 +23,6 @@ from asyncrl.observe.console import Console
 from asyncrl.observe.run_dir import append_lines
 from asyncrl.observe.samples import (
     MAX_PARTS,
-    SampleOf,
     SampleWriter,
     ShownRollout,
     choose,
@@ -41,11 +40,9 @@ HOSTILE = (
 )
 
 
-class Letters:
-    """A decoder: token 97 is `a`."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, token_ids))
+def letters(token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """Decode: token 97 is `a`."""
+    return "".join(map(chr, token_ids))
 
 
 def make_batch(rewards: Sequence[Sequence[float]], version: int = 3) -> Batch:
@@ -82,7 +79,8 @@ def turns(*lengths: int, versions: Callable[[int], int] = lambda place: 8, **mor
 
 def show(rollout: Rollout, kind: Any = "random", step: int = 10, **more: Any) -> ShownRollout:
     prompt = more.pop("prompt", Prompt("0/4", ()))
-    return shown(SampleOf(kind, step, GroupId(5), 0, prompt), rollout, Letters(), min_version=7, **more)
+    name: Any = {"kind": kind, "group_id": 5, "sample_index": 0}
+    return name | shown(prompt, rollout, letters, step=step, min_version=7, **more)
 
 
 def test_every_turn_of_every_branch_is_shown() -> None:
@@ -128,7 +126,7 @@ def writer_of(folder: Path, **more: Any) -> SampleWriter:
 def fail(writer: SampleWriter, group_id: int, rollout: Callable[[], Rollout] = tuple) -> None:
     prompt = Prompt("0/7", ({"role": "user", "content": "why"},), answer="so")
     failed = FailedRollout(1, 2, RolloutFailure("no reward"), Seen(rollout))
-    writer.failed(GroupId(group_id), prompt, failed, Letters())
+    writer.failed(GroupId(group_id), prompt, failed, letters)
 
 
 def nothing() -> Rollout:
@@ -141,7 +139,7 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     fail(writer, 2, nothing)
     fail(writer, 3)
     assert steps_in(tmp_path) == [(1, "failed")] * 2
-    writer.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), {(0, 3): 0.25}, Letters())
+    writer.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), {(0, 3): 0.25}, letters)
     fail(writer, 4)
     first, second, best, *_ = read_samples(tmp_path, [])
     assert "failed 2 times, last: no reward" in (first["error"] or "")
@@ -161,11 +159,11 @@ def test_a_long_run_keeps_its_first_and_newest_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = writer_of(tmp_path, per_step=1)
-    writer.step(make_batch([[1.0]], 0), {}, Letters())
+    writer.step(make_batch([[1.0]], 0), {}, letters)
     size = writer.path.stat().st_size
     monkeypatch.setattr(samples_module, "MAX_BYTES", 20 * size - 1)
     for step in range(1, 200):
-        writer.step(make_batch([[1.0]], step), {}, Letters())
+        writer.step(make_batch([[1.0]], step), {}, letters)
     steps = [step for step, _ in steps_in(tmp_path)]
     newest = steps[20:]
     assert steps[:20] == [*range(1, 21)], "the first file stays"
@@ -238,7 +236,7 @@ def test_inspect_lists_the_newest_or_selected_samples(tmp_path: Path) -> None:
     assert listed(step=1) == listed(group=1) == ["best sample of step 1", "worst sample of step 1"]
     found = json.loads(render_samples(tmp_path, ["damaged"], as_json=True, step=1, kinds=["best"]))
     assert ([sample["kind"] for sample in found["samples"]], found["problems"]) == (["best"], ["damaged"])
-    with pytest.raises(ConfigError, match="has no failed sample of step 3"):
+    with pytest.raises(ConfigError, match="has no such sample"):
         render_samples(tmp_path, [], as_json=False, step=3, kinds=["failed"])
 
 

@@ -210,10 +210,3 @@ def test_time_shares_add_up_to_one() -> None:
 def test_a_repeated_step_replaces_itself_and_later_steps() -> None:
     run = Steps([{"step": step, "reward/mean": step} for step in (0, 1, 2, 1)])
     assert (len(run), run.values("reward/mean"), run.last) == (2, [0.0, 1.0], {"step": 1, "reward/mean": 1})
-
-
-def test_the_verdict_shows_how_the_trainer_used_its_device() -> None:
-    speed = "device_tokens_per_s=12000 mfu=0.314 host_memory_bytes=3221225472"
-    text = "12,000 tokens a second and device while training, MFU 31.4%, peak host memory 3.0 GiB"
-    assert judge(Steps(steps(f"train_s=0.5 {speed}")), config()).trainer == text
-    assert judge(Steps(steps("train_s=0.5")), config()).trainer == ""

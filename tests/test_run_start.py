@@ -218,6 +218,7 @@ async def test_rollout_urls_use_the_environment_key_and_no_process(
 @virtual
 async def test_unknown_weights_are_replaced_before_sampling(are_ours: bool) -> None:
     fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
+    fake.engine.weights.version = -1
     targets = [EngineServer(fake)]
     publisher = PushLoop(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
     async with asyncio.TaskGroup() as tasks:

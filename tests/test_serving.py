@@ -24,12 +24,11 @@ from job_runs import (
     write_config,
 )
 from served_gateway import check_gateway, make_model
-from serving_agents_for_test import __name__ as agents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SERVE = [sys.executable, "-m", "asyncrl.cli", "serve"]
 AGENT: dict[str, Any] = {
-    "generator": {"python": f"{agents}:two_turns"},
+    "generator": {"python": "agents_for_test:share_of_a"},
     "rollout": {"max_prompt_tokens": 64, "group_size": 3},
 }
 

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,19 +23,22 @@ import psutil
 import pytest
 from rollout_cases import virtual
 
-from asyncrl.base.errors import RewardFailure, TaskError
+from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError
+from asyncrl.base.user_code import GRACE_S, MAX_ABANDONED, UserCalls
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.task import UserCodeFailed, as_reward
+from asyncrl.testing.virtual_time import all_blocked
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
 
 
-def scorer_of(function: Any, pool: str, **settings: Any) -> AbstractAsyncContextManager[TaskScorer]:
+def make_scorer(function: Any, pool: str = "inline", *, warn: Any = print, **settings: Any) -> TaskScorer:
     """A scorer in the thread or inline pool."""
-    config = TaskConfig(python="x:y", reward_pool=pool, **settings)  # type: ignore[arg-type]
-    return aclosing(TaskScorer(SimpleNamespace(score=function), config, seed=0))  # type: ignore[arg-type]
+    given = {"python": "x:y", "reward_pool": pool, "reward_timeout_s": 10.0} | settings
+    config = TaskConfig.model_validate(given)
+    return TaskScorer(SimpleNamespace(score=function), config, seed=0, warn=warn)  # type: ignore[arg-type]
 
 
 class Stop(BaseException):
@@ -73,11 +78,11 @@ RAISES: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("function", "words"), RAISES)
 @pytest.mark.asyncio
 async def test_raised_error_of_a_reward_is_a_failure(pool: str, function: Any, words: str) -> None:
-    async with scorer_of(function, pool, reward_workers=1) as scorer:
-        for _ in range(2):
-            said = rf"the reward of prompt 0/7 raised {words}(.|\n)*'an answer'"
-            with pytest.raises(RewardFailure, match=said):
-                await scorer.score(PROMPT, "an answer")
+    scorer = make_scorer(function, pool, reward_workers=1)
+    for _ in range(2):
+        said = rf"the reward of prompt 0/7 raised {words}(.|\n)*'an answer'"
+        with pytest.raises(RewardFailure, match=said):
+            await scorer.score(PROMPT, "an answer")
 
 
 @pytest.mark.parametrize("value", [1, False, 0.25, np.float32(0.25), np.bool_(True), np.array([0.5])])
@@ -99,12 +104,12 @@ async def test_async_rewards_run_together_within_the_limit() -> None:
         await asyncio.sleep(5.0)
         return 0.5
 
-    async with scorer_of(waits, "inline", reward_workers=1) as scorer:
-        assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(100))) == [0.5] * 100
-        assert asyncio.get_running_loop().time() == 5.0
-    async with scorer_of(waits, "inline", reward_timeout_s=4.0) as scorer:
-        with pytest.raises(RewardFailure, match=r"did not return within 4.0 s .task.reward_timeout_s."):
-            await scorer.score(PROMPT, "")
+    scorer = make_scorer(waits, "inline", reward_workers=1)
+    assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(100))) == [0.5] * 100
+    assert asyncio.get_running_loop().time() == 5.0
+    scorer = make_scorer(waits, "inline", reward_timeout_s=4.0)
+    with pytest.raises(RewardFailure, match=r"did not return within 4.0 s .task.reward_timeout_s."):
+        await scorer.score(PROMPT, "")
 
 
 @pytest.mark.asyncio
@@ -120,8 +125,8 @@ async def test_threads_run_at_most_reward_workers_at_once() -> None:
         free.release()
         return float(goes_on)
 
-    async with scorer_of(counts, "thread", reward_workers=3) as scorer:
-        assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(12))) == [1.0] * 12
+    scorer = make_scorer(counts, "thread", reward_workers=3)
+    assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(12))) == [1.0] * 12
 
 
 @pytest.mark.asyncio
@@ -131,11 +136,11 @@ async def test_hung_thread_costs_its_own_rollout_alone() -> None:
     def hangs_on_x(prompt: Prompt, completion: str) -> float:
         return float(completion != "x" or gate.wait(30.0))
 
-    async with scorer_of(hangs_on_x, "thread", reward_workers=2, reward_timeout_s=3.0) as scorer:
-        with pytest.raises(RewardFailure, match="did not return within"):
-            await scorer.score(PROMPT, "x")
-        assert await asyncio.gather(*(scorer.score(PROMPT, "y") for _ in range(5))) == [1.0] * 5
-        gate.set()
+    scorer = make_scorer(hangs_on_x, "thread", reward_workers=2, reward_timeout_s=3.0)
+    with pytest.raises(RewardFailure, match="did not return within"):
+        await scorer.score(PROMPT, "x")
+    assert await asyncio.gather(*(scorer.score(PROMPT, "y") for _ in range(5))) == [1.0] * 5
+    gate.set()
 
 
 @pytest.mark.asyncio
@@ -143,13 +148,13 @@ async def test_too_many_hung_threads_end_the_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("asyncrl.base.user_code.MAX_ABANDONED", 2)
     gate = threading.Event()
     settings = {"reward_workers": 2, "reward_timeout_s": 0.1}
-    async with scorer_of(lambda *_: gate.wait(30.0), "thread", **settings) as scorer:
-        calls = (scorer.score(PROMPT, "") for _ in range(2))
-        failures = await asyncio.gather(*calls, return_exceptions=True)
-        assert {type(failure) for failure in failures} == {RewardFailure}
-        with pytest.raises(TaskError, match="task.reward_pool=process"):
-            await scorer.score(PROMPT, "")
-        gate.set()
+    scorer = make_scorer(lambda *_: gate.wait(30.0), "thread", **settings)
+    calls = (scorer.score(PROMPT, "") for _ in range(2))
+    failures = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(failure) for failure in failures} == {RewardFailure}
+    with pytest.raises(TaskError, match="task.reward_pool=process"):
+        await scorer.score(PROMPT, "")
+    gate.set()
 
 
 REWARDS = """
@@ -265,3 +270,116 @@ def test_reward_processes_die_with_a_killed_run(rewards: Path) -> None:
         psutil.Process(worker).wait(timeout=60)
     assert not psutil.pid_exists(worker)
     assert worker != os.getpid()
+
+
+# ---- coroutines that ignore cancellation
+
+
+async def swallows(*_: object) -> float:
+    """A judge that retries forever."""
+    while True:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(3600.0)
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@virtual
+async def test_endless_reward_fails_and_is_named_once() -> None:
+    told: list[str] = []
+    scorer = make_scorer(swallows, warn=told.append)
+    for number in range(1, 4):
+        started_s = now_s()
+        with pytest.raises(RewardFailure, match=r"did not return within 10.0 s"):
+            await scorer.score(PROMPT, "")
+        assert now_s() == started_s + 10.0 + GRACE_S
+        assert scorer.num_abandoned == number
+    (warning,) = told
+    assert "x:y" in warning
+    assert "except Exception:" in warning
+
+
+@virtual
+async def test_call_passes_results_errors_and_cancellation() -> None:
+    async def raises(error: BaseException) -> float:
+        raise error
+
+    async def cancels_its_task() -> float:
+        asyncio.current_task().cancel()  # type: ignore[union-attr]
+        await asyncio.sleep(1.0)
+        return 1.0
+
+    calls = UserCalls("f", error=partial(TaskError, "tasks"))
+    assert await calls.run(asyncio.sleep(1.0, 7)) == 7
+    for error in (KeyError("x"), SystemExit(3), TimeoutError()):
+        with pytest.raises(type(error)):
+            await calls.run(raises(error))
+    with pytest.raises(RolloutFailure, match="f raised CancelledError"):
+        await calls.run(cancels_its_task())
+    assert not asyncio.current_task().cancelling(), "nobody cancelled its caller"  # type: ignore[union-attr]
+    with pytest.raises(RolloutFailure, match="the reward function x:y raised CancelledError"):
+        await make_scorer(lambda *_: cancels_its_task()).score(PROMPT, "")
+
+
+@virtual
+async def test_too_many_abandoned_calls_end_the_run() -> None:
+    gate = asyncio.Event()
+
+    async def swallows_until_the_gate_opens(*_: object) -> float:
+        while not gate.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await gate.wait()
+        return 1.0
+
+    scorer = make_scorer(swallows_until_the_gate_opens)
+    scores = (scorer.score(PROMPT, "") for _ in range(MAX_ABANDONED))
+    found = await asyncio.gather(*scores, return_exceptions=True)
+    assert {type(error) for error in found} == {RewardFailure}
+    with pytest.raises(TaskError, match=f"{MAX_ABANDONED} calls of the reward function x:y"):
+        await scorer.score(PROMPT, "")
+    gate.set()
+    await all_blocked()
+    assert await scorer.score(PROMPT, "") == 1.0
+    assert scorer.num_abandoned == MAX_ABANDONED, "so far"
+
+
+SCRIPT = """
+    import asyncio, signal, sys, threading
+    from asyncrl.base import user_code
+    user_code.GRACE_S = 0.1
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
+    async def never_ends():
+        while True:
+            try: await asyncio.sleep(3600)
+            except: pass
+    async def starts_another():
+        asyncio.ensure_future(never_ends())
+        await never_ends()
+    async def well():
+        try:
+            async with asyncio.timeout(0.1):
+                await user_code.UserCalls("f", error=Exception, warn=print).run(starts_another())
+        except TimeoutError:
+            return 7
+    async def interrupted():
+        await well()
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        await asyncio.sleep(60)
+    async def threads():
+        hung = [asyncio.ensure_future(asyncio.to_thread(threading.Event().wait)) for _ in range(100)]
+        await asyncio.sleep(0)
+        return await asyncio.to_thread(lambda: 7)
+    sys.exit(asyncio.run(user_code.cancel_remaining(globals()[sys.argv[1]]())))
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("well", 7), ("interrupted", -2), ("threads", 7)])
+def test_a_process_ends_though_a_call_in_it_never_does(how: str, code: int) -> None:
+    """Hung coroutines and hung threads delay neither the end of the loop nor of the process."""
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert how != "threads" or not done.stderr
+    assert not re.search("was never|ignored|destroyed", done.stderr)

@@ -11,11 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from branch_cases import make_branch_batch, plain_advantages, plain_loss, plain_units
 from fake_server import FakeTrainerServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_cases import MakeStep, changed, make_batch
+from trainer_cases import (
+    MakeStep,
+    changed,
+    make_batch,
+    make_branch_batch,
+    plain_advantages,
+    plain_loss,
+    plain_units,
+)
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import TrainerError

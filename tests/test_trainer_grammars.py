@@ -7,56 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from engine_in_process import make_qwen3, make_spec
 from test_engine_grammars import PERSON, VOCAB, answers, asking
 from test_engine_resumed import SMALL
 from text_tokenizers import byte_level, save
-from trainer_cases import DeviceReads
 from trainer_cases import make_spec as make_trainer_spec
 
 from asyncrl.messages.records import Batch, GrammarSpan, Group, GroupId, Prompt, Trajectory, VersionSpan
-from asyncrl.trainer import policy
-from asyncrl.trainer.packing import AllowedRows
-from asyncrl.trainer.policy import head_scores
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
-from asyncrl_servers.embedded.build_engine import build_engine
-
-
-@pytest.mark.parametrize("most", [1, 10**9], ids=["slices", "whole"])
-def test_head_scores_what_a_grammar_allows(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Some slices of the vocabulary have no allowed entry, and some rows allow all."""
-    monkeypatch.setitem(policy.MOST_LOGITS, "cpu", most)
-    monkeypatch.setattr(policy, "MIN_SLICE", 13)
-    rng, (m, d, v) = torch.Generator().manual_seed(0), (7, 5, 100)
-    hidden, weight = torch.randn(m, d, generator=rng), torch.randn(v, d, generator=rng) * 3
-    offset = torch.randn(v, generator=rng)
-    is_allowed = torch.zeros(3, v, dtype=torch.bool)
-    is_allowed[0, 50:60], is_allowed[1, [3, 99]], is_allowed[2, 77] = True, True, True
-    bits = np.packbits(is_allowed.numpy(), axis=1, bitorder="little")
-    sets = np.array([0, -1, 1, 2, -1, 1, 0])
-    target = torch.tensor([55, 8, 99, 77, 0, 3, 50])
-    found = []
-    for is_naive in (False, True):
-        parts = [one.clone().requires_grad_() for one in (hidden, weight, offset)]
-        if is_naive:
-            logits = (parts[0] @ parts[1].t() + parts[2]) / 0.7
-            everything = torch.ones(1, v, dtype=torch.bool)
-            logprobs = logits.masked_fill(~torch.cat([is_allowed, everything])[sets], -torch.inf).log_softmax(
-                -1
-            )
-            entropy = -(logprobs.exp() * logprobs.nan_to_num(neginf=0.0)).sum(-1)
-            scores = logprobs.gather(1, target[:, None])[:, 0], entropy, logprobs.amax(-1)
-        else:
-            rows = AllowedRows.of(bits, sets, torch.device("cpu"))
-            with DeviceReads() as reads:
-                scores = head_scores(parts[0], parts[1], parts[2], target, 0.7, rows)
-            assert reads.counts.total() == 0, "it waits for the device"
-        (scores[0] * torch.arange(1.0, m + 1)).sum().backward()
-        found.append([*(score.detach() for score in scores), *(part.grad for part in parts)])
-    for ours, naive in zip(*found, strict=True):
-        torch.testing.assert_close(ours, naive, rtol=1e-4, atol=1e-5)
+from asyncrl_servers.embedded.embedded_engine import build_engine
 
 
 @pytest.fixture(scope="module")

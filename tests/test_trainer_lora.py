@@ -163,15 +163,12 @@ def test_saved_adapters_open_elsewhere(make_step: MakeStep, tiny_model_dir: Path
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (["q_projection"], r"no such layer.*q_proj.*down_proj"),
-        (["q_proj", "embed_tokens"], r"names embed_tokens, .* no such layer"),
-        ([], r"names no layer.*q_proj"),
+        (["q_projection"], r"no layer q_projection.*q_proj.*down_proj"),
+        (["q_proj", "embed_tokens"], "no layer embed_tokens"),
+        ([], "no layer"),
     ],
 )
 def test_targets_without_adapters_are_refused(tiny_model_dir: Path, targets: list[str], message: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with pytest.raises(ConfigError, match=f"(?s)trainer.lora.*{message}"):
         find_targets(model, LoraConfig(targets=targets))
-    model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight
-    with pytest.raises(ConfigError, match="shared with another layer"):
-        find_targets(model, LoraConfig())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import shutil
 import signal
 import socket
+import stat
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,15 @@ import job_runs
 import numpy as np
 import pytest
 import torch
-from branch_cases import make_branch_batch
 from rank_processes import TIMEOUT_S, running, save_state
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
-from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
+from trainer_cases import changed, learned, make_batch, make_branch_batch, make_spec, mesh_of_one
 from transformers import AutoModelForCausalLM
 
-from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.message import find_fatal
-from asyncrl.config import load_config
-from asyncrl.job.servers import Servers
-from asyncrl.launch import server as startup
-from asyncrl.launch.devices import place
-from asyncrl.launch.launchers import LocalLauncher
-from asyncrl.launch.machine import single_node
 from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
@@ -239,8 +232,6 @@ def test_ranks_survive_a_refusal_and_end_with_the_parent(tiny_model_dir: Path, t
             group.train(*make_batch(version=7))
         with pytest.raises(CallRefused, match="not a batch"):
             group.train_body(b"nonsense")
-        with pytest.raises(CallRefused, match="adapters were asked for"):
-            group.save(tmp_path / "adapters", merged=False)
         assert group.train(*make_batch(num_groups=1, group_size=2)).policy_version == 1
         group.save(tmp_path / "saved")
         ready = TrainerHealth(policy_version=1, device="cpu", is_busy=False)
@@ -302,25 +293,56 @@ def test_ranks_that_do_not_meet_say_who_is_missing(
     assert "every TCP port" in caught.value.way_out
 
 
+# ---- one rank
+
+BREAKS = "def loss(*tensors):\n    raise ArithmeticError('planted')\n"
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_children")
-def test_failed_rank_ends_the_start_of_the_others(tiny_model_dir: Path, tmp_path: Path) -> None:
-    shm = {"transport": "shm"}
-    config = load_config(job_runs.write_config(tmp_path, trainer={"world_size": 2}, weight_sync=shm))
-    (tmp_path / "empty").mkdir()
+def test_worker_is_bit_for_bit_a_step_in_process(tiny_model_dir: Path, tmp_path: Path) -> None:
+    here, state = TrainStep(make_spec(tiny_model_dir, tmp_path)), StateRequest(path=str(tmp_path / "state"))
+    expected = []
+    with running(tiny_model_dir, tmp_path / "w", 1) as worker:
+        staging = worker.folder / "staging"
+        assert worker.health() == TrainerHealth(policy_version=0, device="cpu", is_busy=False)
+        for version in range(4):
+            header, arrays = make_batch(version=version, seed=version)
+            there, metrics = worker.train(header, arrays), here.train(header, arrays)
+            assert there.policy_version == version + 1
+            assert learned(there.metrics) == learned(metrics)
+            export = worker.export()
+            assert export.digest == here.weights_digest() == digest_of(load_file(export.path))
+            expected.append(export.digest)
+            if version == 1:
+                assert worker.post("/begin_save_state", state, TrainerHealth).policy_version == 2
+        worker.post("/wait_save_state", b"", TrainerHealth)
+        assert stat.S_IMODE(staging.stat().st_mode) == 0o700
+        assert worker.processes[0].stdin is not None
+        worker.processes[0].stdin.close()
+        assert worker.processes[0].wait(TIMEOUT_S) == 3
+        assert not staging.exists()
+    shutil.copytree(tmp_path / "w", tmp_path / "second")
+    with running(tiny_model_dir, tmp_path / "second", 1) as second:
+        with pytest.raises(CallRefused, match="/no/such/state"):
+            second.post("/load_state", StateRequest(path="/no/such/state"), TrainerHealth)
+        assert second.post("/load_state", state, TrainerHealth).policy_version == 2
+        second.train(*make_batch(version=2, seed=2))
+        assert second.export().digest == expected[2]
+        lines = job_runs.read_lines(second.folder / "trained.jsonl")
+        assert [line.get("restored", line.get("version")) for line in lines] == [0, 1, 2, 3, 2, 2]
 
-    async def story() -> None:
-        placement = place(config, single_node())
-        servers = Servers(config, placement, tiny_model_dir, tmp_path, LocalLauncher())
-        trainers = servers.trainers(tmp_path / "staging")
-        failing: Any = trainers[1].child
-        spec = failing.spec.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
-        failing.spec = replace(failing.spec, spec=spec)
-        try:
-            with pytest.raises(RoomError, match=r"trainer-1: cannot load the model .*/empty"):
-                await startup.start_all(trainers)
-        finally:
-            for server in trainers:
-                await server.aclose()
 
-    asyncio.run(story())
+@pytest.mark.slow
+def test_error_in_a_step_is_answered_with_500(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "planted_loss.py").write_text(BREAKS)
+    with running(tiny_model_dir, tmp_path, 1, algorithm={"loss": "planted_loss:loss"}) as worker:
+        for _ in range(2):
+            with pytest.raises(CallRefused) as caught:
+                worker.train(*make_batch())
+            assert caught.value.status == 500
+            assert caught.value.body.error == "ArithmeticError: planted"
+        assert worker.health().policy_version == 0
+        assert "Traceback" in worker.log()
+        worker.processes[0].send_signal(signal.SIGTERM)
+        assert worker.processes[0].wait(TIMEOUT_S) == 0
+        assert (worker.folder / "staging").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,10 @@ UP, EXPERT = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.experts.2.
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda found: {UP: None}, f"lack 1 tensors, e.g. {UP}"),
-        (lambda found: {UP.replace("1", "2"): torch.zeros(3)}, "1 tensors that its config.json does not use"),
-        (lambda found: {"model.norm.weight": torch.zeros(7)}, "lack 1 tensors"),
-        (lambda found: {EXPERT: None}, "lack 1 tensors|cannot load the model"),
+        (lambda found: {UP: None}, rf"1 lack \['{UP}'\]"),
+        (lambda found: {UP.replace("1", "2"): torch.zeros(3)}, "1 are not used"),
+        (lambda found: {"model.norm.weight": torch.zeros(7)}, "1 lack"),
+        (lambda found: {EXPERT: None}, "1 lack|cannot load the model"),
     ],
 )
 def test_wrong_tensor_of_a_model_is_named(tmp_path: Path, change: Any, words: str) -> None:
@@ -70,19 +69,4 @@ def test_wrong_tensor_of_a_model_is_named(tmp_path: Path, change: Any, words: st
     tensors = {name: one for name, one in {**found, **change(found)}.items() if one is not None}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=words):
-        load_model(make_spec(folder, tmp_path), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("model.safetensors", b"no such head"),
-        ("model.safetensors.index.json", json.dumps({"weight_map": {"a": "not_there"}}).encode()),
-    ],
-)
-def test_broken_file_is_an_error_of_the_model(tmp_path: Path, name: str, content: bytes) -> None:
-    folder = make_tiny_model(tmp_path / "model")
-    (folder / "model.safetensors").unlink()
-    (folder / name).write_bytes(content)
-    with pytest.raises(ConfigError, match="cannot load the model"):
         load_model(make_spec(folder, tmp_path), torch.float32)

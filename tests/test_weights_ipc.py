@@ -30,7 +30,7 @@ from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import make_file
 from asyncrl.weights.tensor_files import digest_tensors
-from asyncrl_servers.embedded.decode_loop import Engine
+from asyncrl_servers.embedded.embedded_engine import Engine
 
 BOTH: list[EnginePart] = ["kv", "weights"]
 MakeStep = Callable[..., TrainStep]
@@ -112,7 +112,7 @@ def test_engine_has_the_trainers_bits_version_after_version(
         place._memory.data[0] ^= 1
         with pytest.raises(Refused, match=r"chunk 0 in file memory.*digest"):
             engine.weights.load_chunk(request_of(chunk))
-        with pytest.raises(Refused, match="loaded is nothing"):
+        with pytest.raises(Refused, match="loaded are 0 of"):
             engine.weights.load_chunk(request_of(export(other, 1)))
         push(other, engine)
 

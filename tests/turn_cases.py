@@ -63,7 +63,7 @@ class TurnEngine(FakeEngineServer):
     @property
     def held(self) -> set[str]:
         """Parts on the device; a process that has ended holds none."""
-        return set() if self.has_ended.is_set() else {"weights", "kv"} - self.parts.asleep
+        return set() if self.has_ended.is_set() else {"weights", "kv"} - set(self.engine.weights.asleep)
 
 
 class TurnTrainer(FakeTrainerServer):
@@ -176,7 +176,7 @@ class EngineRooms:
         down = self.pool.down
         live = [fake for fake in self.fakes if fake.name not in down and not fake.has_ended.is_set()]
         assert {fake.policy_version for fake in live} <= {version}
-        assert all(fake.parts.can_serve for fake in live)
+        assert all(fake.engine.weights.can_serve for fake in live)
         self.announced.append(version)
 
     def _on_lost(self, error: EngineLost) -> None:
@@ -241,7 +241,8 @@ class House(EngineRooms):
     async def begin(self) -> None:
         """As a run starts: the engines are asleep until their first turn, unless they stay."""
         for fake in () if self.stays else self.fakes:
-            fake.parts.asleep, fake.parts.has_content = {"weights", "kv"}, False
+            fake.engine.weights.set_asleep("weights")
+            fake.engine.weights.set_asleep("kv")
         self._at_start(self)
         await self.turns.start(0)
 

@@ -25,7 +25,7 @@ from asyncrl.messages.engine_api import EnginePart, GenerateRequest
 Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
 START_LABEL = "default"
-GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"
+GRAMMARS = "asyncrl_servers.vllm.monkeypatches"
 EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 _WIRE_ID = "generate-tokens-{}"
 """vLLM's id for our request_id, required by /abort_requests, which accepts any id."""

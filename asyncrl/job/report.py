@@ -172,12 +172,12 @@ class Reporter:
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
         gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
-        self._show_samples(partial(self._samples.step, batch, gaps, run.tokenizer))
+        self._show_samples(partial(self._samples.step, batch, gaps, run.tokenizer.decode))
 
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
     ) -> None:
-        self._show_samples(partial(self._samples.failed, group_id, prompt, failed, tokenizer))
+        self._show_samples(partial(self._samples.failed, group_id, prompt, failed, tokenizer.decode))
 
     def _show_samples(self, write: Callable[[], list[ShownRollout]]) -> None:
         """Write and show samples. A failure ends no run."""

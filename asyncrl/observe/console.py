@@ -69,12 +69,12 @@ class Console:
         self._num_steps = num_steps
         self._max_staleness = max_staleness
         self._shows_samples = shows_samples
-        self._sample_at_s = -math.inf
+        self._health_of = health
+        self._health: Sequence[str] = ()
         self._steps = Steps()
         self._activity = "starting"
         self._started_s = time.monotonic()
-        self._health_of = health
-        self._health: Sequence[str] = ()
+        self._sample_at_s = -math.inf
         self._line_at_s = -math.inf
         self._num_unshown = 0
         self._live: Live | None = None
@@ -163,10 +163,8 @@ class Console:
         return Columns([ProgressBar(total=self._num_steps, completed=done, width=20), words])
 
     def _speed(self) -> str:
-        step_s = self._steps.mean("perf/step_s", RECENT)
-        if not step_s:
-            return "-"
-        tokens = self._steps.total("tokens/trained", RECENT) / self._steps.total("perf/step_s", RECENT)
+        step_s = self._steps.mean("perf/step_s", RECENT) or math.inf
+        tokens = self._steps.mean("perf/tokens_per_s", RECENT) or 0.0
         mfu = self._steps.last.get("perf/mfu")
         return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s" + (f", MFU {mfu:.1%}" if mfu else "")
 

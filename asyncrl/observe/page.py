@@ -132,7 +132,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
         "curves": curves,
         "evaluations": files.evaluation_lines,
         "gauges": {name: asdict(gauge) for name in curves if (gauge := gauge_of(name))},
-        "timeline": timeline_view(rows, shown_events, files.problems, config.rollout.slots),
+        "timeline": timeline_view(rows, shown_events, config.rollout.slots),
         "samples": older[:: 1 + len(older) // NUM_SAMPLES] + files.samples[-NUM_SAMPLES:],
         "failures": failures,
         "warnings": _warnings(files.status, read_object(folder / SUMMARY_FILE, []), events),
@@ -211,9 +211,7 @@ def _tiles(files: RunRecord) -> Iterator[tuple[str, str, str]]:
     steps = files.columns
     config = files.config
     num_steps = config.trainer.num_steps
-    step_s = steps.mean("perf/step_s")
-    pace = "" if step_s is None else f", {step_s:.3g} s each"
-    yield "steps", f"{len(steps):,}", f"of {num_steps:,}{pace}"
+    yield "steps", f"{len(steps):,}", f"of {num_steps:,}, {steps.mean('perf/step_s') or 0.0:.3g} s each"
     if files.state == "running" and (left_s := seconds_left(steps, num_steps)) is not None:
         yield "time left", duration(left_s), "at the pace of the last 20 steps"
     if steps:
@@ -226,9 +224,6 @@ def _tiles(files: RunRecord) -> Iterator[tuple[str, str, str]]:
     if (age := steps.mean("sample/staleness_mean")) is not None:
         largest = f"largest {steps.largest('sample/staleness_max') or 0:.0f}"
         yield "staleness", f"{age:.2f} versions", f"{largest}, bound {config.buffer.max_staleness}"
-    if "rollout/failed" in steps.last:
-        retries = f"{steps.newest('rollout/retried'):.0f} retries"
-        yield "failed rollouts", f"{steps.newest('rollout/failed'):.0f}", retries
 
 
 # ---- the journal

@@ -53,8 +53,6 @@ def tell(problems: list[str], problem: str) -> None:
     """Add a problem, up to MAX_PROBLEMS."""
     if len(problems) < MAX_PROBLEMS:
         problems.append(problem)
-    elif len(problems) == MAX_PROBLEMS:
-        problems.append("More problems were found; they are not listed.")
 
 
 def is_number(value: Any) -> bool:
@@ -66,31 +64,20 @@ def read_lines(
 ) -> Iterator[T]:
     """Yield JSON lines in the `form`; report others in `problems`. No file means no lines."""
     try:
-        for line in _raw_lines(path, from_end=from_end):
-            try:
-                yield form.validate_json(line)
-            except ValidationError as error:
-                tell(problems, f"{path.name}: skipped {_fault(line, error)}")
+        with path.open("rb") as file:
+            for line in (line for _, line in lines_from_end(path)) if from_end else file:
+                try:
+                    yield form.validate_json(line)
+                except ValidationError as error:
+                    fault = error.errors(include_url=False, include_input=False)[0]
+                    place = ".".join(map(str, fault["loc"]))
+                    what = f"the line {line[:60]!r}: {fault['msg']} {place}"
+                    is_whole = line.endswith(b"\n")
+                    tell(problems, f"{path.name}: skipped {what if is_whole else 'an incomplete last line'}")
     except FileNotFoundError:
         return
     except OSError as error:
         tell(problems, f"{path.name} cannot be read: {error.strerror}")
-
-
-def _raw_lines(path: Path, *, from_end: bool) -> Iterator[bytes]:
-    if from_end:
-        yield from (line for _, line in lines_from_end(path))
-    else:
-        with path.open("rb") as file:
-            yield from file
-
-
-def _fault(line: bytes, error: ValidationError) -> str:
-    if not line.endswith(b"\n"):
-        return "an incomplete last line"
-    fault = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, fault["loc"]))
-    return f"the line {line[:60]!r}: {place}{': ' * bool(place)}{fault['msg']}"
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -135,13 +122,9 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
 
 def read_config(folder: Path) -> RunConfig:
     """Raises ConfigError."""
-    try:
-        (folder / CONFIG_FILE).open("rb").close()
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} is not a run directory: cannot read its {CONFIG_FILE} ({error.strerror})",
-            way_out="give the directory that `asyncrl run` printed; by default runs/NAME-DATE-TIME.",
-        ) from error
+    if not os.access(folder / CONFIG_FILE, os.R_OK):
+        what = f"{folder} is not a run directory: its {CONFIG_FILE} is missing or unreadable"
+        raise ConfigError(what, way_out="name the directory that `asyncrl run` printed.")
     return load_config(folder / CONFIG_FILE)
 
 

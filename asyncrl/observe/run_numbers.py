@@ -97,19 +97,6 @@ def waiting_share(shares: Mapping[str, float]) -> float:
     return shares["generation"] + shares["stragglers"] + shares["publishing"]
 
 
-def trainer_text(steps: Steps) -> str:
-    """Format as `12,000 tokens a second and device while training, MFU 31.4%`; '' before the first step."""
-    if (speed := steps.mean("perf/device_tokens_per_s")) is None:
-        return ""
-    texts = [f"{speed:,.0f} tokens a second and device while training"]
-    if (mfu := steps.mean("perf/mfu")) is not None:
-        texts.append(f"MFU {mfu:.1%}")
-    for where in ("device", "host"):
-        if peak := steps.largest(f"perf/{where}_memory_bytes"):
-            texts.append(f"peak {where} memory {peak / 2**30:.1f} GiB")
-    return ", ".join(texts)
-
-
 def masked_tokens(steps: Steps) -> int:
     both = zip(steps.column("tokens/sampled"), steps.column("tokens/trained"), strict=True)
     masked = (sampled - (0.0 if math.isnan(trained) else trained) for sampled, trained in both)
@@ -202,10 +189,7 @@ def evaluation_text(metrics: Mapping[str, Any]) -> str:
         truncated = f"{metrics['eval/truncated_fraction']:.1%} truncated"
         parts.append(f"{metrics['eval/length_mean']:.1f} tokens, {truncated}")
     parts.append(f"{metrics['eval/seconds']:.1f} s")
-    failures = {
-        "eval/failed": "samples failed",
-        "eval/skipped": "skipped so far",
-        "eval/abandoned": "abandoned so far",
-    }
-    parts += [f"{words}: {metrics[name]:.0f}" for name, words in failures.items() if metrics.get(name)]
+    for what in ("failed", "skipped", "abandoned"):
+        if num := metrics.get(f"eval/{what}"):
+            parts.append(f"{what}: {num:.0f}")
     return "  ".join(parts)

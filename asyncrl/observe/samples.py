@@ -10,10 +10,9 @@ import itertools
 import json
 import random
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired, Protocol
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, with_config
@@ -80,9 +79,8 @@ class ShownRollout(TypedDict):
 _SHOWN = TypeAdapter(ShownRollout)
 
 
-class SampleDecoder(Protocol):
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of the ids."""
+Decode = Callable[..., str]
+"""HFChatTokenizer.decode."""
 
 
 def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, Rollout]]:
@@ -99,48 +97,37 @@ def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, R
     return found + [("random", *entry) for entry in rollouts[: num - len(found)]]
 
 
-@dataclass(frozen=True, slots=True)
-class SampleOf:
-    kind: SampleKind
-    step: int
-    group_id: GroupId
-    sample_index: int
-    prompt: Prompt
-
-
 def shown(
-    sample_of: SampleOf,
+    prompt: Prompt,
     rollout: Rollout,
-    decoder: SampleDecoder,
+    decode: Decode,
     *,
+    step: int,
     gap: float | None = None,
     min_version: int | None = None,
     error: str | None = None,
-) -> ShownRollout:
-    """`min_version`: oldest version in the loss; None if it was not trained on."""
-    prompt = sample_of.prompt
+) -> dict[str, Any]:
+    """Return all of a ShownRollout but kind, group_id and sample_index.
+
+    `min_version`: oldest version in the loss; None if it was not trained on.
+    """
     versions = [span.version for branch in rollout for span in branch.version_spans]
     in_loss = [version for version in versions if min_version is not None and version >= min_version]
-    parts = itertools.chain.from_iterable(_parts(branch, decoder) for branch in rollout)
-    sample: ShownRollout = {
-        "step": sample_of.step,
-        "kind": sample_of.kind,
-        "group_id": int(sample_of.group_id),
-        "sample_index": sample_of.sample_index,
+    parts = [part for branch in rollout for part in _parts(branch, decode)]
+    messages = prompt.messages[-MAX_MESSAGES:]
+    sample = {
+        "step": step,
         "prompt_id": prompt.prompt_id,
-        "messages": [
-            {name: _cut(value) for name, value in message.items()}
-            for message in prompt.messages[-MAX_MESSAGES:]
-        ],
+        "messages": [{name: _cut(value) for name, value in message.items()} for message in messages],
         "reward": float(rollout[0].reward) if min_version is not None else None,
         "metrics": {name: float(value) for name, value in rollout[0].metrics.items()} if rollout else {},
         "num_sampled": sum(branch.num_sampled for branch in rollout),
         "versions": [int(min(versions)), int(max(versions))] if versions else [],
-        "staleness": int(sample_of.step - 1 - min(in_loss)) if in_loss else None,
+        "staleness": int(step - 1 - min(in_loss)) if in_loss else None,
         "logprob_gap": gap,
         "is_truncated": any(branch.is_truncated for branch in rollout),
         "num_interruptions": sum(branch.num_interruptions for branch in rollout),
-        "parts": list(parts)[-MAX_PARTS:],
+        "parts": parts[-MAX_PARTS:],
         "error": error and _cut(error),
     }
     if prompt.task:
@@ -150,7 +137,7 @@ def shown(
     return sample
 
 
-def _parts(branch: Trajectory, decoder: SampleDecoder) -> Iterator[ShownPart]:
+def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
     mask = branch.loss_mask
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
     for first, end in itertools.pairwise(edges):
@@ -158,7 +145,7 @@ def _parts(branch: Trajectory, decoder: SampleDecoder) -> Iterator[ShownPart]:
         pieces = [ids]
         if len(ids) > MAX_TOKENS:
             pieces = [ids[: MAX_TOKENS // 2], ids[-MAX_TOKENS // 2 :]]
-        text = " [...] ".join(decoder.decode(piece, skip_special_tokens=False) for piece in pieces)
+        text = " [...] ".join(decode(piece, skip_special_tokens=False) for piece in pieces)
         yield {"branch": branch.branch, "is_sampled": bool(mask[first]), "text": text}
 
 
@@ -192,22 +179,26 @@ class SampleWriter:
             if (self._run_dir / name).exists():
                 cut_steps(self._run_dir / name, step - 1)
 
-    def step(
-        self, batch: Batch, gaps: Mapping[tuple[int, int], float], decoder: SampleDecoder
-    ) -> list[ShownRollout]:
+    def step(self, batch: Batch, gaps: Mapping[tuple[int, int], float], decode: Decode) -> list[ShownRollout]:
         """`gaps` by group and sample."""
         self._next_step = batch.version + 2
         self._num_failed = 0
-        samples = []
+        samples: list[Any] = []
         for kind, group, rollout in choose(batch, self.per_step, self.seed):
             index = rollout[0].sample_index
-            sample_of = SampleOf(kind, batch.version + 1, group.group_id, index, group.prompt)
-            gap = gaps.get((group.group_id, index))
-            samples.append(shown(sample_of, rollout, decoder, gap=gap, min_version=batch.min_version))
+            text = shown(
+                group.prompt,
+                rollout,
+                decode,
+                step=batch.version + 1,
+                gap=gaps.get((group.group_id, index)),
+                min_version=batch.min_version,
+            )
+            samples.append({"kind": kind, "group_id": int(group.group_id), "sample_index": index, **text})
         return self._append(samples)
 
     def failed(
-        self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decoder: SampleDecoder
+        self, group_id: GroupId, prompt: Prompt, failed: FailedRollout, decode: Decode
     ) -> list[ShownRollout]:
         """Write a failed rollout, if few were written since the last step."""
         self._num_failed += 1
@@ -216,10 +207,12 @@ class SampleWriter:
         rollout: Rollout = ()
         with contextlib.suppress(RolloutFailure):  # nothing was sampled
             rollout = failed.seen.rollout()
-        sample_of = SampleOf("failed", self._next_step, group_id, failed.sample_index, prompt)
-        return self._append([shown(sample_of, rollout, decoder, error=f"{failed.how}: {failed.failure}")])
+        error = f"{failed.how}: {failed.failure}"
+        text = shown(prompt, rollout, decode, step=self._next_step, error=error)
+        name = {"kind": "failed", "group_id": int(group_id), "sample_index": failed.sample_index}
+        return self._append([name | text])
 
-    def _append(self, samples: list[ShownRollout]) -> list[ShownRollout]:
+    def _append(self, samples: list[Any]) -> list[ShownRollout]:
         if samples:
             append_lines(self.path, samples)
             if self.path.stat().st_size > MAX_BYTES:
@@ -273,21 +266,19 @@ def harmless(text: str) -> str:
 def headline(sample: ShownRollout) -> str:
     reward = "no reward" if sample["reward"] is None else f"reward {plain(sample['reward'])}"
     what = "failed rollout" if sample["kind"] == "failed" else f"{sample['kind']} sample"
-    words = [f"{what} of step {sample['step']}: {reward}"]
-    words += [f"{name} {plain(value)}" for name, value in sample["metrics"].items()]
-    if sample["versions"]:
-        words.append(f"versions {'..'.join(map(str, dict.fromkeys(sample['versions'])))}")
-    if sample["staleness"] is not None:
-        words.append(f"staleness {sample['staleness']}")
-    words.append(several(sample["num_sampled"], "token"))
-    if sample["logprob_gap"] is not None:
-        words.append(f"logprob gap {sample['logprob_gap']:.2g}")
-    if sample["is_truncated"]:
-        words.append("truncated")
-    if sample["num_interruptions"]:
-        words.append(several(sample["num_interruptions"], "interruption"))
-    words.append(f"group {sample['group_id']} sample {sample['sample_index']}, prompt {sample['prompt_id']}")
-    return harmless(", ".join(words).replace("\n", " "))
+    gap = sample["logprob_gap"]
+    words = [
+        f"{what} of step {sample['step']}: {reward}",
+        *(f"{name} {plain(value)}" for name, value in sample["metrics"].items()),
+        sample["versions"] and f"versions {'..'.join(map(str, dict.fromkeys(sample['versions'])))}",
+        sample["staleness"] is not None and f"staleness {sample['staleness']}",
+        several(sample["num_sampled"], "token"),
+        gap is not None and f"logprob gap {gap:.2g}",
+        sample["is_truncated"] and "truncated",
+        sample["num_interruptions"] and several(sample["num_interruptions"], "interruption"),
+        f"group {sample['group_id']} sample {sample['sample_index']}, prompt {sample['prompt_id']}",
+    ]
+    return harmless(", ".join(str(word) for word in words if word).replace("\n", " "))
 
 
 def sample_text(sample: ShownRollout, *, most: int | None = None) -> str:
@@ -331,15 +322,13 @@ def render_samples(
     found = read_samples(run_dir, problems, step, group=group, kinds=kinds, newest=newest)
     if as_json:
         return json.dumps({"run_dir": str(run_dir), "samples": found, "problems": problems})
-    what = " or ".join(kinds) + " sample" if kinds else "sample"
     if not found and newest is None:
-        named = f"step {step}" if group is None else f"group {group}"
         raise ConfigError(
-            f"{run_dir} has no {what} of {named}",
+            f"{run_dir} has no such sample",
             rule="only observe.samples_per_step rollouts of a step are written",
-            way_out=f"take another; `asyncrl inspect {run_dir} --samples` shows the newest.",
+            way_out=f"`asyncrl inspect {run_dir} --samples` shows the newest.",
         )
-    texts = [sample_text(sample) for sample in found] or [f"{run_dir} has no {what} yet"]
+    texts = [sample_text(sample) for sample in found] or [f"{run_dir} has no such sample yet"]
     if newest == len(found):
         texts.insert(0, f"the newest {newest}; --step N and --group N show others:")
     return "\n\n".join([*texts, *(f"problem: {harmless(problem)}" for problem in problems)])

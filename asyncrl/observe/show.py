@@ -10,7 +10,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -47,8 +47,7 @@ RUNS = Path("runs")
 NUM_REWARDS = 10
 SHOWN_REWARDS = 1000
 SHOWN_ROWS = 30
-SHOWN_FLAGS = 2
-"""Limits of `status --json`, `inspect` tables, and health sentences."""
+"""Limits of `status --json` and of `inspect` tables."""
 _COLORS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
 _ENDED = ("done", "failed", "interrupted")
 _NOT_DRAWN = ("version", "min_version", "group_ids", "tokens_sha")
@@ -121,10 +120,11 @@ def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: boo
     files = read_run(run_dir)
     if as_json:
         return json.dumps(_status_summary(files), indent=2)
-    rows = [row for row in _status_rows(files, is_verbose=is_verbose) if row[1]]
-    drawn = [numbers.boxed(rows, str(files.run_dir))]
+    drawn = [numbers.boxed([row for row in _status_rows(files) if row[1]], str(files.run_dir))]
     if is_verbose and files.status:
-        drawn.append(numbers.boxed(_details(files.status), STATUS_FILE))
+        details = {**files.status, "waits": [[str(wait)] for wait in _waits(files.status)]}
+        texts = ((name, Text(harmless(numbers.plain(value)))) for name, value in details.items())
+        drawn.append(numbers.boxed(texts, STATUS_FILE))
     if is_verbose and files.verdict is not None:
         drawn.append(numbers.boxed(time_rows(files.verdict), "time"))
     return to_text(*drawn)
@@ -148,60 +148,41 @@ def _status_summary(files: RunRecord) -> dict[str, Any]:
     }
 
 
-def _status_rows(files: RunRecord, *, is_verbose: bool) -> Iterator[tuple[str, RenderableType]]:
+def _status_rows(files: RunRecord) -> Iterator[tuple[str, RenderableType]]:
     steps = files.columns
-    verdict = files.verdict
+    num_steps = files.config.trainer.num_steps
     ago = f" {numbers.duration(age_of(files.status))} ago" if files.state in _ENDED else ""
     why = f": {files.why}" if files.why else ""
     yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), ago, why)
-    yield "steps", _progress(files)
+    progress = f"{len(steps)} of {num_steps}"
+    if files.verdict is not None:
+        wall_s = files.verdict.wall_s
+        progress += f" in {numbers.duration(wall_s)}, {wall_s / len(steps):.2f} s each"
+    if files.state == "running" and (left_s := numbers.seconds_left(steps, num_steps)):
+        progress += f", {numbers.duration(left_s)} left"
+    yield "steps", progress
     if files.state in ("starting", "running"):
         yield "now", Text(str(files.status.get("activity") or ""))
         oldest = max(_waits(files.status), key=lambda wait: wait.seconds, default=None)
         if oldest is not None and oldest.seconds >= QUIET_S:
             yield "waits", Text(str(oldest), style="yellow")
-    if verdict is not None:
-        if not is_verbose:
-            more = len(verdict.health) - SHOWN_FLAGS
-            flags = (*verdict.health[:SHOWN_FLAGS], *[f"And {more} more, see --verbose."][: max(0, more)])
-            verdict = replace(verdict, health=flags)
+    if files.verdict is not None:
         yield "reward", reward_text(steps)
         yield "by task", tasks_text(steps, numbers.recent(len(steps)))
-        yield from verdict_rows(verdict)
-        yield "time", shares_text(verdict.shares)
+        yield from verdict_rows(files.verdict)
+        yield "time", shares_text(files.verdict.shares)
         yield "staleness", staleness_text(steps.last, files.config.buffer.max_staleness)
     for lines in numbers.by_evaluation(files.evaluation_lines).values():
         rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
         yield "eval", Text(f"{numbers.evaluation_text(lines[-1])}  {numbers.sparkline(rewards, width=16)}")
-    warnings = files.status.get("warnings")
-    if warnings and isinstance(warnings, list):
-        more_text = f" (and {len(warnings) - 1} more, see --verbose)" if len(warnings) > 1 else ""
-        yield "warning", Text(f"{warnings[0]}{more_text}", style="yellow")
-    for problem in files.problems:
-        yield "problem", Text(problem, style="red")
-
-
-def _progress(files: RunRecord) -> str:
-    num = len(files.columns)
-    num_steps = files.config.trainer.num_steps
-    words = f"{num} of {num_steps}"
-    if files.verdict is not None:
-        words += f" in {numbers.duration(files.verdict.wall_s)}, {files.verdict.wall_s / num:.2f} s each"
-    if files.state == "running" and (left_s := numbers.seconds_left(files.columns, num_steps)):
-        words += f", {numbers.duration(left_s)} left"
-    return words
+    yield "warnings", Text(numbers.plain(files.status.get("warnings") or ""), style="yellow")
+    yield "problems", Text("\n".join(files.problems), style="red")
 
 
 def _waits(status: Mapping[str, Any]) -> list[Wait]:
     with contextlib.suppress(ValueError):
         return _WAITS.validate_python(status.get("waits") or [])
     return []
-
-
-def _details(status: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
-    for name, value in status.items():
-        waits = _waits(status) if name == "waits" else []
-        yield name, Text(harmless("\n".join(map(str, waits)) or numbers.plain(value)))
 
 
 # ---- inspect

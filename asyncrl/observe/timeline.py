@@ -18,7 +18,7 @@ from pydantic import FiniteFloat, NonNegativeFloat, TypeAdapter
 
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan
-from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE, append_lines, read_lines, tell
+from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE, append_lines, read_lines
 
 OLDER_FILE = "timeline.1.jsonl"
 MAX_BYTES = 2**20
@@ -144,23 +144,21 @@ def read_timeline(run_dir: Path, problems: list[str]) -> list[Row]:
     return [row for path in files for row in read_lines(path, problems, _ROW)]
 
 
-def spans_of(rows: Iterable[Row], problems: list[str]) -> list[Row]:
+def spans_of(rows: Iterable[Row]) -> list[Row]:
     """Return spans of known kinds. The first start gets its own lane; the time before a later start
     becomes a span.
     """
     spans: list[Row] = []
-    end_s = 0.0
+    has_started = False
     for row in rows:
-        if not row.lane:
+        if not row.lane or row.kind not in KINDS:
             continue
-        if row.kind not in KINDS:
-            tell(problems, f"{TIMELINE_FILE} has a span of an unknown kind, {row.kind[:40]!r}")
-            continue
-        if row.kind == "start" and not any(span.kind == "start" for span in spans):
+        if row.kind == "start" and not has_started:
+            has_started = True
             row = row._replace(lane="start", number=-1)
         elif row.kind == "start":
-            earlier = [span.end_s for span in spans if span.start_s < row.start_s]
-            if earlier and (end_s := max(earlier)) < row.start_s:
+            end_s = max((span.end_s for span in spans if span.start_s < row.start_s), default=row.start_s)
+            if end_s < row.start_s:
                 spans.append(Row("restarts", "gone", end_s, row.start_s - end_s, -1, ""))
         spans.append(row)
     return spans
@@ -175,15 +173,13 @@ def _lane_names(names: Set[str]) -> list[str]:
 # ---- the page
 
 
-def timeline_view(
-    rows: Sequence[Row], events: Iterable[tuple[float, str]], problems: list[str], num_slots: int
-) -> dict[str, Any]:
+def timeline_view(rows: Sequence[Row], events: Iterable[tuple[float, str]], num_slots: int) -> dict[str, Any]:
     """Return times in seconds since `start_s`; `spans` as [lane, kind, start, end, text] with indices
     into `lanes` and `kinds`; `slots` as [time, busy requests] of each engine.
 
     `events`: (seconds since the epoch, text); `num_slots`: of an engine.
     """
-    spans = spans_of(rows, problems)
+    spans = spans_of(rows)
     spans += [Row("restarts", "event", at_s, 0.0, -1, text) for at_s, text in events]
     spans.sort(key=lambda row: row.start_s)
     slots = [row for row in rows if row.busy]
@@ -196,18 +192,15 @@ def timeline_view(
         "lanes": lanes,
         "kinds": [{"name": name, "meaning": meaning} for name, meaning in KINDS.items()],
         "spans": [
-            [
-                lanes.index(row.lane),
-                kinds.index(row.kind),
-                round(row.start_s - start_s, 4),
-                round(row.end_s - start_s, 4),
-                row.title,
-            ]
-            for row in spans
+            [lanes.index(row.lane), kinds.index(row.kind), *_since(start_s, row), row.title] for row in spans
         ],
         "slots": busy,
         "num_slots": num_slots,
     }
+
+
+def _since(start_s: float, row: Row) -> tuple[float, float]:
+    return round(row.start_s - start_s, 4), round(row.end_s - start_s, 4)
 
 
 def _busy_by_engine(slots: Iterable[Row], start_s: float) -> dict[str, list[tuple[float, float]]]:
@@ -239,7 +232,7 @@ def trace_of(rows: Sequence[Row], name: str) -> dict[str, Any]:
     """Return Chrome's Trace Event Format, in microseconds since the first row: a track for each lane,
     more for overlapping spans, and a counter per engine.
     """
-    spans = sorted(spans_of(rows, []), key=lambda row: (row.start_s, -row.seconds))
+    spans = sorted(spans_of(rows), key=lambda row: (row.start_s, -row.seconds))
     slots = [row for row in rows if row.busy]
     start_s = min((row.start_s for row in (*spans, *slots)), default=0.0)
     events = [_event("M", "process_name", 0, args={"name": f"asyncrl {name}"})]

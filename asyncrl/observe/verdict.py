@@ -80,7 +80,6 @@ class Verdict:
     reward: Reward | None
     shares: Mapping[str, float]
     bottleneck: str
-    trainer: str = ""
 
 
 def judge(steps: Steps, config: RunConfig) -> Verdict:
@@ -102,7 +101,6 @@ def judge(steps: Steps, config: RunConfig) -> Verdict:
         reward=reward,
         shares=shares,
         bottleneck=bottleneck,
-        trainer=numbers.trainer_text(steps),
     )
 
 
@@ -362,7 +360,7 @@ def time_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
         words, colour, _ = numbers.SHARES[name]
         if share >= 0.005:
             bars.add_row(words, Text(f"{share:4.0%}"), Text("█" * round(share * 30), colour))
-    return [("time", bars), ("trainer", verdict.trainer)]
+    return [("time", bars)]
 
 
 PLOT_FILE = "reward.png"

@@ -197,6 +197,7 @@ def attention(
     size = value.shape[3]
     if size < query.shape[3]:  # kernels support one head size; zero columns change nothing
         value = functional.pad(value, (0, query.shape[3] - size))
+    number = layout
     if isinstance(layout, Layout):
         is_whole = query.shape[::2] == (1, layout.num_tokens)
         if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
@@ -204,43 +205,13 @@ def attention(
             raise CannotPackError(shapes)
         if options.get("sliding_window") is not None:
             windows.add(int(options["sliding_window"]))
-        output = packed_attention(query, key, value, layout, scale).transpose(1, 2)
-    else:
-        output = _attend(query, key, value, layout, scale)[0]
+        number = number_of(layout)
+    output = _attend(query, key, value, number, scale)[0]
     return output if size == output.shape[3] else output[..., :size], None
 
 
 AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-
-
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Map query [1, H, N, D], key and value [1, K, N, D], K divides H, to output [1, H, N, D]."""
-    if query.is_cpu or (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)):
-        output: Tensor = _attend(query, key, value, number_of(layout), scale)[0]
-        return output.transpose(1, 2)
-    return plain_attention(query, key, value, layout, scale)
-
-
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    output = torch.empty_like(query)
-    for runs in layout.rows:
-        own = slice(runs[-1][0], sum(runs[-1]))
-        keys, values = (
-            torch.cat([tensor[:, :, start : start + length] for start, length in runs], 2)
-            for tensor in (key, value)
-        )
-        num_queries, num_keys = runs[-1][1], keys.shape[2]
-        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
-        output[:, :, own] = functional.scaled_dot_product_attention(
-            query[:, :, own],
-            keys,
-            values,
-            attn_mask=seen.tril(num_keys - num_queries),
-            scale=scale,
-            enable_gqa=True,
-        )
-    return output
 
 
 def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.host import available_memory
 from asyncrl.base.http import Refused
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.engine_api import NO_EXPERT
@@ -37,9 +36,6 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl.weights.tensor_files import float32_names
-
-STATE_BYTES = 12
-"""Bytes per parameter: gradient and two AdamW moments."""
 
 
 @contextmanager
@@ -67,18 +63,14 @@ def load_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    if missing := sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]):
+    missing = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
+    unexpected = sorted(info["unexpected_keys"])
+    if missing or unexpected:
+        what = f"the weights of {folder} are not those of its config.json"
         raise ConfigError(
-            f"the weights of {folder} lack {len(missing)} tensors, e.g. {missing[0]}",
-            rule="transformers would fill them with random numbers",
+            f"{what}: {len(missing)} lack {missing[:1]}, {len(unexpected)} are not used {unexpected[:1]}",
+            rule="transformers would fill missing tensors with random numbers, and ignore the others",
             way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
-        )
-    if unexpected := sorted(info["unexpected_keys"]):
-        raise ConfigError(
-            f"the weights of {folder} have {len(unexpected)} tensors that its config.json does not use, e.g. "
-            f"{unexpected[0]}",
-            rule="without them it would be another model than the stored one",
-            way_out="restore the config.json of these weights, or remove the tensors.",
         )
     for parameter in model.parameters():  # an offload cannot free a mapped file
         if not parameter.untyped_storage().resizable():
@@ -138,23 +130,6 @@ def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return tokenizer
-
-
-def check_memory(model: nn.Module, device: torch.device, config: TrainerConfig) -> None:
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if device.type == "cuda" and not config.cpu_offload:
-        needed_bytes = -(-num_parameters // config.world_size) * (STATE_BYTES + 4)
-        free_bytes = torch.cuda.mem_get_info(device)[0]
-    else:
-        needed_bytes = num_parameters * STATE_BYTES
-        free_bytes = available_memory()
-    if needed_bytes > free_bytes:
-        raise ConfigError(
-            f"the trainer needs {needed_bytes / 2**30:.1f} GiB for gradients and optimizer state of "
-            f"{num_parameters / 1e6:.0f} M parameters, and {free_bytes / 2**30:.1f} GiB are free",
-            rule=f"{STATE_BYTES} bytes per parameter in addition to the float32 weights and activations",
-            way_out="set trainer.lora, use a smaller model or more memory, or raise trainer.world_size.",
-        )
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -289,14 +264,12 @@ def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
 ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
-def should_compile(
-    spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device, dtype: torch.dtype
-) -> bool:
+def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device) -> bool:
     """Resolve trainer.compile. Raises ConfigError."""
     setting = spec.trainer.compile
     if setting is False or (setting == "auto" and device.type != "cuda"):
         return False
-    reason = why_not_compiled(model, device, dtype)
+    reason = why_not_compiled(model, device)
     if not plan.is_packed or plan.window is not None:
         reason = "it cannot be trained on packed tokens at any length"
     if reason and setting != "auto":
@@ -311,7 +284,6 @@ class TrainedModel:
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
         self.device, self.dtype = resolve_device(spec)
-        self.reference: Policy | None = None
         limit_memory(self.device, spec.share)
         if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -321,26 +293,23 @@ class TrainedModel:
             log.info("attention on CUDA: %s", flash)
         with loading(spec.model_path):
             plan = find_plan(probe_model(model.config, self.device, self.dtype))
-        compiles = should_compile(spec, model, plan, self.device, self.dtype)
+        compiles = should_compile(spec, model, plan, self.device)
         frozen = None
         if needs_reference and self.adapters is None:
             frozen = copy.deepcopy(model).requires_grad_(False)
             _cast(frozen, self.dtype)
-        if ranks.mesh is None:
-            self.reference = None if frozen is None else Policy(frozen, plan, is_compiled=compiles)
+
+        def policy_of(model: Any) -> Policy:
+            policy = Policy(model, plan, is_compiled=compiles)
+            if ranks.mesh is None:
+                return policy
+            return sharded_policy(policy, ranks, self.dtype, whole, is_offloaded=spec.trainer.cpu_offload)
+
+        self.reference = None if frozen is None else policy_of(frozen)
+        if ranks.mesh is None:  # before layers are compiled or fused
             self.masters = MasterWeights(model, self.dtype)
-            self.policy = Policy(model, plan, is_compiled=compiles)
-        else:
-            shard = partial(
-                sharded_policy,
-                ranks=ranks,
-                dtype=self.dtype,
-                whole=whole,
-                is_offloaded=spec.trainer.cpu_offload,
-            )
-            if frozen is not None:
-                self.reference = shard(Policy(frozen, plan, is_compiled=compiles))
-            self.policy = shard(Policy(model, plan, is_compiled=compiles))
+        self.policy = policy_of(model)
+        if ranks.mesh is not None:
             self.masters = MasterWeights(model, torch.float32)
         if self.adapters is not None and spec.trainer.keeps_merged and ranks.mesh is None:
             self.masters.then = self.adapters.keep_merged
@@ -359,8 +328,6 @@ def _load(
     if ranks.mesh is None or ranks.is_first:
         whole = load_model(spec, dtype)
     model = whole if ranks.mesh is None else meta_model(spec, dtype)
-    if spec.trainer.lora is None:
-        check_memory(model, device, spec.trainer)
     if ranks.mesh is None:
         model.to(device)
     if spec.trainer.lora is None:

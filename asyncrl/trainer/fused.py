@@ -49,7 +49,7 @@ def layers_of(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names][::-1]
 
 
-def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> str:
+def why_not_compiled(model: Any, device: torch.device) -> str:
     """Return why compile_layers() is impossible, or ""."""
     layers = layers_of(model)
     if not layers:
@@ -61,8 +61,6 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
         return "there is no C compiler"
     if device.type == "cpu":
         return ""
-    if dtype == torch.float32:
-        return "packed attention on CUDA has no kernel for float32"
     # Triton looks there too, not where Debian's Python would put its own
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_path("include", scheme))

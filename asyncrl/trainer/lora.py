@@ -29,28 +29,23 @@ ADAPTER = "default"
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
     """Return full names of the layers to adapt. Raises ConfigError."""
-    head = model.get_output_embeddings()
-    modules = dict(model.named_modules())
-    linear = [name for name, one in modules.items() if isinstance(one, nn.Linear) and one is not head]
-
-    def refused(what: str) -> ConfigError:
-        rule = "adapters need a torch.nn.Linear with an unshared weight, other than the head"
-        kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-        way_out = f"name modules or the ends of their names; the linear layers are {kinds}."
-        return ConfigError(f"trainer.lora.targets {what}", rule=rule, way_out=way_out)
-
-    chosen = set(linear) if config.targets == "all-linear" else set[str]()
-    for target in () if config.targets == "all-linear" else config.targets:
-        names = {name for name in modules if f".{name}".endswith(f".{target}")}
-        if not names or not names <= set(linear):
-            raise refused(f"names {target}, and {type(model).__name__} has no such layer")
-        chosen |= names
-    if not chosen:
-        raise refused("names no layer")
     unshared = linear_parameters(model)
-    for name in chosen:
-        if f"{name}.weight" not in unshared:
-            raise refused(f"names {name}, whose weight is shared with another layer")
+    head = model.get_output_embeddings()
+    linear = [name for name, one in model.named_modules() if f"{name}.weight" in unshared and one is not head]
+    if config.targets == "all-linear":
+        return linear
+    targets = {
+        target: {name for name in linear if f".{name}".endswith(f".{target}")} for target in config.targets
+    }
+    chosen = set[str]().union(*targets.values())
+    if not chosen or not all(targets.values()):
+        kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        raise ConfigError(
+            f"trainer.lora.targets={config.targets}, and {type(model).__name__} has no layer "
+            f"{', '.join(target for target, names in targets.items() if not names)}",
+            rule="adapters need a torch.nn.Linear with an unshared weight, other than the head",
+            way_out=f"name modules or the ends of their names; the linear layers are {kinds}.",
+        )
     return [name for name in linear if name in chosen]
 
 

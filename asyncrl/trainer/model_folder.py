@@ -7,8 +7,6 @@ import contextlib
 import hashlib
 import json
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from asyncrl.base.message import find_fatal
 from asyncrl.config import RunConfig
 
 MAKE_TIMEOUT_S = 300.0
-REACH_TIMEOUT_S = 10.0
 MODEL_PIN = "model.json"
 MODEL_KEY = "model.path"
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -80,8 +77,7 @@ def find_model(
         what = f"{key}={path}{at} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
         way_out = "check the spelling and the network, or give the path of a local folder."
         raise ConfigError(what, way_out=way_out) from error
-    _refuse_incomplete(folder, f"{key}={path}")
-    _refuse_truncated(folder)
+    _check_folder(folder, f"{key}={path}")
     return folder
 
 
@@ -93,10 +89,9 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
 
     try:
         folder = Path(snapshot_download(path, revision=revision, local_files_only=True))
-        _refuse_incomplete(folder, path)
+        _check_folder(folder, path)
     except (OSError, ValueError, ConfigError):
         return None
-    _refuse_truncated(folder)
     return folder if any(folder.glob("tokenizer*")) else None
 
 
@@ -109,16 +104,8 @@ def fetch_architectures(config: RunConfig) -> None:
         with contextlib.suppress(OSError, ValueError, ConfigError, ModuleNotFoundError):
             if path is None or _find_given(path, MODEL_KEY, revision) is not None:
                 continue
-            from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
+            from huggingface_hub import hf_hub_download
 
-            cached = try_to_load_from_cache(path, "config.json", revision=revision)
-            if isinstance(cached, str) or constants.HF_HUB_OFFLINE:
-                continue
-            # the hub's own download would retry for 23 s
-            url = hf_hub_url(path, "config.json", revision=revision)
-            request = urllib.request.Request(url, method="HEAD")
-            with contextlib.suppress(urllib.error.HTTPError):
-                urllib.request.urlopen(request, timeout=REACH_TIMEOUT_S).close()
             hf_hub_download(path, "config.json", revision=revision)
 
 
@@ -154,8 +141,7 @@ def _find_given(name: str, key: str, revision: str | None) -> Path | None:
             what = f"{revised}={revision}, and {key}={name} is a folder"
             rule = "a revision is a branch, tag or commit of a hub id"
             raise ConfigError(what, rule=rule, way_out=f"remove {revised}, or give the hub id as {key}.")
-        _refuse_incomplete(path, f"{key}={name}")
-        _refuse_truncated(path)
+        _check_folder(path, f"{key}={name}")
         return path.resolve()
     owner = name.partition("/")[0]
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
@@ -166,39 +152,26 @@ def _find_given(name: str, key: str, revision: str | None) -> Path | None:
     raise ConfigError(f"{key}={name}: there is no such folder", rule=rule, way_out=f"correct {key}{made}.")
 
 
-def _refuse_incomplete(folder: Path, name: str) -> None:
+def _check_folder(folder: Path, name: str) -> None:
+    """Raise ConfigError unless config.json and all weights can be read."""
     path = folder / "config.json"
-    rule = "it must be the folder of a model as save_pretrained writes it"
-    if not path.is_file() or not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
-        lacks = "weights (*.safetensors)" if path.is_file() else "config.json"
-        raise ConfigError(f"{name} has no {lacks}", rule=rule, way_out="give such a folder, or a hub id.")
     index = folder / "model.safetensors.index.json"
-    key = "model_type"
-    missing = list[str]()
+    rule = "it must be the folder of a model as save_pretrained writes it"
     try:
-        model_type = json.loads(path.read_text(encoding="utf-8"))[key]
+        check_model_type(json.loads(path.read_text())["model_type"], f"config.json of {name}")
+        files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
         if index.is_file() and not (folder / "model.safetensors").is_file():
             path = index
-            key = "weight_map"
-            named = {*json.loads(path.read_text(encoding="utf-8"))[key].values()}
-            missing = sorted(file for file in named if not (folder / file).is_file())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{key} cannot be read from {path.name} of {name}: {type(error).__name__}: {error}"
-        raise ConfigError(what, rule=rule, way_out="restore that file.") from error
-    check_model_type(model_type, f"config.json of {name}")
-    if missing:
-        what = f"{name} lacks {', '.join(missing)}, which its {index.name} names"
-        raise ConfigError(what, rule=rule, way_out="copy or fetch the missing files.")
-
-
-def _refuse_truncated(folder: Path) -> None:
-    for path in folder.glob("*.safetensors"):
-        try:
-            safe_open(path, framework="np")
-        except (OSError, SafetensorError) as error:
-            what = f"{path} is not a whole safetensors file: {error!s:.200}"
-            way_out = f"remove {path.resolve()}, and copy or fetch it again."
-            raise ConfigError(what, way_out=way_out) from error
+            files = [folder / file for file in {*json.loads(path.read_text())["weight_map"].values()}]
+        for path in files:
+            if path.suffix == ".safetensors":
+                safe_open(path, framework="np")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        what = f"{name}: cannot read {path}: {type(error).__name__}: {error!s:.200}"
+        way_out = f"remove {path.resolve()} and copy or fetch it again, or give a hub id."
+        raise ConfigError(what, rule=rule, way_out=way_out) from error
+    if not files:
+        raise ConfigError(f"{name} has no weights (*.safetensors)", rule=rule, way_out="give a hub id.")
 
 
 class PinnedFile(BaseModel, frozen=True, extra="forbid"):
@@ -239,11 +212,7 @@ class ModelPin:
         """Hash changed files. Raises ConfigError that lists them."""
         before = {} if self._pinned is None else self._pinned.files
         paths = sorted({path for pattern in PINNED for path in folder.glob(pattern) if path.is_file()})
-        try:
-            now = {path.name: _hash(path, before.get(path.name)) for path in paths}
-        except OSError as error:
-            what = f"cannot read the model in {folder}: {error}"
-            raise ConfigError(what, way_out="restore its files.") from error
+        now = {path.name: _hash(path, before.get(path.name)) for path in paths}
         revision = folder.name if folder.parent.name == "snapshots" else None
         self._found = PinnedModel(given=self._given, revision=revision, files=now)
         contents = ({(name, file.xxh3) for name, file in files.items()} for files in (before, now))

@@ -5,6 +5,7 @@ Invariant: no token sampled before header.min_version carries loss, independentl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,13 +239,7 @@ class Objective:
 
         behaviour_M = over_tokens(batch.arrays.behaviour_logprobs)
         advantage_M = over_tokens(batch.advantage_N)
-        if self.settings.proximal == "interpolate":
-            staleness_M = batch.header.version - over_tokens(batch.arrays.versions)
-            proximal_M = losses.interpolate(behaviour_M, current_M.detach(), staleness_M)
-        elif batch.proximal_N is None:
-            proximal_M = current_M.detach()  # equal before the only step
-        else:
-            proximal_M = over_tokens(batch.proximal_N)
+        proximal_M = self._proximal(batch, behaviour_M, current_M.detach(), over_tokens)
         anchor_M = behaviour_M if self._recipe.ratio == "behaviour" else proximal_M
         correction_M = None
         if step.correction_N is not None:
@@ -253,7 +248,14 @@ class Objective:
             log_weight_M = proximal_M - behaviour_M
             correction_M = self._correction(log_weight_M, advantage_M, micro.sequence_M, self.settings)
         of_tokens = (behaviour_M, advantage_M, micro.sequence_M)
-        loss_M, stats = self._corrected(current_M, anchor_M, of_tokens, correction_M)
+        is_within = self._recipe.surrogate in WITHIN_RATIO
+        denominator_M = anchor_M
+        if correction_M is not None and is_within:
+            denominator_M = anchor_M - losses.log_of_weight(correction_M)
+        loss_M, stats = self._call_surrogate(current_M, denominator_M, *of_tokens)
+        if correction_M is not None:
+            stats["importance_weight"] = correction_M.sum()
+            loss_M = loss_M if is_within else loss_M * correction_M
         if (limit := self.settings.off_policy_mask) is not None:
             mask_M = losses.off_policy_mask(current_M, *of_tokens, limit)
             loss_M = loss_M * mask_M
@@ -271,22 +273,18 @@ class Objective:
         weight_M = to_device(step.weight_S[micro.trajectory_S], current_M.device)[micro.sequence_M]
         return (loss_M * weight_M).sum(), stats
 
-    def _corrected(
+    def _proximal(
         self,
+        batch: BatchNumbers,
+        behaviour_M: Tensor,
         current_M: Tensor,
-        anchor_M: Tensor,
-        of_tokens: tuple[Tensor, Tensor, Tensor],
-        correction_M: Tensor | None,
-    ) -> tuple[Tensor, Stats]:
-        if correction_M is None:
-            return self._call_surrogate(current_M, anchor_M, *of_tokens)
-        if self._recipe.surrogate in WITHIN_RATIO:
-            anchor_M = anchor_M - losses.log_of_weight(correction_M)
-            loss_M, stats = self._call_surrogate(current_M, anchor_M, *of_tokens)
-        else:
-            loss_M, stats = self._call_surrogate(current_M, anchor_M, *of_tokens)
-            loss_M = loss_M * correction_M
-        return loss_M, {**stats, "importance_weight": correction_M.sum()}
+        read: Callable[[Any], Tensor],
+    ) -> Tensor:
+        if self.settings.proximal == "interpolate":
+            staleness_M = batch.header.version - read(batch.arrays.versions)
+            return losses.interpolate(behaviour_M, current_M, staleness_M)
+        # equal before the only step
+        return current_M if batch.proximal_N is None else read(batch.proximal_N)
 
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None

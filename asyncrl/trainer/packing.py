@@ -161,10 +161,12 @@ def _active_part(name: str, config: Any) -> float:
     return 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bundle:
+    """Neighbors in the prefix tree of a group; all of the group share `common_tokens`."""
+
     group: int
-    sequences: tuple[TokenRange, ...]
+    sequences: list[TokenRange]
     num_tokens: int
     cost: float
     common_tokens: int
@@ -177,36 +179,30 @@ class Bin:
     cost: float = 0.0
 
 
-class GroupTree:
-    def __init__(
-        self, number: int, group: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], costs: Costs
-    ) -> None:
-        self._number, self._costs = number, costs
-        self._ordered, self._shared = zip(*in_tree_order(group, token_ids), strict=True)
-        self._common = min(self._shared[1:], default=0)
-        self.num_tokens = sum(one.length for one in self._ordered) - sum(self._shared)
-        self.cost = sum(map(self._cost, range(len(self._ordered)), self._shared))
+Tree = list[tuple[TokenRange, int]]
+"""Sequences of a group in tree order, and the tokens that each shares with the one before."""
 
-    def _cost(self, index: int, shared: int) -> float:
-        one = self._ordered[index]
-        return self._costs.of(one.length, shared, one.num_loss)
 
-    def cut(self, max_tokens: float, max_cost: float) -> list[Bundle]:
-        cuts, tokens, cost = list[tuple[int, int, float]](), 0, 0.0
-        for index, shared in enumerate(self._shared):
-            one = self._ordered[index]
-            more_tokens, more_cost = tokens + one.length - shared, cost + self._cost(index, shared)
-            if index == 0 or more_tokens > max_tokens or more_cost > max_cost:
-                cuts.append((index, 0, 0.0))
-                more_tokens, more_cost = one.length, self._cost(index, 0)
-            tokens, cost = more_tokens, more_cost
-            cuts[-1] = (cuts[-1][0], tokens, cost)
-        ends = [first for first, *_ in cuts[1:]] + [len(self._ordered)]
-        common = self._common, self._costs.of(self._common, 0, 0)
-        return [
-            Bundle(self._number, self._ordered[first:end], tokens, cost, *common)
-            for (first, tokens, cost), end in zip(cuts, ends, strict=True)
-        ]
+def _cut(trees: list[Tree], costs: Costs, max_tokens: float, max_cost: float) -> list[Bundle]:
+    bundles = list[Bundle]()
+    for group, tree in enumerate(trees):
+        common = min((shared for _, shared in tree[1:]), default=0)
+        is_full = True
+        for one, shared in tree:
+            if not is_full:
+                last = bundles[-1]
+                num_tokens = last.num_tokens + one.length - shared
+                cost = last.cost + costs.of(one.length, shared, one.num_loss)
+                is_full = num_tokens > max_tokens or cost > max_cost
+            if is_full:
+                cost = costs.of(one.length, 0, one.num_loss)
+                bundles.append(Bundle(group, [one], one.length, cost, common, costs.of(common, 0, 0)))
+                is_full = False
+            else:
+                last.sequences.append(one)
+                last.num_tokens = num_tokens
+                last.cost = cost
+    return bundles
 
 
 def assign(
@@ -219,21 +215,24 @@ def assign(
     """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
     if not groups:
         return []
-    trees = [GroupTree(number, group, token_ids, costs) for number, group in enumerate(groups)]
+    trees = [in_tree_order(group, token_ids) for group in groups]
     if num_ranks == 1:
-        whole = [bundle for tree in trees for bundle in tree.cut(max_tokens, math.inf)]
-        return [[one.sequences] for one in _first_fit(whole, max_tokens)]
-    num_bins = num_ranks * math.ceil(
-        sum(tree.num_tokens for tree in trees) / (num_ranks * max(max_tokens, 1))
-    )
-    share = sum(tree.cost for tree in trees) / num_bins
-    plans = [_plan(trees, max_tokens, share / size, num_ranks) for size in BUNDLE_SIZES]
+        return [[one.sequences] for one in _first_fit(_cut(trees, costs, max_tokens, math.inf), max_tokens)]
+    nodes = [
+        (one.length - shared, costs.of(one.length, shared, one.num_loss))
+        for tree in trees
+        for one, shared in tree
+    ]
+    num_tokens, cost = map(sum, zip(*nodes, strict=True))
+    share = cost / (num_ranks * math.ceil(num_tokens / (num_ranks * max(max_tokens, 1))))
+    plans = [
+        _plan(_cut(trees, costs, max_tokens, share / size), max_tokens, num_ranks) for size in BUNDLE_SIZES
+    ]
     steps = min(plans, key=lambda plan: sum(step[0].cost for step in plan))
     return [[one.sequences for one in step] for step in steps]
 
 
-def _plan(trees: list[GroupTree], max_tokens: int, max_cost: float, num_ranks: int) -> list[list[Bin]]:
-    bundles = [bundle for tree in trees for bundle in tree.cut(max_tokens, max_cost)]
+def _plan(bundles: list[Bundle], max_tokens: int, num_ranks: int) -> list[list[Bin]]:
     bins = _first_fit(bundles, max_tokens)
     num_bins = num_ranks * math.ceil(len(bins) / num_ranks)
     bins = _place(bundles, num_bins, max_tokens, by_cost=True) or bins

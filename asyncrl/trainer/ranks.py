@@ -39,6 +39,7 @@ class Command:
     body: bytes
 
 
+@dataclass(frozen=True)
 class Ranks:
     """Place of this process in the group. `mesh` is None without sharding.
 
@@ -46,27 +47,21 @@ class Ranks:
     Invariant: all ranks make the same collective calls in the same order.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        mesh: DeviceMesh | None = None,
-        commands: dist.ProcessGroup | None = None,
-        group: dist.ProcessGroup | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.mesh = mesh
-        self.group = group
-        self._commands = commands
-        self._timeout = timeout
-        self.is_first = rank == 0
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+    commands: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
 
     def with_own_group(self) -> Ranks:
         """Return the same ranks for another thread. Collective."""
-        group = dist.new_group(backend="gloo", timeout=self._timeout) if self.size > 1 else None
-        return Ranks(self.rank, self.size, group=group, timeout=self._timeout)
+        group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
+        return Ranks(self.rank, self.size, group=group, timeout=self.timeout)
 
     def gather(self, value: Any) -> list[Any]:
         if self.size == 1:
@@ -97,22 +92,22 @@ class Ranks:
     def send(self, command: Command) -> None:
         if self.size > 1:
             head = json.dumps({"name": command.name, "arguments": command.arguments}).encode()
-            dist.broadcast(torch.tensor([len(head), len(command.body)]), 0, group=self._commands)
-            dist.broadcast(_bytes_tensor(head + command.body), 0, group=self._commands)
+            dist.broadcast(torch.tensor([len(head), len(command.body)]), 0, group=self.commands)
+            dist.broadcast(_bytes_tensor(head + command.body), 0, group=self.commands)
 
     def beat(self) -> None:
-        dist.broadcast(torch.zeros(2, dtype=torch.int64), 0, group=self._commands)
-        dist.all_reduce(torch.zeros(1), group=self._commands)
+        dist.broadcast(torch.zeros(2, dtype=torch.int64), 0, group=self.commands)
+        dist.all_reduce(torch.zeros(1), group=self.commands)
 
     def wait_command(self) -> Command:
         lengths = torch.zeros(2, dtype=torch.int64)
-        dist.broadcast(lengths, 0, group=self._commands)
+        dist.broadcast(lengths, 0, group=self.commands)
         while not lengths[0]:
-            dist.all_reduce(torch.zeros(1), group=self._commands)  # a heartbeat
-            dist.broadcast(lengths, 0, group=self._commands)
+            dist.all_reduce(torch.zeros(1), group=self.commands)  # a heartbeat
+            dist.broadcast(lengths, 0, group=self.commands)
         head, body = lengths.tolist()
         text = torch.zeros(head + body, dtype=torch.uint8)
-        dist.broadcast(text, 0, group=self._commands)
+        dist.broadcast(text, 0, group=self.commands)
         return Command(**json.loads(_to_bytes(text[:head])), body=_to_bytes(text[head:]))
 
 
@@ -131,7 +126,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     use_interface(spec.address, is_apart=bool(spec.store or spec.weights_store))
     timeout = timedelta(seconds=spec.trainer.timeout_s)
 
-    def select_device() -> None:
+    def select_device() -> None:  # of the calling thread
         if is_cuda:
             torch.cuda.set_device(spec.rank if spec.local_rank is None else spec.local_rank)
 
@@ -144,62 +139,45 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
     select_device()
     commands = meet(spec, connect)
-    return Ranks(
-        spec.rank,
-        size,
-        init_device_mesh(device.type, (size,), mesh_dim_names=MESH_DIMENSIONS),
-        commands,
-        timeout=timeout,
-    )
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=MESH_DIMENSIONS)
+    return Ranks(spec.rank, size, mesh, commands, timeout=timeout)
 
 
 def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
     """Meet in a file, or in a store at rank 0's address. Raises ConfigError that names missing ranks."""
-    size = spec.trainer.world_size
-    me = f"rank {spec.rank} ({spec.address})"
     where = spec.store or str(spec.staging_dir / RENDEZVOUS)
     deadline_s = time.monotonic() + spec.meet_s
 
-    def left_s() -> float:
-        return max(deadline_s - time.monotonic(), 0.1)
-
-    def open_store() -> Any:
-        if not spec.store:
-            return dist.FileStore(where, size)  # type: ignore[attr-defined]
-        host, _, port = spec.store.rpartition(":")
-        options: dict[str, Any] = {"world_size": size, "wait_for_workers": False}
-        if spec.rank == 0:
-            options["is_master"] = True
-            options["master_listen_fd"] = listen_at(
-                spec.store, "there it opens the store of the trainer's ranks"
-            )
-        return dist.TCPStore(host, int(port), timeout=timedelta(seconds=left_s()), **options)  # type: ignore[attr-defined]
-
-    def wait_others() -> Any:
-        store = open_store()
-        if store.add(f"here-{spec.rank}", 1) > 1:
-            what = f"another rank {spec.rank} is at {where}, so {me} cannot join"
-            raise ConfigError(what, rule="each start needs a new place", way_out="end the older trainer.")
-        keys = {f"here-{rank}": rank for rank in range(size)}
+    def join() -> T:
+        store = _open_store(spec, where)
+        store.add(f"here-{spec.rank}", 1)
+        keys = [f"here-{rank}" for rank in range(spec.trainer.world_size)]
         try:
-            store.wait([*keys], timedelta(seconds=left_s()))
+            store.wait(keys, timedelta(seconds=max(deadline_s - time.monotonic(), 0.1)))
         except dist.DistStoreError:
-            missing = ", ".join(str(rank) for key, rank in keys.items() if not store.check([key]))
-            what = f"rank {missing} did not come to {where} within {spec.meet_s:g} s"
-            rule = f"{me} and all others of trainer.world_size={size} meet there"
-            way_out = f"read the log of rank {missing}; {OPEN_PORTS}."
-            raise ConfigError(what, rule=rule, way_out=way_out) from None
-        return store
+            missing = ", ".join(key.removeprefix("here-") for key in keys if not store.check([key]))
+            raise RuntimeError(f"rank {missing} did not come; read its log") from None
+        return connect(store)
 
-    failure = f"{me} cannot reach the store at {where}"
-    try:  # abandonable threads: torch's limits miss silent servers and broken connections
-        store = run_within(left_s() + 1.0, wait_others, name="rendezvous")
-        failure = f"{me} has met the others at {where}, and cannot connect to each of them"
-        return run_within(left_s() + 1.0, lambda: connect(store), name="rendezvous")
+    try:  # an abandonable thread: torch's limits miss silent servers and broken connections
+        return run_within(spec.meet_s + 1.0, join, name="rendezvous")
     except (RuntimeError, OSError) as error:  # includes TimeoutError
         why = str(error).partition("\n")[0] or "no answer"
-        way_out = f"read the log of rank 0; {OPEN_PORTS}."
-        raise ConfigError(f"{failure} within {spec.meet_s:g} s: {why[:300]}", way_out=way_out) from error
+        me = f"rank {spec.rank} ({spec.address})"
+        what = f"{me} cannot meet the other ranks at {where} within {spec.meet_s:g} s: {why[:300]}"
+        raise ConfigError(what, way_out=f"read the log of rank 0; {OPEN_PORTS}.") from error
+
+
+def _open_store(spec: TrainerSpec, where: str) -> Any:
+    size = spec.trainer.world_size
+    if not spec.store:
+        return dist.FileStore(where, size)  # type: ignore[attr-defined]
+    host, _, port = where.rpartition(":")
+    options: dict[str, Any] = {"world_size": size, "wait_for_workers": False}
+    if spec.rank == 0:
+        listener = listen_at(where, "there it opens the store of the trainer's ranks")
+        options |= {"is_master": True, "master_listen_fd": listener}
+    return dist.TCPStore(host, int(port), timeout=timedelta(seconds=spec.meet_s), **options)  # type: ignore[attr-defined]
 
 
 def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:

@@ -229,27 +229,21 @@ class TrainerState:
         return {name: list(master.shape) for name, master in self._masters.named.items()}
 
     def _fitting_manifest(self, path: Path) -> SavedState:
-        manifest = read_state(path, f" by rank {self._ranks.rank}")
+        manifest = read_state(path)
         _read_index(path)
-        here = self._shapes()
-        there = manifest.shapes
-        differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
         if manifest.lora != self._lora:
-            what = f"holds {_trained(manifest.lora)}, and this run trains {_trained(self._lora)}"
-        elif differing:
-            name = differing[0]
-            what = f"is of another model: {name} is {there.get(name)} there and {here.get(name)} here"
-        else:
-            return manifest
-        way_out = f"start with the configuration of the run that wrote it (model {manifest.model_path})."
-        raise Refused(422, f"{path} {what}", rule="a run trains the same weights", way_out=way_out)
+            what = f"{path} has trainer.lora={manifest.lora}, and this run {self._lora}"
+            way_out = "start with the configuration of the run that wrote it."
+            raise Refused(422, what, rule="a run trains the same weights", way_out=way_out)
+        _refuse_other_model(path, manifest.shapes, self._shapes())
+        return manifest
 
 
-def read_state(path: Path, who: str = "") -> SavedState:
+def read_state(path: Path) -> SavedState:
     try:
         return SavedState.model_validate_json((path / STATE).read_bytes())
     except (OSError, ValidationError) as error:
-        what = f"{path / STATE} cannot be read{who}: {error}"
+        what = f"{path / STATE} cannot be read: {error}"
         way_out = "give the folder of a whole checkpoint, which all nodes of the trainer see."
         raise Refused(422, what, way_out=way_out) from error
 
@@ -312,12 +306,6 @@ def _wait_copied(copying: Future[None]) -> None:
     except (OSError, MemoryError, RuntimeError) as error:
         what = f"cannot copy the state to host memory: {type(error).__name__}: {str(error)[:300]}"
         raise Refused(507, what, way_out="free host memory; the next checkpoint tries again.") from error
-
-
-def _trained(lora: dict[str, Any] | None) -> str:
-    if lora is None:
-        return "all weights"
-    return f"adapters (rank {lora['rank']}, alpha {lora['alpha']}, targets {lora['targets']})"
 
 
 Shapes = Mapping[str, list[int]]
@@ -397,6 +385,5 @@ def _adapters(state: Path, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tens
 def _refuse_other_model(state: Path, saved: Shapes, there: Shapes) -> None:
     for name in sorted({*saved, *there}):
         if saved.get(name) != there.get(name):
-            shapes = f"{saved.get(name)} in {state} and {there.get(name)} in the model that it began with"
-            way_out = "restore the model that the run began with."
-            raise Refused(422, f"the weight {name} is {shapes}", way_out=way_out)
+            what = f"the weight {name} is {saved.get(name)} in {state} and {there.get(name)} in the model"
+            raise Refused(422, what, way_out="start with the model that the run began with.")

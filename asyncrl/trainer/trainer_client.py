@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,6 @@ T = TypeVar("T")
 Answer = TypeVar("Answer", bound=BaseModel)
 OnStep = Callable[[Batch, TrainResponse], None]
 
-RECOVERED_TIMEOUT_S = 60.0
 LOST_STATUS = 503
 """Status after other ranks are lost."""
 RENDEZVOUS = "rendezvous"
@@ -117,17 +116,14 @@ class TrainerClient:
 
     async def begin_export(self) -> int:
         """Begin to export the newest weights; return their version."""
-        with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
-            return (await self._call("/begin_export", b"", TrainerHealth)).policy_version
+        return (await self._call("/begin_export", b"", TrainerHealth)).policy_version
 
     async def export(self) -> ExportResponse:
-        with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
-            return await self._call("/export", b"", ExportResponse)
+        return await self._call("/export", b"", ExportResponse)
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
         request = ExportChunkRequest(version=version, index=index)
-        with waiting(f"chunk {index} of policy_version {version}", on=self._caller.name, who="publisher"):
-            return await self._call("/export_chunk", request, ExportChunkResponse)
+        return await self._call("/export_chunk", request, ExportChunkResponse)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send the weights to the engines. Never repeated."""
@@ -143,20 +139,16 @@ class TrainerClient:
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
         """Write a Hugging Face folder; not `merged`: a peft folder."""
-        with waiting(f"the saved weights of policy_version {self.policy_version}", on=self._caller.name):
-            await self._call("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
+        await self._call("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
 
     async def begin_save_state(self, path: Path) -> int:
         """Begin to save the state; return its version. Never repeated. Raises CheckpointError,
         TrainerLost.
         """
-        with waiting(f"the copy of the state of policy_version {self.policy_version}", on=self._caller.name):
-            saved = await self._post_state("/begin_save_state", StateRequest(path=str(path)))
-        return saved.policy_version
+        return (await self._post_state("/begin_save_state", StateRequest(path=str(path)))).policy_version
 
     async def wait_save_state(self) -> None:
-        with waiting("the state of the trainer on disk", on=self._caller.name):
-            await self._post_state("/wait_save_state", b"")
+        await self._post_state("/wait_save_state", b"")
 
     async def recover(
         self, state: Path | None, batches: Callable[[], AsyncIterator[Batch]], on_step: OnStep
@@ -176,13 +168,16 @@ class TrainerClient:
 
     async def catch_up(self, state: Path | None, batches: AsyncIterator[Batch], on_step: OnStep) -> None:
         """Load a state and train, without repeating lost calls."""
+        version = self.policy_version
         with waiting("the journaled batches to be trained on again", on=self._caller.name, who="catching up"):
             if state is not None:
-                await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
+                loaded = await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
+                version = max(version, loaded.policy_version)
             async for batch in batches:
-                on_step(batch, await self._train(batch))
-            health = await self._post("/health", None, TrainerHealth, timeout_s=RECOVERED_TIMEOUT_S)
-        self._reached(max(health.policy_version, self.policy_version))
+                report = await self._train(batch)
+                version = max(version, report.policy_version)
+                on_step(batch, report)
+        self._reached(version)
 
     async def aclose(self) -> None:
         await self._caller.aclose()
@@ -193,16 +188,12 @@ class TrainerClient:
     def _check_up(self) -> None: ...
 
     async def _call(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
-        return await self._retried(lambda: self._post(path, body, answer))
+        with waiting(f"{path} at policy_version {self.policy_version}", on=self._caller.name):
+            return await self._retried(lambda: self._post(path, body, answer))
 
-    async def _post(
-        self, path: str, body: BaseModel | bytes | None, answer: type[Answer], timeout_s: float | None = None
-    ) -> Answer:
-        timeout_s = timeout_s or self._timeout_s
+    async def _post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
         try:
-            if body is None:
-                return await self._caller.get(path, answer, timeout_s=timeout_s)
-            return await self._caller.post(path, body, answer, timeout_s=timeout_s)
+            return await self._caller.post(path, body, answer, timeout_s=self._timeout_s)
         except CallRefused as error:
             kind = TrainerLost if error.status == LOST_STATUS else TrainerError
             raise kind(
@@ -212,18 +203,15 @@ class TrainerClient:
                 way_out=error.body.way_out or "read its log in the run directory.",
             ) from error
         except CallLost as error:
-            raise TrainerLost(
-                "trainer",
-                f"no answer to {error.path}: {error.why}",
-                rule="the run needs its trainer",
-                way_out="read its log in the run directory; if it was killed, lower "
-                "trainer.micro_batch_tokens.",
-            ) from error
+            what = f"no answer to {error.path}: {error.why}"
+            way_out = "read its log in the run directory; if it was killed, lower trainer.micro_batch_tokens."
+            raise TrainerLost("trainer", what, rule="the run needs its trainer", way_out=way_out) from error
 
     async def _post_state(self, path: str, body: BaseModel | bytes) -> TrainerHealth:
         self._check_up()
         try:
-            return await self._post(path, body, TrainerHealth)
+            with waiting(f"{path} at policy_version {self.policy_version}", on=self._caller.name):
+                return await self._post(path, body, TrainerHealth)
         except TrainerLost:
             raise
         except TrainerError as error:
@@ -270,12 +258,16 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
                     ],
                 )
             )
-    versions, engines = zip(*(_sampled_by(one) for one in trajectories), strict=True)
+    versions, engines = zip(*map(_sampled_by, trajectories), strict=True)
     taught = [_teacher_logprobs(one) for one in trajectories if one.teacher_logprobs is not None]
+
+    def joined(name: str) -> Any:
+        return np.concatenate([getattr(one, name) for one in trajectories])
+
     arrays = BatchArrays(
-        token_ids=np.concatenate([one.token_ids for one in trajectories]),
-        loss_mask=np.concatenate([one.loss_mask for one in trajectories]),
-        behaviour_logprobs=np.concatenate([one.behaviour_logprobs for one in trajectories]),
+        token_ids=joined("token_ids"),
+        loss_mask=joined("loss_mask"),
+        behaviour_logprobs=joined("behaviour_logprobs"),
         versions=np.concatenate(versions),
         engines=np.concatenate(engines),
         teacher_logprobs=np.concatenate(taught) if len(taught) == len(trajectories) else None,
@@ -300,13 +292,9 @@ def _sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDAr
         engines[span.start : span.end] = span.engine
     num_masked = np.count_nonzero(trajectory.loss_mask)
     if trajectory.num_sampled != num_masked or not np.array_equal(versions >= 0, trajectory.loss_mask):
-        raise TrainerError(
-            "trainer",
-            f"version_spans {trajectory.version_spans} of sample {trajectory.sample_index} do not cover its "
-            f"{num_masked} sampled tokens",
-            rule="version_spans cover exactly the tokens of loss_mask, each once",
-            way_out="report a bug: the generator or the engine client is wrong.",
-        )
+        what = f"version_spans {trajectory.version_spans} do not cover its {num_masked} sampled tokens"
+        way_out = "report a bug: the generator or the engine client is wrong."
+        raise TrainerError("trainer", f"sample {trajectory.sample_index}: {what}", way_out=way_out)
     return versions, engines
 
 

@@ -1,1 +1,1 @@
-"""The measurements of scripts/gpu_acceptance.py: a function each, which runs in a process of its own."""
+"""Measurements of scripts/gpu_acceptance.py, each in its own process."""

@@ -1,11 +1,10 @@
-"""Part 1: what the device computes is what a CPU computes in float32, up to bfloat16's rounding."""
+"""Part 1: a device computes the same as a CPU in float32, up to the rounding of bfloat16."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from gpu.rows import Bench
 
 REPO = Path(__file__).resolve().parents[2]
 ROUNDED = 0.02
-"""Largest distance of a gradient through one layer in bfloat16, as a part of its norm."""
+"""Largest distance of a gradient through one layer in bfloat16, relative to its norm."""
 ROUNDED_DEEP = 0.1
-"""The same, through all layers of a model."""
+"""Largest distance through all layers of a model."""
 SAME = 1e-4
-"""The same, for float32 on both devices."""
+"""Largest distance in float32."""
 INI = """[pytest]
 pythonpath = {paths}
 markers =
@@ -42,26 +41,14 @@ markers =
 
 
 def marked_tests(bench: Bench) -> None:
-    """Run the tests that have the mark gpu, under settings that need no plugin of pytest."""
-    tests = [str(path) for path in sorted((REPO / "tests").glob("test_*.py")) if _is_marked(path)]
+    """Run the tests marked gpu, without plugins of pytest."""
+    paths = sorted((REPO / "tests").glob("test_*.py"))
+    tests = [str(path) for path in paths if "@pytest.mark.gpu\n" in path.read_text(encoding="utf-8")]
     ini = bench.folder / "pytest.ini"
-    ini.write_text(
-        INI.format(paths=" ".join(str(REPO / name) for name in ("tests", "benchmarks", "scripts")))
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-c",
-        str(ini),
-        "--rootdir",
-        str(REPO),
-        "-m",
-        "gpu",
-        "-rfE",
-    ]
-    command += ["-p", "no:cacheprovider", "--basetemp", str(bench.folder / "pytest"), *tests]
+    imported = [str(REPO / name) for name in ("tests", "benchmarks", "scripts")]
+    ini.write_text(INI.format(paths=" ".join(imported)))
+    command = [sys.executable, "-m", "pytest", "-q", "-c", str(ini), "--rootdir", str(REPO), "-m", "gpu"]
+    command += ["-rfE", "-p", "no:cacheprovider", "--basetemp", str(bench.folder / "pytest"), *tests]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     if done.returncode != 0:
@@ -72,18 +59,14 @@ def marked_tests(bench: Bench) -> None:
     bench.tell(f"tests marked gpu, of {len(tests)} files", last, ok=is_right)
 
 
-def _is_marked(path: Path) -> bool:
-    return "@pytest.mark.gpu\n" in path.read_text(encoding="utf-8")
-
-
 def distance(found: Tensor, exact: Tensor) -> float:
-    """Norm of the difference, as a part of the norm of what is exact."""
+    """Return the norm of the difference relative to the norm of `exact`."""
     found, exact = found.detach().cpu().double(), exact.detach().cpu().double()
     return float((found - exact).norm() / exact.norm())
 
 
 def all_losses(bench: Bench) -> None:
-    """Each built-in loss and its gradient by the same logprobs, here and on the CPU."""
+    """Compare each built-in loss and its gradient with the CPU."""
     header, arrays = make_batch(500, [20, 3, 40, 11, 7, 60, 25, 9], prompt=5, group_size=4)
     model, rng, mask = make_folder(bench, "0.5B"), np.random.default_rng(1), arrays.loss_mask
     current_N, proximal_N = (
@@ -102,8 +85,7 @@ def all_losses(bench: Bench) -> None:
         worst["loss"] = max(worst["loss"], abs(found - exact) / max(abs(exact), 1e-3))
         worst["gradient"] = max(worst["gradient"], distance(found_M, exact_M))
     for what, value in worst.items():
-        words = f"{len(RECIPES)} losses, float32: largest distance of a {what}"
-        bench.tell(words, f"{value:.1e}", against=f"at most {SAME:g}", ok=value <= SAME)
+        bench.check(f"{len(RECIPES)} losses, float32: largest distance of a {what}", value, SAME, ".1e")
 
 
 def _loss_on(
@@ -118,7 +100,7 @@ def _loss_on(
 
 
 def head(bench: Bench) -> None:
-    """The output head of the 0.6B shape on bfloat16 numbers, against the same numbers in float32."""
+    """Compare the output head of the 0.6B shape on bfloat16 numbers with float32."""
     shape, num = architecture(bench, "0.6B"), 64 if bench.is_tiny else 512
     torch.manual_seed(0)
     hidden_MD = torch.randn(num, shape["hidden_size"]).bfloat16()
@@ -129,11 +111,9 @@ def head(bench: Bench) -> None:
         for device, dtype in ((bench.device, torch.bfloat16), ("cpu", torch.float32))
     )
     gap = float((found[0].cpu() - exact[0]).abs().max())
-    bench.tell(
-        "head: largest difference of a logprob, nats", f"{gap:.1e}", against="at most 1e-3", ok=gap <= 1e-3
-    )
+    bench.check("head: largest difference of a logprob, nats", gap, 1e-3, ".1e")
     for what, one, other in zip(("hidden states", "weights"), found[1:], exact[1:], strict=True):
-        _tell_gradient(bench, f"head: gradient of {what}", distance(one, other), ROUNDED)
+        bench.check(f"head: gradient of {what}, distance", distance(one, other), ROUNDED)
 
 
 def _head_on(device: str, dtype: torch.dtype, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,13 +126,10 @@ def _head_on(device: str, dtype: torch.dtype, *given: Tensor) -> tuple[Tensor, T
     return scores.logprob_M.detach(), hidden_MD.grad, weight_VD.grad
 
 
-def _tell_gradient(bench: Bench, what: str, found: float, limit: float) -> None:
-    bench.tell(f"{what}, distance", f"{found:.4f}", against=f"at most {limit:g}", ok=found <= limit)
-
-
 def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
-    """Packed forward and backward of the 0.6B shape in bfloat16 against float32 on the CPU: groups of unequal
-    completions, whose prompts are there once.
+    """Compare packed forward and backward passes of the 0.6B shape in bfloat16 with float32 on the CPU.
+
+    Completions of a group have different lengths and share their prompt.
     """
     model, threads = make_folder(bench, "0.6B"), os.cpu_count() or 1
     settings: dict[str, Any] = {"trainer": trainer, "algorithm": {"loss": "reinforce"}, "threads": threads}
@@ -165,22 +142,19 @@ def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
     sides = (trainer_here, exact)
     found_N, exact_N = (one.call(lambda step=one.step: _logprobs(step, *batch)) for one in sides)
     gaps = np.abs(found_N - exact_N)[mask]
-    bench.tell("logprobs: mean gap, nats", f"{gaps.mean():.4f}", against=f"at most {GAP_WARNING}",
-               ok=bool(gaps.mean() <= GAP_WARNING))  # fmt: skip
+    bench.check("logprobs: mean gap, nats", float(gaps.mean()), GAP_WARNING)
     bench.tell("logprobs: largest gap, nats", f"{gaps.max():.4f}")
     found, expected = (one.call(lambda step=one.step: _gradients(step, *batch)) for one in sides)
     parts = [(distance(found[name], one), float(one.norm()), name) for name, one in expected.items()]
-    whole = float(
-        np.sqrt(sum((part * norm) ** 2 for part, norm, _ in parts) / sum(norm**2 for _, norm, _ in parts))
-    )
-    _tell_gradient(bench, f"gradient of {len(parts)} weights", whole, ROUNDED_DEEP)
+    squares = sum((part * norm) ** 2 for part, norm, _ in parts) / sum(norm**2 for _, norm, _ in parts)
+    bench.check(f"gradient of {len(parts)} weights, distance", squares**0.5, ROUNDED_DEEP)
     worst, _, name = max(parts)
-    bench.tell(f"the farthest: {name}", f"{worst:.4f}")
+    bench.tell(f"largest distance: {name}", f"{worst:.4f}")
 
 
 @torch.no_grad()
 def _same_adapters(step: TrainStep, exact: TrainStep) -> None:
-    """New ones are drawn by the device, and their B is 0: then A would have no gradient."""
+    """Copy the adapters, which each device draws itself. With B = 0, A would have no gradient."""
     for name, weight in exact._masters.named.items():
         if ".lora_B" in name:
             weight.normal_(0.0, 0.01)
@@ -191,7 +165,7 @@ def _same_adapters(step: TrainStep, exact: TrainStep) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Of a mesh of one rank, the one shard."""
+    """Return the only shard on a mesh of one rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -207,14 +181,12 @@ def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dic
 
 @torch.no_grad()
 def distances(bench: Bench, shape: str) -> None:
-    """How far bfloat16 is from itself: the trainer's packed pass against the model's plain one, as the plan
-    is chosen by and as a canary sees them; and both against float32.
-    """
+    """Compare the trainer's packed pass with the model's own pass in bfloat16, and both with float32."""
     model, device = make_model(bench, shape), torch.device(bench.device)
     plan = find_plan(probe_model(model.config, device, torch.bfloat16))
-    bench.tell("plan by the small model", "packed" if plan.is_packed else plan.reason, ok=plan.is_packed)
-    whole = find_plan(model)
-    bench.tell("plan by the whole model", "packed" if whole.is_packed else whole.reason, ok=whole.is_packed)
+    for what, found_plan in (("small", plan), ("whole", find_plan(model))):
+        text = "packed" if found_plan.is_packed else found_plan.reason
+        bench.tell(f"plan by the {what} model", text, ok=found_plan.is_packed)
     ids = np.random.default_rng(0).integers(0, architecture(bench, shape)["vocab_size"], CANARY_TOKENS)
     ids_1T = torch.from_numpy(ids).to(device)[None]
 
@@ -231,18 +203,14 @@ def distances(bench: Bench, shape: str) -> None:
     model.set_attn_implementation("sdpa")
     exact_TD, _ = plain()
     bench.tell("hidden states, bfloat16 against float32", f"{distance(plain_TD, exact_TD):.4f}")
-    limit = CANARY_LIMITS["bfloat16"]
-    gap: Callable[[Tensor, Tensor], float] = lambda one, other: float((one - other).abs().mean())  # noqa: E731
-    canary = gap(packed_T, plain_T)
-    bench.tell(
-        "canary: packed against plain, mean nats",
-        f"{canary:.4f}",
-        against=f"limit {limit}",
-        ok=canary <= limit,
-    )
-    for what, logprob_T in (("packed", packed_T), ("plain", plain_T)):
-        found = gap(logprob_T, exact_T)
-        bench.tell(f"canary: {what} against float32, mean nats", f"{found:.4f}", ok=found <= limit)
+    pairs = {
+        "packed against plain": (packed_T, plain_T),
+        "packed against float32": (packed_T, exact_T),
+        "plain against float32": (plain_T, exact_T),
+    }
+    for what, (one_T, other_T) in pairs.items():
+        gap = float((one_T - other_T).abs().mean())
+        bench.check(f"canary: {what}, mean nats", gap, CANARY_LIMITS["bfloat16"])
 
 
 def _packed_logprobs(policy: Policy, ids: np.ndarray, device: torch.device) -> Tensor:

@@ -1,6 +1,4 @@
-"""Whole runs by `asyncrl run`. Part 3: two shipped configs on one device; part 5: what needs vLLM and two
-devices.
-"""
+"""Runs of `asyncrl run`: two shipped configs on one device (part 3), and vLLM on two devices (part 5)."""
 
 from __future__ import annotations
 
@@ -19,9 +17,10 @@ from gpu.rows import Bench, NotRunError
 
 REPO = Path(__file__).resolve().parents[2]
 WINDOW = 10
-"""Steps that a mean is of, at both ends of a run."""
-GRACE_S, MIN_RUN_S = 30.0, 40.0
-"""To end in, after an interrupt; and the least that a run is begun for."""
+"""Steps of a mean at each end of a run."""
+GRACE_S = 30.0
+"""Seconds to end after an interrupt."""
+MIN_RUN_S = 40.0
 
 Line = dict[str, Any]
 
@@ -29,9 +28,7 @@ Line = dict[str, Any]
 def run_job(
     bench: Bench, config: Path, name: str, overrides: list[str], *, limit_s: float, must_end: bool = True
 ) -> list[Line]:
-    """The lines of metrics.jsonl. A run that takes longer than `limit_s` is interrupted, which is an error if
-    it `must_end`.
-    """
+    """Return the lines of metrics.jsonl. A run is interrupted after `limit_s`, an error if it `must_end`."""
     run_dir = bench.folder / name
     command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), *overrides, "--run-dir", str(run_dir)]
     with (bench.folder / f"{name}.log").open("w+", encoding="utf-8") as log:
@@ -54,26 +51,24 @@ def run_job(
 
 
 def learns(bench: Bench, config: str) -> None:
-    """A shipped config, both sides in turns on the device; reward against seconds."""
+    """Train a shipped config, colocated, and plot its reward."""
     device = "cuda" if bench.device == "cuda" else "cpu"
     overrides = [f"placement={{trainer: {device}, rollout: trainer}}", "buffer.max_staleness=0"]
     if bench.is_tiny:
         overrides += ["trainer.num_steps=2", "trainer.num_groups=2", "rollout.slots=16"]
     limit_s = bench.limit_s - GRACE_S - 20.0
     if limit_s < MIN_RUN_S:
-        raise NotRunError(f"no time: {limit_s:.0f} s are left for it")
-    steps = run_job(
-        bench, REPO / "configs" / f"{config}.yaml", config, overrides, limit_s=limit_s, must_end=False
-    )
+        raise NotRunError(f"no time: {limit_s:.0f} s remain")
+    path = REPO / "configs" / f"{config}.yaml"
+    steps = run_job(bench, path, config, overrides, limit_s=limit_s, must_end=False)
     rewards = [line["reward/mean"] for line in steps]
-    before, after = fmean(rewards[:WINDOW]), fmean(rewards[-WINDOW:])
-    bench.tell(
-        "reward, first and last 10 steps", f"{before:.3f} {after:.3f}", ok=bench.is_tiny or after > before
-    )
+    first = fmean(rewards[:WINDOW])
+    last = fmean(rewards[-WINDOW:])
+    is_better = bench.is_tiny or last > first
+    bench.tell("reward, first and last 10 steps", f"{first:.3f} {last:.3f}", ok=is_better)
     seconds = steps[-1]["time_s"]
-    bench.tell(
-        "steps, seconds", f"{len(steps)} {seconds:.1f}", against=f"{seconds / len(steps):.3f} s a step"
-    )
+    pace = f"{seconds / len(steps):.3f} s a step"
+    bench.tell("steps, seconds", f"{len(steps)} {seconds:.1f}", against=pace)
     bench.tell("handovers of a step, seconds", f"{_median(steps, 'perf/handover_s'):.3f}")
     bench.tell("logprob gap on fresh tokens, mean nats", f"{_median(steps, 'policy/logprob_gap_mean'):.2e}")
     _plot(bench, steps, config)
@@ -84,16 +79,13 @@ def _median(steps: list[Line], name: str) -> float:
 
 
 def _plot(bench: Bench, steps: list[Line], config: str) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8, 4))
+    figure = Figure(figsize=(8, 4))
+    axis = figure.subplots()
     axis.plot([line["time_s"] for line in steps], [line["reward/mean"] for line in steps], linewidth=0.8)
-    axis.set(
-        xlabel="seconds of training", ylabel="reward of a batch", title=f"{bench.label}: {config}, in turns"
-    )
+    title = f"{bench.label}: {config}, colocated"
+    axis.set(xlabel="seconds of training", ylabel="reward of a batch", title=title)
     path = bench.out / f"{bench.label}-{config}.png"
     figure.savefig(path, dpi=100, bbox_inches="tight")
     bench.tell("reward against seconds", path.name)
@@ -105,51 +97,46 @@ APART = {"trainer": 0, "rollout": 1}
 TURNS = {"trainer": 0, "rollout": "trainer"}
 BOTH_IN_TURNS = {"trainer": [0, 1], "rollout": "trainer"}
 NUM_STEPS = 8
-CASES: dict[str, dict[str, dict[str, Any]]] = {
-    **{
-        case: {
-            name: {
-                "placement": APART,
-                "buffer": {"max_staleness": 2},
-                "rollout": {"engine": engine},
-                "weight_sync": {"transport": name},
-            }
-            for name in ("nccl", "shm")
-        }
-        for case, engine in (("nccl", "vllm"), ("nccl-embedded", "embedded"))
-    },
-    "sleep": {
-        name: {"placement": TURNS, "buffer": {"max_staleness": 0}, "weight_sync": {"transport": name}}
-        for name in ("ipc", "shm")
-    },
+Sections = dict[str, dict[str, Any]]
+
+
+def _apart(staleness: int, **sections: dict[str, Any]) -> Sections:
+    return {"placement": APART, "buffer": {"max_staleness": staleness}, **sections}
+
+
+def _colocated(placement: dict[str, Any], **sections: dict[str, Any]) -> Sections:
+    return {"placement": placement, "buffer": {"max_staleness": 0}, **sections}
+
+
+def _pushed(engine: str) -> dict[str, Sections]:
+    return {
+        name: _apart(2, rollout={"engine": engine}, weight_sync={"transport": name})
+        for name in ("nccl", "shm")
+    }
+
+
+CASES: dict[str, dict[str, Sections]] = {
+    "nccl": _pushed("vllm"),
+    "nccl-embedded": _pushed("embedded"),
+    "sleep": {name: _colocated(TURNS, weight_sync={"transport": name}) for name in ("ipc", "shm")},
     "tensor-parallel": {
-        "tensor_parallel=2": {
-            "placement": BOTH_IN_TURNS,
-            "buffer": {"max_staleness": 0},
-            "trainer": {"world_size": 2},
-            "rollout": {"tensor_parallel": 2},
-        }
+        "tensor_parallel=2": _colocated(
+            BOTH_IN_TURNS, trainer={"world_size": 2}, rollout={"tensor_parallel": 2}
+        )
     },
     "batch-invariance": {
-        f"deterministic=true, {slots} slots": {
-            "placement": APART,
-            "buffer": {"max_staleness": 0},
-            "rollout": {"deterministic": True, "slots": slots},
-        }
+        f"deterministic=true, {slots} slots": _apart(0, rollout={"deterministic": True, "slots": slots})
         for slots in (64, 16)
     },
-    "async-against-sync": {
-        f"max_staleness={staleness}": {"placement": APART, "buffer": {"max_staleness": staleness}}
-        for staleness in (4, 0)
-    },
+    "async-against-sync": {f"max_staleness={staleness}": _apart(staleness) for staleness in (4, 0)},
 }
-"""Sections of the runs of each row, by what the run is called."""
+"""Config sections of the runs of each row, by name."""
 
 
-def vllm_config(bench: Bench, sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A run of the 1.5B shape over the letters task, with these settings."""
+def vllm_config(bench: Bench, sections: Sections) -> dict[str, Any]:
+    """Return a config of the 1.5B shape on the letters task, with these sections."""
     shape = {name: value for name, value in architecture(bench, "1.5B").items() if name != "vocab_size"}
-    base: dict[str, dict[str, Any]] = {
+    base: Sections = {
         "model": {
             "dtype": "bfloat16",
             "scratch": {"characters": "abcdef0123456789 ", "architecture": shape},
@@ -164,16 +151,13 @@ def vllm_config(bench: Bench, sections: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 def with_vllm(bench: Bench, case: str) -> None:
-    """The runs of one row; not run without vLLM, where it is the engine, or two devices."""
     import torch
     from common import has_vllm
 
     runs = CASES[case]
     engines = {sections.get("rollout", {}).get("engine", "vllm") for sections in runs.values()}
     lacking = [] if has_vllm() or "vllm" not in engines else ["vLLM"]
-    lacking += (
-        [f"two CUDA devices, {torch.cuda.device_count()} here"] if torch.cuda.device_count() < 2 else []
-    )
+    lacking += ["two CUDA devices"] if torch.cuda.device_count() < 2 else []
     if lacking:
         raise NotRunError(f"needs {' and '.join(lacking)}")
     tokens = []
@@ -186,9 +170,8 @@ def with_vllm(bench: Bench, case: str) -> None:
         tokens.append(_tokens(bench.folder / config.stem / "trained.jsonl"))
     if case == "batch-invariance":
         one, other = (sorted(found) for found in tokens)
-        bench.tell(
-            "tokens of the first batch, both runs", "the same" if one == other else "others", ok=one == other
-        )
+        what = "tokens of the first batch, both runs"
+        bench.tell(what, "the same" if one == other else "different", ok=one == other)
 
 
 def _tell_run(bench: Bench, name: str, steps: list[Line]) -> None:
@@ -205,6 +188,6 @@ def _tell_run(bench: Bench, name: str, steps: list[Line]) -> None:
 
 
 def _tokens(record: Path) -> list[str]:
-    """Hashes of what the first batch was trained on: of later ones the weights may differ by a rounding."""
+    """Return the hashes of the first batch; later weights may differ by rounding."""
     first = json.loads(record.read_text(encoding="utf-8").splitlines()[0])
     return [one["tokens_sha"] for one in first["trajectories"]]

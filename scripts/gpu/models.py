@@ -1,4 +1,4 @@
-"""Models of random weights in the shapes of known ones, made on the device; batches and specs for them."""
+"""Random models in known shapes, and batches and trainer specs for them."""
 
 from __future__ import annotations
 
@@ -26,41 +26,32 @@ MAX_LENGTH = 131_072
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128}
 
 
-def _shape(
-    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "tie_word_embeddings": True,
-        **more,
-    }
-
-
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 151_936}
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.5B": _shape(896, 24, 14, 2, 4864, **QWEN2),
-    "0.6B": _shape(1024, 28, 16, 8, 3072, **QWEN3),
-    "1.5B": _shape(1536, 28, 12, 2, 8960, **QWEN2),
-    "4B": _shape(2560, 36, 32, 8, 9728, **QWEN3),
-    "7B": _shape(3584, 28, 28, 4, 18_944, **QWEN2 | {"vocab_size": 152_064, "tie_word_embeddings": False}),
+SIZES = {
+    "0.5B": (QWEN2, 896, 24, 14, 2, 4864),
+    "0.6B": (QWEN3, 1024, 28, 16, 8, 3072),
+    "1.5B": (QWEN2, 1536, 28, 12, 2, 8960),
+    "4B": (QWEN3, 2560, 36, 32, 8, 9728),
+    "7B": (QWEN2 | {"vocab_size": 152_064, "tie_word_embeddings": False}, 3584, 28, 28, 4, 18_944),
 }
-"""Qwen2.5 and Qwen3, as their config.json say."""
-TINY = _shape(64, 2, 4, 2, 128, vocab_size=512)
+"""Shapes of Qwen2.5 and Qwen3: family, and values of NAMES."""
+NAMES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "intermediate_size",
+)
+TINY = dict(zip(NAMES, (64, 2, 4, 2, 128), strict=True))
 
 
 def architecture(bench: Bench, shape: str) -> dict[str, Any]:
-    """Of this shape, or a tiny one of its kind."""
-    chosen = SHAPES[shape]
-    tiny = TINY | {"head_dim": 16, "tie_word_embeddings": chosen["tie_word_embeddings"]}
+    """Return the shape, or a tiny one of the same type."""
+    family, *sizes = SIZES[shape]
+    chosen = {"tie_word_embeddings": True, **family, **dict(zip(NAMES, sizes, strict=True))}
+    tiny = TINY | {"head_dim": 16, "vocab_size": 512}
     return {**chosen, **(tiny if bench.is_tiny else {}), "max_position_embeddings": MAX_LENGTH}
 
 
 def make_model(bench: Bench, shape: str) -> Any:
-    """In bfloat16, on the device; no token ends a text."""
+    """Make a bfloat16 model on the device, without an end token."""
     given = architecture(bench, shape)
     config = AutoConfig.for_model(
         given.pop("model_type"), **given, eos_token_id=None, bos_token_id=None, pad_token_id=0
@@ -71,15 +62,16 @@ def make_model(bench: Bench, shape: str) -> Any:
 
 
 def make_folder(bench: Bench, shape: str) -> Path:
-    """A Hugging Face folder of it, which the rows of a part share."""
+    """Return the model's Hugging Face folder, shared by the rows of a part."""
     disable_progress_bar()
-    folder, unfinished = bench.models / shape, bench.folder / "unfinished"
+    folder = bench.models / shape
+    unfinished = bench.folder / "unfinished"
     if not folder.is_dir():
         make_model(bench, shape).save_pretrained(unfinished)
         make_character_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789").save_pretrained(unfinished)
         bench.models.mkdir(exist_ok=True)
         shutil.move(unfinished, folder)
-        gc.collect()  # else what a step needs is measured beside it
+        gc.collect()  # before memory is measured
         if bench.device == "cuda":
             torch.cuda.empty_cache()
     return folder
@@ -93,7 +85,7 @@ def make_spec(
     algorithm: dict[str, Any] | None = None,
     **values: Any,
 ) -> TrainerSpec:
-    """Of a trainer in this process."""
+    """Return the spec of a trainer in this process."""
     (bench.folder / "staging").mkdir(exist_ok=True)
     return TrainerSpec.model_validate(
         {
@@ -102,7 +94,7 @@ def make_spec(
             "device": bench.device,
             "trainer": TrainerConfig(**(trainer or {})).model_dump(),
             "algorithm": AlgorithmConfig(**(algorithm or {})).model_dump(),
-            "measures_gap": False,  # the logprobs of a made-up batch are no engine's
+            "measures_gap": False,  # a random batch has no engine logprobs
             "staging_dir": bench.folder / "staging",
             "record_path": bench.folder / "trained.jsonl",
             "failed_dir": bench.folder / "failed",
@@ -112,26 +104,25 @@ def make_spec(
 
 
 class Trainer:
-    """One in this process, made as a trainer's process makes it: alone or, where a device is to train shards,
-    on a mesh of one rank.
-    """
+    """A trainer in this process, with one rank."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._service = TrainerService(spec)
         self.step = self._service.step
 
     def call(self, work: Callable[[], T]) -> T:
-        """On the thread that the trainer works on."""
+        """Run `work` on the trainer's thread."""
         return self._service._torch_thread.submit(work).result()
 
 
 def make_batch(
     vocab_size: int, lengths: list[int], *, prompt: int, group_size: int
 ) -> tuple[BatchHeader, BatchArrays]:
-    """Random completions of these lengths for random prompts, group after group, sampled at version 0: their
-    behaviour logprobs are those of a uniform policy and a little noise.
-    """
-    rng, entries, tokens, masks, start = np.random.default_rng(0), [], [], [], 0
+    rng = np.random.default_rng(0)
+    entries = []
+    tokens = []
+    masks = []
+    start = 0
     for index, length in enumerate(lengths):
         group, sample = divmod(index, group_size)
         if sample == 0:
@@ -154,7 +145,7 @@ def make_batch(
 
 
 def at_version(version: int, header: BatchHeader, arrays: BatchArrays) -> tuple[BatchHeader, BatchArrays]:
-    """The same batch, as if it were sampled at `version`."""
+    """Return the batch as if sampled at `version`."""
     versions = np.where(arrays.loss_mask, version, -1).astype(np.int32)
     header = header.model_copy(update={"version": version, "min_version": version})
     return header, arrays.model_copy(update={"versions": versions})

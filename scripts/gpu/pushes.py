@@ -1,6 +1,4 @@
-"""Part 4: new weights for an embedded engine on the device that they come from: how long in all, and how long
-it samples nothing.
-"""
+"""Part 4: weight pushes to an embedded engine on the trainer's device, and their pauses."""
 
 from __future__ import annotations
 
@@ -24,8 +22,10 @@ from gpu.rows import Bench
 
 PEER = {"0.6B": "a peer: 0.18 s"}
 REPETITIONS = 4
-"""The first is not counted."""
-SLOTS, MAX_LENGTH, LOAD = 16, 512, 4
+"""Pushes; the first one warms up."""
+SLOTS = 16
+MAX_LENGTH = 512
+LOAD = 4
 CHUNK_BYTES = 2**28
 COPY_BYTES = 2**29
 BOTH: list[EnginePart] = ["kv", "weights"]
@@ -34,14 +34,12 @@ Times = dict[str, float]
 
 
 def by_file(bench: Bench, shape: str) -> None:
-    """A file in shared memory (transport=shm), loaded beside the weights that serve, while requests run."""
+    """Push a file in shared memory (transport=shm) while requests run."""
     asyncio.run(_measure(bench, shape, in_chunks=False))
 
 
 def by_chunks(bench: Bench, shape: str) -> None:
-    """As in turns: the engine has given its weights up, and takes chunk after chunk from memory that it has
-    open with the trainer.
-    """
+    """Push chunks in shared device memory (transport=ipc) to an engine that sleeps."""
     asyncio.run(_measure(bench, shape, in_chunks=True))
 
 
@@ -50,14 +48,16 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
     from publish import keep_generating
 
     clear_stale_staging()
-    folder, device = make_folder(bench, shape), torch.device(bench.device)
+    folder = make_folder(bench, shape)
+    device = torch.device(bench.device)
     dtype = torch.bfloat16 if bench.device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
     first = named_weights(model)
     sets = [LazyWeights(first), LazyWeights({name: tensor * 1.01 for name, tensor in first.items()})]
     num_bytes = sum(tensor.nbytes for tensor in first.values())
     given = {"device": bench.device, "dtype": str(dtype).removeprefix("torch."), "takes_turns": in_chunks}
-    staging, times = new_staging_dir(), list[Times]()
+    staging = new_staging_dir()
+    times: list[Times] = []
     try:
         cut = _make_chunks(sets[0], staging, device, dtype)
         serving = engine_server("embedded", folder, bench.folder, slots=SLOTS, max_length=MAX_LENGTH, **given)
@@ -69,7 +69,7 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
                 if in_chunks:
                     times.append(await push_chunks(server, weights, cut, version))
                 else:
-                    await asyncio.sleep(0.5)  # so that something runs that is interrupted
+                    await asyncio.sleep(0.5)
                     times.append(await push_file(server, weights, staging, version))
             for task in load:
                 task.cancel()
@@ -81,21 +81,22 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
 
 
 def _make_chunks(weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype) -> Chunks:
-    """As the trainer's in turns."""
+    """Return chunks as a colocated trainer makes them."""
     entries = [entries_of(chunk, dtype) for chunk in chunks_of(weights, dtype, CHUNK_BYTES)]
     return Chunks(SharedChunk(staging, entries, device), CHUNK_BYTES, dtype)
 
 
 async def push_file(server: EngineClient, weights: LazyWeights, staging: Path, version: int) -> Times:
-    """Seconds of one push, of the whole and of its parts."""
-    path, begun = staging / f"{version}.safetensors", time.perf_counter()
+    """Return the seconds of one push and of its parts."""
+    path = staging / f"{version}.safetensors"
+    begun = time.perf_counter()
     sent = await asyncio.to_thread(export_weights, weights, path, version)
     exported = time.perf_counter()
     await server.prepare(sent)
     prepared = time.perf_counter()
     report = await server.commit(version, sent.digest, "abort")
     ended = time.perf_counter()
-    assert report.digest == sent.digest, f"the engine serves {report.digest}, sent was {sent.digest}"
+    assert report.digest == sent.digest, (report.digest, sent.digest)
     path.unlink()
     return {
         "push, in all": ended - begun,
@@ -107,23 +108,27 @@ async def push_file(server: EngineClient, weights: LazyWeights, staging: Path, v
 
 
 async def push_chunks(server: EngineClient, weights: LazyWeights, cut: Chunks, version: int) -> Times:
-    """The same; the engine samples nothing from its sleep until it is awake again."""
+    """Return the seconds of one push; the engine samples nothing from its sleep to its wake."""
     begun = time.perf_counter()
     await server.sleep(BOTH)
     await server.wake(["weights"])
-    awake, writing_s, is_last, index = time.perf_counter(), 0.0, False, 0
+    awake = time.perf_counter()
+    writing_s = 0.0
+    is_last = False
+    index = 0
     while not is_last:
         started = time.perf_counter()
         cut.names(weights, version, index)
         chunk = await asyncio.to_thread(cut.write, weights, index)
         writing_s += time.perf_counter() - started
         assert await server.load_chunk(chunk) == chunk.digest
-        is_last, index = chunk.is_last, index + 1
+        is_last = chunk.is_last
+        index += 1
     report = await server.commit(version, chunk.whole_digest, "abort")
     pushed = time.perf_counter()
     await server.wake(["kv"])
     ended = time.perf_counter()
-    assert report.digest == chunk.whole_digest, f"the engine serves {report.digest}, not what was sent"
+    assert report.digest == chunk.whole_digest, (report.digest, chunk.whole_digest)
     return {
         "push, in all": pushed - awake,
         "without a token": ended - begun,

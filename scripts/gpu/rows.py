@@ -1,4 +1,4 @@
-"""The rows of each part, what each needs, and what a measurement is given. Imports no torch."""
+"""Rows of each part, and the arguments of a measurement. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ from pathlib import Path
 from typing import Any
 
 MARK = "@row "
-"""Begins each line of a measurement's output that is a result, as JSON."""
+"""Start of an output line with a result as JSON."""
 
 BASE = (
     "torch transformers tokenizers safetensors numpy pydantic pydantic_core annotated_types "
     "typing_inspection typing_extensions yaml xxhash psutil aiohttp rich typer jinja2 matplotlib"
 ).split()
-"""What every part imports. A wheel may have another name: yaml is PyYAML's."""
+"""Packages of every row."""
 
 
 def say(**told: Any) -> None:
-    """One result, on a line of its own, whatever was written before it."""
+    """Print a result on its own line."""
     print(f"\n{MARK}{json.dumps(told)}", flush=True)
 
 
 class NotRunError(Exception):
-    """Why a measurement cannot be made here: no fault of the code."""
+    """The machine cannot run this measurement."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: a function of a module in this folder, called with `arguments`. `needs`: packages
-    beside BASE.
-    """
+    """A measurement: `function` is MODULE.NAME in this folder; `needs`: packages in addition to BASE."""
 
     part: int
     name: str
@@ -41,8 +39,7 @@ class Row:
     needs: tuple[str, ...] = ()
 
     def missing(self) -> list[str]:
-        """Packages that it needs and this Python does not have."""
-        importlib.invalidate_caches()
+        """Return the missing packages."""
         return [name for name in (*BASE, *self.needs) if importlib.util.find_spec(name) is None]
 
 
@@ -72,26 +69,21 @@ ROWS = (
     Row(4, "0.6B-ipc", "pushes.by_chunks", {"shape": "0.6B"}),
     Row(4, "4B-shm", "pushes.by_file", {"shape": "4B"}),
     Row(4, "4B-ipc", "pushes.by_chunks", {"shape": "4B"}),
-    *(
-        Row(5, name, "jobs.with_vllm", {"case": name})
-        for name in (
-            "nccl",
-            "nccl-embedded",
-            "sleep",
-            "tensor-parallel",
-            "batch-invariance",
-            "async-against-sync",
-        )
-    ),
+    Row(5, "nccl", "jobs.with_vllm", {"case": "nccl"}),
+    Row(5, "nccl-embedded", "jobs.with_vllm", {"case": "nccl-embedded"}),
+    Row(5, "sleep", "jobs.with_vllm", {"case": "sleep"}),
+    Row(5, "tensor-parallel", "jobs.with_vllm", {"case": "tensor-parallel"}),
+    Row(5, "batch-invariance", "jobs.with_vllm", {"case": "batch-invariance"}),
+    Row(5, "async-against-sync", "jobs.with_vllm", {"case": "async-against-sync"}),
 )
 
 
 @dataclass
 class Bench:
-    """What a measurement is given. `device` is cuda or cpu; on the CPU sizes are tiny.
+    """Arguments of a measurement. `device`: cuda or cpu, where sizes are tiny.
 
-    `label`: the device's name, for files. `folder` is the row's own; models lie in `models`, which the rows
-    of a part share; plots go to `out`. `limit_s`: when the row is ended.
+    `label`: name of the device, for files; `folder`: of the row; `models`: shared by the rows of a part;
+    `out`: for plots; `limit_s`: of the row.
     """
 
     device: str
@@ -103,13 +95,9 @@ class Bench:
     limit_s: float
 
     def tell(self, what: str, value: str, *, against: str = "", ok: bool | None = None) -> None:
-        """One result, printed at once. `against`: what it is compared with; `ok`: whether it passes (None:
-        there is no limit).
-        """
+        """Print a result. `against`: comparison; `ok`: None without a limit."""
         say(what=what, value=value, against=against, ok=ok)
 
-    def need_cuda(self, what: str) -> bool:
-        """Whether there is a CUDA device; if not, say that `what` was not run."""
-        if self.device != "cuda":
-            self.tell(what, "not run: no CUDA device")
-        return self.device == "cuda"
+    def check(self, what: str, value: float, limit: float, form: str = ".4f") -> None:
+        """Print a result that may be at most `limit`."""
+        self.tell(what, f"{value:{form}}", against=f"at most {limit:g}", ok=value <= limit)

@@ -1,4 +1,4 @@
-"""Part 2: how fast optimizer steps are, and whether they need the memory that the plan says."""
+"""Part 2: speed of optimizer steps, and their memory against the plan."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from gpu.rows import Bench
 
 PROMPT, GROUP_SIZE = 64, 2
 STEPS = 3
-"""That are counted, after one that is not."""
 WITHIN = 0.25
-"""Of the plan's memory."""
+"""Allowed difference from the planned memory."""
 
 
 def speed(
     bench: Bench, *, shape: str, tokens: int, num_sequences: int, checkpointing: bool, peer: str
 ) -> None:
-    """Sequences of `tokens` tokens, each a micro-batch: forward, backward and AdamW over float32 masters."""
+    """Measure steps over sequences of `tokens` tokens, one per micro-batch, with float32 AdamW."""
     model = make_folder(bench, shape)
     tokens = 256 if bench.is_tiny else tokens
     config = _config(str(model), tokens, checkpointing=checkpointing)
     planned = _planned(config)
     if bench.device == "cuda" and planned > (free := torch.cuda.mem_get_info()[0]):
-        words = f"with checkpointing: {size_text(planned)} without, {size_text(free)} are free"
-        bench.tell("gradient checkpointing", words)
+        bench.tell("gradient checkpointing", f"{size_text(planned)} without, {size_text(free)} are free")
         config = _config(str(model), tokens, checkpointing=True)
         planned = _planned(config)
     trainer = config.trainer.model_dump()
@@ -42,7 +40,9 @@ def speed(
     batches = [at_version(version, *batch) for version in range(1 + STEPS)]
     metrics = [made.call(lambda one=one: made.step.train(*one)) for one in batches][1:]
     _tell(bench, metrics, num_sequences, tokens, peer)
-    if bench.need_cuda("peak memory against the plan"):
+    if bench.device != "cuda":
+        bench.tell("peak memory against the plan", "not run: no CUDA device")
+    else:
         peak = max(one["perf/device_memory_bytes"] for one in metrics)
         against = f"planned {size_text(planned)}, {peak / planned - 1:+.1%}"
         ok = abs(peak / planned - 1) <= WITHIN
@@ -66,7 +66,7 @@ def _tell(bench: Bench, metrics: list[dict[str, float]], num: int, tokens: int, 
 
 
 def _config(model: str, tokens: int, *, checkpointing: bool) -> RunConfig:
-    """Of a run whose sequences have so many tokens; on the CPU, so that nothing asks for a device."""
+    """Return a config on the CPU with sequences of `tokens` tokens."""
     trainer = {"micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing, "threads": 2}
     return RunConfig.model_validate(
         {
@@ -83,14 +83,14 @@ def _config(model: str, tokens: int, *, checkpointing: bool) -> RunConfig:
 
 
 def beside_trl(bench: Bench) -> None:
-    """The step of benchmarks/trainer.py, ours and TRL's on the same batch: 32 sequences of 512 tokens."""
+    """Compare steps of asyncrl and TRL on the same batch of 32 sequences of 512 tokens."""
     import trainer as benchmark
     from trainer_case import GROUP_SIZE as OF_GROUP
     from trainer_case import Case
 
-    model, num, length = make_folder(bench, "0.6B"), 32, 448
-    if bench.is_tiny:
-        num, length = OF_GROUP, 16
+    model = make_folder(bench, "0.6B")
+    num = OF_GROUP if bench.is_tiny else 32
+    length = 16 if bench.is_tiny else 448
     vocab_size = architecture(bench, "0.6B")["vocab_size"]
     batch = make_batch(vocab_size, [length] * num, prompt=PROMPT, group_size=OF_GROUP)
     path = bench.folder / "batch"

@@ -55,7 +55,7 @@ def handover(bench: Bench, way: str) -> None:
     bench.tell("to the engine, seconds", f"{seconds['to_engines']:.3f}", against="with the push")
     against = f"{seconds['handover'] / copies_s:.2f} of it in both handovers, {seconds['handover']:.3f} s"
     bench.tell("bytes copied in both handovers, GB", f"{num_bytes / 1e9:.3g}")
-    bench.tell("memory copy of as many, pinned, seconds", f"{copies_s:.3f}", against=against)
+    bench.tell("memory copy of that size, pinned, seconds", f"{copies_s:.3f}", against=against)
     bench.tell("first handovers, seconds", f"{steps[0]['perf/handover_s']:.3f}")
     if is_cuda:
         peak = max(step["perf/device_memory_bytes"] for step in steps)

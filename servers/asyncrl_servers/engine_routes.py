@@ -1,4 +1,4 @@
-"""Engine server routes, and the server end of the link (asyncrl/messages/codec.py)."""
+"""Engine server routes, and the server end of the link (asyncrl/messages/codec.py). Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import socket
 import struct
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Generic
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from aiohttp import WSMsgType, web
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, ValidationError
 
-from asyncrl.base.http import Refused, add_route, make_app, secret_of, serve
+from asyncrl.base.http import Refused, add_route, child_arguments, fail, make_app, secret_of, serve
 from asyncrl.base.message import SECRET_ENV, Message
 from asyncrl.messages import codec
+from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
@@ -30,25 +34,94 @@ from asyncrl.messages.engine_api import (
     TransferStats,
     WakeRequest,
 )
-from asyncrl_servers.served_engine import MAX_QUEUED, Answer, AnyFuture, Of, ServedEngine
+from asyncrl_servers.weight_state import WeightState
 
+MAX_QUEUED = 1_000_000
+"""Maximum requests waiting for a slot; others get 503."""
 FRAME_ROWS = 256
+Answer = TypeVar("Answer")
+Act = Callable[..., Awaitable[BaseModel]]
 
 
-class GenerateBody(Message):
-    request_id: str
-    prompt_ids: list[int]
-    max_tokens: int
-    num_resumed: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    grammar: str | None = None
-    top_logprobs: int = 0
+class EngineSpec(Message):
+    name: str
+    slots: int = Field(ge=1)
+    max_length: int = Field(ge=2)
+    """Prompt and completion together."""
 
 
-class ServedLink(Generic[Of]):
+Spec = TypeVar("Spec", bound=EngineSpec)
+
+
+def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
+    """Return the spec and the socket number; exit if the spec is invalid."""
+    text, fd = child_arguments()
+    try:
+        return kind.model_validate_json(text), fd
+    except ValidationError as error:
+        rule = f"its fields are the fields of {kind.__name__}"
+        fail(f"the spec of this server is wrong: {error}", rule=rule)
+
+
+class Listener(Protocol):
+    def sampled(self, rows: Sequence[Sampled]) -> None: ...
+    def refused(self, number: int, refusal: Refused) -> None: ...
+
+
+class Run:
+    """A request in an engine."""
+
+    def __init__(self, asked: Asked, listener: Listener) -> None:
+        self.number, self.request, self.is_streamed = asked
+        self.listener = listener
+
+
+class ServedEngine(Protocol):
+    """Engine interface of the routes.
+
+    Futures may raise Refused; other errors become 500. `run` raises Refused (400). `abort` ends runs with
+    their tokens so far.
+    """
+
+    @property
+    def weights(self) -> WeightState: ...
+    @property
+    def num_queued(self) -> int: ...
+    def health(self) -> EngineHealth: ...
+    def run(self, asked: Asked, listener: Listener) -> Any: ...
+    def submit(self, runs: Sequence[Any]) -> None: ...
+    def resume(self, runs: Sequence[Any]) -> None: ...
+    def abort(self, runs: Sequence[Any]) -> None: ...
+    def commit(self, request: CommitRequest) -> Future[CommitResponse]: ...
+    def sleep(self, request: SleepRequest) -> Future[TransferStats]: ...
+    def wake(self, request: WakeRequest) -> Future[TransferStats]: ...
+
+
+def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray[np.int64]:
+    """Return the prompt ids, int64 [P]. Raises Refused (400)."""
+    if fault := codec.request_fault(asked.request, max_length, vocab_size):
+        what = f"request {asked.request.request_id}: {fault.error}"
+        raise Refused(400, what, rule=fault.rule, way_out=fault.way_out)
+    return np.asarray(asked.request.prompt_ids, np.int64)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64 finalizer (Steele, Lea and Flood 2014, https://doi.org/10.1145/2660193.2660195)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return float64 in [0, 1) with 53 random bits, by (seed, absolute position) for resumed requests."""
+    counter = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return (_mix(counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+class ServedLink:
     """Server end of one link.
 
     Life: open -> closed by the client or with its process, which aborts open requests.
@@ -57,17 +130,19 @@ class ServedLink(Generic[Of]):
     """
 
     def __init__(
-        self, engine: ServedEngine[Of], link: web.WebSocketResponse, transport: asyncio.Transport
+        self, engine: ServedEngine, link: web.WebSocketResponse, transport: asyncio.Transport
     ) -> None:
-        self._engine, self._link, self._transport = engine, link, transport
+        self._engine = engine
+        self._link = link
+        self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._runs: dict[int, Of] = {}
+        self._runs: dict[int, Run] = {}
         self._sending = threading.Lock()
         self._socket: socket.socket = transport.get_extra_info("socket").dup()
         self._unsent: list[bytes] = []
         self._is_behind = False
 
-    def sampled(self, rows: Sequence[codec.Sampled]) -> None:
+    def sampled(self, rows: Sequence[Sampled]) -> None:
         known = [row for row in rows if row.number in self._runs]
         for row in known:
             if row.then not in ("more", "interrupted"):
@@ -119,12 +194,11 @@ class ServedLink(Generic[Of]):
         else:
             self._engine.abort(runs)
 
-    def _submit(self, asked: Sequence[codec.Asked]) -> None:
-        runs = list[Of]()
-        num_free = MAX_QUEUED - self._engine.num_queued
+    def _submit(self, asked: Sequence[Asked]) -> None:
+        runs = list[Run]()
         for one in asked:
             try:
-                check_queue(num_free - len(runs))
+                check_queue(self._engine.num_queued + len(runs))
                 run = self._engine.run(one, self)
             except Refused as refusal:
                 self._send(codec.refused_frame(one.number, refusal.status, refusal.body))
@@ -144,17 +218,25 @@ def _message(data: bytes) -> bytes:
     return struct.pack("!BBQ", kind, 127, size) + data
 
 
+def check_queue(num_queued: int) -> None:
+    """Raise Refused (503) if the queue is full."""
+    if num_queued >= MAX_QUEUED:
+        way_out = "keep fewer rollouts in flight, or add engines."
+        raise Refused(503, f"{MAX_QUEUED} requests are queued already", way_out=way_out)
+
+
 class OneAnswer:
-    """Listener of one POST /generate, across weight updates."""
+    """Listener of one request, across weight updates."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._arrived: asyncio.Queue[codec.Sampled | Refused] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Sampled | Refused] = asyncio.Queue()
 
-    async def answer(self, engine: ServedEngine[Of], request: GenerateRequest) -> GenerateResponse:
+    async def answer(self, engine: ServedEngine, request: GenerateRequest) -> GenerateResponse:
         """Abort if the client leaves. Raises Refused."""
-        run = engine.run(codec.Asked(0, request, is_streamed=False), self)
-        rows: list[codec.Sampled] = []
+        check_queue(engine.num_queued)
+        run = engine.run(Asked(0, request, is_streamed=False), self)
+        rows: list[Sampled] = []
         engine.submit([run])
         try:
             while not rows or rows[-1].then == "interrupted":
@@ -168,29 +250,32 @@ class OneAnswer:
             engine.abort([run])
         return codec.response(request.request_id, *rows)
 
-    def sampled(self, rows: Sequence[codec.Sampled]) -> None:
+    def sampled(self, rows: Sequence[Sampled]) -> None:
         for row in rows:
             self._put(row)
 
     def refused(self, number: int, refusal: Refused) -> None:
         self._put(refusal)
 
-    def _put(self, row: codec.Sampled | Refused) -> None:
+    def _put(self, row: Sampled | Refused) -> None:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, row)
 
 
-def check_queue(num_free: int) -> None:
-    """Raise Refused (503) if the queue is full."""
-    if num_free <= 0:
-        way_out = "keep fewer rollouts in flight, or add engines."
-        raise Refused(503, f"{MAX_QUEUED} requests are queued already", way_out=way_out)
+class GenerateBody(Message):
+    request_id: str
+    prompt_ids: list[int]
+    max_tokens: int
+    num_resumed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    grammar: str | None = None
+    top_logprobs: int = 0
 
 
-Act = Callable[..., Awaitable[BaseModel]]
-
-
-def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Application:
+def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Application:
     """`more`: additional POST routes."""
     app = make_app(secret)
 
@@ -206,7 +291,6 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
         return engine.health()
 
     async def generate(body: GenerateBody) -> GenerateResponse:
-        check_queue(MAX_QUEUED - engine.num_queued)
         return await OneAnswer().answer(engine, GenerateRequest(**dict(body)))
 
     async def prepare(body: PrepareRequest) -> PrepareResponse:
@@ -232,11 +316,12 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
     return app
 
 
-def serve_engine(engine: ServedEngine[Of], fd: int, *more: Act) -> None:
+def serve_engine(engine: ServedEngine, fd: int, *more: Act) -> None:
     serve(engine_routes(engine, secret_of(SECRET_ENV), *more), fd, cancels_handlers=True)
 
 
-async def _answered(future: AnyFuture[Answer]) -> Answer:
+async def _answered(future: Future[Answer]) -> Answer:
+    """Return the result; a client that leaves cancels nothing."""
     wrapped = asyncio.wrap_future(future)
     await asyncio.wait((wrapped,))
     return wrapped.result()

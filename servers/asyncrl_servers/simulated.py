@@ -7,6 +7,7 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
@@ -17,16 +18,15 @@ from asyncrl.base.http import Refused, die_with_parent
 from asyncrl.messages import engine_api
 from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.digest import tensor_digest
-from asyncrl.messages.engine_api import EnginePart, LatencyModel, TransferStats
+from asyncrl.messages.engine_api import CommitResponse, LatencyModel, TransferStats
 from asyncrl.weights.tensor_files import read_or_refuse
-from asyncrl_servers.engine_routes import serve_engine
-from asyncrl_servers.served_engine import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws
+from asyncrl_servers import engine_routes
 from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
 EPSILON = 1e-9
 
 
-class SimulatedSpec(LatencyModel, EngineSpec):
+class SimulatedSpec(LatencyModel, engine_routes.EngineSpec):
     vocab_size: int = Field(default=1000, ge=1)
     """Token ids are uniform in 0..vocab_size-1."""
 
@@ -45,23 +45,20 @@ class SimulatedWeights(WeightState):
         return _arrived(request.path)
 
 
-class SimulatedRun(Run):
-    """A request admitted at clock `start` with `first` tokens; it ends `length` steps later."""
+class SimulatedRun(engine_routes.Run):
+    """A request admitted at clock `start` with `first` tokens; it ends as `then`, `length` steps later."""
 
-    start = 0.0
-    length = 0
-    is_stop = False
-    first = 0
-    num_told = 0
-
-    def __init__(self, asked: Asked, listener: Listener) -> None:
+    def __init__(self, asked: Asked, listener: engine_routes.Listener) -> None:
         super().__init__(asked, listener)
+        self.start = 0.0
+        self.length = 0
+        self.first = 0
+        self.then = ""
+        self.num_told = 0
+        self.token_ids = np.zeros(0, np.int32)
+        """Of this segment, from `first` on."""
         self.marks: list[tuple[int, int]] = []
         """(position of the first token, policy_version)."""
-
-    @property
-    def end(self) -> float:
-        return self.start + self.length
 
     def num_sampled(self, clock: float) -> int:
         return self.first + max(0, min(int(clock - self.start + EPSILON), self.length - 1))
@@ -79,15 +76,17 @@ class SimulatedEngine:
         self.spec = spec
         self.weights = SimulatedWeights()
         self._queued: OrderedDict[SimulatedRun, None] = OrderedDict()
-        self._running: dict[SimulatedRun, None] = {}
+        self._running: dict[SimulatedRun, float] = {}
+        """The clock at the end of each."""
         self._streamed: dict[SimulatedRun, None] = {}
         self._interrupted: dict[SimulatedRun, None] = {}
         self._ends: list[tuple[float, int, SimulatedRun]] = []
+        """Heap of ends; those of runs that ended early stay until they are due."""
         self._order = count()
         self._clock = 0.0
         self._updated_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._committed: asyncio.Future[engine_api.CommitResponse]
+        self._committed: Future[CommitResponse] = Future()
         self._num_tokens = 0
         self._busy_s = 0.0
 
@@ -112,9 +111,9 @@ class SimulatedEngine:
             asleep=self.weights.asleep,
         )
 
-    def run(self, asked: Asked, listener: Listener) -> SimulatedRun:
+    def run(self, asked: Asked, listener: engine_routes.Listener) -> SimulatedRun:
         """Return a run; stop strings never match. Raises Refused (400)."""
-        check_request(asked, self.spec.max_length, self.spec.vocab_size)
+        engine_routes.check_request(asked, self.spec.max_length, self.spec.vocab_size)
         if asked.request.grammar is not None or asked.request.top_logprobs:
             what = f"request {asked.request.request_id} has a grammar or top_logprobs"
             way_out = "set rollout.engine to embedded or vllm."
@@ -126,36 +125,32 @@ class SimulatedEngine:
         self._update()
 
     def resume(self, runs: Sequence[SimulatedRun]) -> None:
-        for run in reversed(runs):
-            if run in self._interrupted:
-                del self._interrupted[run]
-                self._queued[run] = None
-                self._queued.move_to_end(run, last=False)
+        resumed = {run: None for run in runs if run in self._interrupted}
+        self._interrupted = {run: None for run in self._interrupted if run not in resumed}
+        self._queued = OrderedDict(resumed | self._queued)
         self._update()
 
     def abort(self, runs: Sequence[SimulatedRun]) -> None:
         self._update()
         places = (self._queued, self._running, self._interrupted)
-        self._end([(run, "abort") for run in runs if any(run in place for place in places)])
+        self._end([run for run in runs if any(run in place for place in places)], "abort")
         self._update()
 
-    def commit(self, request: engine_api.CommitRequest) -> asyncio.Future[engine_api.CommitResponse]:
+    def commit(self, request: engine_api.CommitRequest) -> Future[CommitResponse]:
         """Raises Refused (409)."""
         self._update()
         answer = self.weights.begin_commit(request)
-        committed: asyncio.Future[engine_api.CommitResponse] = asyncio.get_running_loop().create_future()
+        committed = self._committed = Future()
         if answer is not None:
             committed.set_result(answer)
-        else:
-            self._committed = committed
-            if request.interrupt != "wait":
-                self._swap()
+        elif request.interrupt != "wait":
+            self._swap()
         self._update()
         return committed
 
-    def sleep(self, request: engine_api.SleepRequest) -> asyncio.Future[TransferStats]:
+    def sleep(self, request: engine_api.SleepRequest) -> Future[TransferStats]:
         self._update()
-        self._end([(run, "interrupted") for run in self._running])
+        self._end(self._running, "interrupted")
         if self.weights.swapping is not None:
             self._swap()
         parts = set(request.parts) - set(self.weights.asleep)
@@ -163,31 +158,30 @@ class SimulatedEngine:
             self.weights.set_asleep(part)
         return self._moved(parts)
 
-    def wake(self, request: engine_api.WakeRequest) -> asyncio.Future[TransferStats]:
+    def wake(self, request: engine_api.WakeRequest) -> Future[TransferStats]:
         parts = set(request.parts) & set(self.weights.asleep)
         for part in parts:
             self.weights.set_awake(part)
         return self._moved(parts)
 
-    def _moved(self, parts: set[EnginePart]) -> asyncio.Future[TransferStats]:
+    def _moved(self, parts: set[engine_api.EnginePart]) -> Future[TransferStats]:
         self._update()
-        moved: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
+        moved: Future[TransferStats] = Future()
         moved.set_result(TransferStats(num_bytes=2**20 * len(parts), seconds=0.0))
         return moved
 
     def _swap(self) -> None:
         assert self.weights.swapping is not None
         request = self.weights.swapping[0]
-        num_interrupted = len(self._running)
+        version, digest, num_running = request.version, request.digest, len(self._running)
         if request.interrupt == "abort":
-            self._end([(run, "interrupted") for run in self._running])
-        self.weights.settle(request.version, request.digest)
+            self._end(self._running, "interrupted")
+        self.weights.settle(version, digest)
         for run in self._running:
-            run.marks.append((run.num_sampled(self._clock), request.version))
-        answer = engine_api.CommitResponse(
-            version=request.version, digest=request.digest, pause_s=0.0, num_interrupted=num_interrupted
+            run.marks.append((run.num_sampled(self._clock), version))
+        self._committed.set_result(
+            CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=num_running)
         )
-        self._committed.set_result(answer)
 
     def _step_s(self) -> float:
         return self.spec.decode_step_s + self.spec.per_row_s * len(self._running)
@@ -204,22 +198,21 @@ class SimulatedEngine:
         ended = []
         while self._ends:
             end, _, run = self._ends[0]
-            is_current = run in self._running and run.end == end
+            is_current = self._running.get(run) == end
             if is_current and end > self._clock + EPSILON:
                 break
             heapq.heappop(self._ends)
             if is_current:
-                ended.append((run, "stop" if run.is_stop else "length"))
+                ended.append(run)
         self._end(ended)
         if self.weights.swapping is not None and not self._running:
             self._swap()
         may_start = self.weights.swapping is None and self.weights.can_serve
         while may_start and self._queued and len(self._running) + len(self._interrupted) < self.spec.slots:
             self._start(self._queued.popitem(last=False)[0])
+        self._tell([(run, run.num_sampled(self._clock), "more") for run in self._streamed])
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        self._tell([(run, run.num_sampled(self._clock), "more") for run in self._streamed])
         if self._ends:
             num_steps = self._ends[0][0] - self._clock
             wait_s = (min(num_steps, 1.0) if self._streamed else num_steps) * self._step_s()
@@ -229,51 +222,48 @@ class SimulatedEngine:
         request = run.request
         limit = request.max_tokens - run.num_told
         wanted = max(1, self.spec.completion_length(request.seed) - request.num_resumed - run.num_told)
-        run.is_stop = wanted <= limit
+        run.then = "stop" if wanted <= limit else "length"
         run.length = min(wanted, limit)
         run.first = run.num_told
         run.start = self._clock
+        positions = np.arange(run.length) + len(request.prompt_ids) + run.first
+        draws = engine_routes.uniform_draws(np.full(run.length, request.seed, np.uint64), positions)
+        run.token_ids = (draws * self.spec.vocab_size).astype(np.int32)
         run.marks.append((run.first, self.weights.version))
-        self._running[run] = None
+        self._running[run] = run.start + run.length
         if run.is_streamed:
             self._streamed[run] = None
-        heapq.heappush(self._ends, (run.end, next(self._order), run))
+        heapq.heappush(self._ends, (self._running[run], next(self._order), run))
 
-    def _end(self, ended: Iterable[tuple[SimulatedRun, str]]) -> None:
+    def _end(self, runs: Iterable[SimulatedRun], then: str = "") -> None:
+        """End runs early as `then`, or as planned."""
         rows = []
-        for run, then in list(ended):
-            num_tokens = run.num_told
+        for run in list(runs):
+            end = run.num_told
             if run in self._running:
-                is_whole = then in ("stop", "length")
-                num_tokens = run.first + run.length if is_whole else run.num_sampled(self._clock)
-            rows.append((run, num_tokens, then))
-            for runs in (self._running, self._streamed, self._queued, self._interrupted):
-                runs.pop(run, None)
+                end = run.num_sampled(self._clock) if then else run.first + run.length
+            rows.append((run, end, then or run.then))
+            for place in (self._running, self._streamed, self._queued, self._interrupted):
+                place.pop(run, None)
             if then == "interrupted":
                 self._interrupted[run] = None
         self._tell(rows)
 
     def _tell(self, rows: Iterable[tuple[SimulatedRun, int, str]]) -> None:
-        rows = [(run, end, then) for run, end, then in rows if end > run.num_told or then != "more"]
-        if not rows:
-            return
-        sizes = [end - run.num_told for run, end, _ in rows]
-        ends = np.cumsum(sizes)
-        shifts = [len(run.request.prompt_ids) + run.num_told for run, _, _ in rows] - (ends - sizes)
-        positions = np.arange(ends[-1]) + np.repeat(shifts, sizes)
-        seeds = np.repeat(np.array([run.request.seed for run, _, _ in rows], np.uint64), sizes)
-        token_ids = (uniform_draws(seeds, positions) * self.spec.vocab_size).astype(np.int32)
-        logprobs = np.full(len(token_ids), -math.log(self.spec.vocab_size), np.float32)
-        told: dict[Listener, list[Sampled]] = {}
-        for (run, end, then), size, last in zip(rows, sizes, ends.tolist(), strict=True):
-            part = slice(last - size, last)
-            spans = spans_of(run.marks, run.num_told, end)
-            row = Sampled(run.number, token_ids[part], logprobs[part], spans, then)
-            told.setdefault(run.listener, []).append(row)
+        """Report each run's tokens up to its number in `rows`."""
+        told: dict[engine_routes.Listener, list[Sampled]] = {}
+        for run, end, then in rows:
+            start = run.num_told
+            if start == end and then == "more":
+                continue
+            token_ids = run.token_ids[start - run.first : end - run.first]
+            logprobs = np.full(len(token_ids), -math.log(self.spec.vocab_size), np.float32)
+            sampled = Sampled(run.number, token_ids, logprobs, spans_of(run.marks, start, end), then)
+            told.setdefault(run.listener, []).append(sampled)
             run.num_told = end
-        self._num_tokens += len(token_ids)
-        for listener, sampled in told.items():
-            listener.sampled(sampled)
+            self._num_tokens += end - start
+        for listener, of_listener in told.items():
+            listener.sampled(of_listener)
 
 
 def _arrived(path: str) -> Arrived:
@@ -284,8 +274,8 @@ def _arrived(path: str) -> Arrived:
 
 def main() -> None:
     die_with_parent()
-    spec, fd = read_spec(SimulatedSpec)
-    serve_engine(SimulatedEngine(spec), fd)
+    spec, fd = engine_routes.read_spec(SimulatedSpec)
+    engine_routes.serve_engine(SimulatedEngine(spec), fd)
 
 
 if __name__ == "__main__":

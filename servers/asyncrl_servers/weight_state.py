@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -51,10 +50,7 @@ def take_announced(
 ) -> dict[str, bytes]:
     """Pass received parts to `take` and return the digests. Raises Refused (409) on a mismatch."""
     digests, num_bytes = dict[str, bytes](), 0
-    for version, part in received:
-        if version != announced.version:
-            what = f"policy_version {version} came, announced was {announced.version}"
-            raise Refused(409, what, rule="the version that was announced is received")
+    for _, part in received:
         new, size = take(part)
         digests |= new
         num_bytes += size
@@ -72,55 +68,45 @@ class ChunkedPush:
     def __init__(self) -> None:
         self.clear()
 
-    def __str__(self) -> str:
-        which = "all" if self.is_whole else "the first"
-        return f"{which} {self.num_chunks} chunks of version {self.version}" if self.num_chunks else "nothing"
-
     def clear(self) -> None:
-        self.version, self.num_chunks, self.is_whole = -1, 0, False
+        self.version = -1
+        self.num_chunks = 0
+        self.is_whole = False
         self.digests: dict[str, bytes] = {}
 
-    @contextmanager
-    def receiving(self, request: LoadChunkRequest, serving: int) -> Iterator[None]:
-        """Load the chunk inside this context; an error ends the push. Raises Refused (409)."""
-        chunk = f"chunk {request.index} of policy_version {request.version}"
-        if request.version < serving:
-            raise Refused(409, f"{chunk} cannot be loaded after {serving}", rule="versions only grow")
+    def load(self, request: LoadChunkRequest, read: Callable[[LoadChunkRequest], Arrived]) -> str:
+        """Load a chunk with `read` and return its digest; an error ends the push. Raises Refused (409)."""
         if request.index == 0:
             self.clear()
         elif self.is_whole or (request.version, request.index) != (self.version, self.num_chunks):
-            rule = "the chunks of one version come in order"
-            raise Refused(409, f"{chunk} came, loaded is {self}", rule=rule, way_out=PUSH_AGAIN)
+            what = f"chunk {request.index} of policy_version {request.version} came, loaded are "
+            what += f"{self.num_chunks} of version {self.version}"
+            raise Refused(409, what, rule="the chunks of one version come in order", way_out=PUSH_AGAIN)
         try:
-            yield
+            arrived = read(request)
+            digest = check_arrived(request.place, arrived, request)
         except Exception:
             self.clear()
             raise
-
-    def add(self, request: LoadChunkRequest, arrived: Arrived) -> str:
-        """Record a chunk. Raises Refused (409) on a mismatch."""
-        if again := sorted(self.digests.keys() & arrived[0].keys()):
-            what = f"{len(again)} tensors of {request.place} came in an earlier chunk: {again[:3]}"
-            raise Refused(409, what, rule="each tensor of a push comes once", way_out=RESEND)
-        digest = check_arrived(request.place, arrived, request)
-        self.version, self.num_chunks, self.is_whole = request.version, request.index + 1, request.is_last
-        self.digests.update(arrived[0])
+        self.version = request.version
+        self.num_chunks = request.index + 1
+        self.is_whole = request.is_last
+        self.digests |= arrived[0]
         return digest
 
     def take(self, version: int, digest: str, names: Collection[str] = ()) -> None:
         """Raises Refused (409) for an incomplete push, missing `names`, or another digest."""
         missing = sorted(set(names) - self.digests.keys())
-        loaded, state = joint_digest(self.digests.values()), str(self)
+        loaded = joint_digest(self.digests.values())
         is_whole = self.is_whole and self.version == version
+        what = (
+            f"commit of policy_version {version} with digest {digest}: loaded are {self.num_chunks} chunks "
+            f"of {self.version} with digest {loaded}, which lack {len(missing)} tensors {missing[:3]}"
+        )
         self.clear()
         if not is_whole or missing or loaded != digest:
-            raise Refused(
-                409,
-                f"commit of policy_version {version} with digest {digest}, but loaded is {state} with digest "
-                f"{loaded}, which lacks {len(missing)} tensors {missing[:3]}",
-                rule="an engine serves a version only if it loaded all chunks that were sent",
-                way_out=PUSH_AGAIN,
-            )
+            rule = "an engine serves a version only if it loaded all chunks that were sent"
+            raise Refused(409, what, rule=rule, way_out=PUSH_AGAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +117,11 @@ class Staged:
 
 def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
     """Raise Refused (409) for another version or digest."""
-    lies = "nothing"
-    if staged is not None:
-        lies = f"policy_version {staged.request.version} with digest {staged.request.digest}"
-        if (staged.request.version, staged.request.digest) == (version, digest):
-            return staged
-    what = f"policy_version {version} with digest {digest} cannot be loaded: staged is {lies}"
-    raise Refused(409, what, rule="only prepared weights serve", way_out="prepare this version first.")
+    if staged is None or (staged.request.version, staged.request.digest) != (version, digest):
+        there = f"{staged.request.version} with digest {staged.request.digest}" if staged else "nothing"
+        what = f"policy_version {version} with digest {digest} cannot be loaded: staged is {there}"
+        raise Refused(409, what, rule="only prepared weights serve", way_out="prepare this version first.")
+    return staged
 
 
 class WeightState:
@@ -150,7 +134,8 @@ class WeightState:
 
     def __init__(self, names: Collection[str] = ()) -> None:
         """`names`: tensors that a chunked push must contain."""
-        self.version, self.names = 0, names
+        self.version = 0
+        self.names = names
         self.lock = threading.Lock()
         self.push = ChunkedPush()
         self.staged: Staged | None = None
@@ -181,7 +166,8 @@ class WeightState:
     def set_asleep(self, part: EnginePart) -> None:
         self._asleep.add(part)
         if part == "weights":
-            self.has_content, self.staged = False, None
+            self.has_content = False
+            self.staged = None
             self.push.clear()
 
     def set_awake(self, part: EnginePart) -> None:
@@ -189,13 +175,16 @@ class WeightState:
 
     def settle(self, version: int, digest: str) -> None:
         self.push.clear()
-        self.version, self._digest = version, digest
-        self.has_content, self.staged, self.swapping = True, None, None
+        self.version = version
+        self._digest = digest
+        self.has_content = True
+        self.staged = None
+        self.swapping = None
 
     def prepare(self, request: PrepareRequest) -> PrepareResponse:
         """Stage during generation. Raises Refused (400, 409)."""
         with self.lock:
-            self._check_awake(f"policy_version {request.version} cannot be staged")
+            self._check_awake(request.version)
             self.staged = None
             self.staged = Staged(request, self.read(request))
         return PrepareResponse(version=request.version, digest=request.digest)
@@ -203,13 +192,12 @@ class WeightState:
     def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
         """Load into weights without content. Raises Refused (400, 409) and drops all chunks."""
         with self.lock:
-            what = f"a chunk of policy_version {request.version} cannot be loaded"
-            self._check_awake(what)
+            self._check_awake(request.version)
             if self.has_content:
+                what = f"a chunk of policy_version {request.version} cannot be loaded over serving weights"
                 rule = "chunks are loaded into weights that have slept"
-                raise Refused(409, f"{what} over serving weights", rule=rule, way_out="use /prepare.")
-            with self.push.receiving(request, self.version):
-                digest = self.push.add(request, self.load(request))
+                raise Refused(409, what, rule=rule, way_out="use /prepare.")
+            digest = self.push.load(request, self.load)
         return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
 
     def begin_commit(self, request: CommitRequest) -> CommitResponse | None:
@@ -218,7 +206,7 @@ class WeightState:
         if self.swapping is not None:
             what = f"a commit of policy_version {self.swapping[0].version} waits for running requests already"
             raise Refused(409, what, rule="one swap at a time", way_out="wait for its answer.")
-        self._check_awake(f"policy_version {version} cannot be committed")
+        self._check_awake(version)
         # Compare the digest last: the initial digest takes long to compute.
         is_served = version == self.version and self.has_content and digest == self.digest
         is_again = version == self.version and not self.has_content and self.digest in ("", digest)
@@ -234,7 +222,7 @@ class WeightState:
             return None
         return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
 
-    def _check_awake(self, what: str) -> None:
+    def _check_awake(self, version: int) -> None:
         if "weights" in self._asleep:
-            rule, way_out = "weights that are asleep have no memory", "wake them first."
-            raise Refused(409, f"{what}: the weights are asleep", rule=rule, way_out=way_out)
+            what = f"policy_version {version} cannot be taken: the weights are asleep"
+            raise Refused(409, what, rule="sleeping weights have no memory", way_out="wake them first.")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import traceback
 
 from asyncrl.base.http import die_with_parent
 from asyncrl.base.message import ErrorBody, fatal_line
-from asyncrl_servers.embedded.build_engine import build_engine
+from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
-from asyncrl_servers.embedded.scoring import score_route
-from asyncrl_servers.engine_routes import serve_engine
-from asyncrl_servers.served_engine import read_spec
+from asyncrl_servers.embedded.embedded_engine import build_engine
+from asyncrl_servers.engine_routes import read_spec, serve_engine
 
 
 def main() -> None:
@@ -27,8 +27,12 @@ def main() -> None:
         os._exit(1)
 
     engine = build_engine(spec, on_crash)
+
+    async def score(body: ScoreRequest) -> ScoreResponse:
+        return await asyncio.wrap_future(engine.score(body))
+
     engine.start()
-    serve_engine(engine, fd, *([score_route(engine)] if spec.score_slots else []))
+    serve_engine(engine, fd, *([score] if spec.score_slots else []))
     engine.stop()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.base.host import available_memory
 from asyncrl.base.http import fail
+from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import (
     MAX_EXPERTS,
@@ -29,7 +31,7 @@ from asyncrl_servers.embedded.kv_attention import (
     UnsupportedAttentionError,
     in_force,
 )
-from asyncrl_servers.served_engine import EngineSpec
+from asyncrl_servers.engine_routes import EngineSpec
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 STATIC_ROPE = frozenset({"default", "linear", "llama3"})
@@ -99,6 +101,11 @@ class LoadedModel:
         """Padding rows of an exact call: elementwise kernels compute the remainder after whole vector
         pairs (32 floats) differently (measured for silu and gelu); odd widths have one.
         """
+
+    @cached_property
+    def grammars(self) -> TokenGrammars:
+        """Raises GrammarError."""
+        return TokenGrammars(self.tokenizer, self.vocab_size)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         assert self.tokenizer is not None, "requests with stop strings are refused without a tokenizer"
@@ -181,32 +188,6 @@ def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
     packed = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
     pieces = zip(packed.split_with_sizes([tensor.numel() for tensor in tensors]), tensors, strict=True)
     return [piece.to(tensor.dtype).view(tensor.shape).numpy() for piece, tensor in pieces]
-
-
-class CudaCaptures:
-    """CUDA graphs that share a memory pool: a replay overwrites other graphs' results."""
-
-    def __init__(self) -> None:
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
-
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that replays `function`, which runs once before the capture, to initialize
-        libraries. Raises RuntimeError.
-        """
-        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-        self._stream.wait_stream(here)
-        try:
-            with torch.cuda.stream(self._stream):
-                function()
-            here.wait_stream(self._stream)
-            # Other threads may allocate memory during the capture.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                function()
-        finally:
-            torch.cuda.set_stream(here)  # a failed capture leaves its own stream
-        return graph.replay
 
 
 def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShape:

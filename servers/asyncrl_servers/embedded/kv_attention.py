@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +39,6 @@ ROUTED_TYPE = torch.int16
 """Type of cached expert numbers; its bytes are uint16."""
 MAX_EXPERTS = 2**15
 NO_INTS = np.zeros(0, np.int64)
-Share = tuple[int, int, int]
-"""(slot of a job, another slot, number of shared leading tokens)."""
 Part = tuple[int, Ids, int, int]
 """(slot, token ids, start, end)."""
 
@@ -147,40 +145,6 @@ def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
         else:
             stretches[-1:] = [(start, chunk_end, common)]
     return stretches
-
-
-class Writes(NamedTuple):
-    """Row `rows`[i] (None: i) is written to position `positions`[i] of slot `slots`[i]."""
-
-    rows: Ints | None
-    slots: Ints
-    positions: Ints
-
-
-def written(decoded: Ints, parts: Sequence[Part], shares: Sequence[Share]) -> Writes:
-    if not shares:
-        slots = [np.full(end - start, slot) for slot, _, start, end in parts]
-        positions = [np.arange(start, end) for _, _, start, end in parts]
-        return Writes(
-            None, np.concatenate([np.arange(len(decoded)), *slots]), np.concatenate([decoded, *positions])
-        )
-    of_slot, row = dict[int, tuple[int, Ints]](), len(decoded)
-    """First written position and its row, by slot."""
-    for slot, _, start, end in parts:
-        first, rows = of_slot.get(slot, (start, NO_INTS))
-        of_slot[slot] = first, np.concatenate([rows, np.arange(row, row + end - start)])
-        row += end - start
-    for source, slot, length in shares:
-        first, rows = of_slot.get(source, (length, NO_INTS))
-        if first < length:
-            own = of_slot[slot][1] if slot in of_slot else NO_INTS
-            of_slot[slot] = first, np.concatenate([rows[: length - first], own])
-    sizes = [len(rows) for _, rows in of_slot.values()]
-    return Writes(
-        np.concatenate([np.arange(len(decoded)), *(rows for _, rows in of_slot.values())]),
-        np.concatenate([np.arange(len(decoded)), np.repeat(list(of_slot), sizes)]),
-        np.concatenate([decoded, *(np.arange(first, first + len(rows)) for first, rows in of_slot.values())]),
-    )
 
 
 @dataclass(slots=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.digest import BLOCK_BYTES
 from asyncrl.messages.engine_api import GroupMember, LoadChunkRequest, PrepareRequest, PrepareResponse
 from asyncrl.weights.adapters import linear_parameters, merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
@@ -17,12 +15,9 @@ from asyncrl.weights.nccl import GroupBroken, WeightGroup
 from asyncrl.weights.tensor_files import (
     digest_and_size,
     digest_tensors,
-    dtype_name,
-    finish_digests,
     pieces_of,
     read_or_refuse,
     stored_pieces,
-    torch_block_sums,
     weights_of,
 )
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
@@ -41,7 +36,9 @@ class Weights(WeightState):
         self._kinds = _kinds(self._parameters)
         self._stored_kinds = _kinds(pieces_of(self._parameters, self._pieces))
         super().__init__(self._stored_kinds.keys())
-        self._loaded, self._has_adapters, self._stays = loaded, spec.has_adapters, spec.stays
+        self._device = loaded.device
+        self._has_adapters = spec.has_adapters
+        self._stays = spec.stays
         self.num_bytes: int = sum(parameter.nbytes for parameter in self._parameters.values())
         self._linear = linear_parameters(loaded.model)
         self._base: dict[str, Tensor] | None = {name: one.data for name, one in self._parameters.items()}
@@ -70,15 +67,15 @@ class Weights(WeightState):
         files = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
         if request.kind == "weights":
             self._check_parameters(files, request.path)
+            tensors = self._empty()
+            places = pieces_of(tensors, self._pieces)
+        else:
+            places = tensors = {
+                name: torch.empty_like(one, device=self._device) for name, one in files.items()
+            }
         # Copied, because the next export may replace the file.
-        if request.kind == "weights" and self._pieces:
-            stacks = self._empty()
-            places = pieces_of(stacks, self._pieces)
-            copies = {name: places[name].copy_(one) for name, one in files.items()}
-            check_arrived(request.path, digest_and_size(copies), request)
-            return stacks
-        tensors, arrived = _packed(files, self._loaded.device)
-        check_arrived(request.path, arrived, request)
+        copies = {name: places[name].copy_(one) for name, one in files.items()}
+        check_arrived(request.path, digest_and_size(copies), request)
         if request.kind == "weights":
             return tensors
         if self._base is None:
@@ -101,7 +98,13 @@ class Weights(WeightState):
             self._has_adapters = True
         else:
             self._base = None
-        self._put(tensors, in_place=self.keeps_place)
+        kept = {one.data_ptr() for one in (self._base or {}).values()}
+        for name, parameter in self._parameters.items():
+            is_there = parameter.shape == tensors[name].shape and parameter.data_ptr() not in kept
+            if self.keeps_place and is_there:
+                parameter.data.copy_(tensors[name])
+            else:
+                parameter.data = tensors[name]
         self.settle(request.version, request.digest)
 
     def check_may_sleep(self) -> None:
@@ -113,34 +116,24 @@ class Weights(WeightState):
     def free(self) -> int:
         """Free all weights and return their bytes. With `stays` the memory remains."""
         with self.lock:
-            if self._stays:
-                self._base = None  # chunks overwrite it
-                self.set_asleep("weights")
-                return 0
             held = [*self._parameters.values(), *(self._base or {}).values()]
             held += self.staged.tensors.values() if self.staged else []
             num_bytes = sum({tensor.data_ptr(): int(tensor.nbytes) for tensor in held}.values())
-            self._base = None
-            for name, (_, dtype) in self._kinds.items():
-                self._parameters[name].data = torch.empty(0, dtype=dtype, device=self._loaded.device)
+            self._base = None  # with `stays`, chunks overwrite it
             self.set_asleep("weights")
+            if self._stays:
+                return 0
+            for parameter in self._parameters.values():
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
             return num_bytes
 
     def take(self) -> int:
         with self.lock:
             if not self._stays:
-                self._put(self._empty())
+                for name, tensor in self._empty().items():
+                    self._parameters[name].data = tensor
             self.set_awake("weights")
             return 0 if self._stays else self.num_bytes
-
-    def _put(self, tensors: Mapping[str, Tensor], *, in_place: bool = False) -> None:
-        kept = {one.data_ptr() for one in (self._base or {}).values()}
-        for name, parameter in self._parameters.items():
-            is_there = parameter.shape == tensors[name].shape and parameter.data_ptr() not in kept
-            if in_place and is_there:
-                parameter.data.copy_(tensors[name])
-            else:
-                parameter.data = tensors[name]
 
     def _received(self, request: PrepareRequest, member: GroupMember) -> dict[str, Tensor]:
         """Receive a broadcast. Raises Refused (409)."""
@@ -170,7 +163,7 @@ class Weights(WeightState):
         """Raises GroupBroken."""
         if member.is_new:
             self._leave()
-            self._group = WeightGroup(member, self._loaded.device)
+            self._group = WeightGroup(member, self._device)
         if self._group is None or self._group.path != member.path:
             raise GroupBroken(f"this engine is not in the group {member.path}")
         return self._group
@@ -181,7 +174,7 @@ class Weights(WeightState):
             group.close()
 
     def _empty(self) -> dict[str, Tensor]:
-        kinds, device = self._kinds.items(), self._loaded.device
+        kinds, device = self._kinds.items(), self._device
         return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
 
     def _check_parameters(self, tensors: Mapping[str, Tensor], place: str, *, is_part: bool = False) -> None:
@@ -201,19 +194,3 @@ class Weights(WeightState):
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _packed(files: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], Arrived]:
-    """Copy tensors into one zero-padded block at digest-block starts, so that one hash covers all."""
-    sizes = [-(-one.nbytes // BLOCK_BYTES) * BLOCK_BYTES for one in files.values()]
-    memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-    tensors = {}
-    for (name, one), size, end in zip(files.items(), sizes, accumulate(sizes), strict=True):
-        piece = memory[end - size : end - size + one.nbytes]
-        tensors[name] = piece.view(one.dtype).view(one.shape).copy_(one)
-    sums = torch_block_sums(memory).cpu()
-    begun = {}
-    for (name, one), size, end in zip(tensors.items(), sizes, accumulate(sizes), strict=True):
-        own = sums[(end - size) // BLOCK_BYTES : end // BLOCK_BYTES]
-        begun[name] = (dtype_name(one.dtype), tuple(one.shape), own)
-    return tensors, (finish_digests(begun), sum(one.nbytes for one in tensors.values()))

@@ -1,18 +1,28 @@
-"""Forward passes over slots: prefill and decode."""
+"""Forward passes over slots: prefill, decode (as CUDA graphs), and scores of given texts."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl_servers.embedded.decoder import LoadedModel, PlainDecoder, pinned, to_device
+from asyncrl.base.http import Refused
+from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
+from asyncrl_servers.embedded.decoder import (
+    EmbeddedSpec,
+    LoadedModel,
+    PlainDecoder,
+    pinned,
+    to_device,
+    to_host,
+)
 from asyncrl_servers.embedded.kv_attention import (
     CHUNK,
     LENGTH_STEP,
@@ -21,14 +31,11 @@ from asyncrl_servers.embedded.kv_attention import (
     Ints,
     Part,
     Pass,
-    Share,
     SlotCache,
     Stretch,
-    Writes,
     cut_rows,
     in_force,
     padded_length,
-    written,
 )
 
 PREFILL_ROWS = 1024
@@ -61,51 +68,40 @@ class Runner:
     """Runs the model over slots 0..n-1 of a cache, in one thread."""
 
     def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool) -> None:
-        self.loaded, self.slots, self.max_length, self.is_exact = loaded, slots, max_length, is_exact
+        self.loaded = loaded
+        self.slots = slots
+        self.max_length = max_length
+        self.is_exact = is_exact
         self._plain = PlainDecoder.of(loaded.model, max_length)
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
         self.graphs: DecodeGraphs | None = None
         self.take_cache(slots)
 
-    def take_graphs(self, most_rows: int, new_captures: Callable[[], Captures]) -> None:
+    def take_graphs(self, most_rows: int, new_captures: Callable[[], CudaCaptures]) -> None:
         """Use CUDA graphs for decode steps of up to `most_rows` rows. Unsuitable for exact mode and for
         transformers' forward.
         """
         if self._plain is not None and not self.is_exact:
             self.graphs = DecodeGraphs(self, self._plain, most_rows, new_captures)
-            self.graphs.check()
 
     def take_cache(self, slots: int) -> None:
         """Allocate a new KV cache; 0 slots frees it."""
         loaded = self.loaded
         self.cache = SlotCache(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
 
-    def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Fill slots and return their last logits, [jobs, V]."""
-        return self.step(NO_INTS, NO_INTS, jobs)
+    def step(self, jobs: Sequence[Job], last_ids: Ints = NO_INTS, lengths: Ints = NO_INTS) -> Tensor:
+        """Decode slots 0..n-1 after `last_ids` [n] at position `lengths` - 1, and prefill slots.
 
-    def decode(self, last_ids: Ints, lengths: Ints) -> Tensor:
-        """Decode slots 0..n-1: return logits [n, V] after `last_ids` [n] at position `lengths` - 1."""
-        return self.step(last_ids, lengths, ())
-
-    def step(
-        self, last_ids: Ints, lengths: Ints, jobs: Sequence[Job], shares: Sequence[Share] = ()
-    ) -> Tensor:
-        """Decode and prefill in one call, up to PREFILL_ROWS tokens; return [n + jobs, V].
-
-        Shared tokens are written to both slots. A sharing job follows its source and counts them as
-        present.
+        Returns the next logits [n + jobs, V]. A call reads up to PREFILL_ROWS tokens.
         """
-        if self.graphs is not None and not jobs and len(last_ids) and not self.graphs.given_up:
+        if self.graphs is not None and not jobs and not self.graphs.given_up:
             return self.graphs.step(last_ids, lengths)
         calls = cut_calls(jobs)
-        logits = [self._step_call(last_ids, lengths, calls[0], shares)]
-        logits += [self._step_call(NO_INTS, NO_INTS, parts, shares) for parts in calls[1:]]
+        logits = [self._step_call(last_ids, lengths, calls[0])]
+        logits += [self._step_call(NO_INTS, NO_INTS, parts) for parts in calls[1:]]
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _step_call(
-        self, last_ids: Ints, lengths: Ints, parts: Sequence[Part], shares: Sequence[Share]
-    ) -> Tensor:
+    def _step_call(self, last_ids: Ints, lengths: Ints, parts: Sequence[Part]) -> Tensor:
         """Return logits [n + K, V] of n slots and K ending sequences."""
         device, num_decoded = self.loaded.device, len(last_ids)
         worth = self.loaded.shape.stretch_worth(device)
@@ -119,16 +115,10 @@ class Runner:
                 kept.append(row - 1)
         keep = None
         if parts:
-            keep = np.zeros(self._num_rows(max(1, len(kept))), dtype=np.int64)
-            keep[: len(kept)] = kept
-        logits = self._call(
-            stretches,
-            written(lengths - 1, parts, shares),
-            np.concatenate([lengths - 1, *(np.arange(start, end) for _, _, start, end in parts)]),
-            np.concatenate([last_ids, *(all_ids[start:end] for _, all_ids, start, end in parts)]),
-            None if keep is None else to_device(keep, device),
-        )
-        return logits[: len(kept)]
+            padded = np.zeros(self._num_rows(max(1, len(kept))), dtype=np.int64)
+            padded[: len(kept)] = kept
+            keep = to_device(padded, device)
+        return self._call(stretches, parts, keep, last_ids, lengths)[: len(kept)]
 
     def decode_stretches(self, cuts: Sequence[Cut], positions_R: Tensor) -> list[Stretch]:
         own = positions_R[:, None, None, None, None]
@@ -139,8 +129,8 @@ class Runner:
     def _read_stretches(self, parts: Sequence[Part], row: int) -> Iterator[Stretch]:
         groups: list[list[Part]] = []
         for part in parts:
-            group, tokens = groups[-1] if groups else [], self._padded(part)
-            is_next = bool(group) and part[0] == group[-1][0] + 1 and tokens == self._padded(group[-1])
+            group, tokens = groups[-1] if groups else [], _padded(part)
+            is_next = bool(group) and part[0] == group[-1][0] + 1 and tokens == _padded(group[-1])
             length = padded_length(max(end for *_, end in (*group, part)))
             floats = (len(group) + 1) * tokens * length * self.loaded.shape.kv_heads
             if is_next and floats <= SCORE_FLOATS:
@@ -149,7 +139,7 @@ class Runner:
                 groups.append([part])
         device = self.loaded.device
         for group in groups:
-            tokens, length = self._padded(group[0]), padded_length(max(end for *_, end in group))
+            tokens, length = _padded(group[0]), padded_length(max(end for *_, end in group))
             starts = np.array([start for _, _, start, _ in group])[:, None]
             counts = np.array([end - start for _, _, start, end in group])[:, None]
             firsts = row + np.cumsum(counts, axis=0) - counts
@@ -167,55 +157,98 @@ class Runner:
             )
             row += int(counts.sum())
 
-    def _padded(self, part: Part) -> int:
-        """Padding keeps bits independent of other parts."""
-        _, _, start, end = part
-        return -(-(end - start) // QUERY_STEP) * QUERY_STEP if end - start > 1 else 1
-
     def _num_rows(self, needed: int) -> int:
         if not self.is_exact:
             return needed
         return -(-(needed + self.loaded.spare_rows) // EXACT_ROWS) * EXACT_ROWS
 
     def _call(
-        self, stretches: list[Stretch], writes: Writes, positions: Ints, ids: Ints, keep: Tensor | None
+        self,
+        stretches: list[Stretch],
+        parts: Sequence[Part],
+        keep: Tensor | None,
+        last_ids: Ints = NO_INTS,
+        lengths: Ints = NO_INTS,
     ) -> Tensor:
         """Return logits [rows, V] of rows `keep` (None: all)."""
+        ids = np.concatenate([last_ids, *(all_ids[start:end] for _, all_ids, start, end in parts)])
+        slots = np.concatenate(
+            [np.arange(len(lengths)), *(np.full(end - start, slot) for slot, _, start, end in parts)]
+        )
+        positions = np.concatenate([lengths - 1, *(np.arange(start, end) for _, _, start, end in parts)])
         device, rows = self.loaded.device, self._num_rows(len(ids))
         _, _, kv_heads, num_positions, _ = self.cache.keys.shape
-        heads = writes.slots[:, None] * kv_heads + np.arange(kv_heads)
-        num_written = 0 if writes.rows is None else len(writes.rows)
-        packed = np.zeros(2 * rows + num_written + heads.size, dtype=np.int64)
-        packed[: len(ids)], packed[rows : rows + len(ids)] = ids, positions
-        packed[2 * rows : 2 * rows + num_written] = NO_INTS if writes.rows is None else writes.rows
-        packed[2 * rows + num_written :] = (heads * num_positions + writes.positions[:, None]).reshape(-1)
+        heads = slots[:, None] * kv_heads + np.arange(kv_heads)
+        packed = np.zeros(2 * rows + heads.size, dtype=np.int64)
+        packed[: len(ids)] = ids
+        packed[rows : rows + len(ids)] = positions
+        packed[2 * rows :] = (heads * num_positions + positions[:, None]).reshape(-1)
         on_device = to_device(packed, device)
-        ids_R, positions_R = on_device[:rows], on_device[rows : 2 * rows]
-        source = None if writes.rows is None else on_device[2 * rows : 2 * rows + num_written]
-        flat_index = on_device[2 * rows + num_written :]
-        pass_ = Pass(self.cache, stretches, flat_index, self.is_exact, source)
+        ids_R, positions_R, flat_index = on_device[:rows], on_device[rows : 2 * rows], on_device[2 * rows :]
+        pass_ = Pass(self.cache, stretches, flat_index, self.is_exact)
         if self._plain is not None:
             return self._plain.forward(pass_, ids_R, positions_R, keep)
         # [R, 1] is faster, but logits_to_keep selects along the other axis.
-        axis, how = (1, {}) if keep is None else (0, {"logits_to_keep": keep})
+        axis, options = (1, {}) if keep is None else (0, {"logits_to_keep": keep})
         with in_force(pass_, self.max_length):
             answer = self.loaded.model(
                 input_ids=ids_R.unsqueeze(axis),
                 position_ids=positions_R.unsqueeze(axis),
                 use_cache=False,
                 return_dict=True,
-                **how,
+                **options,
             )
         if (routed := self.loaded.routed) is not None:
-            rows_read = slice(len(writes.slots)) if source is None else source
-            slots, places = (to_device(one, device) for one in (writes.slots, writes.positions))
-            self.cache.routing[slots, places] = routed.take()[rows_read]
+            places = to_device(slots, device), to_device(positions, device)
+            self.cache.routing[places] = routed.take()[: len(ids)]
         return cast(Tensor, answer.logits.squeeze(axis))
 
 
-class Captures(Protocol):
+def _padded(part: Part) -> int:
+    """Padding keeps bits independent of other parts."""
+    _, _, start, end = part
+    return -(-(end - start) // QUERY_STEP) * QUERY_STEP if end - start > 1 else 1
+
+
+def cut_calls(jobs: Sequence[Job]) -> list[list[Part]]:
+    calls: list[list[Part]] = [[]]
+    room = PREFILL_ROWS
+    for slot, ids, first in jobs:
+        for start in range(first, len(ids), QUERY_CHUNK):
+            end = min(start + QUERY_CHUNK, len(ids))
+            if end - start > room:
+                calls.append([])
+                room = PREFILL_ROWS
+            calls[-1].append((slot, ids, start, end))
+            room -= end - start
+    return calls
+
+
+class CudaCaptures:
+    """CUDA graphs that share a memory pool: a replay overwrites other graphs' results."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that repeats the kernels on the same memory. Raises RuntimeError."""
+        """Return a function that replays `function`, which runs once before the capture, to initialize
+        libraries. Raises RuntimeError.
+        """
+        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._stream):
+                function()
+            here.wait_stream(self._stream)
+            # Other threads may allocate memory during the capture.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                function()
+        finally:
+            torch.cuda.set_stream(here)  # a failed capture leaves its own stream
+        return graph.replay
 
 
 class DecodeGraphs:
@@ -226,10 +259,17 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, runner: Runner, decoder: PlainDecoder, most_rows: int, new_captures: Callable[[], Captures]
+        self,
+        runner: Runner,
+        decoder: PlainDecoder,
+        most_rows: int,
+        new_captures: Callable[[], CudaCaptures],
     ) -> None:
-        self._runner, self._decoder, self._most_rows = runner, decoder, most_rows
-        self._new_captures, self._captures = new_captures, cast("Captures | None", None)
+        self._runner = runner
+        self._decoder = decoder
+        self._most_rows = most_rows
+        self._new_captures = new_captures
+        self._captures: CudaCaptures | None = None
         self._parameters = [*runner.loaded.model.parameters()]
         self._inputs = torch.zeros(3, most_rows, dtype=torch.int64, device=runner.loaded.device)
         """Per row: token id, position, and the source of its key."""
@@ -245,49 +285,25 @@ class DecodeGraphs:
 
     def step(self, last_ids: Ints, lengths: Ints) -> Tensor:
         """Return logits [n, V]; the next step overwrites them."""
-        self._drop_moved()
-        layout, logits = self._fill(last_ids, lengths), self._take_logits()
-        if (replay := self._replay_of(layout, logits)) is not None:
-            replay()
-        else:
-            self._compute(layout, logits)
-        return logits[: len(last_ids)]
-
-    def drop(self) -> None:
-        self._replays.clear()
-        self._num_steps.clear()
-        self._captures = self._logits = None
-
-    @torch.inference_mode()
-    def check(self) -> None:
-        """Disable graphs unless a replay matches bit for bit. Clears the KV cache."""
-        cache, max_length = self._runner.cache, self._runner.max_length
-        self._drop_moved()
-        for num in sorted({1, self._most_rows}):
-            ids, lengths = np.arange(num) % self._runner.loaded.vocab_size, np.full(num, min(40, max_length))
-            layout, logits = self._fill(ids * 0, lengths), self._take_logits()
-            replay = self._capture(layout, logits)
-            if replay is None:
-                return
-            self._fill(ids, lengths)
-            found = []
-            for run in (partial(self._compute, layout, logits), replay):
-                for memory in (cache.keys, cache.values, logits):
-                    memory.zero_()
-                run()
-                found.append(logits[:num].clone())
-            if not torch.equal(*found):
-                difference = (found[0] - found[1]).abs().max().item()
-                return self._give_up(
-                    f"a replayed step of {num} rows differs by {difference:.3g} in its logits"
-                )
-
-    def _drop_moved(self) -> None:
         cache = self._runner.cache
         addresses = [one.data_ptr() for one in (*self._parameters, cache.keys, cache.values)]
         if addresses != self._addresses:
             self.drop()
             self._addresses = addresses
+        layout = self._fill(last_ids, lengths)
+        logits = self._take_logits()
+        replay = self._replay_of(layout, logits)
+        if replay is None:
+            self._compute(layout, logits)
+        else:
+            replay()
+        return logits[: len(last_ids)]
+
+    def drop(self) -> None:
+        self._replays.clear()
+        self._num_steps.clear()
+        self._captures = None
+        self._logits = None
 
     def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
         """Padding rows repeat the first row's key; their slots may be in use."""
@@ -305,8 +321,8 @@ class DecodeGraphs:
     @torch.inference_mode(False)
     def _take_logits(self) -> Tensor:
         if self._logits is None:
-            head, size = self._runner.loaded.model.lm_head.weight, self._most_rows
-            self._logits = torch.zeros(size, len(head), dtype=head.dtype, device=head.device)
+            head = self._runner.loaded.model.lm_head.weight
+            self._logits = torch.zeros(self._most_rows, len(head), dtype=head.dtype, device=head.device)
         return self._logits
 
     def _compute(self, layout: Layout, logits: Tensor) -> None:
@@ -326,36 +342,70 @@ class DecodeGraphs:
         if len(self._num_steps) >= 16 * MOST_GRAPHS:
             self._num_steps.clear()
         self._num_steps[layout] += 1
-        return self._capture(layout, logits) if self._num_steps[layout] > MIN_STEPS else None
-
-    def _capture(self, layout: Layout, logits: Tensor) -> Callable[[], None] | None:
-        """Return None and disable graphs on failure."""
+        if self._num_steps[layout] <= MIN_STEPS:
+            return None
         try:
             self._captures = self._captures or self._new_captures()
             replay = self._captures.capture(partial(self._compute, layout, logits))
         except RuntimeError as error:
-            self._give_up(f"a step of {layout[0]} rows cannot be captured: {error}")
+            self.given_up = f"a step of {layout[0]} rows cannot be captured: {error}"
+            self._replays.clear()
+            log.warning("decode steps go on without CUDA graphs: %s", self.given_up)
             return None
         if len(self._replays) >= MOST_GRAPHS:
             self._replays.popitem(last=False)
         self._replays[layout] = replay
         return replay
 
-    def _give_up(self, why: str) -> None:
-        self.given_up = why
-        self.drop()
-        log.warning("decode steps go on without CUDA graphs: %s", why)
+
+class ScoredText(NamedTuple):
+    ids: Ints
+    request: ScoreRequest
+    answer: Future[ScoreResponse]
 
 
-def cut_calls(jobs: Sequence[Job]) -> list[list[Part]]:
-    calls: list[list[Part]] = [[]]
-    room = PREFILL_ROWS
-    for slot, ids, first in jobs:
-        for start in range(first, len(ids), QUERY_CHUNK):
-            end = min(start + QUERY_CHUNK, len(ids))
-            if end - start > room:
-                calls.append([])
-                room = PREFILL_ROWS
-            calls[-1].append((slot, ids, start, end))
-            room -= end - start
-    return calls
+class Scorer(Runner):
+    """Logprobs of given tokens, for a teacher: up to score_slots texts at once, in the engine loop."""
+
+    def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec, *, is_exact: bool) -> None:
+        super().__init__(loaded, spec.score_slots, spec.max_length, is_exact=is_exact)
+        self._waiting = deque[ScoredText]()
+
+    def add(self, request: ScoreRequest, answer: Future[ScoreResponse]) -> None:
+        """Raises Refused (400)."""
+        num_tokens, most = len(request.token_ids), self.max_length
+        if num_tokens > most or request.start >= num_tokens:
+            what = f"{num_tokens} tokens are to be scored from number {request.start} on"
+            rule = f"a text has {most} tokens at most, and start is one of its tokens"
+            raise Refused(400, what, rule=rule, way_out="raise rollout.max_prompt_tokens or max_tokens.")
+        ids = np.asarray(request.token_ids, np.int64)
+        is_unknown = ids.view(np.uint64) >= self.loaded.vocab_size  # negative ids too
+        if is_unknown.any():
+            rule = f"the model knows ids 0..{self.loaded.vocab_size - 1}"
+            raise Refused(400, f"token id {ids[is_unknown][0]} is to be scored", rule=rule)
+        self._waiting.append(ScoredText(ids, request, answer))
+
+    def run(self) -> None:
+        while self._waiting:
+            texts = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
+            for text, logprobs in zip(texts, self._read(texts), strict=True):
+                found = logprobs[text.request.start - 1 :]
+                if not np.isfinite(found).all():
+                    raise FloatingPointError("the model gives logprobs that are not finite")
+                text.answer.set_result(ScoreResponse(logprobs=found.tolist()))
+
+    def _read(self, texts: list[ScoredText]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Return float32 [T - 1] per text."""
+        found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
+        for parts in cut_calls([(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]):
+            logits = self._call([*self._read_stretches(parts, 0)], parts, None)
+            row = 0
+            of_parts = list[Tensor]()
+            for slot, _, start, end in parts:
+                of_part = logits[row : row + end - start].float() / texts[slot].request.temperature
+                row += end - start
+                targets = to_device(texts[slot].ids[start + 1 : end + 1], logits.device)
+                of_parts.append(torch.log_softmax(of_part, dim=-1).gather(1, targets[:, None])[:, 0])
+            for (slot, _, start, end), logprobs_T in zip(parts, to_host(*of_parts), strict=True):
+                found[slot][start:end] = logprobs_T
+        return found

@@ -1,47 +1,219 @@
-"""Admission with prefix reuse, sampling, and interruption of sequences."""
+"""Sequences of an embedded engine: admission with prefix reuse, decoding, and interruption."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.codec import Asked, Sampled
+from asyncrl.messages.codec import Asked, Sampled, spans_of
+from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.stop_watch import StopWatch
-from asyncrl_servers.embedded.constraints import Constraints
+from asyncrl.messages.token_grammars import GrammarError, TokenMatcher
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
-from asyncrl_servers.embedded.kv_attention import Ints
+from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
-from asyncrl_servers.embedded.sequence import Rows, Sequence, moves_after_removal, sample
-from asyncrl_servers.served_engine import Listener, check_request
+from asyncrl_servers.embedded.sampling import grammar_refusal, mask, sample
+from asyncrl_servers.engine_routes import Listener, Run, check_request
 
 MIN_COPIED = 32
-"""Minimum prefix length worth copying from the cache."""
-MIN_SHARED = 2
-"""Minimum prefix length shared within a prefill, whose keys are written twice."""
+"""Minimum prefix length worth copying in the cache."""
+MAX_WAVES = 4
+"""Maximum calls of one step, if prompts continue others of the step."""
+_HEAD = 64
+"""Tokens of all rows that are compared at once."""
+
+
+class Sequence(Run):
+    """A request in the engine.
+
+    Life: queued -> running in a slot -> finished or aborted; an interrupted one keeps its slot.
+    Invariant: `token_ids` int64 [T] holds all tokens unless it runs.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        listener: Listener,
+        token_ids: npt.NDArray[np.int64],
+        stop_watch: StopWatch | None,
+        matcher: TokenMatcher | None,
+    ) -> None:
+        super().__init__(asked, listener)
+        self.token_ids = token_ids
+        self.stop_watch = stop_watch
+        self.matcher = matcher
+        self.top_logprobs: list[TopLogprobs] = []
+        self.num_told = len(token_ids)
+        self.limit = len(token_ids) + self.request.max_tokens
+        self.marks: list[tuple[int, int]] = []
+        """(position of the first token, policy_version)."""
+        self.next_logits_V: Tensor | None = None
+        self.admitted_ids = b""
+        self.is_mixed = False
+        """True if older weights computed part of its KV cache."""
+        self.kept_row = -1
+        self.routing = b""
+        """Experts of unreported tokens."""
+        self.num_routed = 0
+
+
+class Rows:
+    """Running sequences: row i is slot i of the KV cache. The last `num_kept` rows are kept for next
+    turns (LRU).
+    """
+
+    def __init__(self, slots: int, num_kept: int, max_length: int) -> None:
+        self.sequences: list[Sequence] = []
+        num_rows = slots + num_kept
+        self.token_ids = np.zeros((num_rows, max_length), np.int64)
+        self.logprobs = np.zeros((slots, max_length), np.float32)
+        self.lengths = np.zeros(num_rows, np.int64)
+        """Tokens including the prompt; the newest is not cached yet."""
+        self.limits = np.zeros(slots, np.int64)
+        self.seeds = np.zeros(slots, np.uint64)
+        self.temperatures = np.zeros(slots, np.float32)
+        self.top_ps = np.zeros(slots)
+        self.kept = OrderedDict.fromkeys(range(slots, num_rows))
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(self, sequence: Sequence) -> int:
+        row, request, ids = len(self.sequences), sequence.request, sequence.token_ids
+        self.sequences.append(sequence)
+        self.token_ids[row, : len(ids)] = ids
+        self.lengths[row] = len(ids)
+        self.limits[row] = sequence.limit
+        self.seeds[row] = request.seed
+        self.temperatures[row] = request.temperature
+        self.top_ps[row] = request.top_p
+        return row
+
+    def keep(self, row: int) -> int:
+        """Keep this row's tokens; return the kept row or -1."""
+        if not self.kept:
+            return -1
+        target = self.sequences[row].kept_row
+        if target < 0:
+            target = next(iter(self.kept))
+        self.kept.move_to_end(target)
+        length = self.lengths[target] = self.lengths[row]
+        self.token_ids[target, :length] = self.token_ids[row, :length]
+        return target
+
+    def use_kept(self, sequence: Sequence, row: int, length: int) -> None:
+        """Replace a kept row that the sequence extends."""
+        if row in self.kept:
+            self.kept.move_to_end(row)
+            if length >= self.lengths[row] - 1:
+                sequence.kept_row = row
+
+    def forget_kept(self) -> None:
+        self.lengths[list(self.kept)] = 0
+        for sequence in self.sequences:
+            sequence.kept_row = -1
+
+    def move(self, source: int, target: int) -> None:
+        length = self.lengths[target] = self.lengths[source]
+        self.sequences[target] = self.sequences[source]
+        self.token_ids[target, :length] = self.token_ids[source, :length]
+        self.logprobs[target, :length] = self.logprobs[source, :length]
+        for column in (self.limits, self.seeds, self.temperatures, self.top_ps):
+            column[target] = column[source]
+
+    def append(
+        self,
+        token_ids: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float32],
+        top: Mapping[int, TopLogprobs],
+    ) -> None:
+        for row, found in top.items():
+            self.sequences[row].top_logprobs.append(found)
+        rows = np.arange(len(self.sequences))
+        places = self.lengths[rows]
+        self.token_ids[rows, places] = token_ids
+        self.logprobs[rows, places] = logprobs
+        self.lengths[rows] += 1
+
+    def record_routing(self, row: int, routing_SPE: Tensor) -> None:
+        """Record experts of the read tokens. `routing_SPE`: the KV cache's."""
+        sequence, end = self.sequences[row], int(self.lengths[row]) - 1
+        if routing_SPE.shape[2] and end > sequence.num_routed:
+            sequence.routing += routing_SPE[row, sequence.num_routed : end].cpu().numpy().tobytes()
+            sequence.num_routed = end
+
+    def untold(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
+        """Return the unreported tokens and mark them as reported."""
+        sequence, end, routing = self.sequences[row], int(self.lengths[row]), b""
+        start, sequence.num_told = sequence.num_told, end
+        top, sequence.top_logprobs = sequence.top_logprobs, []
+        if then != "more":
+            self.record_routing(row, routing_SPE)
+            routing, sequence.routing = sequence.routing, b""
+        ids = self.token_ids[row, start:end].astype(np.int32)
+        logprobs = self.logprobs[row, start:end].copy()
+        return Sampled(
+            sequence.number, ids, logprobs, spans_of(sequence.marks, start, end), then, top, routing
+        )
+
+    def common_prefix(self, token_ids: npt.NDArray[np.int64], among: list[int]) -> tuple[int, int]:
+        """Return (row, length) of the longest cached prefix of `token_ids[:-1]`, or (-1, 0)."""
+        if not among:
+            return -1, 0
+        rows = np.array(among)
+        most = np.minimum(self.lengths[rows], len(token_ids)) - 1
+        head = min(len(token_ids), _HEAD)
+        differs = self.token_ids[rows, :head] != token_ids[:head]
+        nums = np.minimum(np.where(differs.any(1), differs.argmax(1), head), most)
+        best = int(nums.argmax())
+        best_row, longest = int(rows[best]), int(nums[best])
+        if longest == head < len(token_ids):
+            for row, num in zip(rows[nums == head].tolist(), most[nums == head].tolist(), strict=True):
+                if num > longest and self.token_ids[row, longest] == token_ids[longest]:
+                    differs = np.flatnonzero(self.token_ids[row, :num] != token_ids[:num])
+                    num = int(differs[0]) if len(differs) else num
+                    best_row, longest = (row, num) if num > longest else (best_row, longest)
+        return (best_row, longest) if longest > 0 else (-1, 0)
+
+
+def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
+    """Return moves (source, target) that close the gap at `row`; similar lengths stay together."""
+    moves, gap, last = [], row, len(lengths) - 1
+    starts = np.arange((row // CHUNK + 1) * CHUNK, last + 1, CHUNK)
+    longest = np.maximum.reduceat(-(-lengths // LENGTH_STEP), starts).tolist() if len(starts) else []
+    for number, start in enumerate(starts.tolist()):
+        if longest[number] not in longest[number + 1 : number + 2]:
+            source = start + int(lengths[start : min(start + CHUNK, last + 1)].argmax())
+            moves.append((source, gap))
+            gap = source
+    if gap != last:
+        moves.append((last, gap))
+    return moves
 
 
 class Prefill(NamedTuple):
-    """Prefill of `ids` [T] in slot `row`.
+    """Prefill of `ids` [T] in slot `row`, after copying `num_copied` tokens from slot `source`.
 
-    `num_copied` tokens are copied from slot `source`; tokens up to `num_shared` are computed for both.
+    A source may be filled in the same step, in an earlier `wave`.
     """
 
     row: int
     ids: Ints
     source: int
     num_copied: int
-    num_shared: int
+    wave: int
 
     @property
     def is_whole(self) -> bool:
-        return self.num_shared == len(self.ids)
+        return self.num_copied == len(self.ids)
 
 
 class Scheduler:
@@ -54,12 +226,12 @@ class Scheduler:
         self._spec = spec
         self._runner = runner
         self._weights = weights
-        self._constraints = Constraints(runner.loaded)
         self._eos_ids = np.array(sorted(runner.loaded.eos_ids), np.int64)
         self.rows = Rows(spec.slots, spec.num_kept, spec.max_length)
         self.queued: OrderedDict[Sequence, None] = OrderedDict()
         self.interrupted: dict[Sequence, None] = {}
-        self.num_generated = self.num_prefilled = 0
+        self.num_generated = 0
+        self.num_prefilled = 0
         self._results: dict[Listener, list[Sampled]] = {}
 
     @property
@@ -81,14 +253,19 @@ class Scheduler:
         token_ids = check_request(asked, self._spec.max_length, loaded.vocab_size)
         request = asked.request
         resumed = token_ids[len(token_ids) - request.num_resumed :].tolist()
-        stop_watch = None
+        stop_watch = matcher = None
         if request.stop:
             if loaded.tokenizer is None:
                 what = f"request {request.request_id} has stop strings, but the model folder has no tokenizer"
                 raise Refused(400, what, way_out="save the tokenizer in the model folder.")
             stop_ids = [loaded.special_ids[text] for text in request.stop if text in loaded.special_ids]
             stop_watch = StopWatch(request.stop, loaded.decode, resumed, stop_ids)
-        return Sequence(asked, listener, token_ids, stop_watch, self._constraints.begin(request, resumed))
+        if request.grammar is not None:
+            try:
+                matcher = loaded.grammars.begin(request.grammar, resumed)
+            except GrammarError as error:
+                raise grammar_refusal(request, error) from None
+        return Sequence(asked, listener, token_ids, stop_watch, matcher)
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         self.queued.update(dict.fromkeys(sequences))
@@ -127,32 +304,44 @@ class Scheduler:
 
     def weights_changed(self, version: int, *, rereads: bool) -> None:
         """Continue under other weights. `rereads`: recompute the KV cache without the newest tokens."""
-        rows = self.rows
+        rows, runner = self.rows, self._runner
         rows.forget_kept()
+        kept = []
         for row, sequence in enumerate(rows.sequences):
-            sequence.marks.append((int(rows.lengths[row]), version))
+            length = int(rows.lengths[row])
+            sequence.marks.append((length, version))
             sequence.next_logits_V = None
             sequence.is_mixed = not rereads
-        if rereads and rows:
-            rows.keep_routing(self._runner.cache.routing)
-            kept = [rows.token_ids[row, : rows.lengths[row] - 1] for row in range(len(rows))]
-            self._runner.prefill([(row, ids, 0) for row, ids in enumerate(kept)])
+            rows.record_routing(row, runner.cache.routing)
+            kept.append((row, rows.token_ids[row, : length - 1], 0))
+        if rereads and kept:
+            runner.step(kept)
 
     def step(self) -> None:
         rows, runner, num_running = self.rows, self._runner, len(self.rows)
         reads = self._admit()
-        last_ids = rows.last_ids(num_running)
+        decoded = np.arange(num_running)
         lengths = rows.lengths[:num_running].copy()
-        for one in reads:
-            if one.num_copied:
-                runner.cache.copy_slot(one.source, one.row, one.num_copied)
-            self.num_prefilled += len(one.ids) - one.num_shared
-        shares = [(one.source, one.row, one.num_shared) for one in reads if one.num_copied < one.num_shared]
-        jobs = [(one.row, one.ids, one.num_shared) for one in reads if not one.is_whole]
-        logits = runner.step(last_ids, lengths, jobs, shares)
-        if reads:
-            logits = torch.cat([logits[:num_running], self._next_logits(reads, logits[num_running:])])
-        self._sample(logits)
+        last_ids = rows.token_ids[decoded, lengths - 1]
+        for wave in range(1 + max((one.wave for one in reads), default=0)):
+            now = [one for one in reads if one.wave == wave]
+            for one in now:
+                self.num_prefilled += len(one.ids) - one.num_copied
+                if one.num_copied:
+                    runner.cache.copy_slot(one.source, one.row, one.num_copied)
+            jobs = [(one.row, one.ids, one.num_copied) for one in now if not one.is_whole]
+            if wave == 0:
+                computed = runner.step(jobs, last_ids, lengths)
+                logits = [computed[:num_running]]
+                computed = computed[num_running:]
+            elif jobs:
+                computed = runner.step(jobs)
+            of_jobs = iter(computed)
+            for one in now:
+                first_V = rows.sequences[one.source].next_logits_V if one.is_whole else next(of_jobs).clone()
+                rows.sequences[one.row].next_logits_V = first_V
+        logits += [cast(Tensor, rows.sequences[one.row].next_logits_V)[None] for one in reads]
+        self._sample(torch.cat(logits) if reads else logits[0])
 
     def report_streams(self) -> None:
         for row, sequence in enumerate(self.rows.sequences):
@@ -167,9 +356,9 @@ class Scheduler:
     def _admit(self) -> list[Prefill]:
         """Assign rows to queued sequences, sources before their users."""
         rows = self.rows
-        num_taken = min(self._num_free, len(self.queued)) if self._may_admit else 0
-        if not num_taken:
+        if not self._may_admit:
             return []
+        num_taken = min(self._num_free, len(self.queued))
         taken = [self.queued.popitem(last=False)[0] for _ in range(num_taken)]
         whole = {
             one.admitted_ids: row for row, one in enumerate(rows.sequences) if one.next_logits_V is not None
@@ -183,59 +372,53 @@ class Scheduler:
             row = rows.add(sequence)
             sequence.admitted_ids = key
             if key in whole:
-                source = whole[key]
-                num_shared = len(ids)
+                source, num_copied = whole[key], len(ids)
             else:
-                source, num_shared = self._longest_prefix(ids, standing, list(reads))
-                rows.use_kept(sequence, source, num_shared)
+                early = [one.row for one in reads.values() if one.wave < MAX_WAVES - 1]
+                source, num_copied = rows.common_prefix(ids, standing + early)
+                if num_copied < MIN_COPIED:
+                    source, num_copied = row, 0
+                rows.use_kept(sequence, source, num_copied)
                 whole[key] = row
-            num_copied = min(num_shared, reads[source].num_copied) if source in reads else num_shared
-            reads[row] = Prefill(row, ids, source, num_copied, num_shared)
+            wave = reads[source].wave + 1 if source in reads else 0
+            reads[row] = Prefill(row, ids, source, num_copied, wave)
         return list(reads.values())
-
-    def _longest_prefix(self, ids: Ints, standing: list[int], read_now: list[int]) -> tuple[int, int]:
-        """Return (row, length) of the longest prefix of `ids` in the cache or this prefill, or (-1, 0)."""
-        source, num_copied = self.rows.common_prefix(ids, standing)
-        if num_copied < MIN_COPIED:
-            source, num_copied = -1, 0
-        together, num_shared = self.rows.common_prefix(ids, read_now)
-        if num_shared >= max(MIN_SHARED, num_copied + 1):
-            return together, num_shared
-        return source, num_copied
-
-    def _next_logits(self, reads: list[Prefill], computed: Tensor) -> Tensor:
-        """Store and return next-token logits [reads, V]."""
-        of_jobs = iter(computed)
-        found = []
-        for one in reads:
-            sequences = self.rows.sequences
-            logits = sequences[one.source].next_logits_V if one.is_whole else next(of_jobs).clone()
-            assert logits is not None, "a source precedes its users"
-            sequences[one.row].next_logits_V = logits
-            found.append(logits)
-        return torch.stack(found)
 
     def _sample(self, logits_NV: Tensor) -> None:
         rows = self.rows
-        positions = rows.lengths[: len(rows)]
-        failed = self._constraints.mask(rows.sequences, logits_NV)
-        token_ids, logprobs, top = sample(logits_NV, *rows.sampling(), positions, rows.num_top())
+        running = slice(len(rows))
+        matchers = {row: one.matcher for row, one in enumerate(rows.sequences) if one.matcher is not None}
+        failed = mask(matchers, logits_NV)
+        num_top = {row: num for row, one in enumerate(rows.sequences) if (num := one.request.top_logprobs)}
+        token_ids, logprobs, top = sample(
+            logits_NV,
+            rows.temperatures[running],
+            rows.top_ps[running],
+            rows.seeds[running],
+            rows.lengths[running],
+            num_top,
+        )
         if not np.isfinite(logprobs).all():
             raise FloatingPointError(f"policy_version {self._weights.version} gives non-finite logits")
         rows.append(token_ids, logprobs, top)
-        self._constraints.advance(rows.sequences, token_ids, failed)
+        for row, matcher in matchers.items():
+            try:
+                if row not in failed:
+                    matcher.take(int(token_ids[row]))
+            except GrammarError as error:
+                failed[row] = error
         self.num_generated += len(token_ids)
         is_stop = (token_ids[:, None] == self._eos_ids).any(1)
         for row, sequence in enumerate(rows.sequences):
             if sequence.stop_watch is not None and sequence.stop_watch.is_complete(int(token_ids[row])):
                 is_stop[row] = True
-        is_over = is_stop | (rows.lengths[: len(rows)] >= rows.limits[: len(rows)])
+        is_over = is_stop | (rows.lengths[running] >= rows.limits[running])
         is_over[[*failed]] = True
         for row in np.flatnonzero(is_over)[::-1].tolist():  # only rows above a removed row move
             sequence = rows.sequences[row]
             if row in failed:
                 self.hand_over()  # results precede the refusal
-                sequence.listener.refused(sequence.number, failed[row])
+                sequence.listener.refused(sequence.number, grammar_refusal(sequence.request, failed[row]))
             else:
                 self._report(row, "stop" if is_stop[row] else "length")
             if not sequence.is_mixed and (kept := rows.keep(row)) >= 0:

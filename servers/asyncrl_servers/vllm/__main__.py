@@ -20,7 +20,7 @@ import psutil
 
 from asyncrl.base.http import Refused, die_with_parent, fail, secret_of
 from asyncrl.base.message import SECRET_ENV
-from asyncrl_servers.served_engine import read_spec
+from asyncrl_servers.engine_routes import read_spec
 from asyncrl_servers.vllm.arguments import VllmSpec, check_start, set_environment
 
 ORPHANED = 3

@@ -18,9 +18,9 @@ from pydantic import Field
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, TransportName
-from asyncrl_servers.served_engine import EngineSpec
+from asyncrl_servers.engine_routes import EngineSpec
 
-GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"
+GRAMMARS = "asyncrl_servers.vllm.monkeypatches"
 WORKER_EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 
 

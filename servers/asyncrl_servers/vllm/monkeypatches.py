@@ -1,4 +1,7 @@
-"""Monkeypatches of vLLM's CPU engine."""
+"""Monkeypatches of vLLM: resumable grammars within our limits, and its CPU engine.
+
+vLLM imports it in the engine's process, as a reasoning-parser plugin and for CpuExecutor.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,42 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_guidance import (
+    GuidanceBackend,
+    GuidanceGrammar,
+    serialize_guidance_grammar,
+)
+
+from asyncrl.messages.token_grammars import compile_grammar
+
+
+def patch_grammars() -> None:
+    """Advance a grammar by the prompt's last `num_resumed` ids (`extra_args`); vLLM 0.32 begins after the
+    prompt. Compile within asyncrl/messages/token_grammars.py; in vLLM 0.32 a schema may take half a gigabyte.
+    """
+    create = StructuredOutputManager._create_grammar
+
+    def create_and_resume(manager: Any, request: Any) -> Any:
+        grammar, given = create(manager, request), request.sampling_params.extra_args or {}
+        if num_resumed := given.get("num_resumed", 0):
+            resumed = list(request.prompt_token_ids[-num_resumed:])
+            if not grammar.accept_tokens(request.request_id, resumed):
+                raise ValueError(f"request {request.request_id}: its resumed tokens break its grammar")
+        return grammar
+
+    def compile_within(backend: Any, request_type: Any, grammar_spec: str, *_: Any, **__: Any) -> Any:
+        text = serialize_guidance_grammar(request_type, grammar_spec)
+        return GuidanceGrammar(
+            ll_matcher=compile_grammar(backend.ll_tokenizer, text),
+            ll_tokenizer=backend.ll_tokenizer,
+            vocab_size=backend.vocab_size,
+        )
+
+    StructuredOutputManager._create_grammar = create_and_resume
+    GuidanceBackend.compile_grammar = compile_within
 
 
 def patch_worker() -> None:
@@ -161,9 +199,10 @@ def patch_spawn(listener: socket.socket) -> None:
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
-# For --distributed-executor-backend: the engine's process imports only this module.
-patch_waits()
-patch_routing_check()
+patch_grammars()
+if current_platform.is_cpu():
+    patch_waits()
+    patch_routing_check()
 
 
 class CpuExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is not installed where types are checked

@@ -6,27 +6,232 @@ way_out). Raising would end the engine.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import GroupMember, PrepareRequest
+from asyncrl.messages.engine_api import GroupMember, LoadChunkRequest, PrepareRequest
+from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import WeightGroup
-from asyncrl.weights.tensor_files import digest_and_size
-from asyncrl_servers.vllm.loader import Loader
+from asyncrl.weights.tensor_files import digest_and_size, read_or_refuse
 from asyncrl_servers.vllm.monkeypatches import patch_worker
-from asyncrl_servers.weight_state import Arrived, take_announced
+from asyncrl_servers.weight_state import (
+    PUSH_AGAIN,
+    Arrived,
+    ChunkedPush,
+    Staged,
+    check_arrived,
+    take_announced,
+    the_staged,
+)
 
 if current_platform.is_cpu():
     patch_worker()
+
+
+class Loader:
+    """Weights of one worker, by vLLM's layerwise reload: it restores a layer, buffers its tensors, and packs
+    it when complete. Plain `model.load_weights` fails after packing.
+
+    Life: idle -> staging (hashed in a thread) -> staged -> load -> idle; or idle -> open (chunks) ->
+        finished -> idle. The model cannot compute while an update is open.
+    Invariant: a load succeeds only if every parameter received all its elements; else the model is
+        `broken` until a full load.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self._memory = TrainerMemory(worker.device)
+        self._push = ChunkedPush()
+        self._staging = ThreadPoolExecutor(1, "stage weights")
+        self._hashed: Future[str] = Future()
+        self.staged: Staged | None = None
+        self.broken: str | None = None
+        self.open_version: int | None = None
+        self._owners: set[str] = set()
+        """Layers with parameters of their own, while an update is open."""
+        self._cpu_experts: dict[Any, Any] = {}
+        """Kernels of expert layers, while an update is open."""
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self.worker.model_runner.get_model()
+        return model
+
+    def stage(self, **fields: Any) -> dict[str, Any]:
+        """Begin to stage a PrepareRequest's file, or report progress. Raises Refused."""
+        request = PrepareRequest(**fields)
+        if self.staged is None or self.staged.request != request:
+            self.staged = None
+            tensors = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
+            self.staged = Staged(request, tensors)
+            self._hashed = self._staging.submit(_check_staged, self.staged)
+        if not self._hashed.done():
+            return {"state": "staging"}
+        return {"state": "staged", "digest": self._checked_digest()}
+
+    def load(self, version: int, digest: str) -> dict[str, Any]:
+        staged = the_staged(self.staged, version, digest)
+        self._checked_digest()
+        self.begin(version)
+        self.add(staged.tensors.items())
+        self.finish()
+        self.staged = None  # frees the file
+        return {"num_tensors": staged.request.num_tensors, "num_bytes": staged.request.num_bytes}
+
+    def load_chunk(self, **fields: Any) -> dict[str, Any]:
+        """Load from a file or shared memory; chunk 0 opens an update. Raises Refused."""
+        request = LoadChunkRequest(**fields)
+        if request.index and self.open_version is None:
+            self._push.clear()
+        tensors: dict[str, Tensor] = {}
+
+        def read(request: LoadChunkRequest) -> Arrived:
+            # Copy: vLLM keeps tensors until their layer is complete, and the next chunk may overwrite them.
+            with self._memory.chunk(request) as views:
+                tensors.update({name: view.clone() for name, view in views.items()})
+            return digest_and_size(tensors)
+
+        digest = self._push.load(request, read)
+        if request.index == 0:
+            self.begin(request.version)
+        self.add(tensors.items())
+        return {"digest": digest}
+
+    def finish_chunks(self, version: int, digest: str) -> dict[str, Any]:
+        """Close the update, which must be the whole push. Raises Refused."""
+        if self.open_version != version:
+            rule = "chunk 0 opens an update"
+            raise Refused(409, f"no update of version {version} is open", rule=rule, way_out=PUSH_AGAIN)
+        with self._changing():
+            self._push.take(version, digest)
+        self.finish()
+        return {"digest": digest}
+
+    def drop(self) -> None:
+        """Drop the staged file. An open update breaks the weights."""
+        self.staged = None
+        if self.open_version is not None:
+            self._abandon("dropped")
+
+    def begin(self, version: int) -> None:
+        """Open an update, abandoning an open one."""
+        if self.open_version is not None:
+            self._abandon("given up")
+        self.open_version = version
+        # A tied parameter is listed once. Layers without parameters compute their buffers.
+        self._owners = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()}
+        with self._changing(), self._loading():
+            initialize_layerwise_reload(self.model)
+            for layer in self.model.modules() if current_platform.is_cpu() else ():
+                method = getattr(layer, "quant_method", None)
+                if kernel := getattr(method, "moe_kernel", None):
+                    # vLLM packs experts on CPU only at the first load.
+                    self._cpu_experts[method] = kernel
+                    method.moe_kernel = None  # type: ignore[union-attr]
+
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        with self._changing(), self._loading():
+            self.model.load_weights(iter(tensors))  # type: ignore[operator]  # every vLLM model defines it
+
+    def finish(self) -> None:
+        """Raise Refused if a parameter is incomplete."""
+        with self._changing():
+            if missing := self.incomplete():
+                what = f"version {self.open_version} lacks {len(missing)} parameters: {missing[:5]}"
+                rule = "the weights of this server are of no version until a load succeeds"
+                raise Refused(409, what, rule=rule, way_out="load a whole set again, or restart it.")
+            self._close()
+        self.open_version = None
+        if self.broken is not None:
+            # Broken weights may leave NaN in the KV cache, which masked attention does not remove.
+            for cache in self.worker.model_runner.kv_caches:
+                for part in [cache] if isinstance(cache, Tensor) else cache:
+                    part.zero_()
+        self.broken = None
+
+    def incomplete(self) -> list[str]:
+        missing = []
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if name not in self._owners or not info.can_load() or is_deferred_attention_layer(layer):
+                continue  # nothing to load, or complete (then it is packed already)
+            # Vocabulary padding is in no file.
+            is_padded = hasattr(layer, "num_embeddings_padded")
+            if info.load_numel == 0 or not is_padded:
+                missing.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
+        return missing
+
+    def repack_tied(self) -> None:
+        """Repack an output layer that shares the embedding's weight."""
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        for layer in self.model.modules():
+            weight = getattr(layer, "weight", None)
+            is_matrix = isinstance(weight, Tensor) and weight.numel() > 0 and weight.dim() == 2
+            if hasattr(layer, "cpu_linear") and is_matrix:
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+    def _close(self) -> None:
+        """Restore the computing form, complete or not."""
+        with self._loading():
+            finalize_layerwise_reload(self.model, self.worker.model_runner.model_config)
+            for method, kernel in self._cpu_experts.items():
+                method.moe_kernel = kernel
+            self._cpu_experts.clear()
+            if current_platform.is_cpu():
+                self.repack_tied()
+            else:
+                torch.cuda.synchronize()
+
+    def _checked_digest(self) -> str:
+        """Raise Refused and forget the set if hashing failed."""
+        try:
+            return self._hashed.result()
+        except Exception:
+            self.staged = None
+            raise
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        worker = self.worker
+        with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
+            yield
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Abandon the open update on failure."""
+        assert self.open_version is not None, f"no update is open ({self.broken})"
+        try:
+            yield
+        except Exception as error:
+            self._abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _abandon(self, why: str) -> None:
+        """Complete the layers: the next request would end the engine."""
+        self.broken = f"version {self.open_version} came in part ({why})"
+        self.open_version = None
+        self._close()
+
+
+def _check_staged(staged: Staged) -> str:
+    return check_arrived(staged.request.path, digest_and_size(staged.tensors), staged.request)
 
 
 class WeightLoader:
@@ -118,9 +323,9 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         self._loader.finish()
 
     def shutdown(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+        if self._group is not None:
+            self._group.close()
+        self._group = None
 
 
 if "broadcast" not in WeightTransferEngineFactory._registry:

@@ -10,9 +10,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from asyncrl.base.http import Refused
+from asyncrl.base.http import Refused, fail
 from asyncrl.messages.codec import Asked
 from asyncrl.messages.engine_api import (
     CommitRequest,
@@ -24,17 +26,18 @@ from asyncrl.messages.engine_api import (
     TransferStats,
     WakeRequest,
 )
-from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl.weights.adapters import linear_parameters, routers_of
+from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import Runner
-from asyncrl_servers.embedded.scheduler import Scheduler
-from asyncrl_servers.embedded.scoring import Scorer
-from asyncrl_servers.embedded.sequence import Sequence
-from asyncrl_servers.served_engine import Listener
+from asyncrl_servers.embedded.runner import CudaCaptures, Runner, Scorer
+from asyncrl_servers.embedded.scheduler import Scheduler, Sequence
+from asyncrl_servers.engine_routes import Listener
 
 Answer = TypeVar("Answer")
 STREAM_S = 0.005
 """About one decode step."""
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
+"""Maximum difference to the model's own logits, relative to the largest."""
 
 
 class Engine:
@@ -123,8 +126,8 @@ class Engine:
         return self._ask(lambda _: self._wake(request))
 
     def score(self, request: ScoreRequest) -> Future[ScoreResponse]:
-        """Raises Refused (400)."""
-        assert self._scorer is not None, "only an engine with a scorer has the route"
+        """Needs a scorer. Raises Refused (400)."""
+        assert self._scorer is not None
         return self._ask(partial(self._scorer.add, request))
 
     def _ask(self, action: Callable[[Future[Answer]], Answer | None]) -> Future[Answer]:
@@ -260,3 +263,109 @@ class Engine:
             num_interrupted=num_interrupted,
         )
         self._committed.set_result(answer)
+
+
+def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] | None = None) -> Engine:
+    """Return a checked engine. On failure print an ErrorBody line and exit with 1."""
+    torch.set_num_threads(spec.threads)
+    loaded = LoadedModel(spec)
+    check_memory(spec, *memory_needs(spec, loaded), free_bytes=loaded.free_bytes())
+    # CUDA picks kernels by size, so bits are guaranteed only on CPU. An expert's rounding changes with the
+    # number of rows routed to it.
+    wanted = not routers_of(loaded.model) if spec.deterministic == "auto" else spec.deterministic
+    is_exact = wanted and loaded.device.type == "cpu"
+    runner = Runner(loaded, spec.slots + spec.num_kept, spec.max_length, is_exact=is_exact)
+    check_same_model(runner, spec.name)
+    if is_exact:
+        check_determinism(runner, spec.name)
+    if loaded.device.type == "cuda":
+        runner.take_graphs(spec.slots, CudaCaptures)
+    scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
+    return Engine(spec, runner, Weights(loaded, spec), on_crash, scorer)
+
+
+def memory_needs(spec: EmbeddedSpec, loaded: LoadedModel) -> tuple[int, int]:
+    """Return the bytes of a slot, and of weights on their way."""
+    twice = linear_parameters(loaded.model) if spec.has_adapters else set()
+    staged = [one.nbytes * (1 + (name in twice)) for name, one in loaded.model.named_parameters()]
+    # Per slot in float32: the logits after its prompt; a step's logits, logprobs, exponentials and float64
+    # sum.
+    slot_bytes = loaded.shape.slot_bytes(spec.max_length, loaded.dtype.itemsize) + 7 * 4 * loaded.vocab_size
+    staged_bytes = 0 if spec.score_slots or spec.takes_turns else sum(staged)
+    if spec.receives_bytes:  # the incoming and the previous buffer
+        staged_bytes += 2 * min(sum(staged), max(spec.receives_bytes, *staged))
+    return slot_bytes * (1 + spec.keeps_turns), staged_bytes
+
+
+def check_memory(spec: EmbeddedSpec, slot_bytes: int, staged_bytes: int, *, free_bytes: int) -> None:
+    """End the process if slots and staged weights do not fit."""
+    slots = spec.slots + spec.score_slots
+    fitting = (free_bytes - staged_bytes) // slot_bytes
+    if slots > fitting:
+        slot, staged, free = (f"{size / 2**20:.1f} MiB" for size in (slot_bytes, staged_bytes, free_bytes))
+        fewer = f"set rollout.slots={fitting} or less, or " if fitting >= 1 and not spec.score_slots else ""
+        fail(
+            f"{spec.name}: {slots} slots of {spec.max_length} tokens need {slot} each, staged weights "
+            f"need {staged}, and {free} are free",
+            rule="all memory is reserved at start, so that it cannot run out later",
+            way_out=f"{fewer}lower rollout.max_tokens, use a smaller model, or free memory.",
+        )
+
+
+@torch.inference_mode()
+def check_same_model(runner: Runner, name: str) -> None:
+    """End the process if logits differ from the model's own."""
+    loaded = runner.loaded
+    ids, reference_TV = loaded.probe_ids, loaded.reference_logits
+    num_prefilled = max(1, len(ids) - 2)
+    ours = [runner.step([(0, ids[:num_prefilled], 0)])[0]]
+    ours += [_decoded(runner, 1, ids[at], at + 1) for at in range(num_prefilled, len(ids))]
+    difference = (torch.stack(ours).float() - reference_TV[num_prefilled - 1 :]).abs().max().item()
+    limit = TOLERANCE[loaded.dtype] * max(1.0, reference_TV.abs().max().item())
+    if not difference <= limit:
+        fail(
+            f"{name}: logits over the slot cache differ from {type(loaded.model).__name__}'s own by "
+            f"{difference:.4g}, {limit:.4g} is the limit",
+            way_out="use another model: this engine does not reproduce its attention.",
+        )
+
+
+@torch.inference_mode()
+def check_determinism(runner: Runner, name: str) -> None:
+    """End the process unless logits are batch-invariant."""
+    total, slots = min(40, runner.max_length), runner.slots
+    ids = [(5 * i + 1) % runner.loaded.vocab_size for i in range(total)]
+    first = total - min(3, total - 1)
+
+    def logits(others: list[tuple[int, list[int], int]]) -> list[Tensor]:
+        """Of the last tokens, decoded in the slot after `others`."""
+        slot = len(others)
+        found = [runner.step([*others, (slot, ids[:first], 0)])[-1]]
+        return found + [_decoded(runner, slot + 1, ids[at], at + 1) for at in range(first, total)]
+
+    alone = logits([])
+    for n in sorted({1, min(2, slots), min(17, slots), slots}):
+        others = [(slot, ids[: 1 + slot % min(4, total)], 0) for slot in range(n - 1)]
+        beside = logits(others)
+        whole = runner.step([(n - 1, ids, 0), *others])[0]
+        runner.cache.copy_slot(n - 1, 0, total - 1)
+        copied = min(1, slots - 1)
+        runner.cache.copy_slot(0, copied, total - 1)
+        rest = (copied, ids, total // 2)
+        last = (np.array([ids[-1]]), np.array([total])) if slots > 1 else ()
+        joined = runner.step([rest], *last)
+        if not all(map(torch.equal, [*alone, *[alone[-1]] * (1 + len(joined))], [*beside, whole, *joined])):
+            fail(
+                f"{name}: a sequence's logits change with {n - 1} others in the batch (dtype "
+                f"{runner.loaded.dtype}, {torch.get_num_threads()} threads)",
+                rule="rollout.deterministic (auto or true): tokens depend only on prompt, seed and weights",
+                way_out="set rollout.threads=1, model.dtype=float32, or rollout.deterministic=false.",
+            )
+
+
+def _decoded(runner: Runner, n: int, token_id: int, length: int) -> Tensor:
+    """Return logits [V] of slot n-1, which takes `token_id` as token number length-1."""
+    last_ids, lengths = np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
+    last_ids[-1] = token_id
+    lengths[-1] = length
+    return runner.step((), last_ids, lengths)[-1]
