@@ -55,7 +55,7 @@ from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.run_dir import Recorder
 from asyncrl.observe.watchdog import Reported, Watchdog
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import EncodedPrompts, RolloutRunner, SingleTurn
+from asyncrl.rollouts.rollout import RolloutRunner, SingleTurn
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.publisher import PushLoop
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
@@ -186,9 +186,9 @@ class Controller:
         tokenizer = make_character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
         tokenizer.save_pretrained(self.folder / "tokenizer")
         (self.folder / "tokenizer" / "config.json").write_text("{}")
-        prompts = EncodedPrompts(HFChatTokenizer(self.folder / "tokenizer"))
+        tokenizer = HFChatTokenizer(self.folder / "tokenizer")
         for index in range(ENGINES):
-            await self._start_engine(f"engine-{index}", prompts.tokenizer.vocab_size, stack)
+            await self._start_engine(f"engine-{index}", tokenizer.vocab_size, stack)
         journal = await asyncio.to_thread(Journal.open, self.folder / "journal.sqlite", run_id="a run")
         stack.push_async_callback(journal.aclose)
         self.journal = journal
@@ -205,7 +205,7 @@ class Controller:
         task = Letters(size=100_000, seed=0)
         generator = SingleTurn(
             self.pool,
-            prompts,
+            tokenizer,
             Scorers({"": task}, {"": config}, seed=0),
             run_seed=0,
             max_tokens=MAX_TOKENS,

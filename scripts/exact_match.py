@@ -1,12 +1,12 @@
-"""Measures how often a trained model gives the exact answer to prompts that it was never trained on.
+"""Print how often a trained model answers held-out prompts exactly.
 
     python scripts/exact_match.py RUN_DIR              # exact match: 97 of 100 held-out prompts, 25 different
-    python scripts/exact_match.py RUN_DIR --show 5     # and five of the answers
-    python scripts/exact_match.py RUN_DIR --min 0.8    # ends with 1 if fewer match
+    python scripts/exact_match.py RUN_DIR --show 5     # also prints five answers
+    python scripts/exact_match.py RUN_DIR --min 0.8    # exits with 1 below this rate
 
-The model in RUN_DIR/final answers greedily. An answer matches if it is the right text and then the
-end-of-turn token; special tokens are part of the text. The run's task must take `held_out: true` in
-task.args, as asyncrl.tasks.toy:Letters does. Its prompts are then the ones that training never sees.
+The model in RUN_DIR/final answers greedily. An answer matches if it is the right text, special tokens
+included, and then the end-of-turn token. The run's task must accept `held_out: true` in task.args, like
+asyncrl.tasks.toy:Letters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A hook of mkdocs: links that leave docs/ work on the site, too. What they point at (a config, an example, a
-result) becomes a page with the text of the file, or a copy if it is no text; a folder becomes a list of its
-files. On GitHub the same links work as they stand.
+"""mkdocs hook: keep links out of docs/ working on the site.
+
+A linked file of the repository becomes a page with its text, or a copy if it is not text; a linked folder
+becomes a list of its files.
 """
 
 from __future__ import annotations
@@ -16,14 +17,6 @@ ROOT = Path(__file__).parent.parent
 FOLDER = "repository"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
 COPIED = {".png", ".svg", ".csv", ".ipynb"}
-LANGUAGES = {
-    ".py": "python",
-    ".sh": "bash",
-    ".sbatch": "bash",
-    ".yaml": "yaml",
-    ".toml": "toml",
-    ".jsonl": "json",
-}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -78,7 +71,7 @@ def has_links(uri: str) -> bool:
 
 
 def page_of(path: str) -> str:
-    """The page of a file or folder, in Markdown."""
+    """Return the page of a file or folder."""
     file = ROOT / path
     if file.is_dir():
         inside = sorted(each.name for each in file.iterdir() if each.name[0] not in "._")
@@ -86,5 +79,6 @@ def page_of(path: str) -> str:
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         return text
-    fence, language = "~" * 8, LANGUAGES.get(file.suffix, "text")
+    fence = "~" * 8
+    language = file.suffix.removeprefix(".") or "text"
     return f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n{fence} {language}\n{text}\n{fence}\n"

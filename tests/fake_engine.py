@@ -73,7 +73,7 @@ class FakeWeights(SimulatedWeights):
         self.digests[version] = digest
 
 
-class FakeEngine(SimulatedEngine):
+class LetterEngine(SimulatedEngine):
     """Draws letters by its weights; `chunk_tokens`: tokens of a streamed chunk."""
 
     def __init__(self, server: FakeEngineServer) -> None:
@@ -178,7 +178,7 @@ class FakeEngineServer(FakeServer):
         """Every request so far."""
         self.frames: list[codec.Frame] = []
         """Every frame so far."""
-        self.engine = FakeEngine(self)
+        self.engine = LetterEngine(self)
 
     @property
     def answers_links(self) -> bool:
@@ -207,7 +207,7 @@ class FakeEngineServer(FakeServer):
 
     def restart(self) -> None:
         super().restart()
-        self.engine = FakeEngine(self)
+        self.engine = LetterEngine(self)
 
     def health(self) -> engine_api.EngineHealth:
         return self.engine.health()
@@ -224,15 +224,15 @@ class FakeEngineServer(FakeServer):
                 case "/commit":
                     is_swap = (body.version, body.digest) != (self.policy_version, self.weights)
                     is_swap &= engine.weights.has_content
-                    committed = await engine.commit(body)
+                    committed = await asyncio.wrap_future(engine.commit(body))
                     if not is_swap:
                         return committed
                     await asyncio.sleep(self.swap_s)
                     return committed.model_copy(update={"pause_s": self.swap_s})
                 case "/sleep":
-                    return await engine.sleep(body)
+                    return await asyncio.wrap_future(engine.sleep(body))
             assert path == "/wake", path
-            return await engine.wake(body)
+            return await asyncio.wrap_future(engine.wake(body))
         except Refused as refused:
             raise CallRefused(self.name, path, refused.status, refused.body) from refused
 

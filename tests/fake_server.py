@@ -51,7 +51,7 @@ class FakeServer(Caller):
         """What it answers to /health."""
         raise NotImplementedError
 
-    async def _handle(self, path: str, body: Any) -> BaseModel:
+    async def _handle(self, path: str, body: Any) -> BaseModel | dict[str, Any]:
         """What it answers to a POST."""
         raise NotImplementedError
 
@@ -72,7 +72,7 @@ class FakeServer(Caller):
                 result = await self.unless_dead(path, work)
         except TimeoutError:
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
-        return answer.model_validate(result.model_dump())
+        return answer.model_validate(result if isinstance(result, dict) else result.model_dump())
 
     async def unless_dead(self, path: str, work: Work) -> Any:
         """What `work` returns, or CallLost as soon as this process has ended."""

@@ -17,10 +17,11 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from fake_server import FakeServer
 from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineLost
-from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost
+from asyncrl.base.http import Answer, CallGarbled, CallLost
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_process import GENERATE, VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
@@ -55,21 +56,15 @@ class Run:
     finish: str | None = None
 
 
-class FakeVllm(Caller):
-    """One vLLM server, as VllmServer calls it.
-
-    Life: serves -> dies or freezes; restart() puts a new process in its place.
-    Waits: requests decode in their own calls, DECODE_S a token.
-    """
-
-    slots = SLOTS
+class FakeVllm(FakeServer):
+    """One vLLM server, as VllmServer calls it. Requests decode in their own calls, DECODE_S a token."""
 
     def __init__(self) -> None:
-        super().__init__("engine-0", "fake://engine-0", "")
+        super().__init__("engine-0")
         self.calls: list[str] = []
         self.hooks: dict[str, Callable[[], Awaitable[None]]] = {}
         """By route: awaited once, after the route took effect and before it answers."""
-        self.refused: dict[str, tuple[int, str]] = {}
+        self.refused_routes: dict[str, tuple[int, str]] = {}
         """By route: a status and vLLM's words."""
         self.wrong_loads: list[float] = []
         """Weights that the next loads bring instead of the right ones."""
@@ -78,23 +73,23 @@ class FakeVllm(Caller):
         self.ignores_salt = self.keeps_cache = False
         self.transit_s = TRANSIT_S
         self.staged: dict[str, Any] = {}
-        self.restart()
+        self._boot()
 
-    def restart(self) -> None:
-        """A new process, with the weights and the label of the start."""
+    def _boot(self) -> None:
         self.weights, self.label = 0.0, "default"
         self.pause: str | None = None
-        self.is_dead = False
-        self.is_frozen = False
-        """Nothing is answered any more; connections stay."""
         self.cache: dict[Any, float] = {}
         self.runs: dict[str, Run] = {}
         self._changed = asyncio.Event()
 
     def die(self) -> None:
-        """Every call breaks off; those to come are refused."""
-        self.is_dead = True
+        super().die()
         self._change()
+
+    def restart(self) -> None:
+        """A new process, with the weights and the label of the start."""
+        super().restart()
+        self._boot()
 
     @property
     def num_running(self) -> int:
@@ -102,15 +97,6 @@ class FakeVllm(Caller):
 
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
         return await self.post(path, None, answer, timeout_s=timeout_s)
-
-    async def post(self, path: str, body: Any, answer: type[Answer], *, timeout_s: float | None) -> Answer:
-        self.calls.append(path)
-        try:
-            async with asyncio.timeout(timeout_s):
-                result = await self._answer(path, {} if body is None else body.model_dump(mode="json"))
-        except TimeoutError:
-            raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
-        return answer.model_validate_json(json.dumps(result))
 
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
         num_told = 0
@@ -121,8 +107,11 @@ class FakeVllm(Caller):
                 num_told = len(run.tokens)
         yield b"data: [DONE]"
 
-    async def _answer(self, path: str, sent: dict[str, Any]) -> Any:
+    async def _handle(self, path: str, body: Any) -> dict[str, Any]:
+        self.calls.append(path)
+        sent = {} if body is None else body.model_dump(mode="json")
         route = sent.get("method", urlsplit(path).path)
+        self._check(route)
         if route == GENERATE:
             async with contextlib.aclosing(self._sample(sent)) as steps:
                 *_, run = [step async for step in steps]
@@ -131,12 +120,11 @@ class FakeVllm(Caller):
                 told = {"logprob": -(1 + self.weights) / 100}  # a prompt that is scored is computed anew
                 answer["prompt_logprobs"] = [None, *({str(token): told} for token in sent["token_ids"][1:])]
             return answer
-        await self._alive(route)
         query = {name: values[-1] for name, values in parse_qs(urlsplit(path).query).items()}
         result = None if route in self.ignored else await self._control(route, sent, query)
         if hook := self.hooks.pop(route, None):
             await hook()
-        await self._alive(route)
+        self._check(route)
         return result or {}
 
     async def _control(self, route: str, sent: dict[str, Any], query: dict[str, str]) -> Any:
@@ -189,26 +177,27 @@ class FakeVllm(Caller):
 
     async def _sample(self, body: dict[str, Any]) -> AsyncGenerator[Run, None]:
         """One yield a token, and one for the end."""
+        process = self.has_ended
         await asyncio.sleep(self.transit_s)
+        self._check(GENERATE)
         run = self.runs[body["request_id"]] = Run(body)
         try:
-            while run.finish is None:
-                await self._alive(GENERATE)
+            while run.finish is None and not process.is_set():
                 is_full = self.pause is not None or self.num_running >= SLOTS
                 if self.pause == "keep" or (run.kv is None and is_full):
                     await self._changed.wait()
                     continue
                 self._start(run)
                 await asyncio.sleep(DECODE_S)
-                await self._alive(GENERATE)
                 if run.finish is None and self.pause != "keep" and not run.must_recompute:
                     self._decode(run)
                     if run.finish is None:
                         yield run
-            await self._alive(GENERATE)
+            if process.is_set():
+                raise CallLost(self.name, GENERATE, "the connection broke")
             yield run
         finally:
-            del self.runs[body["request_id"]]
+            self.runs.pop(body["request_id"], None)
             self._change()
 
     def _start(self, run: Run) -> None:
@@ -241,13 +230,9 @@ class FakeVllm(Caller):
         }
         return {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": run.num_cached}}}
 
-    async def _alive(self, route: str) -> None:
-        if self.is_frozen:
-            await asyncio.Event().wait()
-        if self.is_dead:
-            raise CallLost(self.name, route, "the connection broke")
-        if route in self.refused:
-            status, words = self.refused[route]
+    def _check(self, route: str) -> None:
+        if route in self.refused_routes:
+            status, words = self.refused_routes[route]
             text = json.dumps({"error": {"message": words, "code": status}}).encode()
             raise CallGarbled(self.name, route, f"status {status}", status=status, text=text)
 

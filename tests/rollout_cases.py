@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
@@ -27,14 +27,7 @@ from asyncrl.messages.records import (
     VersionSpan,
 )
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import (
-    EncodedPrompts,
-    Generator,
-    RolloutRunner,
-    Score,
-    SingleTurn,
-    make_trajectory,
-)
+from asyncrl.rollouts.rollout import Generator, RolloutRunner, Score, SingleTurn, make_trajectory
 from asyncrl.testing.virtual_time import run_virtual
 
 
@@ -99,7 +92,7 @@ class FakeSink:
 
 def single_turn(engine: Any, scorer: Any = None, **settings: Any) -> SingleTurn:
     values = {"run_seed": 0, "max_tokens": 50, "max_prompt_tokens": 16, "temperature": 1.0} | settings
-    return SingleTurn(engine, EncodedPrompts(FakeTokenizer()), scorer or FakeScorer(), **values)
+    return SingleTurn(engine, cast(Any, FakeTokenizer()), scorer or FakeScorer(), **values)
 
 
 def scored(rollout: Rollout) -> Score:

@@ -103,19 +103,6 @@ def test_commands_on_a_page_can_be_typed(page: Path) -> None:
     assert {command: fault for command, fault in faults.items() if fault} == {}
 
 
-@pytest.mark.parametrize(
-    ("command", "fault"),
-    [
-        ("asyncrl eksport RUN_DIR", "No such command"),
-        ("asyncrl run configs/quickstart.yaml trainer.lr=1", "trainer.lr"),
-        ("python examples/nothing.py", "no file"),
-        ("make nothing", "nothing"),
-    ],
-)
-def test_a_wrong_command_is_found(command: str, fault: str) -> None:
-    assert fault in (fault_of(command) or "")
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_configs_on_a_page_load(page: Path) -> None:
     base = {"model": {"path": "x"}, "task": {"files": ["x.jsonl"], "reward": "math"}}

@@ -112,7 +112,7 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
         elif how == "dies":
             fake.die()
         elif how == "refuses":
-            fake.refused[phase] = (500, "planted")
+            fake.refused_routes[phase] = (500, "planted")
         else:
             commit.cancel()
             await asyncio.sleep(0.001)
@@ -120,7 +120,7 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
     fake.hooks[phase] = hook
     commit = asyncio.ensure_future(publish(server, 1, interrupt))
     await asyncio.wait([commit])
-    fake.refused.clear()
+    fake.refused_routes.clear()
     assert begun or phase == "/abort_requests", "with these modes there may be nothing to abort"
     if begun:
         assert commit.cancelled() == (how == "cancelled")
@@ -190,10 +190,10 @@ async def test_other_server_settings_are_refused_with_the_flag(
 async def test_server_without_a_route_or_with_other_weights_is_refused(
     fake: FakeVllm, server: VllmServer, route: str, status: int, says: str
 ) -> None:
-    fake.refused[route] = (status, "no")
+    fake.refused_routes[route] = (status, "no")
     with pytest.raises(ConfigError, match=says):
         await server_over(fake).ready(10.0)
-    fake.refused, fake.label = {}, "4711"
+    fake.refused_routes, fake.label = {}, "4711"
     with pytest.raises(ConfigError, match="weights that another run pushed, under the label 4711"):
         await server_over(fake).ready(10.0)
 

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fake_engine import FakeEngineServer
 from fakes import FakeEngine, FakeScorer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from rollout_cases import single_turn, virtual
+from rollout_cases import one_token, single_turn, virtual
 
 from asyncrl.base.errors import EngineError
 from asyncrl.config import EvalConfig
@@ -25,7 +26,7 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut, Sample
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.tasks.sources import build_task, read_eval_task
 
@@ -204,7 +205,7 @@ async def test_every_prompt_is_sampled_within_the_slots() -> None:
         (f"eval-v7/{name}/s{s}/t0/a0", derive_seed(5, name, s, turn=0)) for name, s in places
     ]
     assert {(request.temperature, request.max_tokens) for request in engine.requests} == {(0.5, 4)}
-    assert [sample.prompt_id for sample in result.samples] == [name for name, _ in places]
+    assert [prompt_id for prompt_id, _ in result.samples] == [name for name, _ in places]
 
 
 @virtual
@@ -217,7 +218,7 @@ async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
     engine = FakeEngine(latency_s=lambda request: 99.0 if "0/0/s1" in request.request_id else 1.0)
     prompts = [*PROMPTS[:2], Prompt("0/2", ({"role": "user", "content": "far too long"},)), *PROMPTS[3:5]]
     result = await make_held_out(engine, FakeScorer(reward), prompts, rollout_timeout_s=50.0).evaluate(0)
-    assert [sample.prompt_id for sample in result.samples] == ["0/0", "0/4", "0/4"]
+    assert [prompt_id for prompt_id, _ in result.samples] == ["0/0", "0/4", "0/4"]
     assert result.num_failed == 7
     assert "eval-v0/0/3/s1 (prompt 0/3) raised KeyError: 'answer'" in result.last_failure
     metrics = result.metrics()
@@ -228,20 +229,24 @@ async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
 async def test_a_token_of_another_version_is_an_error() -> None:
     engine = FakeEngine()
     engine.policy_version = 8
-    said = r"prompt 0/0 has tokens of policy_version 8; every token .* at policy_version 7"
+    said = r"prompt 0/0 has tokens of policy_version \[8\]; every token .* at policy_version 7"
     with pytest.raises(EngineError, match=said):
         await make_held_out(engine).evaluate(7)
 
 
 def test_the_standard_error_counts_prompts_and_not_samples() -> None:
     rewards = {"a": [0.0, 1.0], "b": [1.0, 1.0], "c": [0.0]}
-    samples = [Sample(name, reward, 3, reward > 0) for name, found in rewards.items() for reward in found]
+    samples = [
+        (name, (replace(one_token(0, reward=reward), is_truncated=reward > 0),))
+        for name, found in rewards.items()
+        for reward in found
+    ]
     metrics = EvalResult(4, samples, num_failed=1, seconds=2.5, num_skipped=3).metrics()
     assert metrics["eval/reward_mean"] == pytest.approx(0.5), "means 0.5, 1, 0"
     assert metrics["eval/standard_error"] == pytest.approx(0.5 / math.sqrt(3))
     assert metrics["eval/truncated_fraction"] == pytest.approx(0.6)
     counts = [metrics[f"eval/{name}"] for name in ("version", "length_mean", "failed", "seconds", "skipped")]
-    assert counts == [4, 3, 1, 2.5, 3]
+    assert counts == [4, 1, 1, 2.5, 3]
     assert "eval/standard_error" not in EvalResult(0, samples[:2]).metrics()
 
 

@@ -251,7 +251,7 @@ _WAIT = '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 
         ("metrics.jsonl", '{"step": "q"}\n', "metrics.jsonl: skipped a line without a number step"),
         ("metrics.jsonl", f'{{"step": 3, "time_s": {"9" * 400}}}\n', ""),
         ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl: skipped the line"),
-        ("eval.jsonl", "{}\n", "eval.jsonl: skipped a line without a number policy_version"),
+        ("eval.jsonl", "{}\n", "eval.jsonl: skipped the line"),
         ("trained.jsonl", "garbage\n", "trained.jsonl: skipped the line b'garbage"),
         ("trained.jsonl", '{"version": 1e999, "min_version": 0, "trajectories": []}\n', "trained.jsonl"),
         ("trained.jsonl", '{"version": 3, "min_version": 0, "trajectories": [1]}\n', "trained.jsonl"),

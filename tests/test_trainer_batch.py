@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_cases import (
     MakeStep,
+    batch_of,
     changed,
     make_batch,
     make_branch_batch,
@@ -28,11 +29,12 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.errors import TrainerError
 from asyncrl.base.http import Refused
 from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.token_grammars import GrammarError
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer import tree
 from asyncrl.trainer.objective import check_batch, find_units, loss_tokens
-from asyncrl.trainer.packing import Costs, mini_batches, rank_micro_batches
+from asyncrl.trainer.packing import Costs, find_allowed, mini_batches, rank_micro_batches
 from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
@@ -79,6 +81,35 @@ def test_old_token_is_refused_unless_it_may_be_masked() -> None:
     all_old = changed(arrays, versions=np.where(arrays.loss_mask, 1, -1).astype(np.int32))
     with pytest.raises(Refused, match="no token that carries loss"):
         loss_tokens(header.model_copy(update={"mask_older": True}), all_old)
+
+
+class OddTokens:
+    """The grammar of odd ids."""
+
+    def begin(self, _: str) -> OddTokens:
+        return self
+
+    def allowed_bits(self) -> bytes:
+        return b"\xaa"
+
+    def take(self, token_id: int) -> None:
+        if token_id % 2 == 0:
+            raise GrammarError(f"{token_id} is even")
+
+
+def test_token_that_its_grammar_forbids_is_not_trained(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine with another llguidance may have sampled the token."""
+    loss = [False, True, True, True, True]
+    header, arrays = batch_of([[([5, 7, 7, 6, 7], loss), ([5, 6, 6, 6, 6], loss)]])
+    first, second = header.trajectories
+    entries = [first.model_copy(update={"grammars": [(1, 5, 0)]}), second]
+    header = header.model_copy(update={"trajectories": entries, "grammars": ["odd"]})
+    has_loss = arrays.loss_mask.copy()
+    allowed = find_allowed(header, arrays, has_loss, OddTokens)
+    assert has_loss.tolist() == [False, True, True, False, False, *loss]
+    assert allowed.set_N.tolist() == [-1, 0, 0, -1, -1] + [-1] * 5
+    assert allowed.bits_KB.tolist() == [[0xAA]]
+    assert "2 tokens are not trained: their grammar does not allow them here (6 is even)" in caplog.text
 
 
 # ---- branches and credits
@@ -215,15 +246,17 @@ def test_groups_are_packed_with_version_and_engine_per_token() -> None:
     batch = make_types_batch()
     header, arrays = unpack_batch(pack_batch(*pack_groups(batch)))
     assert (header.version, header.min_version, header.mask_older) == (4, 3, True)
-    assert [
-        (t.group_index, t.group_id, t.sample_index, t.branch, t.prompt_id, t.start, t.end, t.reward)
-        for t in header.trajectories
-    ] == [
-        (0, 7, 0, 0, "0-7", 0, 5, 0.5),
-        (0, 7, 0, 1, "0-7", 5, 10, 0.5),
-        (0, 7, 2, 0, "0-7", 10, 15, 2.5),
-        (1, 9, 0, 0, "0-9", 15, 20, 0.5),
+    assert [(t.group_index, t.group_id, t.sample_index, t.branch, t.start) for t in header.trajectories] == [
+        (0, 7, 0, 0, 0),
+        (0, 7, 0, 1, 5),
+        (0, 7, 2, 0, 10),
+        (1, 9, 0, 0, 15),
     ]
+    assert header.trajectories[2].model_dump(include={"prompt_id", "end", "reward"}) == {
+        "prompt_id": "0-7",
+        "end": 15,
+        "reward": 2.5,
+    }
     rollouts = [trajectory for group in batch.groups for trajectory in group.trajectories]
     assert [tuple(t.credits) for t in header.trajectories] == [rollout.credits for rollout in rollouts]
     assert arrays.token_ids[8:].tolist() == [13, 14, 12, 13, 14, 15, 16, 10, 11, 12, 13, 14]

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import LoraConfig, TrainerConfig
 from asyncrl.trainer.lora import ADAPTER, Adapters, MergedLinear, find_targets, merge
+from asyncrl.trainer.objective import BatchNumbers
 from asyncrl.trainer.step import TrainStep
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
@@ -33,7 +34,7 @@ BATCH = make_batch(version=3)
 
 
 def logprobs(step: TrainStep) -> np.ndarray:
-    return step._forward(step.policy, *BATCH, BATCH[1].loss_mask)[0]
+    return step._forward(step.policy, BatchNumbers(*BATCH, BATCH[1].loss_mask))[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -52,8 +52,8 @@ def packed(groups: Rows, max_tokens: int = 10**6) -> tuple[BatchHeader, BatchArr
 
 
 @settings(max_examples=100, deadline=None)
-@given(trees(), st.integers(1, 120), st.integers(0, 20))
-def test_every_loss_token_is_packed_once(groups: Rows, max_tokens: int, min_shared: int) -> None:
+@given(trees(), st.integers(1, 120), st.sampled_from([-math.inf, 0, 8, 20]))
+def test_every_loss_token_is_packed_once(groups: Rows, max_tokens: int, min_shared: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "MIN_SHARED_TOKENS", min_shared)
         header, arrays, micros = packed(groups, max_tokens)
@@ -81,6 +81,11 @@ def test_every_loss_token_is_packed_once(groups: Rows, max_tokens: int, min_shar
             assert len(places) == offset[-1], "read up to the last loss token and no further"
             for end, place in enumerate(places):
                 assert sorted(seen[place]) == sorted(places[: end + 1]), "each of its ancestors once"
+        ends = ((runs, end) for runs in layout.rows for end in range(sum(n for _, n in runs)))
+        texts = {tuple(micro.token_ids_N[places_of(runs)[: end + 1]].tolist()) for runs, end in ends}
+        if min_shared == -math.inf and len(micros) == 1:
+            assert len(texts) == layout.num_tokens, "no node of the tree is there twice"
+        assert len(layout.passes) <= 1 + math.log2(layout.num_tokens)
         assert layout.longest == max(len(places_of(runs)) for runs in layout.rows)
         assert all(
             min(piece.num_queries, piece.num_keys) > 0 for part in layout.passes for piece in part.pieces
@@ -96,23 +101,6 @@ def seen_keys(layout: Layout) -> list[list[int]]:
                 num_keys = query + 1 if part.is_causal else piece.num_keys
                 seen[piece.query + query] += range(piece.key, piece.key + num_keys)
     return seen
-
-
-@settings(max_examples=40, deadline=None)
-@given(trees())
-def test_no_node_of_a_tree_is_there_twice(groups: Rows) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree, "MIN_SHARED_TOKENS", -math.inf)
-        _, _, micros = packed(groups)
-    for micro in micros:
-        ids = micro.token_ids_N.numpy()
-        texts = {
-            tuple(ids[places_of(runs)[: end + 1]])
-            for runs in micro.layout.rows
-            for end in range(sum(n for _, n in runs))
-        }
-        assert len(texts) == micro.layout.num_tokens
-        assert len(micro.layout.passes) <= 1 + math.log2(micro.layout.num_tokens)
 
 
 # ---- packed attention

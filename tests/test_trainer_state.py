@@ -66,23 +66,6 @@ def test_other_epochs_keep_the_schedule(make_step: MakeStep, tmp_path: Path) -> 
     assert changed._optimizer.param_groups[0]["lr"] == pytest.approx(peak * (0.5 - (now - 1) / (4 * now)))
 
 
-def test_training_does_not_reach_what_is_being_written(make_step: MakeStep, tmp_path: Path) -> None:
-    step, may_write = make_step(), threading.Event()
-    train(step, 0, 2)
-    at_save = step.weights_digest()
-    step._state._writer.submit(may_write.wait)
-    pending = step.begin_save_state(tmp_path / "state")
-    train(step, 2, 4)
-    assert not pending.done()
-    may_write.set()
-    pending.result()
-    step.begin_save_state(tmp_path / "other").result()  # into the same buffers
-    loaded = make_step()
-    for name, version, digest in (("state", 2, at_save), ("other", 4, step.weights_digest())):
-        loaded.load_state(tmp_path / name)
-        assert (loaded.policy_version, loaded.weights_digest()) == (version, digest)
-
-
 def test_state_is_copied_beside_the_forward_pass(make_step: MakeStep, tmp_path: Path) -> None:
     step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
     train(step, 0, 1)
@@ -124,23 +107,12 @@ def test_failed_save_is_an_error_and_the_next_succeeds(make_step: MakeStep, tmp_
     make_step().load_state(tmp_path / "state")
 
 
-@pytest.mark.parametrize(
-    ("index", "reason"),
-    [
-        (b"", "EOFError"),
-        (None, "FileNotFound"),
-    ],
-)
-def test_torn_index_is_refused_with_the_reason(
-    make_step: MakeStep, tmp_path: Path, index: bytes | None, reason: str
-) -> None:
+def test_torn_index_is_refused_with_the_reason(make_step: MakeStep, tmp_path: Path) -> None:
     step, folder = make_step(), tmp_path / "state"
     step.begin_save_state(folder).result()
-    (folder / ".metadata").unlink()
-    if index is not None:
-        (folder / ".metadata").write_bytes(index)
+    (folder / ".metadata").write_bytes(b"")
     for read in (lambda: step.load_state(folder), lambda: [*state.read_weights(folder, {"a": [1]})]):
-        with pytest.raises(Refused, match=f"cannot write or read {folder}.*{reason}"):
+        with pytest.raises(Refused, match=f"cannot write or read {folder}.*EOFError"):
             read()
 
 

@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from tiny_model import make_tiny_model
+from torch import Tensor
 from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.config import TrainerConfig
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, unpack_batch
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, Canary, unpack_batch
 from asyncrl.trainer.build_model import learning_rate_at
+from asyncrl.trainer.objective import BatchNumbers
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import (
     MIN_ENGINE_TOKENS,
@@ -33,7 +38,7 @@ def weights(step: TrainStep) -> dict[str, torch.Tensor]:
 
 def logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
     """Return float32 [N] by the step's present weights, 0 without loss."""
-    return step._forward(step.policy, header, arrays, arrays.loss_mask)[0]
+    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))[0]
 
 
 def test_masked_old_tokens_stay_as_context_alone(make_step: MakeStep) -> None:
@@ -284,3 +289,54 @@ def test_engine_past_the_gap_limit_is_named(make_step: MakeStep) -> None:
         step.train(header, arrays)
     assert "trainer.logprob_gap_limit=0.15" in caught.value.body.rule
     assert (step.policy_version, step.weights_digest()) == (0, before)
+
+
+# ---- the canary of an export
+
+NUM_TOKENS = 160
+
+
+@torch.no_grad()
+def plain(weights: dict[str, Tensor], model_dir: Path, ids: list[int]) -> tuple[Tensor, float]:
+    """(logprobs of ids[1:], highest logprob of the next one) by transformers."""
+    dtype = next(iter(weights.values())).dtype
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (set(missing), unexpected) <= ({"lm_head.weight"}, [])
+    model.tie_weights()
+    logprob_TV = torch.log_softmax(model.eval()(torch.tensor([ids])).logits[0].double(), -1)
+    targets = torch.tensor(ids[1:])
+    return logprob_TV[:-1].gather(-1, targets[:, None])[:, 0], float(logprob_TV[-1].max())
+
+
+def distance(canary: Canary | None, logprobs: Tensor, next_logprob: float) -> float:
+    """The largest difference, in nats."""
+    assert canary is not None
+    assert len(canary.logprobs) == len(canary.token_ids) - 1
+    found = np.array([*canary.logprobs, canary.next_logprob])
+    return float(np.abs(found - np.array([*logprobs.tolist(), next_logprob])).max())
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["tied", "untied with adapters"])
+def test_canary_is_what_transformers_says(make_step: MakeStep, tmp_path: Path, lora: Any) -> None:
+    folder = make_tiny_model(tmp_path / "base", tie_word_embeddings=lora is None)
+    step = make_step(folder, trainer={"lora": lora}, canary_tokens=NUM_TOKENS)
+    seen = []
+    for version in range(2):
+        answer = step.export(tmp_path / f"v{version}.safetensors")
+        assert answer.canary is not None
+        assert len(answer.canary.token_ids) == NUM_TOKENS
+        assert distance(answer.canary, *plain(load_file(answer.path), folder, answer.canary.token_ids)) < 1e-5
+        seen.append(answer.canary)
+        step.train(*make_batch(version=version))
+    assert seen[0].token_ids == seen[1].token_ids
+    assert distance(seen[0], torch.tensor(seen[1].logprobs), seen[1].next_logprob) > 1e-2
+
+
+def test_weights_that_give_nan_are_not_published(make_step: MakeStep, tmp_path: Path) -> None:
+    step = make_step(canary_tokens=NUM_TOKENS)
+    with torch.no_grad():
+        step.policy.model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(Refused, match="not finite, 159 of 159 tokens") as refused:
+        step.export(tmp_path / "v0.safetensors")
+    assert "weight_sync.canary_limit=none" in refused.value.body.way_out

@@ -126,12 +126,7 @@ class CommandHarness:
                 MARK_ENV: self.token,
             }
             start = asyncio.get_running_loop().subprocess_exec(
-                _Process,
-                *command,
-                cwd=folder / "work",
-                env=environment,
-                start_new_session=True,
-                pass_fds=fds,
+                _Process, *command, cwd=folder / "work", env=environment, start_new_session=True, pass_fds=fds
             )
             try:
                 # cancelled halfway, asyncio kills the child alone and waits for the pipes of its children

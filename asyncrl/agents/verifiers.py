@@ -13,8 +13,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from pydantic import ValidationError
-
 from asyncrl.agents.harness import GRACE_S, AnyTask, Session, first_fault
 from asyncrl.base.errors import ConfigError, RewardFailure, RolloutFailure, install_extra
 from asyncrl.base.user_code import UserCalls, find_here
@@ -123,33 +121,6 @@ async def _serving(env: Any) -> AsyncIterator[None]:
             await env.stop()
 
 
-def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
-    """Return the environment whose taskset is `identifier`; `args` are its config.
-
-    Raises ConfigError.
-    """
-    vf = _library(identifier)
-    shown, taskset = f"generator.verifiers={identifier}", args.get("taskset", {})
-    if not isinstance(taskset, Mapping) or "id" in taskset:
-        rule = "it holds the taskset's own settings; generator.verifiers is its id"
-        raise ConfigError(f"{shown}: generator.args.taskset is {taskset!r:.80}", rule=rule)
-    here = find_here()
-    settings = copy.deepcopy({**args, "taskset": {**taskset, "id": identifier}})
-    try:
-        return vf.load_environment(vf.resolve_env_config(settings))
-    except ValidationError as error:
-        what = f"generator.args: {first_fault(error)} (given: {error.errors()[0]['input']!r:.80})"
-        way_out = f"`vf-eval {identifier} --help` shows the fields of {error.title} as --env.NAME."
-        raise ConfigError(f"{shown}: {what}", way_out=way_out) from error
-    except Exception as error:  # user code of the environment
-        why = f"{type(error).__name__}: {error.__cause__ or error}"
-        raise ConfigError(
-            f"{shown} cannot be loaded with generator.args={dict(args)}: {why}",
-            rule=f"an installed package, or one in {here}, exports a Taskset in __all__",
-            way_out=f"install or correct the environment; `vf-eval {identifier}` tests it.",
-        ) from error
-
-
 def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
     return partial(load_taskset, generator.verifiers or "", generator.args)
 
@@ -159,13 +130,27 @@ def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
 
 
 def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the environment and the name of its only agent that calls the session. Raises ConfigError for a
-    second one, which would be trained.
+    """Return the environment whose taskset is `identifier`, with `args` as its config, and the name of its
+    only agent that calls the session. Raises ConfigError for a second one, which would be trained.
     """
-    env, vf = load_environment(identifier, args), _library(identifier)
+    vf = _library(identifier)
+    shown = f"generator.verifiers={identifier}"
+    here = find_here()
+    taskset = args.get("taskset", {})
+    try:
+        if "id" in taskset:
+            raise ValueError("taskset has an id, and generator.verifiers is its id")
+        settings = copy.deepcopy({**args, "taskset": {**taskset, "id": identifier}})
+        env = vf.load_environment(vf.resolve_env_config(settings))
+    except Exception as error:  # user code of the environment
+        why = first_fault(error) if isinstance(error, ValueError) else error.__cause__ or error
+        raise ConfigError(
+            f"{shown} cannot be loaded with generator.args={dict(args)}: {why}",
+            rule=f"an installed package, or one in {here}, exports a Taskset in __all__",
+            way_out=f"install or correct it; `vf-eval {identifier} --help` shows the fields as --env.NAME.",
+        ) from error
     agents = {name: value for name, value in env.config if isinstance(value, vf.AgentConfig)}
     trained = {name: agent for name, agent in agents.items() if agent.client is None}
-    shown = f"generator.verifiers={identifier}"
     if [agent.model for agent in trained.values()] != [None]:
         found = ", ".join(f"{name} (model={agent.model})" for name, agent in trained.items()) or "none"
         what = f"of its agents {', '.join(agents)} these have no client of their own: {found}"
@@ -174,9 +159,8 @@ def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]
     ((seat, agent),) = trained.items()
     for place, retries in (("", env.config.retries), (f"{seat}.", agent.retries)):
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
-            rule = "its retries would be trained, too"
-            way_out = "remove them; rollout.retries retries failed rollouts."
-            raise ConfigError(f"{shown}: generator.args has {place}retries", rule=rule, way_out=way_out)
+            rule = "its retries would be trained, too; rollout.retries retries failed rollouts"
+            raise ConfigError(f"{shown}: generator.args has {place}retries", rule=rule)
     return env, seat
 
 

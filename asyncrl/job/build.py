@@ -51,8 +51,8 @@ from asyncrl.sync.publisher import ColocatedPush, PushLoop, at_once
 from asyncrl.sync.push import Locate, in_place
 from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers
-from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source, read_eval_task
-from asyncrl.tasks.task import PromptTask, RowTask
+from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
+from asyncrl.tasks.task import RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 
 if TYPE_CHECKING:
@@ -101,8 +101,11 @@ async def build(
     config = life.config
     log = life.log
     journal, staging_dir = await _open_journal(life)
-    tasks, eval_tasks = await _read_tasks(life)
-    data_pin = _pin_data(life.run_dir, tasks, eval_tasks, is_free=may_change[1])
+    found = await check_everything(life)
+    tasks, eval_tasks = found.tasks, found.evals
+    pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in eval_tasks.items()}
+    digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
+    data_pin = DataPin(life.run_dir, digests, is_free=may_change[1])
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
     scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=log.warn)
     life.closes("rewards", scorer.aclose)
@@ -193,26 +196,6 @@ async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
     return journal, staging_dir
 
 
-async def _read_tasks(life: Lifecycle) -> tuple[Mapping[str, PromptTask], Mapping[str, EvalTask]]:
-    found = await check_everything(life)
-    eval_tasks = dict[str, EvalTask]()
-    for name, settings in life.config.evals.items():
-        known = found.evals.get(name)
-        if known is None:
-            life.log.activity("reading the eval task")
-            known = await asyncio.to_thread(read_eval_task, settings, name)
-        eval_tasks[name] = known
-    return found.tasks, eval_tasks
-
-
-def _pin_data(
-    run_dir: Path, tasks: Mapping[str, PromptTask], evals: Mapping[str, EvalTask], *, is_free: bool
-) -> DataPin:
-    pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in evals.items()}
-    digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
-    return DataPin(run_dir, digests, is_free=is_free)
-
-
 def load_tokenizer(config: RunConfig, model_path: Path) -> HFChatTokenizer:
     model = config.model
     template, settings = model.chat_template, model.chat_template_kwargs
@@ -238,6 +221,17 @@ def _make_evaluation(
     for line in earlier.get(config.best_eval or "", []):
         checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
     sets = list[HeldOut]()
+
+    def generator_of(temperature: float, scorers: Scorers, broken: list[RoomError]) -> Generator:
+        if harnessing is None or not config.evaluates_agent:
+            rollout = config.rollout.model_copy(update={"temperature": temperature})
+            sampling = config.model_copy(update={"seed": EVAL_SEED, "rollout": rollout})
+            return make_generator(sampling, engine, tokenizer, scorers, None)
+        host = harnessing.gateway.add_route(
+            engine, temperature=temperature, seed_of=_seed_of, on_broken=broken.append
+        )
+        return HarnessGenerator(host, harnessing.queue, scorers, on_overflow=config.generator.on_overflow)
+
     for name, settings in config.evals.items():
         task, prompts = eval_tasks[name]
         broken = list[RoomError]()
@@ -245,9 +239,7 @@ def _make_evaluation(
         life.closes("eval rewards", scorers.aclose)
         sets.append(
             HeldOut(
-                generator=_eval_generator(
-                    config, engine, tokenizer, harnessing, settings.temperature, scorers, broken
-                ),
+                generator=generator_of(settings.temperature, scorers, broken),
                 prompts=prompts,
                 samples=settings.samples,
                 slots=settings.slots,
@@ -275,25 +267,6 @@ def _make_evaluation(
         on_trouble=life.log.warn,
         is_fetched=fleet.node_files is not None,
     )
-
-
-def _eval_generator(
-    config: RunConfig,
-    engine: EnginePool,
-    tokenizer: HFChatTokenizer,
-    harnessing: AgentRuntime | None,
-    temperature: float,
-    scorers: Scorers,
-    broken: list[RoomError],
-) -> Generator:
-    if harnessing is None or not config.evaluates_agent:
-        rollout = config.rollout.model_copy(update={"temperature": temperature})
-        sampling = config.model_copy(update={"seed": EVAL_SEED, "rollout": rollout})
-        return make_generator(sampling, engine, tokenizer, scorers, None)
-    host = harnessing.gateway.add_route(
-        engine, temperature=temperature, seed_of=_seed_of, on_broken=broken.append
-    )
-    return HarnessGenerator(host, harnessing.queue, scorers, config.generator.on_overflow)
 
 
 def _seed_of(prompt: str, sample: int, attempt: int, call: int) -> int:

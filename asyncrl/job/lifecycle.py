@@ -47,7 +47,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may interrupt another
         self._kept: list[int] = []
-        self._receive: Callable[[int], None] | None = None
+        self._receive: Callable[[int], object] | None = None
 
     def send(self, number: int) -> None:
         with self._lock:
@@ -56,7 +56,7 @@ class Interrupts:
             else:
                 self._receive(number)
 
-    def receive_by(self, receive: Callable[[int], None] | None) -> None:
+    def receive_by(self, receive: Callable[[int], object] | None) -> None:
         with self._lock:
             self._receive = receive
             while self._kept and receive is not None:
@@ -145,49 +145,50 @@ class Lifecycle:
         """Return the exit code of live(), or 128 + signal. Raises the AsyncrlError that ended it."""
         main = asyncio.current_task()
         assert main is not None
-        self._listen(main)
-        try:
-            return self._finish(await self._live(live))
-        except asyncio.CancelledError:
-            if self.signal is None:
-                raise
-            main.uncancel()
-            return self._finish(128 + self.signal)
-        except BaseExceptionGroup as errors:
-            raise self._fail(first_cause(errors)) from errors
-        except Exception as error:  # outermost frame
-            raise self._fail(error) from error
-        finally:
-            self.can_stop = False  # a signal now cuts only this wait
-            if self._on_exit is not None:
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._on_exit()
-            self._stop_listening()
+        with self._listening(main):
+            try:
+                try:
+                    code = await self._live(live)
+                except asyncio.CancelledError:
+                    if self.signal is None:
+                        raise
+                    main.uncancel()
+                    code = 128 + self.signal
+                return self._finish(code)
+            except BaseExceptionGroup as errors:
+                raise self._fail(first_cause(errors)) from errors
+            except Exception as error:  # outermost frame
+                raise self._fail(error) from error
+            finally:
+                self.can_stop = False  # a signal now cuts only this wait
+                if self._on_exit is not None:
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await self._on_exit()
 
-    def _listen(self, main: asyncio.Task[Any]) -> None:
+    @contextlib.contextmanager
+    def _listening(self, main: asyncio.Task[Any]) -> Iterator[None]:
+        """Handle signals, in the main thread or as `interrupts`."""
         loop = asyncio.get_running_loop()
+        numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         if self.interrupts is not None:
-
-            def receive(number: int) -> None:
-                loop.call_soon_threadsafe(self._on_signal, number, main)
-
-            self.interrupts.receive_by(receive)
-        elif threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                loop.add_signal_handler(number, self._on_signal, number, main)
-
-    def _stop_listening(self) -> None:
-        if self.interrupts is not None:
-            self.interrupts.receive_by(None)
-        elif threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                asyncio.get_running_loop().remove_signal_handler(number)
+            numbers = ()
+            self.interrupts.receive_by(
+                lambda number: loop.call_soon_threadsafe(self._on_signal, number, main)
+            )
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number, main)
+        try:
+            yield
+        finally:
+            if self.interrupts is not None:
+                self.interrupts.receive_by(None)
+            for number in numbers:
+                loop.remove_signal_handler(number)
 
     def _finish(self, code: int) -> int:
-        if code > 128:
-            self._on_end("interrupted", f"interrupted by {signal.Signals(code - 128).name}", True)
-        else:
-            self._on_end("done", "", True)
+        state = "interrupted" if code > 128 else "done"
+        why = f"interrupted by {signal.Signals(code - 128).name}" if code > 128 else ""
+        self._on_end(state, why, True)
         return code
 
     async def _live(self, live: Callable[[], Awaitable[int]]) -> int:
@@ -230,13 +231,14 @@ class Lifecycle:
 
     def _fail(self, error: BaseException) -> AsyncrlError:
         if isinstance(error, OSError):
-            error = system_error(error, self.run_dir)
+            what = f"cannot use the run directory {self.run_dir}: {error}"
+            error = RoomError("controller", what, way_out="free space on its disk, then start again.")
         elif not isinstance(error, AsyncrlError):
             log_path = self.run_dir / "logs" / "controller.log"
             what = f"internal error {type(error).__name__}: {error}"
             error = RoomError("controller", what, way_out=f"report it with the traceback in {log_path}.")
         logger.error("ended by %s", error, exc_info=error)
-        with contextlib.suppress(RoomError, CallbackError):
+        with contextlib.suppress(OSError, CallbackError):
             self._on_end("failed", str(error), not isinstance(error, ConfigError))
         return error
 
@@ -356,11 +358,6 @@ def logging_to(folder: Path) -> Iterator[None]:
         root.removeHandler(handler)
         with contextlib.suppress(OSError):
             handler.close()
-
-
-def system_error(error: OSError, run_dir: Path) -> RoomError:
-    what = f"cannot use the run directory {run_dir}: {error}"
-    return RoomError("controller", what, way_out="free space on its disk, then start again.")
 
 
 def raise_file_limit() -> None:

@@ -7,9 +7,8 @@ import logging
 import math
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from asyncrl.base.files import LOST, write_whole
 from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.engine_supervisor import EngineSupervisor
-from asyncrl.job.lifecycle import RunLog, run_again, run_id, system_error
+from asyncrl.job.lifecycle import RunLog, run_again, run_id
 from asyncrl.journal.checkpoints import sync_records
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
@@ -27,7 +26,7 @@ from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total
 from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
-from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several, skipped_text
+from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, skipped_text
 from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter, write_trace
 from asyncrl.observe.trackers import TrackedRun, Tracker, make_trackers
@@ -71,7 +70,7 @@ class Reporter:
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
             shows_samples=config.observe.samples_per_step > 0,
-            health=lambda steps: judge(steps, config).health,
+            health_of=lambda steps: judge(steps, config).health,
         )
         self.log = RunLog(self._console.say, self._console.show_activity)
         self._trackers = make_trackers(config.observe, self.log.warn, trackers)
@@ -89,7 +88,6 @@ class Reporter:
         """Totals by step, for steps about to be repeated."""
         self._journaled: dict[str, float] = {}
         self._slots_at: tuple[float, float] | None = None
-        self._has_skipped_step = False
         self._is_to_resume = goes_on
 
     def start(self) -> None:
@@ -172,21 +170,14 @@ class Reporter:
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
         gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
-        self._show_samples(partial(self._samples.step, batch, gaps, run.tokenizer.decode))
+        self._show_samples(self._samples.step(batch, gaps, run.tokenizer.decode))
 
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
     ) -> None:
-        self._show_samples(partial(self._samples.failed, group_id, prompt, failed, tokenizer.decode))
+        self._show_samples(self._samples.failed(group_id, prompt, failed, tokenizer.decode))
 
-    def _show_samples(self, write: Callable[[], list[ShownRollout]]) -> None:
-        """Write and show samples. A failure ends no run."""
-        try:
-            samples = write()
-        except Exception as error:
-            logger.exception("no samples are written")
-            self.log.warn_once("samples", f"samples.jsonl lacks some samples: {error}")
-            return
+    def _show_samples(self, samples: list[ShownRollout]) -> None:
         if samples:
             self._trackers.tell("samples", samples[0]["step"], samples)
             self._console.show_samples(samples)
@@ -213,23 +204,26 @@ class Reporter:
             self.log.warn(f"{what}, the last failure: {result.last_failure}")
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
-        gap, logs = metrics.get("policy/logprob_gap_mean", 0.0), self.run_dir / "logs" / "trainer-0.log"
+        logs = self.run_dir / "logs"
+        gap = metrics.get("policy/logprob_gap_mean", 0.0)
         if gap > GAP_WARNING:
-            text = f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
-            text += f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): {logs} says why"
-            self.log.warn_once("gap", text)
+            self.log.warn_once(
+                "gap",
+                f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
+                f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): "
+                f"{logs / 'trainer-0.log'} says why",
+            )
         if metrics.get("rollout/given_up"):
-            tries = several(self.config.rollout.max_requeues + 1, "time")
-            text = f"a prompt that failed or became too old {tries} (rollout.max_requeues), or cannot be "
-            self.log.warn_once("given up", f"{text}sampled, is given up; logs/controller.log says why")
+            self.log.warn_once(
+                "given up",
+                f"a prompt failed or became too old {self.config.rollout.max_requeues + 1} times "
+                f"(rollout.max_requeues), or cannot be sampled, and is given up: {logs / 'controller.log'}",
+            )
         if skipped := skipped_text(metrics):
-            groups = ", ".join(str(group.group_id) for group in batch.groups)
             saved = self.run_dir / "failed_batches" / f"step_{batch.version + 1}.safetensors"
-            text = f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}"
-            text += f": loss or gradient was NaN or infinite; {logs} has the values, {saved} the batch"
-            if self._has_skipped_step:
-                logger.warning("%s", text)
-            self._has_skipped_step = True
+            groups = ", ".join(str(group.group_id) for group in batch.groups)
+            text = f"{skipped}, groups {groups}: loss or gradient was not finite; the batch is in {saved}"
+            logger.warning("%s", text)
             self.log.warn_once("skipped", text)
 
     def status(self, run: Components, waits: Sequence[Wait]) -> None:
@@ -252,13 +246,11 @@ class Reporter:
         )
 
     def finish(self, state: str, why: str = "", can_go_on: bool = True) -> None:
-        """Write verdict, plot and summary.json. `state`: done, interrupted or failed. Raises RoomError."""
+        """Write verdict, plot and summary.json. `state`: done, interrupted or failed. Raises OSError."""
         try:
             self._finish(state, why)
             if state != "done" and can_go_on:
                 self._console.say(f"resume with: {run_again(self.run_dir)}")
-        except OSError as error:
-            raise system_error(error, self.run_dir) from error
         finally:
             self._trackers.tell("close", state)
 
@@ -285,11 +277,10 @@ class Reporter:
             for line in newest:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             self._console.say(f"reward plot: {plot}")
-            self._console.say(f"all of it as a page: {shlex.join(['asyncrl', 'report', str(self.run_dir)])}")
+            folder = shlex.quote(str(self.run_dir))
+            self._console.say(f"all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
-                self._console.say(f"weights: {final}")
-                export = shlex.join(["asyncrl", "export", str(self.run_dir)])
-                self._console.say(f"to share them, with a model card: {export} OUT")
+                self._console.say(f"weights: {final}; with a model card: asyncrl export {folder} OUT")
         sync_records(self.run_dir)
         write_trace(self.run_dir)
         write_whole(self.run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")

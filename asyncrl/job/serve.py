@@ -136,15 +136,12 @@ async def _live_engine(life: Lifecycle) -> int:
     engine = servers.engines()[0]
     servers.client(engine, tokenizer)
     await _start(life, [engine])
-    header = '-H "Authorization: Bearer $ENGINE_KEY"'
-    sampling = {"max_tokens": 8, "temperature": life.config.rollout.temperature, "seed": 0}
-    path, body, hint = servers.kind.usage(sampling, engine.child.url, servers.model_path)
+    url = engine.child.url
     for line in (
         f"{engine.name} ready; logs in {life.run_dir / 'logs'}",
-        f"  export ENGINE_URL={engine.child.url} ENGINE_KEY={servers.secret}",
-        f'  curl -sS "$ENGINE_URL/health" {header}',
-        f'  curl -sS "$ENGINE_URL{path}" {header} {_json_data(body)}',
-        hint,
+        f"  export ENGINE_URL={url} ENGINE_KEY={servers.secret}",
+        '  curl -sS "$ENGINE_URL/health" -H "Authorization: Bearer $ENGINE_KEY"',
+        f"  {servers.kind.hint(url, servers.model_path)}",
     ):
         life.log.print_secret(line)
     life.can_stop = True  # Ctrl-C is a normal end

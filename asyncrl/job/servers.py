@@ -115,10 +115,9 @@ class Embedded:
     ) -> EngineClient:
         return EngineServer(server.caller, broadcast_group=broadcast_group)
 
-    def usage(self, sampling: Body, url: str, model_path: Path) -> tuple[str, Body, str]:
-        """Return (path, body) of a sampling call, and a hint."""
-        body = {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
-        return "/generate", body, "  its messages are described in asyncrl/messages/engine_api.py"
+    def hint(self, url: str, model_path: Path) -> str:
+        """Return how to use a served engine."""
+        return "its messages are described in asyncrl/messages/engine_api.py"
 
 
 class Simulated(Embedded):
@@ -201,11 +200,10 @@ class Vllm(Embedded):
         server.ready = partial(client.ready, limit_s)
         return client
 
-    def usage(self, sampling: Body, url: str, model_path: Path) -> tuple[str, Body, str]:
-        body = {"token_ids": [1, 2, 3], "sampling_params": sampling | {"logprobs": 0}}
+    def hint(self, url: str, model_path: Path) -> str:
         model = "" if self.config.model.path else f" model.scratch=none model.path={model_path.absolute()}"
         command = f"{KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm rollout.urls=[{url}]{model}"
-        return "/inference/v1/generate", body, f"  use it in a run on this machine: {command}"
+        return f"use it in a run on this machine: {command}"
 
 
 def _special_ids(tokenizer: HFChatTokenizer) -> dict[str, int]:

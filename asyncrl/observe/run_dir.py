@@ -15,7 +15,8 @@ from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import LOST, cut_at, lines_from_end
@@ -47,6 +48,10 @@ QUIET_S = 30.0
 T = TypeVar("T")
 State = Literal["starting", "running", "done", "failed", "interrupted", "crashed", "unknown"]
 OBJECT = TypeAdapter(dict[str, Any])
+_KEYS = {"policy_version": int, "eval/version": int, "eval/seconds": float}
+EVALUATION: TypeAdapter[dict[str, Any]] = TypeAdapter(
+    with_config(ConfigDict(extra="allow"))(TypedDict("Evaluation", _KEYS))  # type: ignore[operator]
+)
 
 
 def tell(problems: list[str], problem: str) -> None:
@@ -69,9 +74,7 @@ def read_lines(
                 try:
                     yield form.validate_json(line)
                 except ValidationError as error:
-                    fault = error.errors(include_url=False, include_input=False)[0]
-                    place = ".".join(map(str, fault["loc"]))
-                    what = f"the line {line[:60]!r}: {fault['msg']} {place}"
+                    what = f"the line {line[:60]!r}: {error.errors(include_input=False)[0]['msg']}"
                     is_whole = line.endswith(b"\n")
                     tell(problems, f"{path.name}: skipped {what if is_whole else 'an incomplete last line'}")
     except FileNotFoundError:
@@ -93,31 +96,18 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def numbers_in(
-    lines: Iterable[dict[str, Any]], name: str, problems: list[str], *required: str
-) -> Iterator[dict[str, Any]]:
-    """Yield the `lines` of file `name` that have the `required` numbers."""
-    for line in lines:
-        if LOST_KEY in line:
-            tell(problems, f"{name}: steps {line[LOST_KEY]} are missing ({line.get('why')})")
-        elif missing := [number for number in required if not is_number(line.get(number))]:
-            tell(problems, f"{name}: skipped a line without a number {missing[0]}")
-        else:
-            yield line
-
-
 def read_metrics(run_dir: Path, problems: list[str], *, from_end: bool = False) -> Iterator[dict[str, Any]]:
-    lines = read_lines(run_dir / METRICS_FILE, problems, OBJECT, from_end=from_end)
-    for line in numbers_in(lines, METRICS_FILE, problems, "step"):
-        yield {name: value for name, value in line.items() if is_number(value)}
+    for line in read_lines(run_dir / METRICS_FILE, problems, OBJECT, from_end=from_end):
+        if LOST_KEY in line:
+            tell(problems, f"{METRICS_FILE}: steps {line[LOST_KEY]} are missing ({line.get('why')})")
+        elif not is_number(line.get("step")):
+            tell(problems, f"{METRICS_FILE}: skipped a line without a number step")
+        else:
+            yield {name: value for name, value in line.items() if is_number(value)}
 
 
 def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
-    lines = read_lines(run_dir / EVAL_FILE, problems, OBJECT)
-    required = ("policy_version", "eval/version", "eval/seconds")
-    of_samples = {"eval/length_mean", "eval/truncated_fraction"}
-    found = numbers_in(lines, EVAL_FILE, problems, *required)
-    return [line for line in found if "eval/reward_mean" not in line or of_samples <= line.keys()]
+    return list(read_lines(run_dir / EVAL_FILE, problems, EVALUATION))
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -150,10 +140,8 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     age_s = age_of(status)
     if reported in ("done", "failed", "interrupted"):
         return reported, str(status.get("why") or "")
-    if not status:
-        return "unknown", f"there is no readable {STATUS_FILE}"
     if reported not in ("starting", "running"):
-        return "unknown", f"{STATUS_FILE} has state={reported!r}, which no run writes"
+        return "unknown", f"there is no readable {STATUS_FILE}"
     here = socket.gethostname()
     host = status.get("host", here)
     is_held = _is_held(folder / LOCK_FILE)

@@ -186,8 +186,8 @@ def evaluation_text(metrics: Mapping[str, Any]) -> str:
     if "eval/reward_mean" in metrics:
         error = f" ± {metrics['eval/standard_error']:.3f}" if "eval/standard_error" in metrics else ""
         parts[0] += f" reward {metrics['eval/reward_mean']:.3f}{error}"
-        truncated = f"{metrics['eval/truncated_fraction']:.1%} truncated"
-        parts.append(f"{metrics['eval/length_mean']:.1f} tokens, {truncated}")
+        truncated = f"{metrics.get('eval/truncated_fraction', 0.0):.1%} truncated"
+        parts.append(f"{metrics.get('eval/length_mean', 0.0):.1f} tokens, {truncated}")
     parts.append(f"{metrics['eval/seconds']:.1f} s")
     for what in ("failed", "skipped", "abandoned"):
         if num := metrics.get(f"eval/{what}"):

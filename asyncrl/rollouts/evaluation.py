@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,24 +22,15 @@ from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, R
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    prompt_id: str
-    reward: float
-    length: int
-    is_truncated: bool
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Scored samples at `version`; `num_failed` others have no reward.
+    """Scored samples at `version`, with their prompt ids; `num_failed` others have no reward.
 
     `seconds`: from the publish to the last score. `num_skipped`, `num_abandoned`: due evaluations that did
     not begin, or did not end.
     """
 
     version: int
-    samples: Sequence[Sample]
+    samples: Sequence[tuple[str, Rollout]]
     num_failed: int = 0
     last_failure: str = ""
     seconds: float = 0.0
@@ -60,18 +51,16 @@ class EvalResult:
         }
         if self.samples:
             rewards = defaultdict[str, list[float]](list)
-            reported = defaultdict[str, list[float]](list)
-            for sample in self.samples:
-                rewards[sample.prompt_id].append(sample.reward)
-                for name, value in sample.metrics.items():
-                    reported[f"eval/task/{name}"].append(value)
+            found = defaultdict[str, list[float]](list)
+            for prompt_id, rollout in self.samples:
+                rewards[prompt_id].append(rollout[0].reward)
+                found["length_mean"].append(sum(branch.num_sampled for branch in rollout))
+                found["truncated_fraction"].append(any(branch.is_truncated for branch in rollout))
+                for name, value in rollout[0].metrics.items():
+                    found[f"task/{name}"].append(value)
             means = [fmean(of_prompt) for of_prompt in rewards.values()]
-            metrics |= {
-                "eval/reward_mean": fmean(means),
-                "eval/length_mean": fmean(sample.length for sample in self.samples),
-                "eval/truncated_fraction": fmean(sample.is_truncated for sample in self.samples),
-            }
-            metrics |= {name: fmean(values) for name, values in reported.items()}
+            metrics |= {"eval/reward_mean": fmean(means)}
+            metrics |= {f"eval/{name}": fmean(values) for name, values in found.items()}
             if len(means) > 1:
                 metrics["eval/standard_error"] = stdev(means) / math.sqrt(len(means))
         return metrics
@@ -139,28 +128,23 @@ class HeldOut:
         outcomes = await asyncio.gather(*runs, return_exceptions=True)
         if self.broken:
             raise self.broken[0]
-        samples = list[Sample]()
+        samples = list[tuple[str, Rollout]]()
         last_failure = ""
         for attempt, outcome in zip(attempts, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 raise outcome
             if isinstance(outcome, FailedRollout):
                 last_failure = str(outcome.failure)
-            else:
-                samples.append(_sample(attempt.prompt.prompt_id, outcome, version))
+                continue
+            versions = sorted({span.version for branch in outcome for span in branch.version_spans})
+            if versions != [version]:
+                prompt_id = attempt.prompt.prompt_id
+                what = f"a rollout of prompt {prompt_id} has tokens of policy_version {versions}"
+                rule = f"every token of this evaluation is sampled at policy_version {version}"
+                way_out = "let nothing else push weights to the engines, then start again."
+                raise EngineError("evaluation", what, rule=rule, way_out=way_out)
+            samples.append((attempt.prompt.prompt_id, outcome))
         return EvalResult(version, tuple(samples), len(attempts) - len(samples), last_failure)
-
-
-def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
-    versions = sorted({span.version for branch in rollout for span in branch.version_spans})
-    if versions != [version]:
-        what = f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}"
-        rule = f"every token of this evaluation is sampled at policy_version {version}"
-        way_out = "let nothing else push weights to the engines, then start again."
-        raise EngineError("evaluation", what, rule=rule, way_out=way_out)
-    length = sum(branch.num_sampled for branch in rollout)
-    is_truncated = any(branch.is_truncated for branch in rollout)
-    return Sample(prompt_id, rollout[0].reward, length, is_truncated, rollout[0].metrics)
 
 
 @dataclass(slots=True)

@@ -40,6 +40,8 @@ from asyncrl.tasks.scorer import Scorers
 
 log = logging.getLogger(__name__)
 
+MAX_KNOWN_PROMPTS = 1024
+
 Phase = Literal["sampling", "scoring"]
 Score = Callable[[], Awaitable[Rollout]]
 """Score a sampled rollout."""
@@ -301,40 +303,31 @@ class RolloutRunner:
 # ---- generators
 
 
-class EncodedPrompts:
-    """Token ids of recent prompts, so that a group's requests share one object."""
-
-    MAX_PROMPTS = 1024
-
-    def __init__(self, tokenizer: HFChatTokenizer) -> None:
-        self.tokenizer = tokenizer
-        self._known: dict[str, tuple[int, ...]] = {}
-
-    def ids_of(self, prompt: Prompt) -> tuple[int, ...]:
-        ids = self._known.get(prompt.prompt_id)
-        if ids is None:
-            ids = self.tokenizer.encode_chat(prompt.messages)
-            self._known[prompt.prompt_id] = ids
-            if len(self._known) > self.MAX_PROMPTS:
-                del self._known[next(iter(self._known))]
-        return ids
-
-
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
     engine: EnginePool
-    prompts: EncodedPrompts
+    tokenizer: HFChatTokenizer
     scorers: Scorers
     run_seed: int
     max_tokens: int
     max_prompt_tokens: int
     temperature: float
     stop: tuple[str, ...] = ()
+    _known_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Token ids of recent prompts, so that a group's requests share one object."""
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        ids = self._known_ids.get(prompt.prompt_id)
+        if ids is None:
+            ids = self._known_ids[prompt.prompt_id] = self.tokenizer.encode_chat(prompt.messages)
+            if len(self._known_ids) > MAX_KNOWN_PROMPTS:
+                del self._known_ids[next(iter(self._known_ids))]
+        return ids
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         """Raises RolloutFailure if the prompt is too long or refused."""
         prompt, index = attempt.prompt, attempt.sample_index
-        prompt_ids = self.prompts.ids_of(prompt)
+        prompt_ids = self._prompt_ids(prompt)
         if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
             raise PromptUnusable(
                 f"prompt {prompt.prompt_id} has {len(prompt_ids)} tokens",
@@ -371,8 +364,8 @@ class SingleTurn:
 
         async def score() -> Rollout:
             scorer = self.scorers.of(prompt)
-            shows_special = scorer.shows_special
-            text = answer_text(self.prompts.tokenizer, completion.token_ids, shows_special=shows_special)
+            ids = completion.token_ids
+            text = answer_text(self.tokenizer, ids, shows_special=scorer.shows_special)
             reward = await scorer.score(prompt, text)
             return (make_trajectory(index, prompt_ids, completion, reward),)
 

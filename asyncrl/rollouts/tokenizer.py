@@ -150,17 +150,9 @@ def _load(model_path: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     try:
-        try:
-            return PreTrainedTokenizerFast.from_pretrained(model_path)
-        except (OSError, ValueError):  # no tokenizer.json: only the model's class can read it
-            from transformers import AutoTokenizer
-
-            found = AutoTokenizer.from_pretrained(model_path)
-            if not hasattr(found, "backend_tokenizer"):
-                raise ValueError("it cannot be converted to a tokenizer.json") from None
-            return found
+        return PreTrainedTokenizerFast.from_pretrained(model_path)
     except (OSError, ValueError, KeyError) as error:
-        way_out = "set model.path to a Hugging Face language model with its tokenizer."
+        way_out = "set model.path to a Hugging Face language model with a tokenizer.json."
         raise ConfigError(f"cannot load a tokenizer from {model_path}: {error}", way_out=way_out) from error
 
 

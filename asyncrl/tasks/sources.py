@@ -27,15 +27,7 @@ from asyncrl.config.run_config import key_of
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
-from asyncrl.tasks.task import (
-    Item,
-    PromptTask,
-    RewardFunction,
-    RowTask,
-    UserCodeFailed,
-    no_reward,
-    user_code,
-)
+from asyncrl.tasks.task import Item, PromptTask, RewardFunction, RowTask, UserCodeFailed, no_reward, user_code
 
 LoadTaskset = Callable[[], Any]
 EvalTask = tuple[PromptTask, tuple[Prompt, ...]]

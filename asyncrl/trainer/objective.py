@@ -274,11 +274,7 @@ class Objective:
         return (loss_M * weight_M).sum(), stats
 
     def _proximal(
-        self,
-        batch: BatchNumbers,
-        behaviour_M: Tensor,
-        current_M: Tensor,
-        read: Callable[[Any], Tensor],
+        self, batch: BatchNumbers, behaviour_M: Tensor, current_M: Tensor, read: Callable[[Any], Tensor]
     ) -> Tensor:
         if self.settings.proximal == "interpolate":
             staleness_M = batch.header.version - read(batch.arrays.versions)

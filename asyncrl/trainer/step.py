@@ -227,22 +227,20 @@ class TrainStep:
     def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
         batch = BatchNumbers(header, arrays, has_loss)
         if self._objective.needs_proximal:
-            batch.proximal_N, batch.entropy_N = self._forward(self.policy, header, arrays, has_loss)
+            batch.proximal_N, batch.entropy_N = self._forward(self.policy, batch)
         if self._reference is not None:
-            batch.reference_N, _ = self._forward(self._reference, header, arrays, has_loss)
+            batch.reference_N, _ = self._forward(self._reference, batch)
         elif self._objective.needs_reference:
             assert self._adapters is not None
             with self._adapters.off():
-                batch.reference_N, _ = self._forward(self.policy, header, arrays, has_loss)
+                batch.reference_N, _ = self._forward(self.policy, batch)
         batch.advantage_N = self._objective.advantages(batch)
         return batch
 
     @torch.no_grad()
-    def _forward(
-        self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
-    ) -> tuple[Float32N, Float32N]:
+    def _forward(self, policy: Policy, batch: BatchNumbers) -> tuple[Float32N, Float32N]:
         """Return logprobs and entropies, float32 [N], 0 without loss."""
-        micros = self._micro_batches(header, arrays, has_loss)
+        micros = self._micro_batches(batch, batch.has_loss)
         self._meter.enter("logprobs")
         outputs = list[Output]()
         for micro, counts in micros:
@@ -250,20 +248,18 @@ class TrainStep:
             if counts:
                 self._meter.count(policy.costs.flops(micro.size, has_backward=False))
                 outputs.append((micro, scores, 0.0, {}))
-        sums = add_up(outputs, len(has_loss), self.ranks)
+        sums = add_up(outputs, len(batch.has_loss), self.ranks)
         reshard(policy)
         self._meter.enter("")
         return sums.logprobs_N, sums.entropies_N
 
-    def _micro_batches(
-        self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
-    ) -> list[tuple[MicroBatch, bool]]:
+    def _micro_batches(self, batch: BatchNumbers, chosen: BoolN) -> list[tuple[MicroBatch, bool]]:
         self._meter.enter("pack")
-        longest = max(entry.end - entry.start for entry in header.trajectories)
-        can_pack = self.policy.plan.packs(longest)
-        max_tokens = self.spec.trainer.micro_batch_tokens if can_pack else 0
+        longest = max(entry.end - entry.start for entry in batch.header.trajectories)
+        max_tokens = self.spec.trainer.micro_batch_tokens if self.policy.plan.packs(longest) else 0
+        costs = self.policy.costs
         return rank_micro_batches(
-            header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.costs, self._allowed
+            batch.header, batch.arrays, chosen, max_tokens, self.device, self.ranks, costs, self._allowed
         )
 
     def _optimizer_step(
@@ -296,7 +292,7 @@ class TrainStep:
     def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
         numbers = self._objective.step_numbers(batch, chosen)
         outputs = list[Output]()
-        for micro, counts in self._micro_batches(batch.header, batch.arrays, chosen):
+        for micro, counts in self._micro_batches(batch, chosen):
             self._meter.enter("forward")
             scores = self.policy(micro, self.spec.temperature)
             if not counts:
