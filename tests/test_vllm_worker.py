@@ -48,17 +48,28 @@ class House:
         folder.mkdir()
         return stage_file(tensors, 0, folder).model_dump(exclude={"version"}, exclude_defaults=True)
 
+    def stage(self, version: int, **request: Any) -> dict[str, Any]:
+        """Ask until it is staged, or refused."""
+        asked = request | {"version": version}
+        while (answer := self.server.rpc("asyncrl_stage", **asked)).get("state") == "staging":
+            time.sleep(0.01)
+        return answer
+
     def push(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Stage and load; the answer of the load, or a refusal before it."""
         version = next(self.versions)
         request = self.write(tensors)
-        while (staged := self.server.rpc("asyncrl_stage", **request, version=version)).get(
-            "state"
-        ) == "staging":
-            time.sleep(0.01)
-        if "error" in staged:
+        if "error" in (staged := self.stage(version, **request)):
             return staged
         return self.server.rpc("asyncrl_load", version=version, digest=request["digest"])
+
+    def plant(self, fault: str) -> None:
+        assert self.server.rpc("asyncrl_plant", fault=fault) == {"ok": True}
+
+    def serve(self, model: str) -> None:
+        """Whatever was before: these weights, loaded in order."""
+        self.plant("")
+        assert self.push(self.weights[model]).get("ok"), self.server.read_log()[-2000:]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -98,8 +109,8 @@ def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server(house: House) -> No
     "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
 )
 def test_incomplete_weights_leave_a_server_without_a_version(house: House, name: str) -> None:
-    assert house.push(house.weights["A"]).get("ok"), house.server.read_log()[-2000:]
-    assert house.server.rpc("asyncrl_plant", fault="poison") == {"ok": True}
+    house.serve("A")
+    house.plant("poison")
     answer = house.push({key: tensor for key, tensor in house.weights["B"].items() if key != name})
     layer = name.removesuffix(".weight").replace("k_proj", "qkv_proj")
     assert layer in answer["error"]
