@@ -73,7 +73,7 @@ class FakeWeights(SimulatedWeights):
         self.digests[version] = digest
 
 
-class FakeEngine(SimulatedEngine):
+class LetterEngine(SimulatedEngine):
     """Draws letters by its weights; `chunk_tokens`: tokens of a streamed chunk."""
 
     def __init__(self, server: FakeEngineServer) -> None:
@@ -178,7 +178,7 @@ class FakeEngineServer(FakeServer):
         """Every request so far."""
         self.frames: list[codec.Frame] = []
         """Every frame so far."""
-        self.engine = FakeEngine(self)
+        self.engine = LetterEngine(self)
 
     @property
     def answers_links(self) -> bool:
@@ -207,7 +207,7 @@ class FakeEngineServer(FakeServer):
 
     def restart(self) -> None:
         super().restart()
-        self.engine = FakeEngine(self)
+        self.engine = LetterEngine(self)
 
     def health(self) -> engine_api.EngineHealth:
         return self.engine.health()

@@ -61,10 +61,7 @@ class Evaluated:
         async def published(manifest: ExportResponse) -> None:
             self.evaluation.served_nowait(manifest.version)
 
-        return {
-            "on_published": published,
-            "wait_released": lambda: self.evaluation.wait_released(),
-        }
+        return {"on_published": published, "wait_released": lambda: self.evaluation.wait_released()}
 
     @property
     def versions(self) -> list[int]:
@@ -152,11 +149,7 @@ def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
 )
 @settings(max_examples=60)
 def test_deaths_leave_each_evaluation_with_one_version(
-    decode_s: float,
-    every: int,
-    timeout_s: float,
-    deaths: list[tuple[float, int]],
-    max_staleness: int,
+    decode_s: float, every: int, timeout_s: float, deaths: list[tuple[float, int]], max_staleness: int
 ) -> None:
     async def story(rooms: Apart) -> None:
         for at_s, number in deaths:

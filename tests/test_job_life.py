@@ -243,7 +243,7 @@ def test_failed_resume_leaves_the_run_as_it_was(
     assert {path: path.read_bytes() for path in before} == before
     state = json.loads((tmp_path / "status.json").read_text())["state"]
     assert state == ("failed" if error else "interrupted")
-    assert resuming.log.warnings == ["checkpoint step_9 is damaged"]
+    assert resuming.life.log.warnings == ["checkpoint step_9 is damaged"]
 
 
 def begun_run(tmp_path: Path, config: RunConfig) -> Path:
