@@ -22,8 +22,14 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
-from asyncrl.launch.server import Server, start_all
-from asyncrl.launch.supervise import HEARTBEAT_PERIOD_S, Supervision, Supervisor, summary_of
+from asyncrl.launch.supervise import (
+    HEARTBEAT_PERIOD_S,
+    Server,
+    Supervision,
+    Supervisor,
+    start_all,
+    summary_of,
+)
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.rollout import Generator, HarnessGenerator, SingleTurn, derive_seed

@@ -29,7 +29,7 @@ from asyncrl.config import RunConfig
 from asyncrl.journal.read import reading
 from asyncrl.journal.schema import FILE_NAME
 from asyncrl.launch.launchers import Launcher
-from asyncrl.launch.server import Server, first_death
+from asyncrl.launch.supervise import Server, first_death
 from asyncrl.observe.console import outliving
 
 logger = logging.getLogger("asyncrl.job.lifecycle")

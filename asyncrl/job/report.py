@@ -18,7 +18,7 @@ from asyncrl.config import RunConfig
 from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.lifecycle import RunLog, run_again, run_id
 from asyncrl.journal.checkpoints import sync_records
-from asyncrl.launch.server import Server
+from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.messages.trainer_api import TrainerHealth, TrainResponse
