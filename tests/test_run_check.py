@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from asyncrl import cli
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.job.check import validate
+from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
 from asyncrl.launch import machine, plan
@@ -245,6 +247,25 @@ def test_prompts_that_are_too_long_are_reported(here: Path) -> None:
     (note,) = found.notes
     assert note.startswith("1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6")
     assert len(found.tasks[""]) == 2
+
+
+@pytest.mark.parametrize(("missing", "is_refused"), [(1, True), (0, False)])
+def test_too_few_open_files_are_refused(
+    missing: int, is_refused: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(write_config(here), ["generator.concurrency=300", "rollout.num_engines=2"])
+    limits = dict[str, Any]()
+    hard = FEW_FILES + 300 - missing
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda name, pair: limits.update({str(name): pair}))
+    if not is_refused:
+        refuse_few_files(config)
+        assert limits == {str(resource.RLIMIT_NOFILE): (hard, hard)}
+        return
+    with pytest.raises(ConfigError, match=f"may open {hard} files, and 300 concurrent") as refusal:
+        run_job(config, here / "run", name="test")
+    assert f"ulimit -Hn {hard + 1}" in refusal.value.way_out
+    assert not (here / "run").exists()
 
 
 def test_valid_functions_pass_uncalled_without_waiting_for_threads(here: Path) -> None:

@@ -35,6 +35,7 @@ from asyncrl.observe.console import outliving
 logger = logging.getLogger("asyncrl.job.lifecycle")
 
 CLOSE_TIMEOUT_S = 15.0
+FEW_FILES = 256
 MAX_WARNINGS = 100
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -360,7 +361,18 @@ def logging_to(folder: Path) -> Iterator[None]:
             handler.close()
 
 
-def raise_file_limit() -> None:
-    """Raise the limit of open files to its maximum: every request in flight is a connection."""
+def refuse_few_files(config: RunConfig) -> None:
+    """Raise the limit of open files to its maximum. Raises ConfigError if the rollouts need more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    rollout = config.rollout
+    num_rollouts = rollout.slots * rollout.max_engines
+    if config.generator.concurrency != "auto":
+        num_rollouts = config.generator.concurrency
+    needed = FEW_FILES + num_rollouts * (2 if config.generator.is_harness else 1)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"this process may open {hard} files, and {num_rollouts} concurrent rollouts need about {needed}",
+            rule="every request in flight is a connection, and the hard limit of RLIMIT_NOFILE holds",
+            way_out=f"raise it (ulimit -Hn {needed}), or lower rollout.slots or generator.concurrency.",
+        )

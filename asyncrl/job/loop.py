@@ -28,8 +28,8 @@ from asyncrl.job.lifecycle import (
     locked_run_dir,
     logging_to,
     new_run_dir,
-    raise_file_limit,
     rare_collections,
+    refuse_few_files,
     run_again,
     run_id,
 )
@@ -75,7 +75,7 @@ def run_job(
     resolve(config.algorithm)  # refuse before creating anything
     passed_env(config.generator.pass_env)
     check_trackers(config.observe)
-    raise_file_limit()
+    refuse_few_files(config)
     with opened(config.launcher) as launcher:
         num_first = first_wanted(config, run_dir)  # once: `asyncrl scale` may change it
         config, resolved = resolve_auto(config, launcher.nodes, begun=resumed_dtype(run_dir))

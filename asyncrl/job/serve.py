@@ -28,7 +28,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_gateway, make_generator, model_name, num_rollouts
 from asyncrl.job.build import load_tokenizer
 from asyncrl.job.check import check_everything
-from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to, new_run_dir, raise_file_limit
+from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to, new_run_dir, refuse_few_files
 from asyncrl.job.servers import Servers
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import opened
@@ -85,7 +85,7 @@ def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
 
 @contextlib.contextmanager
 def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Iterator[Lifecycle]:
-    raise_file_limit()
+    refuse_few_files(config)
     with opened(config.launcher) as launcher:
         num_engines = config.rollout.engine_range.min
         rollout = config.rollout.model_copy(update={"num_engines": num_engines})
