@@ -27,11 +27,7 @@ Texts: TypeAlias = list[str] | None
 File: TypeAlias = Path | None
 
 Overrides = Annotated[
-    Texts,
-    Argument(
-        metavar="[KEY=VALUE]...",
-        help="Settings, e.g. buffer.max_staleness=4.",
-    ),
+    Texts, Argument(metavar="[KEY=VALUE]...", help="Settings, e.g. buffer.max_staleness=4.")
 ]
 NamedRun = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
 RunDir = Annotated[
@@ -51,10 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-serve_app = typer.Typer(
-    help="A gateway, to try an agent, or an engine.",
-    no_args_is_help=True,
-)
+serve_app = typer.Typer(help="A gateway, to try an agent, or an engine.", no_args_is_help=True)
 app.add_typer(serve_app, name="serve")
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
@@ -110,8 +103,7 @@ def run(
     overrides: Overrides = None,
     run_dir: Annotated[File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")] = None,
     resume: Annotated[
-        str,
-        typer.Option(help="auto: resume a run in --run-dir; never: refuse it; must: refuse a new run."),
+        str, typer.Option(help="auto: resume a run in --run-dir; never: refuse it; must: refuse a new run.")
     ] = "auto",
     allow_change: Annotated[Texts, Option(help="Key or section that may change in a resumed run.")] = None,
 ) -> None:
@@ -168,11 +160,7 @@ def check(
 @app.command()
 def keys(
     what: Annotated[
-        Text,
-        Argument(
-            metavar="[WHAT]",
-            help="Section (buffer), key (buffer.max_staleness), or search word.",
-        ),
+        Text, Argument(metavar="[WHAT]", help="Section (buffer), key (buffer.max_staleness), or search word.")
     ] = None,
     list_all: Annotated[bool, Option("--all", help="Every setting.")] = False,
     schema: Annotated[bool, Option("--schema", help="All as a JSON schema, for editors.")] = False,
@@ -282,10 +270,7 @@ def watch(
 def export(
     paths: Annotated[
         list[Path],
-        Argument(
-            metavar="[RUN_DIR] OUT",
-            help="Run (default: the newest in runs/), and new folder.",
-        ),
+        Argument(metavar="[RUN_DIR] OUT", help="Run (default: the newest in runs/), and new folder."),
     ],
     step: Annotated[
         str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
@@ -378,8 +363,7 @@ def serve_gateway(
     overrides: Overrides = None,
     record: Annotated[File, Option(metavar="FILE", help="Append rollouts as JSON lines.")] = None,
     rollouts: Annotated[
-        int | None,
-        Option(metavar="N", min=1, help="Run N rollouts, print the model's text, and end."),
+        int | None, Option(metavar="N", min=1, help="Run N rollouts, print the model's text, and end.")
     ] = None,
     run_dir: ServeDir = None,
 ) -> None:

@@ -22,7 +22,7 @@ SmolLM2-135M's shape (configs/smollm2.yaml, random weights, float32) is measured
 
 Results of finished runs are kept in --work and reused by the same command, so an interrupted benchmark
 resumes. Remove that folder to measure again. Everything takes about 30 minutes on 2 quiet cores. --plot draws
-reward against steps and seconds into docs/results/end_to_end.{png,csv}.
+reward against steps and seconds into docs/results/end_to_end.png.
 
 Last line: `ratio: X` = the smallest of TRL's over asyncrl's seconds to 0.7, to 0.8, and asyncrl's over TRL's
 steps a minute.
@@ -38,8 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import ASYNCRL, CONFIGS, HERE, reported
-from end_to_end_plot import draw, write_csv
-from end_to_end_runs import LEVELS, Curve, Measured, Work, best_rate
+from end_to_end_runs import LEVELS, Curve, Measured, Work, best_rate, draw
 from shape_task import make_shape
 
 QUICKSTART, SMOLLM2 = CONFIGS / "quickstart.yaml", CONFIGS / "smollm2.yaml"
@@ -222,12 +221,10 @@ def main() -> None:
     parser.add_argument("--skip-shape", action="store_true", help="leave SmolLM2-135M's shape out")
     parser.add_argument("--work", type=Path, default=HERE.parent / "runs" / "end_to_end")
     parser.add_argument("--write", action="store_true", help="also keep the output in benchmarks/results/")
-    parser.add_argument("--plot", action="store_true", help="write docs/results/end_to_end.{png,csv}")
+    parser.add_argument("--plot", action="store_true", help="write docs/results/end_to_end.png")
     arguments = parser.parse_args()
     if "on-policy" in arguments.systems and "plain" not in arguments.systems:
-        raise SystemExit(
-            "on-policy takes the learning rate of plain.\n  Way out: give plain in --systems too."
-        )
+        raise SystemExit("on-policy takes the learning rate of plain.\n  Way out: add plain to --systems.")
     needs_trl = "trl" in arguments.systems or not arguments.skip_shape
     if needs_trl and importlib.util.find_spec("trl") is None:
         raise SystemExit("TRL is not installed.\n  Way out: pip install 'trl==1.16.0'")
@@ -243,7 +240,6 @@ def main() -> None:
             labels = {name: f"{SYSTEMS[name]}, learning rate {one.rate}" for name, one in found.items()}
             runs = {name: [*one.curves.values()] for name, one in found.items()}
             draw(runs, labels, HERE.parent / "docs" / "results" / "end_to_end.png")
-            write_csv(runs, HERE.parent / "docs" / "results" / "end_to_end.csv")
         if not arguments.skip_shape:
             measure_shape(work)
         print(f"ratio: {ratio:.2f}")

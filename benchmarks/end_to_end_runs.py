@@ -9,10 +9,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from common import child_environ, read_steps
 
 from asyncrl.observe.verdict import running_mean
@@ -134,3 +136,46 @@ def read_curve(run_dir: Path, started_s: float) -> Curve:
 
 def best_rate(curves: dict[str, Curve]) -> str:
     return min(curves, key=lambda rate: (curves[rate].reach_s(LEVELS[-1]), -curves[rate].final_reward))
+
+
+# ---- the plot
+
+COLOURS = {"asyncrl": "#2166ac", "trl": "#d95f02", "plain": "#222222", "on-policy": "#1b9e77"}
+NUM_PLACES = 400
+"""Points of the axis of seconds."""
+
+
+def on_grid(curves: Sequence[Curve], axis: str, window: int) -> tuple[Any, Any]:
+    """Return places (float64, one axis) and the seeds' smoothed rewards there, one row per seed. Places end
+    where the shortest seed ends. `axis`: steps or seconds; rewards between steps are interpolated.
+    """
+    smooth = [running_mean(curve.rewards, window=window) for curve in curves]
+    times = [curve.times_s if axis == "seconds" else [*range(1, len(curve.rewards) + 1)] for curve in curves]
+    first = max(each[0] for each in times)
+    last = min(each[-1] for each in times)
+    places = np.linspace(first, last, NUM_PLACES if axis == "seconds" else int(last))
+    return places, np.array([np.interp(places, *pair) for pair in zip(times, smooth, strict=True)])
+
+
+def draw(runs: Mapping[str, Sequence[Curve]], labels: Mapping[str, str], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.8), dpi=130, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for name, curves in runs.items():
+        # The plain loop is dashed and on top: max_staleness 0 is exactly under it in the first panel.
+        style = {"linestyle": (0, (4, 3)), "zorder": 5} if name == "plain" else {"zorder": 3}
+        for panel, axis in zip(panels, ("steps", "seconds"), strict=True):
+            places, rewards = on_grid(curves, axis, WINDOW)
+            ends = rewards.min(0), rewards.max(0)
+            panel.fill_between(places, *ends, color=COLOURS[name], alpha=0.15, linewidth=0)
+            panel.plot(places, rewards.mean(0), color=COLOURS[name], label=labels[name], **style)
+    for panel, label in zip(panels, ("optimizer step", "seconds, without start-up"), strict=True):
+        panel.set_xlabel(label)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        for level in LEVELS:
+            panel.axhline(level, color="#999999", linewidth=0.8, linestyle=":")
+    panels[0].set_ylabel(f"reward/mean, mean of the last {WINDOW} steps")
+    panels[0].legend(loc="lower right", frameon=False)
+    figure.savefig(path)

@@ -43,8 +43,6 @@ class Traits:
     """Tokens that outlast the beginning of any commit, and are sampled to their end after it."""
     long: int = LONG
     """Tokens that are not over before a story has interrupted them; a sequence may have a few more."""
-    has_weights: bool = True
-    """The simulated server draws from seeds: a latency model."""
     aborts_queued: bool = False
     """A vLLM commit with interrupt=abort also ends queued requests; ours keep them for the new weights."""
     keeps_streams: bool = True
@@ -66,7 +64,7 @@ class Traits:
 
 
 TRAITS = {
-    "simulated": Traits(long=ENDLESS, has_weights=False),
+    "simulated": Traits(long=ENDLESS),
     "embedded": Traits(waited=LONG),
     "vllm": Traits(
         kept=1000,  # some seconds
@@ -98,11 +96,6 @@ class Server:
     @property
     def traits(self) -> Traits:
         return TRAITS[self.kind]
-
-    def needs(self, has_it: bool, why: str) -> None:
-        """Leave the story out for a server whose nature has no place for it."""
-        if not has_it:
-            pytest.skip(f"{self.kind}: {why}")
 
     def request(self, **fields: Any) -> GenerateRequest:
         self.num_requests += 1

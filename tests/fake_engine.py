@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from fake_server import FakeServer
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 from asyncrl.base.http import CallLost, CallRefused, Refused
 from asyncrl.messages import codec, engine_api
 from asyncrl.messages.engine_api import GenerateRequest
+from asyncrl_servers import weight_state
 from asyncrl_servers.engine_routes import ServedLink
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedRun, SimulatedSpec, SimulatedWeights
 from asyncrl_servers.weight_state import Arrived, ChunkedPush
@@ -42,9 +44,9 @@ class FakeSpec(SimulatedSpec):
 class FakePush(ChunkedPush):
     """Believes each chunk."""
 
-    def add(self, request: engine_api.LoadChunkRequest, arrived: Arrived) -> str:
-        self.version, self.num_chunks, self.is_whole = request.version, request.index + 1, request.is_last
-        return request.digest
+    def load(self, request: engine_api.LoadChunkRequest, read: Any) -> str:
+        with patch.object(weight_state, "check_arrived", lambda *_: request.digest):
+            return super().load(request, read)
 
     def take(self, version: int, digest: str, names: object = ()) -> None:
         is_whole = self.is_whole and self.version == version and digest != ""
@@ -73,7 +75,7 @@ class FakeWeights(SimulatedWeights):
         self.digests[version] = digest
 
 
-class FakeEngine(SimulatedEngine):
+class LetterEngine(SimulatedEngine):
     """Draws letters by its weights; `chunk_tokens`: tokens of a streamed chunk."""
 
     def __init__(self, server: FakeEngineServer) -> None:
@@ -178,7 +180,7 @@ class FakeEngineServer(FakeServer):
         """Every request so far."""
         self.frames: list[codec.Frame] = []
         """Every frame so far."""
-        self.engine = FakeEngine(self)
+        self.engine = LetterEngine(self)
 
     @property
     def answers_links(self) -> bool:
@@ -207,7 +209,7 @@ class FakeEngineServer(FakeServer):
 
     def restart(self) -> None:
         super().restart()
-        self.engine = FakeEngine(self)
+        self.engine = LetterEngine(self)
 
     def health(self) -> engine_api.EngineHealth:
         return self.engine.health()

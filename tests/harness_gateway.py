@@ -21,11 +21,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from asyncrl.agents import Harness
 from asyncrl.agents.command import MARK_ENV
 from asyncrl.agents.endpoint.listener import AppServer
 from asyncrl.agents.endpoint.requests import ApiError
 from asyncrl.agents.endpoint.work_queue import RolloutQueue
 from asyncrl.agents.sandbox import TRIAL
+from asyncrl.agents.worker import Worker
 from asyncrl.base.http import Caller, Refused
 from asyncrl.messages.records import Outcome, Prompt, Work
 
@@ -123,3 +125,19 @@ def need_bubblewrap() -> None:
         if os.environ.get("ASYNCRL_REQUIRE_SANDBOX") == "1":
             raise
         pytest.skip(f"{error}: apt-get install bubblewrap")
+
+
+@asynccontextmanager
+async def working(
+    gateway: TestGateway, harness: Harness, *, slots: int = 2, key: str = WORKER_KEY
+) -> AsyncIterator[Worker]:
+    caller = gateway.worker(key=key)
+    worker = Worker(harness, caller, name="w", slots=slots)
+    running = asyncio.ensure_future(worker.run())
+    try:
+        yield worker
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await caller.aclose()

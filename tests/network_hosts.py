@@ -63,10 +63,7 @@ class Host:
         return subprocess.run(self.command(command), **{"capture_output": True, "text": True, **how})
 
     def start(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        **how: Any,
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, **how: Any
     ) -> subprocess.Popen[Any]:
         """As subprocess.Popen, here; ended with the network."""
         environ = {**os.environ, "TMPDIR": str(self.folder / "tmp"), **(env or {})}

@@ -27,13 +27,7 @@ from asyncrl.messages.records import (
     VersionSpan,
 )
 from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import (
-    Generator,
-    RolloutRunner,
-    Score,
-    SingleTurn,
-    make_trajectory,
-)
+from asyncrl.rollouts.rollout import Generator, RolloutRunner, Score, SingleTurn, make_trajectory
 from asyncrl.testing.virtual_time import run_virtual
 
 

@@ -181,7 +181,6 @@ async def test_a_commit_between_tokens(server: Server, engine: EngineClient, int
 
 @contract
 async def test_committed_weights_are_those_that_sample(server: Server, engine: EngineClient) -> None:
-    server.needs(server.traits.has_weights, "its tokens do not depend on weights")
     old = engine.policy_version
     request = {"max_tokens": 40, "temperature": 0.0}
     answers = []
@@ -190,7 +189,7 @@ async def test_committed_weights_are_those_that_sample(server: Server, engine: E
         answers.append(await engine.generate_segment(server.request(**request)))
     first, other, back = [(answer.token_ids, answer.logprobs) for answer in answers]
     assert first == back
-    assert first != other
+    assert (first != other) == (server.kind != "simulated"), "the simulated engine draws from seeds alone"
 
 
 @contract

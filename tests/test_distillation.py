@@ -113,9 +113,7 @@ def test_gradient_follows_reward_and_reverse_kl(
     assert again.train(header, arrays)["policy/kl_teacher"] == pytest.approx(divergence, abs=1e-5)
 
 
-def test_batch_without_a_teachers_logprobs_is_refused(
-    make_step: MakeStep,
-) -> None:
+def test_batch_without_a_teachers_logprobs_is_refused(make_step: MakeStep) -> None:
     with pytest.raises(Refused, match="batch 0 has rollouts without the logprobs of a teacher"):
         make_step(algorithm={"distill_weight": 1.0}).train(*make_batch())
 
@@ -149,19 +147,20 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def taught(folder: Path, teacher: Path, **sections: Any) -> Path:
-    algorithm = {"distill_weight": 1.0, "reward_weight": 0.0}
-    return job_runs.write_config(folder, teacher={"path": str(teacher)}, algorithm=algorithm, **sections)
-
-
-def of_steps(run_dir: Path, name: str) -> list[float]:
-    return [step[name] for step in job_runs.read_lines(run_dir / "metrics.jsonl")]
+def divergences(run_dir: Path) -> list[float]:
+    return [step["policy/kl_teacher"] for step in job_runs.read_lines(run_dir / "metrics.jsonl")]
 
 
 @pytest.mark.slow
 def test_student_comes_nearer_to_its_teacher_despite_kills(tmp_path: Path, other: Path) -> None:
-    trainer = {"num_steps": 80, "learning_rate": 0.01}
-    config, run_dir = taught(tmp_path, other, trainer=trainer, checkpoint={"every": 20}), tmp_path / "run"
+    config = job_runs.write_config(
+        tmp_path,
+        teacher={"path": str(other)},
+        algorithm={"distill_weight": 1.0, "reward_weight": 0.0},
+        trainer={"num_steps": 80, "learning_rate": 0.01},
+        checkpoint={"every": 20},
+    )
+    run_dir = tmp_path / "run"
 
     def without_its_teacher() -> subprocess.Popen[str]:
         process = job_runs.start(config, run_dir)
@@ -170,17 +169,13 @@ def test_student_comes_nearer_to_its_teacher_despite_kills(tmp_path: Path, other
         teacher.kill()
         return process
 
-    killed_on_the_way(
-        without_its_teacher, lambda: len(job_runs.read_lines(run_dir / "metrics.jsonl")) >= 8, run_dir
-    )
-    before = of_steps(run_dir, "policy/kl_teacher")
+    killed_on_the_way(without_its_teacher, lambda: len(divergences(run_dir)) >= 8, run_dir)
+    before = divergences(run_dir)
     ended = job_runs.run(config, run_dir)
     assert ended.returncode == 0, ended.stderr
-    found = of_steps(run_dir, "policy/kl_teacher")
+    found = divergences(run_dir)
     assert len(found) == 80
     assert found[: len(before)] == before, "what the teacher said is in the journal"
-    assert [what for what, _ in job_runs.events(run_dir) if what.startswith("teacher")] == [
-        "teacher lost",
-        "teacher up",
-    ]
+    events = [what for what, _ in job_runs.events(run_dir) if what.startswith("teacher")]
+    assert events == ["teacher lost", "teacher up"]
     assert np.mean(found[-5:]) < 0.7 * np.mean(found[:5])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from asyncrl.messages.engine_api import CommitRequest, GenerateResponse, SleepRequest, WakeRequest
+from asyncrl.messages.engine_api import CommitRequest, GenerateResponse
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 from asyncrl_servers.embedded.runner import MOST_GRAPHS
 
@@ -109,32 +109,6 @@ def test_replayed_steps_draw_the_same_across_a_publish(
     again = recorded.num_captured
     check_same(answers(engine), answers(plain))
     assert recorded.num_captured - again <= MOST_GRAPHS
-
-
-def test_sleep_frees_graphs_and_later_steps_capture_them(folder: Path, tmp_path: Path) -> None:
-    made: list[Recorded] = []
-
-    def make() -> Recorded:
-        made.append(Recorded())
-        return made[-1]
-
-    spec = make_spec(folder, slots=10, deterministic=False, takes_turns=True)
-    engine = build_engine(spec)
-    engine.runner.take_graphs(spec.slots, make)
-    expected = answers(engine)
-    engine.sleep(SleepRequest(parts=["weights", "kv"]))
-    engine.turn()
-    graphs = engine.runner.graphs
-    assert graphs is not None
-    assert not graphs._replays
-    engine.wake(WakeRequest(parts=["weights", "kv"]))
-    engine.turn()
-    staged = engine.weights.prepare(stage_file(folder, 0, tmp_path))
-    engine.commit(CommitRequest(version=0, digest=staged.digest))
-    engine.turn()
-    check_same(answers(engine), expected)
-    assert len(made) == 2
-    assert all(one.num_replayed for one in made)
 
 
 class Refusing(Recorded):

@@ -70,41 +70,20 @@ def answers(engine: Engine, *requests: GenerateRequest) -> list[GenerateResponse
     return [reply.result() for reply in replies]
 
 
-LEAVES = st.one_of(
-    st.just({"type": "boolean"}),
-    st.just({"type": "null"}),
-    st.tuples(st.integers(-50, 50), st.integers(0, 200)).map(
-        lambda pair: {"type": "integer", "minimum": pair[0], "maximum": sum(pair)}
-    ),
-    st.integers(0, 6).map(lambda most: {"type": "string", "maxLength": most}),
-    st.lists(st.text('ab"\\é', max_size=4), min_size=1, max_size=4, unique=True).map(lambda of: {"enum": of}),
-)
+TEXT = {"type": "string", "maxLength": 6}
+ITEMS = {"type": "array", "items": {"enum": ["a", 'b"', "\\\\é"]}, "maxItems": 2}
+SCHEMAS = [
+    PERSON,
+    TEXT,
+    ITEMS,
+    {"type": "integer", "minimum": -50, "maximum": 150},
+    {"anyOf": [{"type": "null"}, {"type": "boolean"}, ITEMS]},
+    {"type": "object", "properties": {"a": TEXT, "b": ITEMS}, "additionalProperties": False},
+]
 
 
-def _objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    def made(fields: dict[str, Any], num_required: int) -> dict[str, Any]:
-        required = sorted(fields)[:num_required]
-        kind = {"type": "object", "properties": fields, "required": required}
-        return kind | {"additionalProperties": False}
-
-    return st.builds(made, st.dictionaries(st.sampled_from("abcd"), inner, max_size=3), st.integers(0, 3))
-
-
-SCHEMAS = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        _objects(inner),
-        st.builds(
-            lambda items, most: {"type": "array", "items": items, "maxItems": most}, inner, st.integers(0, 2)
-        ),
-        st.lists(inner, min_size=1, max_size=3).map(lambda of: {"anyOf": of}),
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(SCHEMAS, min_size=1, max_size=4), st.integers(0, 10**6), st.integers(0, 60))
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(SCHEMAS), min_size=1, max_size=4), st.integers(0, 10**6), st.integers(0, 60))
 def test_answers_are_valid_and_the_same_whatever_interrupts_them(
     engine: Engine, tokenizer: HFChatTokenizer, schemas: list[dict[str, Any]], seed: int, cut: int
 ) -> None:
@@ -189,30 +168,3 @@ def test_bad_grammar_is_refused_and_others_go_on(engine: Engine, monkeypatch: py
     assert drawn(beside.result()) == drawn(alone)
     with pytest.raises(Refused, match="request r7 has a grammar that cannot be followed"):
         begun.result()
-
-
-def doubling(depth: int) -> dict[str, Any]:
-    defs: dict[str, Any] = {str(depth): {"type": "integer"}}
-    for number in range(depth):
-        both = {"$ref": f"#/$defs/{number + 1}"}
-        defs[str(number)] = {"allOf": [{"anyOf": [both, both]}, {"anyOf": [both, both]}]}
-    return {"$defs": defs, "$ref": "#/$defs/0"}
-
-
-BOMBS: dict[str, tuple[dict[str, Any], str]] = {
-    "doubling": (doubling(30), "."),
-    "repeated": ({"type": "string", "pattern": "^(((a{0,999}b?){0,999}c?){0,999}d?){0,999}$"}, "ok"),
-    "not a schema": ({"type": "nonsense"}, "nonsense"),
-}
-
-
-@pytest.mark.parametrize("name", BOMBS)
-def test_schema_bombs_are_refused_or_cheap(engine: Engine, name: str) -> None:
-    """In time (this test would be killed) and in memory."""
-    schema, reason = BOMBS[name]
-    if reason == "ok":
-        (answer,) = answers(engine, asking(schema, max_tokens=60))
-        assert answer.finish_reason in ("stop", "length")
-        return
-    with pytest.raises(Refused, match=reason):
-        answers(engine, asking(schema))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_in_process import answered, make_qwen3, publish, running_engine, stage_file, weights_of
+from engine_in_process import answered, drawn, make_qwen3, publish, running_engine, stage_file, weights_of
 from trainer_cases import batch_of, changed
 from trainer_cases import make_spec as make_trainer_spec
 
@@ -53,8 +53,7 @@ def lora_request(tensors: dict[str, torch.Tensor], version: int, scratch: Path) 
 
 
 def sampled(engine: Engine) -> tuple[list[int], list[float]]:
-    answer = answered(engine, max_tokens=40)
-    return answer.token_ids, answer.logprobs
+    return drawn(answered(engine, max_tokens=40))
 
 
 @pytest.mark.parametrize(

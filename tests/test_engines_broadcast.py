@@ -128,18 +128,16 @@ async def test_early_failure_ends_the_group_for_all(who: str) -> None:
 
 
 class SentEngine(FakeEngineServer):
-    """A fake engine that receives weights, keeps its ranks and refuses a number of pushes."""
+    """A fake engine that receives weights and refuses a number of pushes."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, prepare_s=1.0, swap_s=0.1)
-        self.ranks: list[GroupMember] = []
         self.num_refused = 0
 
     async def _handle(self, path: str, body: Any) -> Any:
         if path == "/prepare":
             assert body.member is not None
             assert body.path == ""
-            self.ranks.append(body.member)
             if self.num_refused:
                 self.num_refused -= 1
                 await asyncio.sleep(0.5)
@@ -180,24 +178,6 @@ class SentEngines:
     async def sample(self) -> GenerateResponse:
         request = GenerateRequest(request_id="r", prompt_ids=(1, 2), max_tokens=50)
         return await self.clients[0].generate_segment(request)
-
-
-@virtual
-async def test_our_engine_samples_while_it_receives() -> None:
-    engines = SentEngines()
-    pushing = asyncio.ensure_future(engines.push(1))
-    answer = await engines.sample()
-    assert [span.version for span in answer.version_spans] == [0]
-    assert (answer.finish_reason, pushing.done()) == ("length", False)
-    await pushing
-    await engines.push(2)
-    assert engines.versions == [2, 2]
-    assert [len(engines.sender.asked), engines.lost] == [2, []]
-    for rank, fake in enumerate(engines.fakes, 1):
-        assert [(member.rank, member.size, member.is_new) for member in fake.ranks] == [
-            (rank, 3, True),
-            (rank, 3, False),
-        ]
 
 
 @virtual

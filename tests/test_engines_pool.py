@@ -158,7 +158,9 @@ async def test_interrupted_requests_keep_their_slots() -> None:
             assert [fake.num_running for fake in fakes] == [2, min(2, sent[1])]
     for request, task in zip(requests, running, strict=True):
         assert task.result().token_ids == (await uninterrupted(request)).token_ids
-    assert [task.result().num_interruptions for task in running] == [3, 3, 1, 1, 0]
+    counts = [task.result().num_interruptions for task in running]
+    assert set(counts[:2]) <= {3, 4}, "once more if the server they moved to was pushed to after that"
+    assert counts[2:] == [1, 1, 0]
 
 
 @virtual

@@ -61,10 +61,7 @@ class Evaluated:
         async def published(manifest: ExportResponse) -> None:
             self.evaluation.served_nowait(manifest.version)
 
-        return {
-            "on_published": published,
-            "wait_released": lambda: self.evaluation.wait_released(),
-        }
+        return {"on_published": published, "wait_released": lambda: self.evaluation.wait_released()}
 
     @property
     def versions(self) -> list[int]:
@@ -152,11 +149,7 @@ def test_push_waits_for_the_evaluation_and_training_for_its_bound() -> None:
 )
 @settings(max_examples=60)
 def test_deaths_leave_each_evaluation_with_one_version(
-    decode_s: float,
-    every: int,
-    timeout_s: float,
-    deaths: list[tuple[float, int]],
-    max_staleness: int,
+    decode_s: float, every: int, timeout_s: float, deaths: list[tuple[float, int]], max_staleness: int
 ) -> None:
     async def story(rooms: Apart) -> None:
         for at_s, number in deaths:
@@ -173,7 +166,7 @@ def test_deaths_leave_each_evaluation_with_one_version(
     assert rooms.evaluation.is_over
 
 
-def in_turns(story: Callable[[House, Evaluated], Any], *, stays: bool, num_steps: int = 1000) -> Evaluated:
+def in_turns(story: Callable[[House, Evaluated], Any], *, stays: bool, num_steps: int) -> Evaluated:
     evaluated = Evaluated(every={"": 2}, last=num_steps, timeout_s=60.0)
 
     def attach(house: House) -> None:
@@ -191,22 +184,10 @@ def in_turns(story: Callable[[House, Evaluated], Any], *, stays: bool, num_steps
 @pytest.mark.parametrize("stays", [True, False])
 def test_in_turns_the_engines_keep_theirs_until_the_evaluation_ends(stays: bool) -> None:
     async def story(house: House, evaluated: Evaluated) -> None:
-        for version in range(1, 5):
+        for version in range(1, 4):
             was_due, num_before = version % 2 == 1, len(evaluated.results)
             await house.step()
             assert len(evaluated.results) == num_before + was_due
-        assert house.announced == [1, 2, 3, 4]
-
-    assert in_turns(story, stays=stays).versions == [0, 2]
-
-
-@pytest.mark.parametrize("stays", [True, False])
-def test_last_weights_are_evaluated_after_the_save(
-    stays: bool,
-) -> None:
-    async def story(house: House, evaluated: Evaluated) -> None:
-        for _ in range(3):
-            await house.step()
         assert house.turns.status()["state"] == "training", "it saves first"
         await house.turns.to_trainer()
         await house.turns.to_engines(3, is_for_evaluation=True)

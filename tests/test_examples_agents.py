@@ -76,20 +76,20 @@ def test_lookup_agent_rewards_call_name_and_room() -> None:
     best, asked = look_up(said(None, "directory", name="b"), said("4"))
     assert best.reward == pytest.approx(1.0)
     assert asked[1]["messages"][-1]["content"] == "4", "what the directory said"
-    guessed = look_up(said(None, "directory", name="c"), said("4"))[0].reward
-    assert guessed == pytest.approx(0.1), "a guess is worth nothing"
-    assert look_up(said("4"))[0].reward == 0
-    goes_on = look_up(said(None, "directory", name="b"), said("4<unk>"))[0].reward
-    cut = said("4")
-    cut.finish_reason = "length"
-    assert goes_on == look_up(said(None, "directory", name="b"), cut)[0].reward == pytest.approx(0.7)
-    cut_call = said(None, "directory", name="b")
-    cut_call.finish_reason = "length"
-    assert look_up(cut_call, said("4"))[0].reward == pytest.approx(0.9)
     call = said(None, "directory", name="b")
-    assert look_up(call, call, said("4"))[0].reward == pytest.approx(0.4), "it asks once"
-    assert look_up(call, said(""))[0].reward == pytest.approx(0.4)
-    assert look_up(call, said("c"))[0].reward == pytest.approx(0.5), "short, and the wrong room"
+    cut, cut_call = said("4"), said(None, "directory", name="b")
+    cut.finish_reason = cut_call.finish_reason = "length"
+    for answers, reward in (
+        ([said(None, "directory", name="c"), said("4")], 0.1),  # a guess is worth nothing
+        ([said("4")], 0.0),
+        ([call, said("4<unk>")], 0.7),
+        ([call, cut], 0.7),
+        ([cut_call, said("4")], 0.9),
+        ([call, call, said("4")], 0.4),  # it asks once
+        ([call, said("")], 0.4),
+        ([call, said("c")], 0.5),  # short, and the wrong room
+    ):
+        assert look_up(*answers)[0].reward == pytest.approx(reward)
     own = find_tool_format("examples.lookup:parse", "")
     assert [json.loads(call.arguments) for call in own.parse("?b1").tool_calls] == [{"name": "b"}]
     assert own.parse("b1").tool_calls == ()
@@ -131,6 +131,8 @@ def test_the_shell_agent_makes_two_turns_with_curl_alone() -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "configs/quickstart.yaml",
+        "configs/smollm2.yaml",
         "configs/agent.yaml",
         "examples/harbor/harbor.yaml",
         "examples/search/search.yaml",
@@ -138,12 +140,14 @@ def test_the_shell_agent_makes_two_turns_with_curl_alone() -> None:
         "examples/shell_agent/shell_agent.yaml",
     ],
 )
-def test_the_agents_configs_load_and_their_prompts_fit(name: str) -> None:
+def test_shipped_configs_load_and_their_prompts_fit(name: str) -> None:
     config = load_config(ROOT / name)
     feed = PromptSource(TaskPrompts(build_task(config.task, config.seed), seed=config.seed, shuffle=True))
     texts = [feed.next_nowait().messages[-1]["content"] for _ in range(100)]
     if config.model.scratch is not None:
         assert set("".join(texts)) <= set(config.model.scratch.characters)
+        length = max(map(len, texts)) + 3  # two roles and an end of turn
+        assert length <= config.rollout.max_prompt_tokens
     assert (ROOT / (config.model.chat_template or "examples/hermes.jinja")).exists()
     python = config.generator.python
     if python is None:

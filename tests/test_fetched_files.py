@@ -9,12 +9,13 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from asyncrl.base.errors import EngineLost, NodeLost, RoomError, WeightsLost
-from asyncrl.base.http import Caller
+from asyncrl.base.http import Caller, CallLost
 from asyncrl.launch import ray_host
 from asyncrl.launch.ray_host import NUM_KEPT, FetchedFiles
 from asyncrl.messages.engine_api import FileRequest
@@ -139,9 +140,21 @@ SENT = ExportResponse(
 )
 
 
+class FakeTrainer(Caller):
+    """Rank 0: answers /health, or is gone."""
+
+    answers = True
+
+    async def get(self, path: str, answer: Any, *, timeout_s: float | None) -> Any:
+        if not self.answers:
+            raise CallLost(self.name, path, "it is gone")
+
+
 def located(engine: str, error: Exception | None = None, *, answers: bool = True) -> tuple[str, list[int]]:
     """Return the path for the engine, and the nodes that were asked for the file."""
     asked = list[int]()
+    trainer = FakeTrainer("trainer-0", "http://10.0.0.1:80", SECRET)
+    trainer.answers = answers
 
     async def fetch(node: int, request: FileRequest, timeout_s: float) -> str:
         assert (request.url, request.secret) == (f"{trainer.url}/staged/v1.safetensors", SECRET)
@@ -150,29 +163,8 @@ def located(engine: str, error: Exception | None = None, *, answers: bool = True
             raise error
         return f"on node {node}"
 
-    async def run() -> str:
-        async def health(_: web.Request) -> web.Response:
-            return web.json_response({"policy_version": 1, "device": "cpu", "is_busy": False})
-
-        app = web.Application()
-        app.router.add_get("/health", health)
-        runner = web.AppRunner(app, shutdown_timeout=0.01)
-        await runner.setup()
-        listener = socket.create_server(("127.0.0.1", 0))
-        await web.SockSite(runner, listener).start()
-        nonlocal trainer
-        trainer = Caller("trainer-0", f"http://127.0.0.1:{listener.getsockname()[1]}", SECRET)
-        if not answers:
-            await runner.cleanup()
-        try:
-            files = NodeFiles(fetch, trainer, {"engine-0": 0, "engine-1": 1}, trainer_node=0, timeout_s=5.0)
-            return (await files.locate(engine, SENT)).path
-        finally:
-            await trainer.aclose()
-            await runner.cleanup()
-
-    trainer: Caller
-    return asyncio.run(run()), asked
+    files = NodeFiles(fetch, trainer, {"engine-0": 0, "engine-1": 1}, trainer_node=0, timeout_s=5.0)
+    return asyncio.run(files.locate(engine, SENT)).path, asked
 
 
 def test_only_engines_of_other_nodes_read_a_download() -> None:

@@ -99,29 +99,6 @@ async def world_of(engine: InProcess, **config: Any) -> AsyncIterator[World]:
         yield world
 
 
-FORMATS = [
-    (schema_format(FIRM), PERSON),
-    (schema_format(ADD, strict=None), ADD),
-    ({"type": "json_object"}, {}),
-]
-
-
-@pytest.mark.parametrize(("asked", "schema"), FORMATS, ids=["strict", "schema", "object"])
-@in_loop
-async def test_answer_has_the_response_format(engine: InProcess, asked: Any, schema: Any) -> None:
-    async with world_of(engine) as world:
-        for seed in range(4):
-            status, answer = await world.ask(response_format=asked, seed=seed)
-            assert status == 200, answer
-            (choice,) = answer["choices"]
-            if choice["finish_reason"] == "stop":
-                value = json.loads(choice["message"]["content"])
-                assert isinstance(value, dict)
-                Draft202012Validator(schema).validate(value)
-            else:
-                assert (choice["finish_reason"], schema) == ("length", {}), "any object may be a long one"
-
-
 @pytest.mark.parametrize("tool_format", ["hermes", "llama"])
 @in_loop
 async def test_forced_tool_is_called_with_valid_arguments(engine: InProcess, tool_format: str) -> None:

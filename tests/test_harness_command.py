@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from gateway_cases import in_loop
-from harness_gateway import need_bubblewrap, open_gateway, processes_of, settled
+from harness_gateway import need_bubblewrap, open_gateway, processes_of, settled, working
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import MARK_ENV, CommandHarness, last_line_outcome
 from asyncrl.agents.sandbox import find_sandbox
-from asyncrl.agents.worker import Worker
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
 
@@ -102,14 +101,11 @@ def test_policy_shell_cannot_pay_itself(outcomes: str, tmp_path: Path) -> None:
     """
 
     async def story() -> Outcome:
-        async with open_gateway(outcomes=outcomes, give_answer=False) as gateway:  # type: ignore[arg-type]
-            caller = gateway.worker()
-            working = asyncio.ensure_future(Worker(shell(agent), caller, name="w", slots=1).run())
-            outcome = await gateway.run(0, answer="SECRET-ANSWER-42")
-            working.cancel()
-            await asyncio.wait([working])
-            await caller.aclose()
-            return outcome
+        async with (
+            open_gateway(outcomes=outcomes, give_answer=False) as gateway,  # type: ignore[arg-type]
+            working(gateway, shell(agent)),
+        ):
+            return await gateway.run(0, answer="SECRET-ANSWER-42")
 
     posted = Outcome(0.25) if outcomes == "posted" else Outcome()
     assert asyncio.run(story()) == posted, "what the tool has posted counts nowhere"
@@ -287,14 +283,8 @@ async def test_a_command_reaches_the_gateway() -> None:
     need_bubblewrap()
     command = [sys.executable, "-c", CALLS]
     harness = CommandHarness(GeneratorConfig(command=command, outcomes="posted", sandbox="bubblewrap"))
-    async with open_gateway(outcomes="posted") as gateway:
-        caller = gateway.worker()
-        working = asyncio.ensure_future(Worker(harness, caller, name="w", slots=2).run())
-        outcome = await gateway.run(0)
-        working.cancel()
-        await asyncio.wait([working])
-        await caller.aclose()
-    assert outcome.reward == 0.5
+    async with open_gateway(outcomes="posted") as gateway, working(gateway, harness):
+        assert (await gateway.run(0)).reward == 0.5
     assert len(gateway.calls) == 3
 
 

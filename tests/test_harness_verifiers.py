@@ -101,9 +101,7 @@ def guess_upwards(prompt: str) -> str:
     return str(prompt.count("<|start|>assistant") - 1)
 
 
-def test_tool_environment_records_every_turn(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_tool_environment_records_every_turn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         outcome, rollout, prompts = play("calculator_env", 0, use_the_calculator)
     loggers = ("verifiers", "httpx", "aiohttp")
@@ -164,10 +162,7 @@ def test_environment_failure_hides_the_key() -> None:
 
 
 def test_untrainable_episode_ends_the_worker() -> None:
-    for args, said in (
-        ({"twice": True}, "ran agent agent 2 times"),
-        ({"freeze": True}, "trainable=False"),
-    ):
+    for args, said in (({"twice": True}, "ran agent agent 2 times"), ({"freeze": True}, "trainable=False")):
         with pytest.raises(ConfigError, match=said):
             play(GUESSING, 2, guess_upwards, args)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from gateway_cases import in_loop
-from harness_gateway import WORKER_KEY, TestGateway, open_gateway, processes_of, settled
+from harness_gateway import WORKER_KEY, TestGateway, open_gateway, processes_of, settled, working
 
-from asyncrl.agents import Harness, Outcome, Session, Task
+from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import AnyTask, build_harness
 from asyncrl.agents.worker import Worker, WorkerSpec
 from asyncrl.base.errors import ConfigError, RolloutFailure, RoomError
@@ -40,22 +40,6 @@ class Steps:
         except asyncio.CancelledError:
             self.cancelled.append(task.prompt_id)
             raise
-
-
-@contextlib.asynccontextmanager
-async def working(
-    gateway: TestGateway, harness: Harness, *, slots: int = 2, key: str = WORKER_KEY
-) -> AsyncIterator[Worker]:
-    caller = gateway.worker(key=key)
-    worker = Worker(harness, caller, name="w", slots=slots)
-    running = asyncio.ensure_future(worker.run())
-    try:
-        yield worker
-    finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-        await caller.aclose()
 
 
 @in_loop

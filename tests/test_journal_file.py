@@ -25,7 +25,6 @@ from journal_cases import (
     make_batch,
     make_group,
     make_partial,
-    make_rollout,
     open_journal,
     same_group,
     same_trajectory,
@@ -266,11 +265,3 @@ def test_unfinished_completion_comes_back_with_every_bit(
     ids, logprobs = tuple(token for token, _ in tokens), tuple(logprob for _, logprob in tokens)
     partial = Completion(ids, logprobs, tuple(spans), num_interruptions=7)
     assert repr(decode_partial(encode_partial(3, 1, partial), 3, 1)) == repr(partial)
-
-
-def test_blob_of_another_branch_or_group_is_found() -> None:
-    first, second = make_rollout(1, 0)
-    with pytest.raises(ValueError, match=r"format and place are \(2, \[1, 0, 1\]\)"):
-        decode_trajectory(encode_trajectory(1, second), 1, 0, 0)
-    with pytest.raises(ValueError, match="tokens of g2/r0, branch 1, do not unpack"):
-        decode_trajectory(encode_trajectory(1, first), 2, 0, 1)

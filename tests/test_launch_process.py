@@ -229,7 +229,7 @@ input()
 def test_staging_of_a_killed_run_is_cleared(tmp_path: Path) -> None:
     """A pid means nothing in another container, a start time nothing once the clock was set: a lock does."""
     mine, other = staging.new_staging_dir(tmp_path), tmp_path / "asyncrl-without-a-lock"
-    foreign, cut_short = tmp_path / "asyncrl-another_host-1-abcdef01", tmp_path / f"{mine.name[:-1]}x.gone"
+    foreign, cut_short = tmp_path / "asyncrl-another_host-1-abcdef01", tmp_path / f"{mine.name[:-1]}x"
     for folder in (other, foreign, cut_short):
         folder.mkdir()
     for file in (foreign / "lock", cut_short / "lock", cut_short / "v7"):

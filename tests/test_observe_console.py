@@ -80,7 +80,7 @@ def console_to(file: TextIO, kind: Kind = "plain") -> Console:
         run_name="quick [start]",
         num_steps=300,
         max_staleness=4,
-        health=lambda steps: [f"{len(steps)} steps are broken."],
+        health_of=lambda steps: [f"{len(steps)} steps are broken."],
         file=file,
     )
 

@@ -50,9 +50,7 @@ def bos_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFChatTokenizer:
     return save(byte_level(), tmp_path_factory.mktemp("tokenizer") / "bos")
 
 
-def test_chat_ids_are_those_of_transformers(
-    bos_tokenizer: HFChatTokenizer,
-) -> None:
+def test_chat_ids_are_those_of_transformers(bos_tokenizer: HFChatTokenizer) -> None:
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(bos_tokenizer.model_path)

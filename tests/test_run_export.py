@@ -1,4 +1,4 @@
-"""`asyncrl export` writes the trained weights and does not change the run."""
+"""`asyncrl export` writes the trained weights, pushes them to the hub, and does not change the run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
+import huggingface_hub
 import peft
 import pytest
 import torch
@@ -19,9 +22,9 @@ from tiny_model import STACKED, make_tiny_moe
 from trainer_cases import MakeStep
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.base.errors import CheckpointDamaged, ConfigError
+from asyncrl.base.errors import AsyncrlError, CheckpointDamaged, ConfigError, HubError
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.job.run_export import MARK, export_run, find_weights
+from asyncrl.job.run_export import MARK, export_run, find_weights, open_repo, push_folder
 from asyncrl.journal.checkpoints import write_manifest
 from asyncrl.trainer.model_folder import ModelPin
 from asyncrl.trainer.step import TrainStep
@@ -200,7 +203,7 @@ def test_export_takes_the_asked_step_and_no_damaged_checkpoint(made: MadeRun) ->
     shutil.rmtree(made.path / "checkpoints" / "step_2")
     assert found("best") == 3
     damage(made.path / "checkpoints" / "step_3")
-    with pytest.raises(CheckpointDamaged, match=r"step_3 is damaged: trainer/__0_0.distcp has"):
+    with pytest.raises(CheckpointDamaged, match=r"step_3 is damaged: trainer/__0_0.distcp"):
         found("3")
     assert found("last") == 1
     assert "WARNING: skipped" in words[-2]
@@ -300,3 +303,53 @@ def test_export_works_live_killed_and_done(tmp_path: Path) -> None:
     *others, copied, from_ranks = (logits(loaded(folder)) for folder in folders)
     assert torch.equal(copied, from_ranks)
     assert not any(torch.equal(copied, other) for other in others)
+
+
+TOKEN = "hf_for_tests"
+
+
+class RefusedError(OSError):
+    response = SimpleNamespace(status_code=403)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stand in for HfApi; me/open is public."""
+    hub = create_autospec(huggingface_hub.HfApi, instance=True, endpoint="https://hub")
+    hub.create_repo.side_effect = lambda name, **_: SimpleNamespace(
+        repo_id=name if "/" in name else f"me/{name}"
+    )
+    hub.repo_info.side_effect = lambda repo: SimpleNamespace(private=repo != "me/open")
+    hub.upload_folder.side_effect = [SimpleNamespace(oid="commit-1"), SimpleNamespace(oid="commit-2")]
+    hub.delete_tag.side_effect = [RefusedError("no such tag"), None]
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return hub
+
+
+@pytest.mark.parametrize("is_public", [True, False])
+def test_export_is_pushed_and_tagged_by_its_step(hub: Any, tmp_path: Path, is_public: bool) -> None:
+    repo = open_repo("model", is_public=is_public)
+    hub.create_repo.assert_called_once_with("model", private=not is_public, exist_ok=True)
+    for _ in range(2):
+        assert push_folder(repo, tmp_path, 300) == "https://hub/me/model/tree/step-300"
+    uploaded = hub.upload_folder.call_args.kwargs
+    assert uploaded["folder_path"] == tmp_path
+    assert "*.safetensors" in uploaded["delete_patterns"], "shards of an earlier export"
+    hub.delete_tag.assert_called_with("me/model", tag="step-300")
+    hub.create_tag.assert_called_with("me/model", tag="step-300", revision="commit-2")
+
+
+def test_refused_push_names_the_way_out(hub: Any, tmp_path: Path) -> None:
+    def refused(kind: type[AsyncrlError], words: str, *, name: str = "me/model") -> str:
+        with pytest.raises(kind, match=words) as caught:
+            push_folder(open_repo(name, is_public=False), tmp_path, 1)
+        assert TOKEN not in str(caught.value)
+        return caught.value.way_out
+
+    assert "--public" in refused(ConfigError, "this repository is public", name="me/open")
+    hub.upload_folder.assert_not_called()
+    hub.upload_folder.side_effect = RefusedError("forbidden")
+    assert f"hf upload me/model {tmp_path}" in refused(HubError, r"refused me/model \(status 403\)")
+    hub.create_repo.side_effect = RefusedError("forbidden")
+    assert "hf auth login" in refused(HubError, r"refused me/new \(status 403\)", name="me/new")

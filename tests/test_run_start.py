@@ -27,7 +27,7 @@ from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher, NodeRequirements
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
 from asyncrl.launch.processes import ChildProcess, Process, ProcessSpec
-from asyncrl.launch.server import Server
+from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.sync.publisher import PushLoop
 from asyncrl_servers.vllm.arguments import VllmSpec

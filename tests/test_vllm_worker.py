@@ -55,15 +55,13 @@ class House:
             time.sleep(0.01)
         return answer
 
-    def load(self, version: int, digest: str) -> dict[str, Any]:
-        return self.server.rpc("asyncrl_load", version=version, digest=digest)
-
     def push(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Stage and load; the answer of the load, or a refusal before it."""
         version = next(self.versions)
         request = self.write(tensors)
-        staged = self.stage(version, **request)
-        return self.load(version, request["digest"]) if "error" not in staged else staged
+        if "error" in (staged := self.stage(version, **request)):
+            return staged
+        return self.server.rpc("asyncrl_load", version=version, digest=request["digest"])
 
     def plant(self, fault: str) -> None:
         assert self.server.rpc("asyncrl_plant", fault=fault) == {"ok": True}

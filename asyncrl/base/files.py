@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -124,7 +123,6 @@ def settle_folder(folder: Path) -> None:
 
 TRIES, PAUSE_S = 3, 0.02
 """Retries, since `asyncrl status` takes the lock for an instant."""
-_ONE_WRITES = "one process at a time writes into a run directory"
 _held: set[Path] = set()
 """Locked files. NFS locks belong to the process: a second lock would succeed."""
 
@@ -143,28 +141,20 @@ class RunLock:
             raise self._refused(os.getpid())
         try:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise self._cannot(error) from error
-        try:
-            self._take(file)
+            if not _take(file):
+                holder = os.pread(file, 32, 0).decode(errors="replace").strip()
+                os.close(file)
+                raise self._refused(holder or "unknown")
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
-            holder = os.pread(file, 32, 0).decode(errors="replace").strip()
-            os.close(file)
-            if error.errno in (errno.EACCES, errno.EAGAIN):  # both mean "held", by system
-                raise self._refused(holder or "unknown") from None
-            raise self._cannot(error) from error
+            raise JournalError(
+                f"{self.path} cannot be locked: {error.strerror}",
+                way_out="make the run directory writable; its file system needs space and locks.",
+            ) from error
         self._file = file
         _held.add(key)
         return self
-
-    def _take(self, file: int) -> None:
-        for _ in range(TRIES - 1):
-            with contextlib.suppress(BlockingIOError):
-                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            time.sleep(PAUSE_S)
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def release(self) -> None:
         """Release the lock. Idempotent. The file stays: a waiting run may have it open."""
@@ -173,20 +163,25 @@ class RunLock:
             os.close(self._file)
             self._file = None
 
-    def _cannot(self, error: OSError) -> JournalError:
-        what = f"{self.path} cannot be locked: {error.strerror}"
-        way_out = "see that the run directory can be written, and that its file system has space and locks."
-        return JournalError(what, rule=_ONE_WRITES, way_out=way_out)
-
     def _refused(self, holder: object) -> JournalError:
-        what = f"process {holder} writes into {self.path.parent}"
-        way_out = f"wait until it has ended, or end it (kill {holder}), or give this run another directory."
-        return JournalError(what, rule=_ONE_WRITES, way_out=way_out)
+        return JournalError(
+            f"process {holder} writes into {self.path.parent}",
+            rule="one process at a time writes into a run directory",
+            way_out=f"wait until it ends, or end it (kill {holder}), or give this run another directory.",
+        )
+
+
+def _take(file: int) -> bool:
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except (BlockingIOError, PermissionError):  # both mean "held", by system
+            time.sleep(PAUSE_S)
+    return False
 
 
 LOCK = "lock"
-_GONE = ".gone"
-"""Suffix during removal; the name pattern still matches."""
 _owned: dict[Path, int] = {}
 """This process's folders with their lock descriptors."""
 
@@ -271,10 +266,9 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(folder: Path, lock: int) -> None:
+    """Remove the lock last: a removal that is cut short can be repeated."""
     try:
         with contextlib.suppress(OSError):
-            if not folder.name.endswith(_GONE):
-                folder = folder.rename(folder.with_name(folder.name + _GONE))
             for path in folder.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import errno
 import faulthandler
 import functools
 import hmac
@@ -32,8 +31,6 @@ from pydantic import BaseModel, ValidationError
 from asyncrl.base.message import SECRET_ENV, ErrorBody, fatal_line
 
 log = logging.getLogger("asyncrl.base.http")
-OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""This machine is out of file descriptors."""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -151,9 +148,7 @@ class Caller:
         headers = {"content-type": f"application/{kind}"}
         return await self._open().request(method, self.url + path, data=data, headers=headers)
 
-    def _lost(self, path: str, error: aiohttp.ClientError | OSError) -> CallLost | OSError:
-        if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
-            return OSError(error.errno, error.strerror)
+    def _lost(self, path: str, error: aiohttp.ClientError | OSError) -> CallLost:
         return CallLost(self.name, path, f"{type(error).__name__}: {error}")
 
     def _refusal(

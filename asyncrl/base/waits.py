@@ -186,30 +186,29 @@ def await_chain(awaitable: Any) -> Iterator[FrameType]:
         awaitable = getattr(awaitable, found[1])
 
 
+_MAX_TASKS = 1000
+_MAX_NAMES = 4
+
+
 def task_stacks() -> str:
     """Return unfinished tasks by place: names, then function (file:line) down to the wait."""
+    tasks = sorted(
+        asyncio.all_tasks(), key=lambda task: (task.get_name().startswith("rollout "), task.get_name())
+    )
     tasks_at: dict[str, list[str]] = {}
-    rollouts, others = list[asyncio.Task[Any]](), list[asyncio.Task[Any]]()
-    for task in asyncio.all_tasks():
-        (rollouts if task.get_name().startswith("rollout ") else others).append(task)
-    for task in sorted(others + rollouts[:_MAX_ROLLOUTS], key=asyncio.Task.get_name):
-        frames = await_chain(task.get_coro())
+    for task in tasks[:_MAX_TASKS]:
         places = [
-            (frame.f_code, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}") for frame in frames
+            f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+            for frame in await_chain(task.get_coro())
         ]
-        place = " > ".join(f"{code.co_qualname} ({where})" for code, where in places)
-        tasks_at.setdefault(place or "not begun", []).append(task.get_name())
+        tasks_at.setdefault(" > ".join(places) or "not begun", []).append(task.get_name())
     lines = []
     for place, names in tasks_at.items():
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         lines.append(f"task {', '.join(names[:_MAX_NAMES])}{more}: {place}")
-    if len(rollouts) > _MAX_ROLLOUTS:
-        lines.append(f"{len(rollouts) - _MAX_ROLLOUTS} more rollouts were not looked at")
+    if len(tasks) > _MAX_TASKS:
+        lines.append(f"{len(tasks) - _MAX_TASKS} more tasks were not looked at")
     return "\n".join(lines)
-
-
-_MAX_ROLLOUTS = 1000
-_MAX_NAMES = 4
 
 
 def thread_stacks() -> str:

@@ -216,21 +216,17 @@ def schema_text() -> str:
 
 def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
     """Describe settings: basic, all, a section, a key, or matches of a word. Raises ConfigError."""
-    word = (wanted or "").lower()
-    if wanted is None and not lists_all:
+    if wanted is None:
+        found = _chosen(lambda key: lists_all or key.name in BASIC)
         num_all = sum(len(keys) for _, _, keys in sections())
         more = f"{len(BASIC)} of {num_all} settings; more: asyncrl keys SECTION, asyncrl keys --all"
-        return f"{_described(_chosen(lambda key: key.name in BASIC))}\n\n{more}"
-
-    def is_exact(key: Key) -> bool:
-        return key.name == wanted or key.name.startswith(f"{wanted}.")
-
-    found = [(name, about, keys) for name, about, keys in sections() if wanted in (None, name)]
-    found = found or _chosen(is_exact)
+        return _described(found) if lists_all else f"{_described(found)}\n\n{more}"
+    word = wanted.lower()
+    found = _chosen(lambda key: f"{key.name}.".startswith(f"{wanted}."))
     if "." not in word:
         found = found or _chosen(lambda key: word in f"{key.name} {key.meaning}".lower())
     if not found:
-        closest = _closest((str(wanted),)) or next(
+        closest = _closest((wanted,)) or next(
             iter(difflib.get_close_matches(word, [name for name, _, _ in sections()], n=1)), None
         )
         raise ConfigError(

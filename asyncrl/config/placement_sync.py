@@ -260,20 +260,3 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
             way_out="set weight_sync.transport=disk and weight_sync.disk_dir to a folder that both machines "
             "share (on this very machine, write the server as http://127.0.0.1:PORT).",
         )
-
-
-def transport_words(config: RunConfig, *, is_on_cuda: bool) -> str:
-    sync = config.weight_sync
-    if sync.facts.is_collective:
-        library = "NCCL" if is_on_cuda else "gloo"
-        return f"all weights go by {library}, in one broadcast to all engines, from a copy of the trainer's"
-    what = "the adapters alone" if sync.facts.sends_adapters else "all weights"
-    if sync.facts.is_file_shared:
-        return (
-            f"{what} go as one file in {sync.disk_dir}, because engines on other machines can read it there"
-        )
-    if sync.facts.is_fetched and not sync.facts.sends_adapters:
-        return f"{what} go as one file, which each node fetches once into its shared memory"
-    return (
-        f"{what} go as one file in shared memory, because engines read it while they go on with the old ones"
-    )

@@ -266,11 +266,6 @@ class RunConfig(FrozenConfig):
 
     def _engine_conflicts(self) -> Iterator[str]:
         trainer, rollout = self.trainer, self.rollout
-        if not rollout.facts.has_model and trainer.logprob_gap_limit is not None:
-            yield (
-                f"trainer.logprob_gap_limit compares logprobs, but rollout.engine={rollout.engine} has no "
-                "model; remove it"
-            )
         if rollout.urls is not None and self.model.path is None:
             yield (
                 "the servers of rollout.urls cannot have model.scratch, which is made at the start of the "
@@ -326,11 +321,6 @@ class RunConfig(FrozenConfig):
             lacks = "without the section `teacher`" if self.teacher is None else "with a section `teacher`"
             way_out = "set teacher.path and a weight above 0, or neither"
             yield f"algorithm.distill_weight={weight} {lacks}: {way_out}"
-        if weight > 0 and not self.rollout.facts.has_model:
-            yield (
-                f"a teacher compares logprobs, but rollout.engine={self.rollout.engine} has no model; remove "
-                "the section `teacher`"
-            )
         if weight > 0 and self.buffer.filter == "equal_rewards":
             yield (
                 "buffer.filter=equal_rewards drops groups that algorithm.distill_weight could learn from; "

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,6 @@ _FAILS_ALL = "weights are sent once, to all engines; an early failure ends the b
 
 class SenderLost(EngineError):  # noqa: N818  a state of the trainer; a new one has other weights to send
     """The trainer was lost before it had sent all weights."""
-
-
-async def _at_once() -> None:
-    """Return at once."""
 
 
 @dataclass
@@ -73,7 +70,7 @@ class BroadcastGroup:
         *,
         timeout_s: float,
         store: Callable[[], str] = str,
-        wait_up: Callable[[], Awaitable[None]] = _at_once,
+        wait_up: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0),
     ) -> None:
         """`send` raises TrainerError; `wait_up` returns once the trainer can send. `folder`: of the
         group's file. `store`: ADDRESS:PORT of the trainer instead, for several nodes.
@@ -128,12 +125,17 @@ class BroadcastGroup:
     def _begin_nowait(self) -> None:
         if not self._expected or self._here.keys() != self._expected.keys():
             return
-        members, last = tuple(sorted(self._expected.items())), self._last
+        members = tuple(sorted(self._expected.items()))
+        last = self._last
         is_kept = last is not None and last.members == members and not last.is_broken
-        path = last.sender.path if last and is_kept else str(self._folder / f"group-{uuid.uuid4().hex}")
-        size = 1 + sum(num for _, num in members)
-        meet: Any = {"path": path, "store": self._store(), "is_new": not is_kept}
-        sender = GroupMember(**meet, size=size, rank=0, timeout_s=self._timeout_s)
+        sender = GroupMember(
+            path=last.sender.path if last and is_kept else str(self._folder / f"group-{uuid.uuid4().hex}"),
+            store=self._store(),
+            is_new=not is_kept,
+            size=1 + sum(num for _, num in members),
+            rank=0,
+            timeout_s=self._timeout_s,
+        )
         rank, ranks = 1, {}
         for name, num_workers in members:
             ranks[name] = sender.model_copy(update={"rank": rank})

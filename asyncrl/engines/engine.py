@@ -66,11 +66,7 @@ class EngineClient(Protocol):
     def disconnect_nowait(self) -> None: ...
     def reset_nowait(self) -> None: ...
     async def generate_segment(
-        self,
-        request: GenerateRequest,
-        *,
-        on_chunk: OnChunk | None = None,
-        on_interrupted: OnInterrupted | None = None,
+        self, request: GenerateRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
     ) -> GenerateResponse: ...
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]: ...
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth: ...
@@ -193,11 +189,7 @@ class EngineServer:
         self.policy_version = self._offered_version = self._start_version
 
     async def generate_segment(
-        self,
-        request: GenerateRequest,
-        *,
-        on_chunk: OnChunk | None = None,
-        on_interrupted: OnInterrupted | None = None,
+        self, request: GenerateRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
     ) -> GenerateResponse:
         check, line = SegmentCheck(self.name, request, oldest=self.policy_version), self._line
         # calls() would set up a timeout per request.
@@ -276,11 +268,9 @@ class EngineServer:
                     raise self._line.lost(error.fault, rule=error.rule or _TWICE) from error
                 self._broadcast_group.expect_nowait(self.name, manifest.version, 1)
 
-    async def _post(
-        self, path: str, body: BaseModel, answer: type[Answer], timeout_s: float | None = None
-    ) -> Answer:
+    async def _post(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
         async with self._line.calls():
-            return await self._caller.post(path, body, answer, timeout_s=timeout_s)
+            return await self._caller.post(path, body, answer, timeout_s=None)
 
 
 class Teacher:

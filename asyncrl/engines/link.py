@@ -14,8 +14,8 @@ from asyncrl.base.waits import loop_turn
 from asyncrl.messages import codec
 from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
 
-OnChunk = Callable[[GenerateResponse], None]
-OnInterrupted = Callable[[GenerateResponse], bool]
+OnChunk = Callable[[GenerateResponse], None] | None
+OnInterrupted = Callable[[GenerateResponse], bool] | None
 PATH = "/link"
 FRAME_REQUESTS = 256
 """Maximum requests per frame; the event loop runs other tasks between frames."""
@@ -85,8 +85,8 @@ class SegmentCheck:
 class OpenRequest:
     request: GenerateRequest
     check: SegmentCheck
-    on_chunk: OnChunk | None = None
-    on_interrupted: OnInterrupted | None = None
+    on_chunk: OnChunk = None
+    on_interrupted: OnInterrupted = None
     number: int = -1
     done: asyncio.Future[GenerateResponse] = field(default_factory=lambda: asyncio.Future())
 

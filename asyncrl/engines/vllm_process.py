@@ -182,7 +182,7 @@ class Segment:
 
     request: GenerateRequest
     wire_id: str
-    on_chunk: OnChunk | None
+    on_chunk: OnChunk
     version: int = 0
     label: str = ""
     num_loads: int = 0
@@ -394,33 +394,24 @@ def check_settings(name: str, info: ServerInfo, needed: VllmRequirements) -> Non
     path = str(model.get("model"))
     dtype = str(model.get("dtype")).removeprefix("torch.")
     mode = model.get("logprobs_mode")
-    length = model.get("max_model_len")
-    num_seqs = (config.get("scheduler_config") or {}).get("max_num_seqs")
+    length = model.get("max_model_len") or 0
+    num_seqs = (config.get("scheduler_config") or {}).get("max_num_seqs") or 0
     routing = bool((config.get("aux_output_config") or {}).get(_ROUTING))
     keep_alive_s = info.vllm_env.get(_KEEP_ALIVE)
     is_path = os.path.realpath(path) == os.path.realpath(needed.model_path)
-    is_kept_alive = keep_alive_s is None or _at_least(keep_alive_s, _MIN_KEEP_ALIVE_S)
+    is_kept_alive = keep_alive_s is None or keep_alive_s >= _MIN_KEEP_ALIVE_S
     for setting, value, is_right, flag in (
         ("logprobs_mode", mode, mode == _LOGPROBS, f"--logprobs-mode {_LOGPROBS}"),
         ("model", path, is_path, f"vllm serve {needed.model_path}"),
         ("dtype", dtype, dtype == needed.dtype, f"--dtype {needed.dtype}"),
-        (
-            "max_model_len",
-            length,
-            _at_least(length, needed.max_length),
-            f"--max-model-len {needed.max_length}",
-        ),
-        ("max_num_seqs", num_seqs, _at_least(num_seqs, needed.slots), f"--max-num-seqs {needed.slots}"),
+        ("max_model_len", length, length >= needed.max_length, f"--max-model-len {needed.max_length}"),
+        ("max_num_seqs", num_seqs, num_seqs >= needed.slots, f"--max-num-seqs {needed.slots}"),
         (_ROUTING, routing, routing or not needed.returns_routing, "--enable-return-routed-experts"),
         (_KEEP_ALIVE, keep_alive_s, is_kept_alive, f"{_KEEP_ALIVE}={_MIN_KEEP_ALIVE_S} or more set"),
     ):
         if not is_right:
             what = f"{name}: the vLLM server there has {setting}={value}"
             raise ConfigError(what, rule=_RULE, way_out=f"start it with {flag}.")
-
-
-def _at_least(value: object, least: int) -> bool:
-    return isinstance(value, int | float) and value >= least
 
 
 async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:

@@ -90,11 +90,7 @@ class VllmServer:
         return await self.health(timeout_s=timeout_s)
 
     async def generate_segment(
-        self,
-        request: GenerateRequest,
-        *,
-        on_chunk: OnChunk | None = None,
-        on_interrupted: OnInterrupted | None = None,
+        self, request: GenerateRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
     ) -> GenerateResponse:
         """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens."""
         process = self._process

@@ -22,8 +22,14 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
-from asyncrl.launch.server import Server, start_all
-from asyncrl.launch.supervise import HEARTBEAT_PERIOD_S, Supervision, Supervisor, summary_of
+from asyncrl.launch.supervise import (
+    HEARTBEAT_PERIOD_S,
+    Server,
+    Supervision,
+    Supervisor,
+    start_all,
+    summary_of,
+)
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.rollout import Generator, HarnessGenerator, SingleTurn, derive_seed
@@ -230,11 +236,9 @@ class AgentRuntime:
         work = self.queue.gauges()
         if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
             return None
-        way_out = f"start one with: asyncrl work {self.url} --key-file RUN_DIR/gateway.json --python AGENT"
-        if self.workers:
-            way_out = "the run restarts its own workers; see logs/worker-0.log"
-        waits = f"{work['harness/queued']:.0f} rollouts wait for a worker"
-        return f"{waits}, and none has been seen for {work['harness/unseen_s']:.0f} s; {way_out}"
+        command = f"asyncrl work {self.url} --key-file RUN_DIR/gateway.json --python AGENT"
+        way_out = "see logs/worker-0.log" if self.workers else f"start one with: {command}"
+        return f"{work['harness/queued']:.0f} rollouts wait, and no worker has been seen lately; {way_out}"
 
     async def aclose(self) -> None:
         await self.queue.aclose()

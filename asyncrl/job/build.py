@@ -52,7 +52,7 @@ from asyncrl.sync.push import Locate, in_place
 from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
-from asyncrl.tasks.task import PromptTask, RowTask
+from asyncrl.tasks.task import RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ async def build(
     journal, staging_dir = await _open_journal(life)
     found = await check_everything(life)
     tasks, eval_tasks = found.tasks, found.evals
-    data_pin = _pin_data(life.run_dir, tasks, eval_tasks, is_free=may_change[1])
+    pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in eval_tasks.items()}
+    digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
+    data_pin = DataPin(life.run_dir, digests, is_free=may_change[1])
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
     scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=log.warn)
     life.closes("rewards", scorer.aclose)
@@ -192,14 +194,6 @@ async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
     staging_dir = new_staging_dir(disk_dir)
     life.stack.callback(remove_staging_dir, staging_dir)
     return journal, staging_dir
-
-
-def _pin_data(
-    run_dir: Path, tasks: Mapping[str, PromptTask], evals: Mapping[str, EvalTask], *, is_free: bool
-) -> DataPin:
-    pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in evals.items()}
-    digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
-    return DataPin(run_dir, digests, is_free=is_free)
 
 
 def load_tokenizer(config: RunConfig, model_path: Path) -> HFChatTokenizer:

@@ -43,7 +43,7 @@ from asyncrl.tasks.sources import (
     make_prompt_source,
     read_eval_task,
 )
-from asyncrl.tasks.task import PromptTask, RowTask, as_messages
+from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import (
     check_model_type,
     fetch_architectures,
@@ -54,7 +54,7 @@ from asyncrl.trainer.model_folder import (
 
 NUM_PROMPTS = 100
 NUM_SCRATCH_PROMPTS = 1000
-"""Prompts of a Python task to compare with a scratch model's alphabet."""
+"""Prompts to compare with a scratch model's alphabet."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 FINE = 64
 """Exit code after loading everything."""
@@ -183,7 +183,7 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
     for name, (_, held_out) in found.evals.items():
         by_task[f"eval task {name}".rstrip()] = list(held_out)
     if config.model.scratch is not None:
-        _refuse_outside_alphabet(by_task, found.tasks, config.model.scratch.characters)
+        _refuse_outside_alphabet(by_task, config.model.scratch.characters)
     if tokenizer is None:
         return
     if config.generator.is_harness or config.evaluates_agent:
@@ -245,17 +245,10 @@ def _refuse_beyond_positions(config: RunConfig, model_path: Path) -> None:
     )
 
 
-def _refuse_outside_alphabet(
-    by_task: Mapping[str, Sequence[Prompt]], tasks: Mapping[str, PromptTask], characters: str
-) -> None:
-    """Check these prompts and all rows of tasks."""
-    chats = {name: [prompt.messages for prompt in prompts] for name, prompts in by_task.items()}
-    for name, task in tasks.items():
-        if isinstance(task, RowTask):
-            rows = (as_messages(task.prompt(index).content, task.place(index)) for index in range(len(task)))
-            chats.setdefault(f"task {name}".rstrip(), []).extend(rows)
-    for name, of_task in chats.items():
-        used = {character for chat in of_task for message in chat for character in message["content"]}
+def _refuse_outside_alphabet(by_task: Mapping[str, Sequence[Prompt]], characters: str) -> None:
+    for name, prompts in by_task.items():
+        chats = (message["content"] for prompt in prompts for message in prompt.messages)
+        used = {character for text in chats for character in text}
         if unknown := "".join(sorted(used - set(characters))):
             raise ConfigError(
                 f"prompts of the {name} have characters that model.scratch.characters lacks: {unknown!r}",

@@ -20,8 +20,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
 from asyncrl.job.lifecycle import RunLog, run_again
-from asyncrl.launch.server import Server, cancel_all
-from asyncrl.launch.supervise import NO_LOSS, Supervision, Supervisor, summary_of
+from asyncrl.launch.supervise import NO_LOSS, Server, Supervision, Supervisor, cancel_all, summary_of
 from asyncrl.observe.run_dir import judge_state, read_config, read_status
 
 logger = logging.getLogger("asyncrl.job.engine_supervisor")

@@ -20,8 +20,7 @@ from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
-from asyncrl.launch.server import Server, cancel_all, start_all
-from asyncrl.launch.supervise import Supervision, Supervisor
+from asyncrl.launch.supervise import Server, Supervision, Supervisor, cancel_all, start_all
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
 from asyncrl.trainer.trainer_client import RENDEZVOUS

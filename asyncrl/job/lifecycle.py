@@ -29,7 +29,7 @@ from asyncrl.config import RunConfig
 from asyncrl.journal.read import reading
 from asyncrl.journal.schema import FILE_NAME
 from asyncrl.launch.launchers import Launcher
-from asyncrl.launch.server import Server, first_death
+from asyncrl.launch.supervise import Server, first_death
 from asyncrl.observe.console import outliving
 
 logger = logging.getLogger("asyncrl.job.lifecycle")
@@ -147,12 +147,14 @@ class Lifecycle:
         assert main is not None
         with self._listening(main):
             try:
-                return self._finish(await self._live(live))
-            except asyncio.CancelledError:
-                if self.signal is None:
-                    raise
-                main.uncancel()
-                return self._finish(128 + self.signal)
+                try:
+                    code = await self._live(live)
+                except asyncio.CancelledError:
+                    if self.signal is None:
+                        raise
+                    main.uncancel()
+                    code = 128 + self.signal
+                return self._finish(code)
             except BaseExceptionGroup as errors:
                 raise self._fail(first_cause(errors)) from errors
             except Exception as error:  # outermost frame
@@ -229,13 +231,14 @@ class Lifecycle:
 
     def _fail(self, error: BaseException) -> AsyncrlError:
         if isinstance(error, OSError):
-            error = system_error(error, self.run_dir)
+            what = f"cannot use the run directory {self.run_dir}: {error}"
+            error = RoomError("controller", what, way_out="free space on its disk, then start again.")
         elif not isinstance(error, AsyncrlError):
             log_path = self.run_dir / "logs" / "controller.log"
             what = f"internal error {type(error).__name__}: {error}"
             error = RoomError("controller", what, way_out=f"report it with the traceback in {log_path}.")
         logger.error("ended by %s", error, exc_info=error)
-        with contextlib.suppress(RoomError, CallbackError):
+        with contextlib.suppress(OSError, CallbackError):
             self._on_end("failed", str(error), not isinstance(error, ConfigError))
         return error
 
@@ -355,11 +358,6 @@ def logging_to(folder: Path) -> Iterator[None]:
         root.removeHandler(handler)
         with contextlib.suppress(OSError):
             handler.close()
-
-
-def system_error(error: OSError, run_dir: Path) -> RoomError:
-    what = f"cannot use the run directory {run_dir}: {error}"
-    return RoomError("controller", what, way_out="free space on its disk, then start again.")
 
 
 def raise_file_limit() -> None:

@@ -25,7 +25,6 @@ from asyncrl.job.engine_supervisor import first_wanted
 from asyncrl.job.lifecycle import (
     Interrupts,
     Lifecycle,
-    RunLog,
     locked_run_dir,
     logging_to,
     new_run_dir,
@@ -134,14 +133,6 @@ class Job:
     point: ResumePoint | None
     num_first: int
 
-    @property
-    def config(self) -> RunConfig:
-        return self.life.config
-
-    @property
-    def log(self) -> RunLog:
-        return self.life.log
-
     async def live(self) -> int:
         if (main := asyncio.current_task()) is not None:
             main.set_name("train loop")
@@ -153,7 +144,7 @@ class Job:
         life.stack.callback(self.reporter.close_console)
         point = self.point
         for text in () if point is None else point.notes:
-            self.log.warn(text)
+            self.life.log.warn(text)
         run = await build(
             life,
             self.placement,
@@ -205,10 +196,10 @@ class Job:
                 supervisor.lost_nowait(EngineLost(supervisor.name, why, rule="supervision.on_stuck=restart"))
 
         return Watchdog(
-            self.config.supervision,
+            self.life.config.supervision,
             lambda: reported(run),
             log_path=log_path,
-            tell=self.log.warn,
+            tell=self.life.log.warn,
             way_out=f"read the stacks in {log_path} and the other logs; resume with `{command}`.",
             ask_children=ask_children,
             restart=restart_engines,
@@ -223,13 +214,13 @@ class Job:
             run.journal.note_nowait("order", run.feed.order)
             return ()
         state = await run.journal.read_resume(point.version)
-        self.log.activity(f"training again on {state.next_version - point.version} journaled batches")
+        self.life.log.activity(f"training again on {state.next_version - point.version} journaled batches")
         unfinished = await restore(run, self.reporter, point, state)
         # a refused resume changes nothing
-        write_whole(self.life.run_dir / "config.yaml", run_config_yaml(self.config))
+        write_whole(self.life.run_dir / "config.yaml", run_config_yaml(self.life.config))
         run.write_pins()
         for text in await asyncio.to_thread(set_aside, point.damaged):
-            self.log.info(text)
+            self.life.log.info(text)
         return unfinished
 
     async def _start_services(self, run: Components, unfinished: Sequence[UnfinishedGroup]) -> None:
@@ -239,16 +230,16 @@ class Job:
         if run.evaluation is not None and run.fleet.eval_server is not None:
             server, guard = run.fleet.eval_server, run.evaluation.guard
             self.life.spawn(guard(server.watch()), name=f"watch {server.name}")
-            beats = heartbeat(server, self.config.observe.heartbeat_s)
+            beats = heartbeat(server, self.life.config.observe.heartbeat_s)
             self.life.spawn(guard(beats), name=f"heartbeat {server.name}")
         if version > 0:
-            self.log.activity("bringing the weights to the engines")
+            self.life.log.activity("bringing the weights to the engines")
         await run.scheduler.start(version)
         if run.evaluation is not None and run.fleet.eval_server is None:
             self.life.spawn(self._stop_evaluation(run.evaluation), name="evaluation stop")
             if version == 0:
                 run.evaluation.served_nowait(version)
-        self.log.activity("training")
+        self.life.log.activity("training")
         for group in unfinished:
             run.producers.resume_nowait(group)
             await asyncio.sleep(0)
@@ -262,7 +253,7 @@ class Job:
 
     async def _train_loop(self, run: Components) -> None:
         self.life.can_stop = True
-        while run.trainer.policy_version < self.config.trainer.num_steps:
+        while run.trainer.policy_version < self.life.config.trainer.num_steps:
             batch = await self._next_batch(run)
             if batch is None:
                 return
@@ -297,22 +288,22 @@ class Job:
     async def _end(self, run: Components) -> None:
         if self.life.signal is not None:
             self.life.cancel_tasks(all_but=GUARDS)
-            self.log.activity("writing a checkpoint")
+            self.life.log.activity("writing a checkpoint")
             await run.checkpointer.make_last(run.trainer.policy_version)
             return
         self.life.can_stop = False  # from here a signal cancels
         self.life.cancel_tasks(all_but=GUARDS if run.evaluation is None else GUARDS + EVALUATING)
         # colocated: the host may lack memory for a second copy of the trainer's state
-        self.log.activity("writing a checkpoint")
+        self.life.log.activity("writing a checkpoint")
         await run.checkpointer.make_last(run.trainer.policy_version)
         await run.scheduler.to_trainer()
-        self.log.activity("saving the weights")
+        self.life.log.activity("saving the weights")
         with span("trainer", "save"):
             await run.trainer.save(self.life.run_dir / "final")
-            if self.config.trainer.lora is not None:
+            if self.life.config.trainer.lora is not None:
                 await run.trainer.save(self.life.run_dir / "adapter", merged=False)
         if run.evaluation is not None:
-            self.log.activity("evaluating the last weights")
+            self.life.log.activity("evaluating the last weights")
             if run.fleet.eval_server is None:
                 await run.scheduler.to_engines(run.trainer.policy_version, is_for_evaluation=True)
             await run.evaluation.wait_last()

@@ -16,9 +16,9 @@ from asyncrl.base.files import LOST, write_whole
 from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.engine_supervisor import EngineSupervisor
-from asyncrl.job.lifecycle import RunLog, run_again, run_id, system_error
+from asyncrl.job.lifecycle import RunLog, run_again, run_id
 from asyncrl.journal.checkpoints import sync_records
-from asyncrl.launch.server import Server
+from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.messages.trainer_api import TrainerHealth, TrainResponse
@@ -70,7 +70,7 @@ class Reporter:
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
             shows_samples=config.observe.samples_per_step > 0,
-            health=lambda steps: judge(steps, config).health,
+            health_of=lambda steps: judge(steps, config).health,
         )
         self.log = RunLog(self._console.say, self._console.show_activity)
         self._trackers = make_trackers(config.observe, self.log.warn, trackers)
@@ -246,13 +246,11 @@ class Reporter:
         )
 
     def finish(self, state: str, why: str = "", can_go_on: bool = True) -> None:
-        """Write verdict, plot and summary.json. `state`: done, interrupted or failed. Raises RoomError."""
+        """Write verdict, plot and summary.json. `state`: done, interrupted or failed. Raises OSError."""
         try:
             self._finish(state, why)
             if state != "done" and can_go_on:
                 self._console.say(f"resume with: {run_again(self.run_dir)}")
-        except OSError as error:
-            raise system_error(error, self.run_dir) from error
         finally:
             self._trackers.tell("close", state)
 

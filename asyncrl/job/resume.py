@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 import yaml
 
-from asyncrl.base.errors import AsyncrlError, CheckpointError, ConfigError
+from asyncrl.base.errors import AsyncrlError, ConfigError
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
@@ -292,15 +292,8 @@ def _from_journal(
 
 
 def _from_checkpoint_alone(checkpoint: Whole, run: Components) -> None:
-    try:
-        state = ControllerState.model_validate(checkpoint.controller)
-        run.feed.load_state(state.feed)
-        for prompt_id, num_requeued in state.out.items():
-            run.feed.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
-        run.buffer.restore_nowait(checkpoint.version, state.next_group_id, [], [])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint.folder} has no valid controller state: {type(error).__name__} {error}",
-            rule="without its journal a run resumes from the controller state of the checkpoint",
-            way_out="restore journal.sqlite, or start a new run.",
-        ) from error
+    state = ControllerState.model_validate(checkpoint.controller)
+    run.feed.load_state(state.feed)
+    for prompt_id, num_requeued in state.out.items():
+        run.feed.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
+    run.buffer.restore_nowait(checkpoint.version, state.next_group_id, [], [])

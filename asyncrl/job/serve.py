@@ -34,8 +34,7 @@ from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
-from asyncrl.launch.server import Server, start_all
-from asyncrl.launch.supervise import Supervision, heartbeat
+from asyncrl.launch.supervise import Server, Supervision, heartbeat, start_all
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Trajectory
 from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several

@@ -31,7 +31,7 @@ from asyncrl.launch.launchers import Launcher, NodeRequirements
 from asyncrl.launch.machine import LOOPBACK
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import Process, ProcessSpec
-from asyncrl.launch.server import Server
+from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

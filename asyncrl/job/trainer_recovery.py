@@ -14,8 +14,7 @@ from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.journal.checkpoints import TRAINER, Checkpoints, ControllerState, set_aside
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
-from asyncrl.launch.server import Server
-from asyncrl.launch.supervise import GRACE_S, Supervision, Supervisor
+from asyncrl.launch.supervise import GRACE_S, Server, Supervision, Supervisor
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import TrainerPart

@@ -13,7 +13,7 @@ from typing import Literal
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.host import num_cores
 from asyncrl.config import ModelConfig, RunConfig
-from asyncrl.config.placement_sync import choose_transport, transport_words
+from asyncrl.config.placement_sync import choose_transport
 from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS, TEACHER_SLOTS
 from asyncrl.launch.devices import NO_DEVICE, NodeDevice, Placement, Side, cuda_devices, place, vllm_sizes
@@ -238,7 +238,7 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     for one in plan.processes:
         sizes = [size_text(part) if part else "-" for part in (*astuple(one.memory), one.memory.total)]
         lines.append(_row(one.name, one.device, str(one.threads or "-"), sizes))
-    sync = transport_words(config, is_on_cuda=placement.is_on_cuda)
+    sync = f"weights by {config.weight_sync.settled}"
     lines += ["", f"mode: {placement.mode}: {'time-sharing' if placement.mode == 'colocated' else sync}"]
     if config.eval is not None:
         lines.append(f"evaluation: {EVAL_ENGINE if placement.evaluation else 'rollout engines'}")

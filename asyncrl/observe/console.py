@@ -15,6 +15,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, TextIO, cast
 
@@ -40,36 +41,29 @@ MAX_SAMPLE_CHARS = 300
 BY_TASK = "reward/mean/"
 
 
+@dataclass
 class Console:
     """Shows progress.
 
     live repaints a panel in a thread of rich; plain prints a line every few seconds; auto is live on a
-    terminal, else plain. Output errors raise nothing. `health` returns sentences about problems.
+    terminal, else plain. Output errors raise nothing. `health_of` returns sentences about problems.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        *,
-        run_name: str,
-        num_steps: int,
-        max_staleness: int,
-        shows_samples: bool = False,
-        health: Callable[[Steps], Sequence[str]] = lambda steps: (),
-        file: TextIO | None = None,
-    ) -> None:
+    kind: Kind
+    run_name: str
+    num_steps: int
+    max_staleness: int
+    shows_samples: bool = False
+    health_of: Callable[[Steps], Sequence[str]] = lambda steps: ()
+    file: TextIO | None = None
+
+    def __post_init__(self) -> None:
         # rich itself ends the process on a closed pipe
         self._rich = RichConsole(
-            file=outliving(file), highlight=False, quiet=kind == "none", force_jupyter=False
+            file=outliving(self.file), highlight=False, quiet=self.kind == "none", force_jupyter=False
         )
-        # rich takes a pipe for a terminal if FORCE_COLOR is set (CI)
-        is_terminal = self._rich.file.isatty()
-        self.kind: Kind = ("live" if is_terminal else "plain") if kind == "auto" else kind
-        self._run_name = run_name
-        self._num_steps = num_steps
-        self._max_staleness = max_staleness
-        self._shows_samples = shows_samples
-        self._health_of = health
+        if self.kind == "auto":  # rich takes a pipe for a terminal if FORCE_COLOR is set (CI)
+            self.kind = "live" if self._rich.file.isatty() else "plain"
         self._health: Sequence[str] = ()
         self._steps = Steps()
         self._activity = "starting"
@@ -92,10 +86,10 @@ class Console:
         self._steps.add(metrics)
         self._num_unshown += 1
         if self.kind == "live":
-            self._health = self._health_of(self._steps)
+            self._health = self.health_of(self._steps)
         now_s = time.monotonic()
         is_due = now_s - self._line_at_s >= self._every(now_s, LINE_EVERY_S)
-        if is_due or metrics["step"] >= self._num_steps:
+        if is_due or metrics["step"] >= self.num_steps:
             self._show_line(now_s)
 
     def _every(self, now_s: float, periods_s: tuple[float, float]) -> float:
@@ -103,7 +97,7 @@ class Console:
 
     def _show_line(self, now_s: float) -> None:
         if self.kind == "plain" and self._num_unshown:
-            limits = {"num_steps": self._num_steps, "max_staleness": self._max_staleness}
+            limits = {"num_steps": self.num_steps, "max_staleness": self.max_staleness}
             self.say(plain_line(self._steps, self._num_unshown, **limits))
         self._line_at_s = now_s
         self._num_unshown = 0
@@ -111,7 +105,7 @@ class Console:
     def show_samples(self, samples: Sequence[ShownRollout]) -> None:
         now_s = time.monotonic()
         is_due = now_s - self._sample_at_s >= self._every(now_s, SAMPLE_EVERY_S)
-        if self._shows_samples and samples and is_due:
+        if self.shows_samples and samples and is_due:
             self._sample_at_s = now_s
             text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
             encoding = self._rich.encoding  # of a terminal that may not know the model's characters
@@ -150,17 +144,17 @@ class Console:
                 ("health", Text("\n".join(self._health), "red")),
                 ("speed", self._speed()),
                 ("time", shares_text(time_shares(lambda metric: steps.total(metric, RECENT)))),
-                ("staleness", staleness_text(last, self._max_staleness)),
+                ("staleness", staleness_text(last, self.max_staleness)),
                 ("rollouts", ", ".join(f"{num:.0f} {name}" for name, num in counts.items())),
             ]
-        return numbers.boxed([row for row in rows if row[1]], f"asyncrl {self._run_name}")
+        return numbers.boxed([row for row in rows if row[1]], f"asyncrl {self.run_name}")
 
     def _progress(self) -> RenderableType:
         done = int(self._steps.last.get("step", 0))
-        words = f"{done}/{self._num_steps}  {numbers.duration(time.monotonic() - self._started_s)}"
-        if left_s := numbers.seconds_left(self._steps, self._num_steps):
+        words = f"{done}/{self.num_steps}  {numbers.duration(time.monotonic() - self._started_s)}"
+        if left_s := numbers.seconds_left(self._steps, self.num_steps):
             words += f", {numbers.duration(left_s)} left"
-        return Columns([ProgressBar(total=self._num_steps, completed=done, width=20), words])
+        return Columns([ProgressBar(total=self.num_steps, completed=done, width=20), words])
 
     def _speed(self) -> str:
         step_s = self._steps.mean("perf/step_s", RECENT) or math.inf

@@ -74,9 +74,7 @@ def read_lines(
                 try:
                     yield form.validate_json(line)
                 except ValidationError as error:
-                    fault = error.errors(include_url=False, include_input=False)[0]
-                    place = ".".join(map(str, fault["loc"]))
-                    what = f"the line {line[:60]!r}: {fault['msg']} {place}"
+                    what = f"the line {line[:60]!r}: {error.errors(include_input=False)[0]['msg']}"
                     is_whole = line.endswith(b"\n")
                     tell(problems, f"{path.name}: skipped {what if is_whole else 'an incomplete last line'}")
     except FileNotFoundError:

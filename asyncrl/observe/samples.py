@@ -11,6 +11,7 @@ import json
 import random
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
@@ -161,23 +162,22 @@ def _middle_cut(text: str, most: int | None) -> str:
     return f"{text[: most - most // 3]} [...] {text[-(most // 3) :]}"
 
 
+@dataclass
 class SampleWriter:
     """Raises OSError."""
 
-    def __init__(self, run_dir: Path, *, seed: int, per_step: int) -> None:
-        self._run_dir = run_dir
-        self.path = run_dir / SAMPLES_FILE
-        self.seed = seed
-        self.per_step = per_step
-        self._next_step = 1
-        self._num_failed = 0
+    run_dir: Path
+    seed: int
+    per_step: int
+    _next_step: int = 1
+    _num_failed: int = 0
 
     def resume_at(self, step: int) -> None:
         """Drop lines from `step` on, which is trained again."""
         self._next_step = step
         for name in (SAMPLES_FILE, MIDDLE_FILE, FIRST_FILE):
-            if (self._run_dir / name).exists():
-                cut_steps(self._run_dir / name, step - 1)
+            if (self.run_dir / name).exists():
+                cut_steps(self.run_dir / name, step - 1)
 
     def step(self, batch: Batch, gaps: Mapping[tuple[int, int], float], decode: Decode) -> list[ShownRollout]:
         """`gaps` by group and sample."""
@@ -214,10 +214,11 @@ class SampleWriter:
 
     def _append(self, samples: list[Any]) -> list[ShownRollout]:
         if samples:
-            append_lines(self.path, samples)
-            if self.path.stat().st_size > MAX_BYTES:
-                is_first = not (self._run_dir / FIRST_FILE).exists()
-                self.path.replace(self._run_dir / (FIRST_FILE if is_first else MIDDLE_FILE))
+            path = self.run_dir / SAMPLES_FILE
+            append_lines(path, samples)
+            if path.stat().st_size > MAX_BYTES:
+                is_first = not (self.run_dir / FIRST_FILE).exists()
+                path.replace(self.run_dir / (FIRST_FILE if is_first else MIDDLE_FILE))
         return samples
 
 

@@ -173,6 +173,7 @@ def class_of(name: str) -> Callable[..., Tracker]:
 # ---- the thread
 
 
+@dataclass
 class Background:
     """Calls trackers in one daemon thread, so that no client delays or ends the run.
 
@@ -183,16 +184,12 @@ class Background:
     repeats after a resume.
     """
 
-    def __init__(
-        self,
-        makers: Mapping[str, Callable[[], Tracker]],
-        warn: Callable[[str], None],
-        callbacks: Sequence[Tracker] = (),
-    ) -> None:
-        self.makers = makers
-        self.warn = warn
-        self.callbacks = callbacks
-        self.num_dropped = 0
+    makers: Mapping[str, Callable[[], Tracker]]
+    warn: Callable[[str], None]
+    callbacks: Sequence[Tracker] = ()
+    num_dropped: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._calls = queue.Queue[tuple[str, tuple[Any, ...]]](MAX_WAITING)
         self._warnings = deque[str]()
         self._live: dict[str, Tracker] = {}

@@ -100,6 +100,7 @@ class StuckClock:
         return True
 
 
+@dataclass
 class Watchdog:
     """Watches a run and reports once nothing has moved for watchdog_s.
 
@@ -110,32 +111,22 @@ class Watchdog:
     If the loop itself is blocked, faulthandler's timer writes all stacks into `log_path`.
     """
 
-    def __init__(
-        self,
-        settings: SupervisionConfig,
-        report: Callable[[], Reported],
-        *,
-        log_path: Path,
-        tell: Callable[[str], None],
-        way_out: str,
-        ask_children: Callable[[], Awaitable[tuple[ChildState, ...]]],
-        restart: Callable[[], Awaitable[None]],
-        note: Callable[[str, Mapping[str, Any]], None],
-    ) -> None:
-        """`ask_children` makes each child dump its stacks, and returns their states."""
-        self._settings = settings
-        self._report = report
-        self._log_path = log_path
-        self._tell = tell
-        self._way_out = way_out
-        self._note = note
-        self._ask_children = ask_children
-        self._restart = restart
-        self._clock = StuckClock(settings.watchdog_s, asyncio.get_running_loop().time())
+    settings: SupervisionConfig
+    report: Callable[[], Reported]
+    log_path: Path
+    tell: Callable[[str], None]
+    way_out: str
+    ask_children: Callable[[], Awaitable[tuple[ChildState, ...]]]
+    """Makes each child dump its stacks, and returns their states."""
+    restart: Callable[[], Awaitable[None]]
+    note: Callable[[str, Mapping[str, Any]], None]
+
+    def __post_init__(self) -> None:
+        self._clock = StuckClock(self.settings.watchdog_s, asyncio.get_running_loop().time())
 
     def look(self) -> tuple[Wait, ...]:
         """Notice progress. Return the loop's waits, oldest first; equal waits share a line."""
-        reported = self._report()
+        reported = self.report()
         now_s = asyncio.get_running_loop().time()
         self._clock.look(reported.marks, now_s)
         if reported.is_starting:
@@ -155,11 +146,11 @@ class Watchdog:
         """Raises RoomError if nothing moves and on_stuck is fail."""
         now = asyncio.get_running_loop().time
         clock = self._clock
-        with self._log_path.open("a", encoding="utf-8") as file:
+        with self.log_path.open("a", encoding="utf-8") as file:
             try:
                 while True:
                     until_s = max(clock.due_s, now())
-                    blocked_s = until_s - now() + self._settings.watchdog_s
+                    blocked_s = until_s - now() + self.settings.watchdog_s
                     faulthandler.dump_traceback_later(blocked_s, file=file)
                     await asyncio.sleep(until_s - now())
                     clock.forgive(max(0.0, now() - until_s))
@@ -170,12 +161,12 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
 
     async def _stuck(self) -> None:
-        children = await self._ask_children()
+        children = await self.ask_children()
         waits = self.look()
         if self._clock.is_moving:
             return
-        reported = self._report()
-        policy = self._settings.on_stuck
+        reported = self.report()
+        policy = self.settings.on_stuck
         seconds = self._clock.quiet_s(asyncio.get_running_loop().time())
         headline = f"nothing has moved for {seconds:.0f} s"
         places = {name: f"{wait.where} on {wait.on}" for name, wait in waits_of_tasks().items()}
@@ -189,17 +180,17 @@ class Watchdog:
         ]
         text = "\n  ".join(lines)
         log.error("%s\n%s\n%s", text, task_stacks(), thread_stacks())
-        self._tell(text)
+        self.tell(text)
         details = {"seconds": round(seconds, 1), "waits": list(map(asdict, waits)), "oldest": oldest}
-        self._note("stuck", {**details, "children": list(map(str, children)), "on_stuck": policy})
+        self.note("stuck", {**details, "children": list(map(str, children)), "on_stuck": policy})
         if policy == "fail":
             ill = [str(child) for child in children if not child.is_well]
             raise RoomError(
                 "watchdog",
                 f"{headline}: {'; '.join(ill or map(str, waits))}",
-                rule=f"supervision.watchdog_s={self._settings.watchdog_s:g} and on_stuck=fail end such a run",
-                way_out=self._way_out,
+                rule=f"supervision.watchdog_s={self.settings.watchdog_s:g} and on_stuck=fail end such a run",
+                way_out=self.way_out,
             )
         if policy == "restart":
-            await self._restart()
+            await self.restart()
             self._clock.reset(asyncio.get_running_loop().time())

@@ -40,10 +40,10 @@ GRANULE = 2**21
 LAZY_PEER_ACCESS = 1
 
 
-def limit_memory(device: torch.device, share: float | None, cuda: Any = torch.cuda) -> None:
+def limit_memory(device: torch.device, share: float | None) -> None:
     """Limit torch's memory to a fraction of the current CUDA device. None, or CPU: no limit."""
     if share is not None and device.type == "cuda":
-        cuda.set_per_process_memory_fraction(share)
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,10 +6,9 @@ import asyncio
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import count
-from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -37,7 +36,7 @@ class SimulatedSpec(LatencyModel, engine_routes.EngineSpec):
 
 
 class SimulatedWeights(WeightState):
-    def read(self, request: engine_api.PrepareRequest) -> dict[str, Any]:
+    def read(self, request: engine_api.PrepareRequest) -> dict[str, bytes]:
         check_arrived(request.path, _arrived(request.path), request)
         return {}
 
@@ -87,6 +86,7 @@ class SimulatedEngine:
         self._updated_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._committed: Future[CommitResponse] = Future()
+        self._results: dict[engine_routes.Listener, list[Sampled]] = {}
         self._num_tokens = 0
         self._busy_s = 0.0
 
@@ -133,7 +133,9 @@ class SimulatedEngine:
     def abort(self, runs: Sequence[SimulatedRun]) -> None:
         self._update()
         places = (self._queued, self._running, self._interrupted)
-        self._end([run for run in runs if any(run in place for place in places)], "abort")
+        for run in runs:
+            if any(run in place for place in places):
+                self._end(run, "abort")
         self._update()
 
     def commit(self, request: engine_api.CommitRequest) -> Future[CommitResponse]:
@@ -150,7 +152,7 @@ class SimulatedEngine:
 
     def sleep(self, request: engine_api.SleepRequest) -> Future[TransferStats]:
         self._update()
-        self._end(self._running, "interrupted")
+        self._interrupt()
         if self.weights.swapping is not None:
             self._swap()
         parts = set(request.parts) - set(self.weights.asleep)
@@ -175,7 +177,7 @@ class SimulatedEngine:
         request = self.weights.swapping[0]
         version, digest, num_running = request.version, request.digest, len(self._running)
         if request.interrupt == "abort":
-            self._end(self._running, "interrupted")
+            self._interrupt()
         self.weights.settle(version, digest)
         for run in self._running:
             run.marks.append((run.num_sampled(self._clock), version))
@@ -195,7 +197,6 @@ class SimulatedEngine:
 
     def _update(self) -> None:
         self._advance()
-        ended = []
         while self._ends:
             end, _, run = self._ends[0]
             is_current = self._running.get(run) == end
@@ -203,14 +204,17 @@ class SimulatedEngine:
                 break
             heapq.heappop(self._ends)
             if is_current:
-                ended.append(run)
-        self._end(ended)
+                self._end(run, run.then)
         if self.weights.swapping is not None and not self._running:
             self._swap()
         may_start = self.weights.swapping is None and self.weights.can_serve
         while may_start and self._queued and len(self._running) + len(self._interrupted) < self.spec.slots:
             self._start(self._queued.popitem(last=False)[0])
-        self._tell([(run, run.num_sampled(self._clock), "more") for run in self._streamed])
+        for run in self._streamed:
+            self._report(run, run.num_sampled(self._clock), "more")
+        results, self._results = self._results, {}
+        for listener, sampled in results.items():
+            listener.sampled(sampled)
         if self._timer is not None:
             self._timer.cancel()
         if self._ends:
@@ -235,35 +239,30 @@ class SimulatedEngine:
             self._streamed[run] = None
         heapq.heappush(self._ends, (self._running[run], next(self._order), run))
 
-    def _end(self, runs: Iterable[SimulatedRun], then: str = "") -> None:
-        """End runs early as `then`, or as planned."""
-        rows = []
-        for run in list(runs):
-            end = run.num_told
-            if run in self._running:
-                end = run.num_sampled(self._clock) if then else run.first + run.length
-            rows.append((run, end, then or run.then))
-            for place in (self._running, self._streamed, self._queued, self._interrupted):
-                place.pop(run, None)
-            if then == "interrupted":
-                self._interrupted[run] = None
-        self._tell(rows)
+    def _interrupt(self) -> None:
+        for run in list(self._running):
+            self._end(run, "interrupted")
+            self._interrupted[run] = None
 
-    def _tell(self, rows: Iterable[tuple[SimulatedRun, int, str]]) -> None:
-        """Report each run's tokens up to its number in `rows`."""
-        told: dict[engine_routes.Listener, list[Sampled]] = {}
-        for run, end, then in rows:
-            start = run.num_told
-            if start == end and then == "more":
-                continue
-            token_ids = run.token_ids[start - run.first : end - run.first]
-            logprobs = np.full(len(token_ids), -math.log(self.spec.vocab_size), np.float32)
-            sampled = Sampled(run.number, token_ids, logprobs, spans_of(run.marks, start, end), then)
-            told.setdefault(run.listener, []).append(sampled)
-            run.num_told = end
-            self._num_tokens += end - start
-        for listener, of_listener in told.items():
-            listener.sampled(of_listener)
+    def _end(self, run: SimulatedRun, then: str) -> None:
+        end = run.num_told
+        if run in self._running:
+            end = run.first + run.length if then in ("stop", "length") else run.num_sampled(self._clock)
+        for place in (self._running, self._streamed, self._queued, self._interrupted):
+            place.pop(run, None)
+        self._report(run, end, then)
+
+    def _report(self, run: SimulatedRun, end: int, then: str) -> None:
+        """Report the tokens before `end` with the next _update."""
+        start = run.num_told
+        if start == end and then == "more":
+            return
+        token_ids = run.token_ids[start - run.first : end - run.first]
+        logprobs = np.full(len(token_ids), -math.log(self.spec.vocab_size), np.float32)
+        sampled = Sampled(run.number, token_ids, logprobs, spans_of(run.marks, start, end), then)
+        self._results.setdefault(run.listener, []).append(sampled)
+        run.num_told = end
+        self._num_tokens += end - start
 
 
 def _arrived(path: str) -> Arrived:

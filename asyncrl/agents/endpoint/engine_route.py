@@ -152,7 +152,7 @@ class EngineRoute:
             requests=tuple(requests),
             num_prompt_tokens=planned.num_prompt,
             is_streamed=asked.stream,
-            is_trained=asked.is_as_configured,
+            is_trained=asked.temperature is None and asked.top_p is None,
             grammar=grammar,
         )
 

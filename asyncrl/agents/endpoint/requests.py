@@ -325,10 +325,6 @@ class CallRequest(CallParameters):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
     @property
-    def is_as_configured(self) -> bool:
-        return self.temperature is None and self.top_p is None
-
-    @property
     def has_one_call(self) -> bool:
         return False
 

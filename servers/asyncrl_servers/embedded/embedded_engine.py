@@ -215,18 +215,16 @@ class Engine:
         kv_bytes = runner.slots * loaded.shape.slot_bytes(runner.max_length, loaded.dtype.itemsize)
         sizes = {"weights": weights.num_bytes, "kv": kv_bytes}
         asleep = [part for part in request.parts if part in weights.asleep]
-        needed = 0 if self.spec.stays else sum(sizes[part] for part in asleep)
+        num_bytes = 0 if self.spec.stays else sum(sizes[part] for part in asleep)
         free = loaded.free_bytes()
-        num_bytes = 0
         try:
-            if needed > free:  # a CPU allocation can succeed without physical memory
-                raise RuntimeError(f"{needed} bytes are needed, {free} are free on {loaded.device}")
+            if num_bytes > free:  # a CPU allocation can succeed without physical memory
+                raise RuntimeError(f"{num_bytes} bytes are needed, {free} are free on {loaded.device}")
             if "weights" in asleep:
-                num_bytes += weights.take()
+                weights.take()
             if "kv" in asleep:
                 if not self.spec.stays:
                     runner.take_cache(runner.slots)
-                    num_bytes += runner.cache.num_bytes
                 weights.set_awake("kv")
         except RuntimeError as error:
             raise Refused(

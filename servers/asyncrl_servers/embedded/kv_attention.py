@@ -115,8 +115,7 @@ class RoutedExperts:
 class Stretch:
     """Rows of a call: `tokens` queries per slot in [start, end) over `length` positions.
 
-    `invalid`, bool [end - start, 1, 1, tokens, length], is the causal mask. If slots have fewer queries,
-    `gather`, int64 [(end - start) * tokens], fills the gaps and `kept` indexes the real rows.
+    `invalid`, bool [end - start, 1, 1, tokens, length], is the causal mask.
     """
 
     start: int
@@ -124,8 +123,6 @@ class Stretch:
     tokens: int
     length: int
     invalid: Tensor
-    gather: Tensor | None = None
-    kept: Tensor | None = None
 
 
 def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
@@ -173,15 +170,9 @@ class Pass:
         parts, row = [], 0
         for number, stretch in enumerate(self.stretches):
             slots = slice(stretch.start, stretch.end)
-            if stretch.gather is None or stretch.kept is None:
-                end = row + (stretch.end - stretch.start) * stretch.tokens
-                part = self._mix(number, queries[row:end], keys[slots], values[slots])
-                parts.append(part.reshape(end - row, heads, head_dim))
-            else:
-                end = row + len(stretch.kept)
-                asked = queries.index_select(0, stretch.gather)
-                part = self._mix(number, asked, keys[slots], values[slots])
-                parts.append(part.reshape(-1, heads, head_dim).index_select(0, stretch.kept))
+            end = row + (stretch.end - stretch.start) * stretch.tokens
+            part = self._mix(number, queries[row:end], keys[slots], values[slots])
+            parts.append(part.reshape(end - row, heads, head_dim))
             row = end
         if num_rows > row:
             parts.append(query.new_zeros(num_rows - row, heads, head_dim))
@@ -192,8 +183,8 @@ class Pass:
         stretch, (_, kv_heads, repeat, head_dim) = self.stretches[number], queries.shape
         num_slots, tokens, length = stretch.end - stretch.start, stretch.tokens, stretch.length
         grouped = queries.view(num_slots, tokens, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
-        if self.is_exact and tokens == 1 and repeat < MIN_ROWS:
-            grouped = torch.cat([grouped] * -(-MIN_ROWS // repeat), dim=2)
+        if self.is_exact and tokens * repeat < MIN_ROWS:
+            grouped = torch.cat([grouped] * -(-MIN_ROWS // (tokens * repeat)), dim=2)
         num_rows = grouped.shape[2] * tokens
         flat = grouped.reshape(num_slots * kv_heads, num_rows, head_dim)
         if number not in self._biases:

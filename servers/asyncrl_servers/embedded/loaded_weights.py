@@ -127,13 +127,13 @@ class Weights(WeightState):
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
             return num_bytes
 
-    def take(self) -> int:
+    def take(self) -> None:
+        """Allocate the memory of all weights."""
         with self.lock:
             if not self._stays:
                 for name, tensor in self._empty().items():
                     self._parameters[name].data = tensor
             self.set_awake("weights")
-            return 0 if self._stays else self.num_bytes
 
     def _received(self, request: PrepareRequest, member: GroupMember) -> dict[str, Tensor]:
         """Receive a broadcast. Raises Refused (409)."""

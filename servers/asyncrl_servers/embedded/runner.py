@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -50,10 +50,6 @@ MIN_STEPS = 4
 """Steps before a layout is captured, which costs as much as several steps."""
 MOST_GRAPHS = 64
 """Maximum number of captured layouts (LRU)."""
-QUERY_STEP = 16
-"""Query padding, to share stretches."""
-SCORE_FLOATS = 2**21
-"""Maximum scores per query head of each KV head in a shared stretch."""
 
 log = logging.getLogger(__name__)
 Job = tuple[int, Ids, int]
@@ -107,7 +103,7 @@ class Runner:
         worth = self.loaded.shape.stretch_worth(device)
         cuts = cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, worth)
         stretches = self.decode_stretches(cuts, to_device(lengths - 1, device))
-        stretches += self._read_stretches(parts, num_decoded)
+        stretches += self.read_stretches(parts)
         kept, row = list(range(num_decoded)), num_decoded
         for _, all_ids, start, end in parts:
             row += end - start
@@ -126,36 +122,13 @@ class Runner:
             Stretch(*cut[:2], 1, cut[2], self._positions[: cut[2]] > own[cut[0] : cut[1]]) for cut in cuts
         ]
 
-    def _read_stretches(self, parts: Sequence[Part], row: int) -> Iterator[Stretch]:
-        groups: list[list[Part]] = []
-        for part in parts:
-            group, tokens = groups[-1] if groups else [], _padded(part)
-            is_next = bool(group) and part[0] == group[-1][0] + 1 and tokens == _padded(group[-1])
-            length = padded_length(max(end for *_, end in (*group, part)))
-            floats = (len(group) + 1) * tokens * length * self.loaded.shape.kv_heads
-            if is_next and floats <= SCORE_FLOATS:
-                group.append(part)
-            else:
-                groups.append([part])
-        device = self.loaded.device
-        for group in groups:
-            tokens, length = _padded(group[0]), padded_length(max(end for *_, end in group))
-            starts = np.array([start for _, _, start, _ in group])[:, None]
-            counts = np.array([end - start for _, _, start, end in group])[:, None]
-            firsts = row + np.cumsum(counts, axis=0) - counts
-            places = np.arange(tokens)
-            gather = firsts + np.minimum(places, counts - 1)
-            positions = to_device(starts + places, device)[:, None, None, :, None]
-            yield Stretch(
-                group[0][0],
-                group[-1][0] + 1,
-                tokens,
-                length,
-                self._positions[:length] > positions,
-                to_device(gather.reshape(-1), device),
-                to_device(np.flatnonzero(places < counts), device),
-            )
-            row += int(counts.sum())
+    def read_stretches(self, parts: Sequence[Part]) -> list[Stretch]:
+        stretches = []
+        for slot, _, start, end in parts:
+            length = padded_length(end)
+            invalid = self._positions[:length] > self._positions[start:end, None]
+            stretches.append(Stretch(slot, slot + 1, end - start, length, invalid[None, None, None]))
+        return stretches
 
     def _num_rows(self, needed: int) -> int:
         if not self.is_exact:
@@ -202,12 +175,6 @@ class Runner:
             places = to_device(slots, device), to_device(positions, device)
             self.cache.routing[places] = routed.take()[: len(ids)]
         return cast(Tensor, answer.logits.squeeze(axis))
-
-
-def _padded(part: Part) -> int:
-    """Padding keeps bits independent of other parts."""
-    _, _, start, end = part
-    return -(-(end - start) // QUERY_STEP) * QUERY_STEP if end - start > 1 else 1
 
 
 def cut_calls(jobs: Sequence[Job]) -> list[list[Part]]:
@@ -398,7 +365,7 @@ class Scorer(Runner):
         """Return float32 [T - 1] per text."""
         found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
         for parts in cut_calls([(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]):
-            logits = self._call([*self._read_stretches(parts, 0)], parts, None)
+            logits = self._call(self.read_stretches(parts), parts, None)
             row = 0
             of_parts = list[Tensor]()
             for slot, _, start, end in parts:

@@ -16,11 +16,10 @@ from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.stop_watch import StopWatch
 from asyncrl.messages.token_grammars import GrammarError, TokenMatcher
-from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.decoder import EmbeddedSpec, grammar_refusal, mask, sample
 from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
-from asyncrl_servers.embedded.sampling import grammar_refusal, mask, sample
 from asyncrl_servers.engine_routes import Listener, Run, check_request
 
 MIN_COPIED = 32

@@ -88,27 +88,17 @@ def start_reaper(scratch: Path) -> None:
 
 
 def end_group(leader: int, grace_s: float = GRACE_S) -> None:
-    """SIGTERM, then SIGKILL after `grace_s`; the resource tracker comes last, after its cleanup."""
-    for number, with_tracker in ((signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)):
-        members = _members(leader, with_tracker=with_tracker)
-        if with_tracker:
-            members = psutil.wait_procs(members, grace_s)[1]
-        for process in members:
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(number)
+    """SIGTERM, then SIGKILL after `grace_s`. The resource tracker ends itself, after its cleanup."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        members = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                is_other = process.pid not in (leader, os.getpid()) and os.getpgid(process.pid) == leader
+                is_live = process.status() != psutil.STATUS_ZOMBIE
+                if is_other and is_live and "resource_tracker" not in " ".join(process.cmdline()):
+                    process.send_signal(number)
+                    members.append(process)
         psutil.wait_procs(members, grace_s)
-
-
-def _members(leader: int, *, with_tracker: bool) -> list[psutil.Process]:
-    """Return live processes without leader, caller and (by default) resource tracker."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            is_other = process.pid not in (leader, os.getpid()) and os.getpgid(process.pid) == leader
-            is_tracker = "resource_tracker" in " ".join(process.cmdline())
-            if is_other and process.status() != psutil.STATUS_ZOMBIE and (with_tracker or not is_tracker):
-                found.append(process)
-    return found
 
 
 def _end_start(*_: Any) -> NoReturn:

@@ -17,6 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from asyncrl.base.http import Refused
 from asyncrl.base.message import ErrorBody
 from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, can_fork, failure, is_cpu_build
+from asyncrl_servers.vllm.monkeypatches import patch_spawn
 
 
 class BearerOnly:
@@ -68,11 +69,7 @@ def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
     listener = socket.socket(fileno=fd)
     args.host, args.port = listener.getsockname()[:2]
     server_info._get_system_env_info_cached = dict  # saves 2 s of pip and gcc
-    if is_cpu_build() and spec.returns_routing:
-        import asyncrl_servers.vllm.monkeypatches  # noqa: F401  (its check of the setting)
     if can_fork(spec):
-        from asyncrl_servers.vllm.monkeypatches import patch_spawn
-
         patch_spawn(listener)
     try:
         has_died = uvloop.run(_run(args, listener))

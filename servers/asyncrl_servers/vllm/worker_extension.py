@@ -73,8 +73,15 @@ class Loader:
         model: nn.Module = self.worker.model_runner.get_model()
         return model
 
+    def facts(self) -> dict[str, Any]:
+        """`broken`: why the weights have no version."""
+        vocab_size = self.worker.vllm_config.model_config.get_vocab_size()
+        return {"extension": 1, "vocab_size": vocab_size, "broken": self.broken}
+
     def stage(self, **fields: Any) -> dict[str, Any]:
-        """Begin to stage a PrepareRequest's file, or report progress. Raises Refused."""
+        """Begin to stage a PrepareRequest's file, or report progress; call again until the state is `staged`.
+        Raises Refused.
+        """
         request = PrepareRequest(**fields)
         if self.staged is None or self.staged.request != request:
             self.staged = None
@@ -234,47 +241,33 @@ def _check_staged(staged: Staged) -> str:
     return check_arrived(staged.request.path, digest_and_size(staged.tensors), staged.request)
 
 
+def _rpc(name: str) -> Callable[..., dict[str, Any]]:
+    """Return a worker's method that calls a method of its Loader with the fields of a JSON text."""
+
+    def call(worker: WeightLoader, request: str = "{}") -> dict[str, Any]:
+        try:
+            return {"ok": True, **(getattr(worker.asyncrl_loader, name)(**json.loads(request)) or {})}
+        except Refused as refusal:
+            return refusal.body.model_dump()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            return {"error": what, "rule": "", "way_out": "see this server's log."}
+
+    return call
+
+
 class WeightLoader:
     asyncrl_loader_class = Loader
+    asyncrl_facts = _rpc("facts")
+    asyncrl_stage = _rpc("stage")
+    asyncrl_load = _rpc("load")
+    asyncrl_load_chunk = _rpc("load_chunk")
+    asyncrl_finish_chunks = _rpc("finish_chunks")
+    asyncrl_drop = _rpc("drop")
 
     @cached_property
     def asyncrl_loader(self) -> Loader:
         return self.asyncrl_loader_class(self)
-
-    def asyncrl_facts(self, _: str = "{}") -> dict[str, Any]:
-        """`broken`: why the weights have no version."""
-        worker: Any = self
-
-        def facts() -> dict[str, Any]:
-            vocab_size = worker.vllm_config.model_config.get_vocab_size()
-            return {"extension": 1, "vocab_size": vocab_size, "broken": self.asyncrl_loader.broken}
-
-        return _answer(facts, "{}")
-
-    def asyncrl_stage(self, request: str) -> dict[str, Any]:
-        """Stage a weights file; call again until the state is `staged`."""
-        return _answer(self.asyncrl_loader.stage, request)
-
-    def asyncrl_load(self, request: str) -> dict[str, Any]:
-        return _answer(self.asyncrl_loader.load, request)
-
-    def asyncrl_load_chunk(self, request: str) -> dict[str, Any]:
-        return _answer(self.asyncrl_loader.load_chunk, request)
-
-    def asyncrl_finish_chunks(self, request: str) -> dict[str, Any]:
-        return _answer(self.asyncrl_loader.finish_chunks, request)
-
-    def asyncrl_drop(self, request: str = "{}") -> dict[str, Any]:
-        return _answer(self.asyncrl_loader.drop, request)
-
-
-def _answer(method: Callable[..., dict[str, Any] | None], request: str) -> dict[str, Any]:
-    try:
-        return {"ok": True, **(method(**json.loads(request)) or {})}
-    except Refused as refusal:
-        return refusal.body.model_dump()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}", "rule": "", "way_out": "see this server's log."}
 
 
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
