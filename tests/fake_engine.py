@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -97,24 +97,25 @@ class LetterEngine(SimulatedEngine):
         if self._timer is not None:
             self._timer.cancel()
 
-    def _tell(self, rows: Iterable[tuple[SimulatedRun, int, str]]) -> None:
-        for run, end, then in rows:
-            if then == "more" and end - run.num_told < self._server.chunk_tokens:
-                continue
-            spans = codec.spans_of(run.marks, run.num_told, end)
-            first = len(run.request.prompt_ids) + run.num_told
-            drawn = [
-                fake_token(self.weights.digests[version], run.request.seed, first + at)
-                for start, stop, version in spans
-                for at in range(start, stop)
-            ]
-            ids = np.array([token for token, _ in drawn], np.int32)
-            if then == "stop":
-                ids[-1] = END_TOKEN
-            logprobs = np.array([logprob for _, logprob in drawn], np.float32)
-            self._num_tokens += end - run.num_told
-            run.num_told = end
-            run.listener.sampled([codec.Sampled(run.number, ids, logprobs, spans, then)])
+    def _report(self, run: SimulatedRun, end: int, then: str) -> None:
+        start = run.num_told
+        if then == "more" and end - start < self._server.chunk_tokens:
+            return
+        spans = codec.spans_of(run.marks, start, end)
+        first = len(run.request.prompt_ids) + start
+        drawn = [
+            fake_token(self.weights.digests[version], run.request.seed, first + at)
+            for begin, stop, version in spans
+            for at in range(begin, stop)
+        ]
+        ids = np.array([token for token, _ in drawn], np.int32)
+        if then == "stop":
+            ids[-1] = END_TOKEN
+        logprobs = np.array([logprob for _, logprob in drawn], np.float32)
+        self._num_tokens += end - start
+        run.num_told = end
+        sampled = codec.Sampled(run.number, ids, logprobs, spans, then)
+        self._results.setdefault(run.listener, []).append(sampled)
 
 
 class FakeLink(ServedLink):

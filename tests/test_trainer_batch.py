@@ -33,7 +33,7 @@ from asyncrl.messages.token_grammars import GrammarError
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer import tree
-from asyncrl.trainer.objective import check_batch, find_units, loss_tokens
+from asyncrl.trainer.objective import check_any_loss, check_batch, find_units, loss_tokens
 from asyncrl.trainer.packing import Costs, find_allowed, mini_batches, rank_micro_batches
 from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.ranks import Ranks
@@ -80,7 +80,7 @@ def test_old_token_is_refused_unless_it_may_be_masked() -> None:
     assert np.flatnonzero(arrays.loss_mask & ~kept).tolist() == [5, second]
     all_old = changed(arrays, versions=np.where(arrays.loss_mask, 1, -1).astype(np.int32))
     with pytest.raises(Refused, match="no token that carries loss"):
-        loss_tokens(header.model_copy(update={"mask_older": True}), all_old)
+        check_any_loss(header, all_old, all_old.loss_mask & False)
 
 
 class OddTokens:

@@ -66,12 +66,6 @@ def test_run_refuses_another_model_until_it_is_accepted(
     begin(tmp_path, model)
 
 
-def test_unreadable_pin_is_told(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "model.json").write_text('{"given": ')
-    with pytest.raises(ConfigError, match=r"model\.json.* cannot be read.*[^$]*--allow-change model.path"):
-        ModelPin(tmp_path, "base")
-
-
 @pytest.mark.parametrize("given", [None, "v1"])
 def test_commit_of_the_hub_is_kept(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, given: str | None

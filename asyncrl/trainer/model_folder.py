@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.base.errors import ConfigError
@@ -190,18 +190,13 @@ class ModelPin:
     """File digests of the run's first model. Blocks."""
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
-        """`is_free`: accept any model. Raises ConfigError."""
+        """`is_free`: accept any model."""
         self.path = run_dir / MODEL_PIN
         self._given = given
         self._pinned: PinnedModel | None = None
         self._found: PinnedModel | None = None
-        try:
-            if not is_free and self.path.exists():
-                self._pinned = PinnedModel.model_validate_json(self.path.read_bytes())
-        except (OSError, ValidationError) as error:
-            what = f"the pinned model {self.path} cannot be read: {str(error).splitlines()[0]}"
-            way_out = "restore the file, or accept the present model with --allow-change model.path."
-            raise ConfigError(what, way_out=way_out) from error
+        if not is_free and self.path.exists():
+            self._pinned = PinnedModel.model_validate_json(self.path.read_bytes())
 
     @property
     def revision(self) -> str | None:

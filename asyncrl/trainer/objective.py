@@ -54,7 +54,7 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
-    """Return the loss tokens, bool [N]. Raises Refused (409) for old or no tokens."""
+    """Return the loss tokens, bool [N]. Raises Refused (409) for old tokens."""
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
@@ -65,9 +65,7 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
             rule="no token older than version - buffer.max_staleness may be trained on",
             way_out="buffer.on_overdue=mask gives such tokens no weight.",
         )
-    kept = arrays.loss_mask & ~old
-    check_any_loss(header, arrays, kept)
-    return kept
+    return arrays.loss_mask & ~old
 
 
 def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> None:

@@ -103,12 +103,9 @@ def main() -> None:
     text = Path(parser.parse_args().spec).read_text(encoding="utf-8")
     try:
         make_scratch_model(ScratchSpec.model_validate_json(text))
-    except (ValueError, TypeError, KeyError) as error:
-        way_out = "correct model.scratch in the config; architecture takes the keys of a transformers config."
+    except (ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
+        way_out = "correct model.scratch (architecture has a transformers config's keys), or free disk space."
         fail(f"cannot make a model from model.scratch: {error}", way_out=way_out)
-    except (OSError, SafetensorError) as error:
-        way_out = "give a run directory that is new, writable, and on a disk with space."
-        fail(f"cannot write the scratch model: {error}", way_out=way_out)
 
 
 if __name__ == "__main__":
