@@ -1,6 +1,6 @@
 """Compare a CUDA device with a CPU, and measure it. `make gpu` runs all parts.
 
-    python scripts/gpu_acceptance.py --part K [--row NAME ...] [--tiny] [--out DIR]
+    python scripts/gpu_acceptance.py --part K [--row NAME ...] [--tiny] [--out DIR] [--need]
 
     1  tests marked gpu; losses, head, packed forward and backward, and LoRA against float32 on the CPU;
        distances between packed and plain passes in bfloat16
@@ -54,7 +54,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", type=int, choices=range(1, 6), required=True)
+    parser.add_argument("--part", type=int, choices=range(1, 6))
+    parser.add_argument("--need", action="store_true", help="print what each row lacks, and stop")
     parser.add_argument("--row", nargs="+", default=[], help="only these rows")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, also on a CPU")
     parser.add_argument("--out", type=Path, help="folder of DEVICE.txt")
@@ -62,6 +63,12 @@ def main() -> None:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out = options.out or REPO / ("runs" if options.tiny else "benchmarks/results")
+    if options.need:
+        for row in ROWS:
+            print(f"{row.part} {row.name:<20} {', '.join(row.missing()) or 'nothing is missing'}")
+        return
+    if options.part is None:
+        parser.error("give --part or --need")
     rows = [row for row in ROWS if options.part == row.part]
     if unknown := set(options.row) - {row.name for row in rows}:
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {[row.name for row in rows]}")

@@ -91,3 +91,14 @@ def test_rows_are_processes_and_a_hanging_one_is_ended(tmp_path: Path) -> None:
     late = subprocess.run([*command, "--row", "head", "--budget-s", "0.1"], capture_output=True, text=True)
     assert late.returncode == 1
     assert "was ended after 0 s" in late.stdout
+
+
+def test_need_names_the_missing_packages_of_each_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Row, "missing", lambda row: ["peft"] if row.name == "lora" else [])
+    monkeypatch.setattr(sys, "argv", ["gpu_acceptance.py", "--need"])
+    gpu_acceptance.main()
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == len(ROWS)
+    assert [name for _, name, missing in lines if missing == "peft"] == ["lora"]
