@@ -75,12 +75,15 @@ def check_call(
     function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, said: str, usage: str
 ) -> None:
     """Raise ConfigError if `function` does not accept these arguments; `said` names it in the message."""
+    if not callable(function):
+        what = f"{said} is {function!r:.80}, which cannot be called"
+        raise ConfigError(what, rule=f"it is called as {usage}", way_out="name a function or class.")
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:
-        what = f"{said} is {function!r:.80}, which cannot be called as {usage}: {error}"
+        what = f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}"
         names = ", and the names of task.args or generator.args" if keywords else ""
-        raise ConfigError(what, way_out=f"name a function or class with these parameters{names}.") from error
+        raise ConfigError(what, way_out=f"give it exactly these parameters{names}.") from error
     except ValueError:  # a builtin without a signature
         return
 

@@ -238,7 +238,7 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     for one in plan.processes:
         sizes = [size_text(part) if part else "-" for part in (*astuple(one.memory), one.memory.total)]
         lines.append(_row(one.name, one.device, str(one.threads or "-"), sizes))
-    sync = f"weights by {config.weight_sync.settled}"
+    sync = f"weights by {config.weight_sync.transport}"
     lines += ["", f"mode: {placement.mode}: {'time-sharing' if placement.mode == 'colocated' else sync}"]
     if config.eval is not None:
         lines.append(f"evaluation: {EVAL_ENGINE if placement.evaluation else 'rollout engines'}")
