@@ -151,7 +151,7 @@ async def test_wrong_chunks_are_refused(server: Server, engine: EngineClient) ->
     ]
     for changes, match in wrong:
         await refused(engine.load_chunk(first.model_copy(update=changes)), match)
-        await refused(engine.load_chunk(last), "loaded are 0")
+        await refused(engine.load_chunk(last), "loaded (are 0|is nothing)")
     await load(engine, first)
     await load(engine, last)
     await refused(engine.commit(old + 1, "0" * 32, "abort"), digest)

@@ -157,7 +157,7 @@ def test_student_comes_nearer_to_its_teacher_despite_kills(tmp_path: Path, other
         tmp_path,
         teacher={"path": str(other)},
         algorithm={"distill_weight": 1.0, "reward_weight": 0.0},
-        trainer={"num_steps": 80, "learning_rate": 0.01},
+        trainer={"num_steps": 160, "learning_rate": 0.003},
         checkpoint={"every": 20},
     )
     run_dir = tmp_path / "run"
@@ -174,8 +174,8 @@ def test_student_comes_nearer_to_its_teacher_despite_kills(tmp_path: Path, other
     ended = job_runs.run(config, run_dir)
     assert ended.returncode == 0, ended.stderr
     found = divergences(run_dir)
-    assert len(found) == 80
+    assert len(found) == 160
     assert found[: len(before)] == before, "what the teacher said is in the journal"
     events = [what for what, _ in job_runs.events(run_dir) if what.startswith("teacher")]
     assert events == ["teacher lost", "teacher up"]
-    assert np.mean(found[-5:]) < 0.7 * np.mean(found[:5])
+    assert np.mean(found[-20:]) < 0.8 * np.mean(found[:5])

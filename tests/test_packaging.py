@@ -30,6 +30,7 @@ OWNERS = ("job/lifecycle.py", "job/engine_supervisor.py", "agents/worker.py")
 WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.values())]
 AGENT = """
 import json
+import urllib.request
 
 def run(task, session):
     body = json.dumps({"model": session.model, "messages": list(task.messages)}).encode()

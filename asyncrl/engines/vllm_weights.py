@@ -108,10 +108,11 @@ class Load:
             await process.tell(f"/pause?{urlencode(pause)}")
             if interrupt == "wait":
                 started = clock()
+            else:
+                most = num_running if interrupt == "abort" else self._needed.slots
+                self._num_interrupted = min(num_running, most)
             sent = process.sent
-            self._num_interrupted = num_running
             if interrupt != "abort":
-                self._num_interrupted = min(num_running, self._needed.slots)
                 # End streams, whose tokens could not be reported early, and leave the canary a slot.
                 kept = [segment for segment in sent if segment.on_chunk is None]
                 num_kept = len(kept) if self.manifest.canary is None else self._needed.slots - 1

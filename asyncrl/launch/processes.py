@@ -155,6 +155,12 @@ class ChildProcess(Process):
     def returncode(self) -> int | None:  # type: ignore[override]
         return self._process.returncode if self._process else None
 
+    def seen(self) -> str:
+        with contextlib.suppress(psutil.Error):
+            if self.pid is not None and self.returncode is None:
+                return f"{self.place} is {psutil.Process(self.pid).status()}"
+        return super().seen()
+
     async def start(self) -> None:
         """Raises ConfigError if its Python is missing."""
         spec = self.spec
