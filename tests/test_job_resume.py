@@ -49,7 +49,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
-from asyncrl.job.engine_supervisor import scale_run
+from asyncrl.job.scale import scale_run
 from asyncrl.journal.checkpoints import Checkpoints
 from asyncrl.messages.records import Completion
 from asyncrl.observe.page import view_run

@@ -56,7 +56,7 @@ def test_reward_function_scores_rows_and_is_built_without_any(here: Path) -> Non
     assert build_task(config, 0).score(prompt, "y") == 1.0
     (here / "rows.jsonl").unlink()
     assert build_score(config, 0)(prompt, "n") == 0.0
-    with pytest.raises(ConfigError, match=r"two .* cannot be called as reward\(.*, answer\)"):
+    with pytest.raises(ConfigError, match=r"two.* cannot be called as reward\(.*, answer\)"):
         build_task(TaskConfig(files=["rows.jsonl"], reward="tasks_here:two"), 0)
 
 

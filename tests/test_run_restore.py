@@ -20,8 +20,9 @@ from test_trainer_supervision import batch_at, weights_of
 
 from asyncrl.base.errors import CheckpointError, JournalError, TaskError, TrainerError, TrainerLost
 from asyncrl.config import CheckpointConfig, SupervisionConfig
+from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.resume import ResumePoint, restore
-from asyncrl.job.trainer_recovery import Checkpointer, SupervisedTrainer, recover_trainer
+from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision

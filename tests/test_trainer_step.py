@@ -20,8 +20,8 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, Canary, unpack_batch
-from asyncrl.trainer.build_model import learning_rate_at
 from asyncrl.trainer.objective import BatchNumbers
+from asyncrl.trainer.optimizer import learning_rate_at
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import (
     MIN_ENGINE_TOKENS,

@@ -20,12 +20,14 @@ from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts, special_tokens
 from asyncrl.job.check import check_everything, find_teacher
+from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
-from asyncrl.job.engine_supervisor import EngineScale, EngineSupervisor
+from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.fleet import Fleet
 from asyncrl.job.lifecycle import Lifecycle, run_id
+from asyncrl.job.scale import EngineScale
 from asyncrl.job.servers import Servers
-from asyncrl.job.trainer_recovery import Checkpointer, SupervisedTrainer
+from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoints import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.schema import FILE_NAME

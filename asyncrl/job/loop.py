@@ -21,7 +21,6 @@ from asyncrl.base.user_code import cancel_remaining
 from asyncrl.base.waits import computed, span
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.job.build import Components, build
-from asyncrl.job.engine_supervisor import first_wanted
 from asyncrl.job.lifecycle import (
     Interrupts,
     Lifecycle,
@@ -35,6 +34,7 @@ from asyncrl.job.lifecycle import (
 )
 from asyncrl.job.report import Reporter, engine_supervisors, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
+from asyncrl.job.scale import first_wanted
 from asyncrl.journal.checkpoints import set_aside
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.launchers import opened

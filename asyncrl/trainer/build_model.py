@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -25,17 +23,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
-from asyncrl.config import TrainerConfig
 from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.trainer.attention import choose_flash
 from asyncrl.trainer.fused import layers_of, why_not_compiled
 from asyncrl.trainer.lora import Adapters
+from asyncrl.trainer.optimizer import MasterWeights, cast_model
 from asyncrl.trainer.policy import ForwardPlan, Policy, find_plan, probe_model
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl.weights.tensor_files import float32_names
+
+log = logging.getLogger("asyncrl.trainer")
 
 
 @contextmanager
@@ -132,78 +132,6 @@ def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
     return tokenizer
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def make_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return fused AdamW with weight decay on matrices only."""
-    matrices = list[Tensor]()
-    others = list[Tensor]()
-    for weight in weights:
-        (matrices if weight.ndim >= 2 else others).append(weight)
-    decayed = {"params": matrices, "weight_decay": config.weight_decay}
-    groups = [group for group in (decayed, {"params": others, "weight_decay": 0.0}) if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
-
-
-def new_state(weight: Tensor) -> dict[str, Tensor]:
-    moments = {moment: torch.zeros_like(weight).detach() for moment in MOMENTS}
-    return {"step": torch.zeros((), device=weight.device), **moments}
-
-
-def learning_rate_at(config: TrainerConfig, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0.
-
-    Warm-up reaches the peak at step warmup_steps - 1; decay reaches 0 one step after the last.
-    """
-    peak = config.learning_rate
-    past_warmup = step - config.warmup_steps
-    if past_warmup < 0:
-        return peak * (step + 1) / config.warmup_steps
-    length = max(config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1)
-    progress = min(past_warmup / length, 1.0)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
-
-
-log = logging.getLogger("asyncrl.trainer")
-
-
-class MasterWeights:
-    """Float32 weights for the optimizer, under a bfloat16 model.
-
-    Invariant: outside of a step the model's weights are the rounded masters.
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.then: Callable[[], None] = lambda: None
-        if dtype == torch.float32:
-            self.named: dict[str, Tensor] = dict(named)
-            self._working: dict[str, nn.Parameter] = {}
-            return
-        self.named = {name: parameter.detach().clone() for name, parameter in named.items()}
-        _cast(model, dtype)
-        self._working = named
-        for name, parameter in named.items():
-            parameter.register_post_accumulate_grad_hook(partial(_collect, self.named[name]))  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        for name, parameter in self._working.items():
-            parameter.copy_(self.named[name])
-        self.then()
-
-
-def _collect(master: Tensor, parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    if master.grad is None:
-        master.grad = parameter.grad.float()
-    else:
-        master.grad.add_(parameter.grad)
-    parameter.grad = None
-
-
 def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     if spec.device == "cuda" and not torch.cuda.is_available():
         way_out = "set placement.trainer=cpu, or install a CUDA build of torch."
@@ -297,7 +225,7 @@ class TrainedModel:
         frozen = None
         if needs_reference and self.adapters is None:
             frozen = copy.deepcopy(model).requires_grad_(False)
-            _cast(frozen, self.dtype)
+            cast_model(frozen, self.dtype)
 
         def policy_of(model: Any) -> Policy:
             policy = Policy(model, plan, is_compiled=compiles)
@@ -389,10 +317,3 @@ class _Chosen(TorchFunctionMode):
             return found
         indices_NK = torch.where(chosen_NK == NO_EXPERT, found.indices, chosen_NK.long())
         return torch.return_types.topk((scores.gather(-1, indices_NK), indices_NK))
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters, not buffers: rotary embeddings must not be rounded."""
-    kept = float32_names(model)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)

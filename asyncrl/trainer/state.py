@@ -35,9 +35,10 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.base.files import open_as, whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import LoraConfig
-from asyncrl.trainer.build_model import MOMENTS, MasterWeights, load_tokenizer, loading, new_state
+from asyncrl.trainer.build_model import load_tokenizer, loading
 from asyncrl.trainer.lora import ADAPTER, save_adapter
 from asyncrl.trainer.offload import HostMemory, local_of
+from asyncrl.trainer.optimizer import MOMENTS, MasterWeights, new_state
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.adapters import merge

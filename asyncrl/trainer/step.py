@@ -37,15 +37,14 @@ from asyncrl.messages.trainer_api import (
 from asyncrl.trainer import objective, step_report
 from asyncrl.trainer.build_model import (
     TrainedModel,
-    learning_rate_at,
     load_tokenizer,
-    make_optimizer,
     reshard,
 )
 from asyncrl.trainer.lora import save_adapter
 from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
 from asyncrl.trainer.offload import Offload
+from asyncrl.trainer.optimizer import learning_rate_at, make_optimizer
 from asyncrl.trainer.packing import (
     AllowedSets,
     MicroBatch,
