@@ -159,9 +159,9 @@ def test_no_reader_takes_the_lock_of_the_writer(tmp_path: Path) -> None:
     assert locks_on(path) == []
 
 
-def test_torn_log_loses_only_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "journal.sqlite"
-    copy = tmp_path / "killed" / "journal.sqlite"
+@pytest.mark.parametrize("at", [2, 17, 32 + 5, 32 + 24 + 100])
+def test_damaged_log_is_refused_and_a_torn_one_accepted(tmp_path: Path, at: int) -> None:
+    path, copy = tmp_path / "a" / "journal.sqlite", tmp_path / "killed" / "journal.sqlite"
 
     async def story(journal: Journal) -> None:
         for group_id in range(3):
@@ -172,7 +172,15 @@ def test_torn_log_loses_only_its_end(tmp_path: Path) -> None:
     path.parent.mkdir()
     with_journal(path, story)
     log = copy.with_name("journal.sqlite-wal")
-    os.truncate(log, log.stat().st_size - 3000)
+    whole = log.read_bytes()
+    damaged = bytearray(whole)
+    damaged[at] ^= 0x10
+    log.write_bytes(damaged)
+    for _ in range(2):  # at the second start too
+        with pytest.raises(JournalError, match=r"wal is damaged: \d commits after 0 whole frames"):
+            open_journal(copy)
+        assert log.read_bytes() == damaged, "the log stays unchanged"
+    log.write_bytes(whole[:-3000])
     check(copy)
     assert [ticket.group_id for ticket, _ in read_resume(copy, 0).ready] == [0, 1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import struct
 from contextlib import closing
 from pathlib import Path
 
@@ -161,8 +162,10 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
     """Open this run's journal, verified or new. Raises JournalError and leaves the files unchanged."""
     if not path.exists():
         create(path, run_id)
+    log = path.with_name(f"{path.name}-wal")
     try:
-        with closing(connect(path, is_read_only=True)) as connection:
+        commits = _commits_in(log)
+        with closing(connect(path, is_read_only=True)) as connection:  # closed last, to keep a refused log
             # quick_check misses an index that hides a row
             rows = connection.execute("PRAGMA integrity_check(3)").fetchall()
             if wrong := [row[0] for row in rows if row[0] != "ok"]:
@@ -170,7 +173,13 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
             owner = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
             if owner != (run_id,):
                 raise _foreign(path, f"is the journal of run {owner and owner[0]}, this is run {run_id}")
-        return connect(path, is_read_only=False)
+            writing = connect(path, is_read_only=False)
+            num_whole = max(0, writing.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1])
+            lost = [number for number in commits if number > num_whole]
+            if len(lost) > 1:  # a power cut tears at most one unanswered commit
+                writing.close()
+                raise damaged(log, f"{len(lost)} commits after {num_whole} whole frames cannot be read")
+            return writing
     except DISK_ERRORS as error:
         raise cannot_use(path, error) from error
 
@@ -181,3 +190,39 @@ def _foreign(path: Path, why: str) -> JournalError:
         rule="a journal belongs to one run",
         way_out="move it elsewhere, or give this run another --run-dir.",
     )
+
+
+# write-ahead log: SQLite silently drops the rest of a damaged one
+# (https://www.sqlite.org/fileformat2.html#the_write_ahead_log)
+
+_HEADER = struct.Struct(">8I")
+"""Magic, format, page size, checkpoint number, two salts, two checksums."""
+_FRAME = struct.Struct(">6I")
+"""Page, pages of the database after a commit (else 0), two salts, two checksums."""
+
+
+def _commits_in(log: Path) -> list[int]:
+    """Return numbers, from 1, of frames that claim to end a commit."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            return []
+        _, _, page_size, _, *salts, _, _ = _HEADER.unpack(header)
+        if not _is_whole(header):  # SQLite reads nothing, so the lost commits are unknown
+            return [1, 2] if file.read(1) else []
+        frames = []
+        while len(frame := file.read(_FRAME.size)) == _FRAME.size:
+            frames.append(_FRAME.unpack(frame))
+            file.seek(page_size, 1)
+    return [number for number, frame in enumerate(frames, 1) if frame[1] and list(frame[2:4]) == salts]
+
+
+def _is_whole(header: bytes) -> bool:
+    words = struct.unpack(">6I" if header[3] & 1 else "<6I", header[:24])
+    one = two = 0
+    for first, second in zip(words[::2], words[1::2], strict=True):
+        one = (one + first + two) % 2**32
+        two = (two + second + one) % 2**32
+    return (one, two) == struct.unpack(">2I", header[24:])
