@@ -12,13 +12,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from job_runs import all_gone
 
 from asyncrl.base import files as staging
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import PRELOADED, ForkServer
 from asyncrl.launch.processes import ChildProcess, ProcessSpec, group_members, start_process
@@ -177,6 +178,22 @@ def test_killed_fork_server_ends_its_children_and_is_replaced(probe: ForkServer,
         assert probe.pid != first
 
     asyncio.run(story())
+
+
+def test_a_fork_that_fails_is_tried_once_more(
+    probe: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = probe.start
+    failures = [RoomError("fork server", "it died before it forked")]
+
+    def dies_first(*arguments: Any) -> tuple[int, int]:
+        if failures:
+            raise failures.pop()
+        return start(*arguments)
+
+    monkeypatch.setattr(probe, "start", dies_first)
+    assert asyncio.run(probed(tmp_path / "log", "5")) == 5
+    assert failures == []
 
 
 def test_preloaded_modules_start_no_thread_and_open_no_device() -> None:

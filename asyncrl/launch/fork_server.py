@@ -113,8 +113,18 @@ class ForkServer:
 
         The first three `files` become standard streams; the others keep their numbers.
         """
-        self._ensure_running()
-        started, cancelled = await uncut(asyncio.to_thread(self.start, module, arguments, env, files))
+
+        async def started_once() -> tuple[int, int]:
+            self._ensure_running()
+            return await asyncio.to_thread(self.start, module, arguments, env, files)
+
+        async def started_or_again() -> tuple[int, int]:
+            try:
+                return await started_once()
+            except RoomError:  # the server died before it forked; nothing supervises a run's first processes
+                return await started_once()
+
+        started, cancelled = await uncut(started_or_again())
         process = ForkedProcess(*started)
         if cancelled is not None:
             process.kill()
