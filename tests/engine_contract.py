@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,12 @@ from contract_servers import VOCAB_SIZE, Server, client_of
 from safetensors.numpy import save_file
 
 from asyncrl.base.errors import EngineError, EngineLost
-from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.codec import spans_of
 from asyncrl.messages.digest import weights_digest
-from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateResponse
 from asyncrl.messages.records import VersionSpan
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
-from asyncrl_servers.engine_routes import GenerateBody
 
 BOTH: list[EnginePart] = ["kv", "weights"]
 LIMIT_S = 280.0
@@ -57,11 +54,6 @@ def contract(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     parameters = [one for name, one in signature.parameters.items() if name != "engine"]
     told.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return told
-
-
-async def generate(caller: Caller, request: GenerateRequest) -> GenerateResponse:
-    """Send the request over HTTP."""
-    return await caller.post("/generate", GenerateBody(**asdict(request)), GenerateResponse, timeout_s=60)
 
 
 async def health(engine: EngineClient) -> EngineHealth:

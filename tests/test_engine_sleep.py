@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from engine_contract import generate
 from engine_in_process import (
     answered,
     make_qwen3,
@@ -88,7 +87,7 @@ def test_sleep_frees_process_memory(tmp_path: Path) -> None:
         async def story() -> tuple[int, int]:
             async with aclosing(Caller("engine-0", child.url, SECRET)) as caller:
                 engine, memory = EngineServer(caller), psutil.Process(child.process.pid).memory_info
-                await generate(caller, make_request())
+                await engine.generate_segment(make_request())
                 awake = memory().rss
                 freed = await engine.sleep(BOTH)
                 return freed.num_bytes, awake - memory().rss

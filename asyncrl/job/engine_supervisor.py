@@ -63,7 +63,6 @@ class EngineSupervisor(Supervisor):
             logger.warning("%s was lost while it was leaving: %s", self.name, lost)
         self._leave_nowait()
         await self._end()
-        self._restarts.rests_nowait()
         self._scale.enter_nowait(self.name, "parked")
         self._on_event("engine parked", {"name": self.name, "wanted": self._scale.wanted})
 

@@ -34,7 +34,7 @@ from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
-from asyncrl.launch.supervise import Server, Supervision, heartbeat, start_all
+from asyncrl.launch.supervise import Server, Supervision, start_all
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Trajectory
 from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several
@@ -126,9 +126,7 @@ async def _start(life: Lifecycle, servers: Sequence[Server]) -> None:
         life.closes(server.name, server.aclose)
     await start_all(servers)
     for server in servers:
-        life.spawn(server.watch(), name=f"watch {server.name}")
-        beats = heartbeat(server, life.config.observe.heartbeat_s)
-        life.spawn(beats, name=f"heartbeat {server.name}")
+        life.spawn(server.watch(life.config.observe.heartbeat_s), name=f"watch {server.name}")
 
 
 async def _live_engine(life: Lifecycle) -> int:

@@ -82,7 +82,6 @@ class Embedded:
 
     def spec(self, model_path: Path, name: str, place: EnginePlace) -> Body:
         is_rollout = name != EVAL_ENGINE
-        sync = self.config.weight_sync
         spec: Body = {
             "name": name,
             "slots": self.slots(name),
@@ -92,17 +91,14 @@ class Embedded:
             "device": place.device.partition(":")[0],
             "threads": engine_threads(self.config, place.cores),
             "deterministic": self.rollout.deterministic,
-            "has_adapters": sync.facts.sends_adapters,
+            "has_adapters": self.config.weight_sync.facts.sends_adapters,
         }
         optional: Body = {
             "keeps_turns": self.config.keeps_turns,
-            "takes_turns": place.is_colocated,
             "stays": place.is_resident,
             "share": place.memory_fraction,
             "returns_routing": self.config.algorithm.router_replay and is_rollout,
         }
-        if sync.facts.is_collective and self.rollout.facts.stages_weights and is_rollout:
-            optional["receives_bytes"] = sync.chunk_bytes
         return spec | {name: value for name, value in optional.items() if value}
 
     def client(

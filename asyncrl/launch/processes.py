@@ -97,11 +97,6 @@ class Process:
     async def wait(self) -> None:
         await asyncio.Event().wait()
 
-    async def watch(self) -> None:
-        """Raise RoomError with the reason of its end."""
-        await self.wait()
-        raise self.death()
-
     def death(self) -> RoomError:
         """Return the reason of its end, from its log."""
         fatal = find_fatal(self._log())
