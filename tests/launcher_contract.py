@@ -209,11 +209,12 @@ async def play_all(launcher: Launcher, folder: Path) -> dict[str, str]:
         told[fault.__name__] = await outcome(fault(launcher))
     try:
         await launcher.hold({0: ["cpu"], 1: ["cpu", "cuda:2", "cuda:3"]}, {})
-        for number, node in enumerate(launcher.nodes):
-            stage = Stage(launcher, node, number, folder / str(number))
-            stage.folder.mkdir()
-            for name, story in STORIES.items():
-                told[f"{name}/{number}"] = await outcome(story(stage))
+        own, stage = (Stage(launcher, node, at, folder / str(at)) for at, node in enumerate(launcher.nodes))
+        own.folder.mkdir()
+        stage.folder.mkdir()
+        told["own host"] = await outcome(server_runs_at_its_node_until_closed(own))
+        for name, story in STORIES.items():
+            told[name] = await outcome(story(stage))
         for fault in FAULTS[3:]:
             told[fault.__name__] = await outcome(fault(stage))
     finally:

@@ -97,16 +97,11 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1], ids=["own host", "other host"])
-@pytest.mark.parametrize("story", STORIES)
-def test_ray_keeps_the_contract(story: str, number: int, played: dict[str, str]) -> None:
-    assert not (why := played[f"{story}/{number}"]), why
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault",
+    "name",
     [
+        "own host",
+        *STORIES,
         *(fault.__name__ for fault in FAULTS),
         "closing",
         "orphans of a killed controller",
@@ -114,8 +109,8 @@ def test_ray_keeps_the_contract(story: str, number: int, played: dict[str, str])
         f"leak of {OTHER}",
     ],
 )
-def test_ray_names_what_is_lost_and_nothing_hangs(fault: str, played: dict[str, str]) -> None:
-    assert not (why := played[fault]), why
+def test_ray_keeps_the_contract_and_names_what_is_lost(name: str, played: dict[str, str]) -> None:
+    assert not (why := played[name]), why
 
 
 @pytest.mark.extras

@@ -91,7 +91,6 @@ class Embedded:
             "device": place.device.partition(":")[0],
             "threads": engine_threads(self.config, place.cores),
             "deterministic": self.rollout.deterministic,
-            "has_adapters": self.config.weight_sync.facts.sends_adapters,
         }
         optional: Body = {
             "keeps_turns": self.config.keeps_turns,
@@ -149,6 +148,7 @@ class Vllm(Embedded):
             "deterministic": self.config.is_deterministic(place.device),
             "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
             "transport": self.config.weight_sync.settled,
+            "has_adapters": self.config.weight_sync.facts.sends_adapters,
             "lora_rank": 1 if lora is None else lora.rank,
             "args": args,
         }

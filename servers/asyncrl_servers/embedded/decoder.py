@@ -51,8 +51,6 @@ class EmbeddedSpec(EngineSpec):
     threads: int = Field(default=1, ge=1)
     deterministic: Literal["auto"] | bool = "auto"
     """On CPU: batch-invariant, checked at start. auto: true unless the model has experts."""
-    has_adapters: bool = False
-    """Reserve memory to merge adapters (weight_sync.transport=lora)."""
     keeps_turns: bool = False
     """Keep up to num_kept finished sequences cached for their next turns."""
     stays: bool = False

@@ -188,8 +188,6 @@ class Engine:
     def _sleep(self, request: SleepRequest) -> TransferStats:
         started_s = time.perf_counter()
         num_bytes = 0
-        if "weights" in request.parts:
-            self.weights.check_may_sleep()
         self._scheduler.interrupt()
         if self.weights.swapping is not None:
             self._finish_commit()
