@@ -181,7 +181,7 @@ async def test_server_is_ready_when_its_client_answers() -> None:
 @pytest.mark.parametrize(
     ("error", "dies_s", "kind", "says"),
     [
-        (EngineLost("engine-0", "no answer"), 31.0, RoomError, "engine-0: killed by SIGKILL"),
+        (EngineLost("engine-0", "no answer"), 30.5, RoomError, "engine-0: killed by SIGKILL"),
         (EngineError("engine-0", "not ready"), 99.0, RoomError, "did not start: not ready; the end"),
         (ConfigError("engine-0 lacks --logprobs-mode"), 99.0, ConfigError, "lacks --logprobs-mode"),
     ],

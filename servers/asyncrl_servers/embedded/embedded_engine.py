@@ -120,30 +120,27 @@ class Engine:
 
     def sleep(self, request: SleepRequest) -> Future[TransferStats]:
         """Interrupt requests and free these parts. Raises Refused (409)."""
-        return self._ask(lambda _: self._sleep(request))
+        return self._ask(lambda answer: answer.set_result(self._sleep(request)))
 
     def wake(self, request: WakeRequest) -> Future[TransferStats]:
         """Allocate memory for these parts. Raises Refused (400, 409, 507)."""
-        return self._ask(lambda _: self._wake(request))
+        return self._ask(lambda answer: answer.set_result(self._wake(request)))
 
     def score(self, request: ScoreRequest) -> Future[ScoreResponse]:
         """Needs a scorer. Raises Refused (400)."""
         assert self._scorer is not None
         return self._ask(partial(self._scorer.add, request))
 
-    def _ask(self, action: Callable[[Future[Answer]], Answer | None]) -> Future[Answer]:
-        """Run `action` in the loop's thread; None means that it answers later."""
+    def _ask(self, action: Callable[[Future[Answer]], None]) -> Future[Answer]:
+        """Run `action`, which answers or raises Refused, in the loop's thread."""
         answer: Future[Answer] = Future()
         answer.set_running_or_notify_cancel()
 
         def act() -> None:
             try:
-                result = action(answer)
+                action(answer)
             except Refused as error:
                 answer.set_exception(error)
-            else:
-                if result is not None:
-                    answer.set_result(result)
 
         self._inbox.put(act)
         return answer
@@ -233,15 +230,15 @@ class Engine:
             ) from error
         return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
-    def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> CommitResponse | None:
+    def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> None:
         served = self.weights.begin_commit(request)
         if served is not None:
             self._scheduler.rows.forget_kept()  # chunks were loaded while the cache was awake
-        else:
-            self._committed = answer
-            if request.interrupt != "wait" or not self._scheduler.rows:
-                self._finish_commit()
-        return served
+            answer.set_result(served)
+            return
+        self._committed = answer
+        if request.interrupt != "wait" or not self._scheduler.rows:
+            self._finish_commit()
 
     def _finish_commit(self) -> None:
         assert self.weights.swapping is not None
