@@ -143,10 +143,9 @@ class FakeProcess(Server):
         self.num_cancelled = 0
         """Starts that were given up."""
 
-    async def end(self) -> str:
+    async def end(self) -> None:
         """SIGKILL."""
         self.server.die()
-        return ""
 
     async def come_up(self) -> None:
         """A new process, with the state of the start."""

@@ -143,7 +143,7 @@ class Fleet:
     async def start(self, num_engines: int, hash_model: Awaitable[object], *, is_new: bool) -> None:
         """Start the processes. A resumed run first awaits `hash_model`, which may refuse."""
         for server in (*self.servers, *self.side_servers):
-            self.life.closes(server.name, partial(_close, server, self.life.log.warn))
+            self.life.closes(server.name, server.aclose)
         engines = self.engine_servers[:num_engines]
         started = [*self.ranks, *engines, *self.side_servers]
         hashing = asyncio.ensure_future(hash_model)
@@ -191,10 +191,3 @@ def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFile
         trainer_node=placement.trainer[0].node,
         timeout_s=life.config.weight_sync.timeout_s,
     )
-
-
-async def _close(server: Server, warn: Callable[[str], None]) -> None:
-    """Warn of survivors: they may hold a GPU."""
-    await server.aclose()
-    if server.child.left:
-        warn(server.child.left)

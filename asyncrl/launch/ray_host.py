@@ -70,11 +70,11 @@ class Host:
                 await child.wait()
         return child.returncode
 
-    async def end(self, key: str) -> tuple[int | None, str]:
-        """Return (exit code, survivors)."""
+    async def end(self, key: str) -> int | None:
+        """Return its exit code; None if it survives."""
         child = self._children[key]
         await child.aclose()
-        return child.returncode, child.left
+        return child.returncode
 
     async def kill(self, key: str) -> None:
         self._children[key].kill_nowait()

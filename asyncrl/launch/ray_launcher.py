@@ -340,7 +340,7 @@ class RayProcess(Process):
             return
         with contextlib.suppress(RoomError):  # a lost node has ended it
             await starting
-            self.returncode, self.left = await self._on.call("end", self.key, timeout_s=END_S)
+            self.returncode = await self._on.call("end", self.key, timeout_s=END_S)
 
     def kill_nowait(self) -> None:
         self._tell_nowait("kill")

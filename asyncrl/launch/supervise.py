@@ -181,8 +181,7 @@ class Supervisor:
 
     async def _end(self) -> None:
         for process in self._processes:
-            if left := await process.end():
-                self._warn(left)
+            await process.end()
 
     async def _start(self) -> RoomError | None:
         """Return the reason of another loss, if any."""
@@ -347,14 +346,11 @@ class Server:
         finally:
             await cancel_all([calling, dying])
 
-    async def end(self) -> str:
-        """Return a description of any survivor."""
+    async def end(self) -> None:
         self.child.kill_nowait()
         await self.aclose()
-        left = self.child.left
         self.child = self.child.renewed()
         self.health = None
-        return left
 
     async def aclose(self) -> None:
         await self.caller.aclose()
