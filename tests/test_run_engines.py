@@ -164,7 +164,7 @@ def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
         house.fakes[1].die()
         await asyncio.sleep(60.0)
         house.fakes[0].die()
-        await asyncio.sleep(600.0)
+        await asyncio.sleep(620.0)
 
     error = str(fails(story, is_frozen=False))
     assert "the node far (10.0.0.2) is gone: no answer for 15 s" in error

@@ -97,7 +97,7 @@ class Rows:
         """Keep this row's tokens; return the kept row or -1."""
         if not self.kept:
             return -1
-        target = next(iter(self.kept))
+        target: int = next(iter(self.kept))
         self.kept.move_to_end(target)
         length = self.lengths[target] = self.lengths[row]
         self.token_ids[target, :length] = self.token_ids[row, :length]
