@@ -29,8 +29,8 @@ from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
-from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, PrepareRequest
-from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
+from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
+from asyncrl.messages.records import Batch, Completion, Prompt, SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.messages.work import answer_text
 from asyncrl.observe.metrics import batch_metrics
@@ -94,7 +94,7 @@ class SyncRun:
             return [completion for request in requests for completion in self.generate([request])]
         rollout = self.config.rollout
         asked = [
-            GenerateRequest(
+            SamplingRequest(
                 request_id=f"sync-{index}",
                 prompt_ids=prompt_ids,
                 max_tokens=rollout.max_tokens,

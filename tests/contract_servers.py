@@ -20,7 +20,7 @@ from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import GenerateRequest
+from asyncrl.messages.records import SamplingRequest
 
 SLOTS, VOCAB_SIZE = 4, 50
 LONG = 2500
@@ -97,10 +97,10 @@ class Server:
     def traits(self) -> Traits:
         return TRAITS[self.kind]
 
-    def request(self, **fields: Any) -> GenerateRequest:
+    def request(self, **fields: Any) -> SamplingRequest:
         self.num_requests += 1
         given = {"request_id": f"request {self.num_requests}", "prompt_ids": [1, 2, 3], "max_tokens": 20}
-        return GenerateRequest(**{**given, "seed": 5, **fields})
+        return SamplingRequest(**{**given, "seed": 5, **fields})
 
 
 @contextmanager

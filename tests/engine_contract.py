@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.codec import spans_of
 from asyncrl.messages.digest import weights_digest
-from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateRequest, GenerateResponse
-from asyncrl.messages.records import VersionSpan
+from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateResponse
+from asyncrl.messages.records import SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 from asyncrl_servers.engine_routes import GenerateBody
 
@@ -59,9 +58,14 @@ def contract(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return told
 
 
-async def generate(caller: Caller, request: GenerateRequest) -> GenerateResponse:
+async def generate(caller: Caller, request: SamplingRequest) -> GenerateResponse:
     """Send the request over HTTP."""
-    return await caller.post("/generate", GenerateBody(**asdict(request)), GenerateResponse, timeout_s=60)
+    return await caller.post(
+        "/generate",
+        GenerateBody(**{name: getattr(request, name) for name in GenerateBody.model_fields}),
+        GenerateResponse,
+        timeout_s=60,
+    )
 
 
 async def health(engine: EngineClient) -> EngineHealth:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from asyncrl.base.http import CallLost, CallRefused, Refused
 from asyncrl.messages import codec, engine_api
-from asyncrl.messages.engine_api import GenerateRequest
+from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers import weight_state
 from asyncrl_servers.engine_routes import ServedLink
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedRun, SimulatedSpec, SimulatedWeights
@@ -49,7 +49,7 @@ class FakePush(ChunkedPush):
             return super().load(request, read)
 
     def take(self, version: int, digest: str, names: object = ()) -> None:
-        is_whole = self.is_whole and self.version == version and digest != ""
+        is_whole = self.version == version and digest != ""
         self.clear()
         if not is_whole:
             raise Refused(409, f"no whole push of {version} is here")
@@ -175,9 +175,9 @@ class FakeEngineServer(FakeServer):
         self.spec = FakeSpec(
             name=name, **sizes, decode_step_s=decode_s, per_row_s=0.0, end_fraction=end_fraction
         )
-        self.refuse: Callable[[GenerateRequest], str] = lambda _: ""
+        self.refuse: Callable[[SamplingRequest], str] = lambda _: ""
         self.chunk_tokens, self.corrupt_digest, self.scripted = 1, False, b""
-        self.requests: list[GenerateRequest] = []
+        self.requests: list[SamplingRequest] = []
         """Every request so far."""
         self.frames: list[codec.Frame] = []
         """Every frame so far."""

@@ -24,7 +24,7 @@ from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
-from asyncrl.sync.publisher import PushLoop
+from asyncrl.sync.push import PushLoop
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient

@@ -15,7 +15,8 @@ from rollout_cases import virtual
 from asyncrl.base.errors import EngineError, EngineLost, TrainerError, TrainerLost, WeightsLost
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineServer
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, GroupMember
+from asyncrl.messages.engine_api import GenerateResponse, GroupMember
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.sync.push import Push
 from asyncrl.testing.virtual_time import all_blocked
@@ -168,7 +169,7 @@ class SentEngines:
     async def push(self, version: int) -> None:
         sent: Any = {"version": version, "digest": f"d{version}", "num_tensors": 2, "num_bytes": 8}
         live = [client for client in self.clients if client.name not in self.lost]
-        push = Push(version, live, served=version - 1, timeout_s=100.0, on_lost=self._on_lost)
+        push = Push(version, live, timeout_s=100.0, on_lost=self._on_lost)
         await push.whole(ExportResponse(path="", is_held=True, **sent))
 
     @property
@@ -176,7 +177,7 @@ class SentEngines:
         return [fake.policy_version for fake in self.fakes]
 
     async def sample(self) -> GenerateResponse:
-        request = GenerateRequest(request_id="r", prompt_ids=(1, 2), max_tokens=50)
+        request = SamplingRequest(request_id="r", prompt_ids=(1, 2), max_tokens=50)
         return await self.clients[0].generate_segment(request)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,26 +20,26 @@ from rollout_cases import virtual
 from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
-from asyncrl.messages.engine_api import GenerateRequest
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.testing.virtual_time import all_blocked
 from asyncrl_servers import engine_routes
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 SECRET = "a secret for tests"
-IDS = st.lists(st.integers(-1, 2**40), min_size=1, max_size=5)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 REQUESTS = st.builds(
-    GenerateRequest,
+    SamplingRequest,
     st.text(max_size=5),
-    IDS,
-    st.integers(0, 2**40),
-    st.integers(0, 9),
-    FLOATS,
-    FLOATS,
-    st.lists(st.text(max_size=4), max_size=2).map(tuple),
-    st.integers(0, 2**63 - 1),
-    st.none() | st.text(max_size=5),
-    st.integers(0, 20),
+    prompt_ids=st.lists(st.integers(-1, 2**40), min_size=1, max_size=5),
+    max_tokens=st.integers(0, 2**40),
+    num_resumed=st.integers(0, 9),
+    temperature=FLOATS,
+    top_p=FLOATS,
+    stop=st.lists(st.text(max_size=4), max_size=2).map(tuple),
+    seed=st.integers(0, 2**63 - 1),
+    grammar=st.none() | st.text(max_size=5),
+    top_logprobs=st.integers(0, 20),
+    after=st.none(),
 )
 ASKED = st.builds(codec.Asked, st.integers(0, 2**40), REQUESTS, st.booleans())
 TOKENS = st.lists(st.tuples(st.integers(-1, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=6)
@@ -51,16 +52,12 @@ SPANS = st.lists(st.tuples(*[st.integers(0, 99)] * 3), max_size=3)
 def test_requests_arrive_unchanged_and_a_shared_prompt_once(asked: list[Any], is_group: bool) -> None:
     if is_group:
         prompt = asked[0].request.prompt_ids
-        fields = [{name: getattr(one.request, name) for name in one.request.__slots__} for one in asked]
-        made = [GenerateRequest(**(each | {"prompt_ids": prompt})) for each in fields]
-        asked = [one._replace(request=request) for one, request in zip(asked, made, strict=True)]
+        asked = [one._replace(request=replace(one.request, prompt_ids=prompt)) for one in asked]
     frame = codec.read_frame(codec.submit_frame(asked))
     assert not is_group or frame.arrays["prompts"].tolist() == asked[0].request.prompt_ids
     for one, other in zip(asked, codec.read_submit(frame), strict=True):
-        assert (one.number, one.is_streamed) == (other.number, other.is_streamed)
-        for name in one.request.__slots__:
-            expected, came = getattr(one.request, name), getattr(other.request, name)
-            assert (came.tolist() if name == "prompt_ids" else came) == expected
+        came = replace(other.request, prompt_ids=other.request.prompt_ids.tolist())
+        assert other._replace(request=came) == one
 
 
 ROWS = st.tuples(
@@ -97,9 +94,6 @@ def test_sampled_rows_arrive_unchanged(given_rows: list[Any], has_top: list[bool
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
-ONE = codec.Asked(7, GenerateRequest("r", [1, 2, 3], 5), is_streamed=False)
-
-
 @asynccontextmanager
 async def simulated() -> AsyncIterator[str]:
     """Where an engine is behind its routes, in this process."""
@@ -122,7 +116,7 @@ def test_full_queue_refuses(
 
     async def story() -> list[Any]:
         async with simulated() as url, client(url) as server:
-            asked = [GenerateRequest(f"r{index}", [1], 9000) for index in range(3)]
+            asked = [SamplingRequest(f"r{index}", [1], 9000) for index in range(3)]
             asking = asyncio.gather(*map(server.generate_segment, asked), return_exceptions=True)
             await until(server, lambda now: now.num_running == 1)
             await server.abort(None)
@@ -140,7 +134,7 @@ async def test_requests_share_frames_and_cancelled_ones_are_aborted() -> None:
     fake = FakeEngineServer(slots=2, decode_s=0.01)
     sent = fake.frames
     server, prompt = EngineServer(fake), tuple(range(100, 120))
-    requests = [GenerateRequest(f"r{index}", prompt, 5 + index, seed=index) for index in range(300)]
+    requests = [SamplingRequest(f"r{index}", prompt, 5 + index, seed=index) for index in range(300)]
     tasks = [asyncio.create_task(server.generate_segment(one)) for one in requests]
     await all_blocked()
     assert [len(codec.read_submit(frame)) for frame in sent] == [256, 44]

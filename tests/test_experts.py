@@ -33,13 +33,12 @@ from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
     NO_EXPERT,
     CommitRequest,
-    GenerateRequest,
     GenerateResponse,
     Interrupt,
     LoadChunkRequest,
     PrepareRequest,
 )
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.step import TrainStep
@@ -355,7 +354,7 @@ def test_vllm_tells_the_experts_of_each_token(tmp_path: Path) -> None:
 
     async def ask_all(server: VllmServer) -> None:
         for number, prompt in enumerate([*PROMPTS, long, long]):
-            request = GenerateRequest(
+            request = SamplingRequest(
                 request_id=f"r{number}", prompt_ids=list(prompt), max_tokens=40, seed=number
             )
             answer = await server.generate_segment(request)

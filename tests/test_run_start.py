@@ -29,7 +29,7 @@ from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
 from asyncrl.launch.processes import ChildProcess, Process, ProcessSpec
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.sync.publisher import PushLoop
+from asyncrl.sync.push import PushLoop
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

@@ -36,7 +36,7 @@ from asyncrl.messages.trainer_api import (
     ExportResponse,
     OffloadRequest,
 )
-from asyncrl.sync.publisher import ColocatedPush, Publisher, PushLoop, at_once
+from asyncrl.sync.push import ColocatedPush, Publisher, PushLoop, at_once
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 

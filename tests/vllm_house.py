@@ -20,7 +20,8 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 from asyncrl.base.http import Caller
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import EngineHealth, GenerateRequest
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.trainer.random_init import make_character_tokenizer
 
@@ -71,10 +72,10 @@ class House:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def request(self, **fields: Any) -> GenerateRequest:
+    def request(self, **fields: Any) -> SamplingRequest:
         self.num_requests += 1
         given = {"request_id": f"request {self.num_requests}", "prompt_ids": [10, 11, 12], "max_tokens": 20}
-        return GenerateRequest(**{**given, "seed": 5, **fields})
+        return SamplingRequest(**{**given, "seed": 5, **fields})
 
     def weights(self, seed: int) -> dict[str, Tensor]:
         """Other weights of the same model, far enough for other tokens."""

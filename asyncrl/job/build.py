@@ -49,8 +49,7 @@ from asyncrl.rollouts.rollout import (
     derive_seed,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.publisher import ColocatedPush, PushLoop, at_once
-from asyncrl.sync.push import Locate, in_place
+from asyncrl.sync.push import ColocatedPush, Locate, PushLoop, at_once, in_place
 from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source

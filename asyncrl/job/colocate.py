@@ -15,7 +15,7 @@ from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.lease import Call, Lease, Side
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.rollouts.producers import Spawn
-from asyncrl.sync.publisher import ColocatedPush, PushLoop, at_once
+from asyncrl.sync.push import ColocatedPush, PushLoop, at_once
 
 T = TypeVar("T")
 

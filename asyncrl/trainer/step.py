@@ -155,9 +155,7 @@ class TrainStep:
         folder = spec.failed_dir.parent / "offload"
         self._offload = Offload(ranks, self.device, folder, self._tensors_of)
         self._pieces: Pieces | None = None
-        self._chunks = Chunks(
-            self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=spec.chunks == "memories"
-        )
+        self._chunks = Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
         end = TrainerEnd(
             self.device,
             self.dtype,
@@ -446,7 +444,7 @@ class TrainStep:
     def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
         """Write a chunk; the last has the canary. Raises OSError or Refused."""
         weights = self._lazy_weights()
-        canary = self._canary() if self._chunks.is_last(weights, index) else None
+        canary = self._canary() if self._chunks.is_last(index) else None
         if not self.ranks.is_first:
             self._chunks.write_along(weights, index, list(names))
             return None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import mmap
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safetensors import SafetensorError, deserialize
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.digest import BLOCK_BYTES, NUM_SUMS, block_keys, digest_of_sums, joint_digest
@@ -48,51 +48,31 @@ SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 RESEND = "export and prepare again; if it repeats, find the other program that writes the staging file."
 
 
-@dataclass(frozen=True, slots=True)
-class RawTensor:
+class RawTensor(NamedTuple):
     """`dtype` in torch's terms."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
 
-    def as_torch(self) -> Tensor:
-        import torch
 
-        dtype = getattr(torch, self.dtype)
-        if not self.data:
-            return torch.empty(self.shape, dtype=dtype)
-        return torch.frombuffer(self.data, dtype=dtype).view(self.shape)
+def read_raw(path: str) -> dict[str, RawTensor]:
+    """Read without torch. Raises OSError or SafetensorError."""
+    found = deserialize(Path(path).read_bytes())
+    return {
+        name: RawTensor(DTYPES[one["dtype"]][0], tuple(one["shape"]), memoryview(one["data"]))
+        for name, one in found
+    }
 
 
-def read_tensors(path: Path) -> dict[str, RawTensor]:
-    """Return tensors in a private mapping. Raises OSError or ValueError."""
-    with path.open("rb") as file:
-        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    length = int.from_bytes(view[:8], "little")
+def read_or_refuse(path: str) -> dict[str, Tensor]:
+    """Map a file's tensors. Raises Refused (400)."""
+    from safetensors.torch import load_file
+
     try:
-        head: dict[str, Any] = json.loads(bytes(view[8 : 8 + length]))
-        head.pop("__metadata__", None)
-        data = view[8 + length :]
-        return {name: _raw(name, entry, data) for name, entry in head.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from error
-
-
-def read_or_refuse(path: str) -> dict[str, RawTensor]:
-    """Raises Refused (400)."""
-    try:
-        return read_tensors(Path(path))
-    except (OSError, ValueError) as error:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
         raise Refused(400, f"cannot read the weights file {path}: {error}", way_out=RESEND) from error
-
-
-def _raw(name: str, entry: Mapping[str, Any], data: memoryview) -> RawTensor:
-    dtype, size = DTYPES[entry["dtype"]]
-    start, end = entry["data_offsets"]
-    if not 0 <= start <= end <= len(data) or end - start != math.prod(entry["shape"]) * size:
-        raise ValueError(f"{name} cannot be in bytes {start} to {end} of {len(data)}")
-    return RawTensor(dtype, tuple(entry["shape"]), data[start:end])
 
 
 def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes:
@@ -110,16 +90,26 @@ def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes
 def write_tensors(
     file: Any, entries: Iterable[tuple[str, str, Iterable[int]]], tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, bytes]:
-    """Write the `tensors` of `entries`, hashing in parallel; return their digests. Raises OSError."""
-    digests = dict[str, bytes]()
+    """Write the `tensors` of `entries`; hash, write and compute the next ones in parallel. Return their
+    digests. Raises OSError.
+    """
+
+    def write(some: Mapping[str, Tensor]) -> None:
+        for tensor in some.values():
+            file.write(host_bytes(tensor))
+
     file.write(safetensors_head(entries))
-    with ThreadPoolExecutor(1, "digest") as hashing:
+    hashed: list[Future[dict[str, bytes]]] = []
+    busy: list[Future[Any]] = []
+    with ThreadPoolExecutor(2, "write weights") as threads:
         for some in _together(tensors):
-            found = hashing.submit(digests_of, some)
-            for tensor in some.values():
-                file.write(host_bytes(tensor))
-            digests |= found.result()
-    return digests
+            for one in busy:
+                one.result()
+            hashed.append(threads.submit(digests_of, some))
+            busy = [hashed[-1], threads.submit(write, some)]
+        for one in busy:
+            one.result()
+    return {name: digest for found in hashed for name, digest in found.result().items()}
 
 
 def _together(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -83,7 +83,7 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
 def _make_chunks(weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype) -> Chunks:
     """Return chunks as a colocated trainer makes them."""
     entries = [entries_of(chunk, dtype) for chunk in chunks_of(weights, dtype, CHUNK_BYTES)]
-    return Chunks(SharedChunk(staging, entries, device), CHUNK_BYTES, dtype)
+    return Chunks(SharedChunk(staging, entries, device), weights, CHUNK_BYTES, dtype)
 
 
 async def push_file(server: EngineClient, weights: LazyWeights, staging: Path, version: int) -> Times:

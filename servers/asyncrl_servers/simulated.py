@@ -12,13 +12,14 @@ from itertools import count
 
 import numpy as np
 from pydantic import Field
+from safetensors import SafetensorError
 
 from asyncrl.base.http import Refused, die_with_parent
 from asyncrl.messages import engine_api
 from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.digest import tensor_digest
 from asyncrl.messages.engine_api import CommitResponse, LatencyModel, TransferStats
-from asyncrl.weights.tensor_files import read_or_refuse
+from asyncrl.weights.tensor_files import RESEND, read_raw
 from asyncrl_servers import engine_routes
 from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
@@ -266,8 +267,11 @@ class SimulatedEngine:
 
 
 def _arrived(path: str) -> Arrived:
-    tensors = read_or_refuse(path)
-    digests = {name: tensor_digest(name, raw.dtype, raw.shape, raw.data) for name, raw in tensors.items()}
+    try:
+        tensors = read_raw(path)
+    except (OSError, SafetensorError) as error:
+        raise Refused(400, f"cannot read the weights file {path}: {error}", way_out=RESEND) from error
+    digests = {name: tensor_digest(name, *raw) for name, raw in tensors.items()}
     return digests, sum(len(raw.data) for raw in tensors.values())
 
 
