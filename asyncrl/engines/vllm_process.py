@@ -195,12 +195,11 @@ class VllmProcess(CallScope):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def begin_load_nowait(self, *, keeps_kv: bool = False) -> None:
+    def begin_load_nowait(self) -> None:
         """Mark the weights as unknown until confirm_nowait."""
         self.state = "loading"
         for segment in self.sent:
             segment.is_certain = False
-            segment.is_stale |= keeps_kv
 
     def confirm_nowait(self) -> None:
         self.state = "serving"

@@ -58,8 +58,7 @@ def check_request(process: VllmProcess, request: SamplingRequest, requirements: 
 class Segment:
     """A request to vLLM and the tokens of its answer.
 
-    Life: waiting -> sent -> answered; or aborted. `is_certain` until a load begins, `is_stale` if that load
-        keeps the KV cache.
+    Life: waiting -> sent -> answered; or aborted. `is_certain` until a load begins.
     Invariant: sent once, under one version and its label. on_chunk has got `_num_told` tokens, all before
         any load. `_labels` come with the end and cover all tokens.
     """
@@ -76,7 +75,7 @@ class Segment:
         self.request = request
         self.on_chunk = on_chunk
         self.wire_id = f"{uuid.uuid4().hex[:12]}-{request.request_id}"
-        self.is_sent = self.is_aborted = self.is_stale = False
+        self.is_sent = self.is_aborted = False
         self.is_certain = True
         self.answered = asyncio.Event()
         self._process = process
@@ -207,9 +206,7 @@ class Segment:
         self._finish = finish
 
     def _response(self) -> GenerateResponse:
-        """Return the tokens not told, or none if the prompt may have been read under older weights. Raises
-        EngineError.
-        """
+        """Return the tokens not told. Raises EngineError."""
         spans: list[VersionSpan] = []
         for label in self._labels or []:
             end = min(label.end, len(self._token_ids))  # labels also cover tokens cut after a stop string
@@ -223,9 +220,6 @@ class Segment:
                 "vLLM 0.32 reports an answer's end and the label of each token; one run sets the labels",
                 "use vLLM 0.32, and give each run its own servers.",
             )
-        if self.is_stale and spans and spans[0].version != self._version:
-            spans = []
-            self._cut(0, "abort")
         answer = self._part(spans, self._finish)
         self._check.accept(answer, newest=self._process.version)
         return answer

@@ -227,7 +227,7 @@ class VllmServer(EngineClient):
             if load.manifest.canary is not None:
                 kept = kept[: self.needed.slots - 1]
             await process.end([segment for segment in process.sent if segment not in kept])
-            await self._load(process, load, keeps_kv=keeps_kv)
+            await self._load(process, load)
         finally:
             _, cancelled = await uncut(self._resume(process))
             if process.state == "paused":
@@ -241,8 +241,8 @@ class VllmServer(EngineClient):
             num_interrupted=num_interrupted,
         )
 
-    async def _load(self, process: VllmProcess, load: Load, *, keeps_kv: bool = False) -> None:
-        process.begin_load_nowait(keeps_kv=keeps_kv)
+    async def _load(self, process: VllmProcess, load: Load) -> None:
+        process.begin_load_nowait()
         await load.load()
         await process.set_label(process.label_of(load.version))
 
