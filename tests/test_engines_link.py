@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-import pytest
-from aiohttp.test_utils import TestServer
-from engine_contract import until
 from fake_engine import FakeEngineServer
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import virtual
 
-from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.testing.virtual_time import all_blocked
 from asyncrl_servers import engine_routes
-from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
-SECRET = "a secret for tests"
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 REQUESTS = st.builds(
     SamplingRequest,
@@ -94,39 +87,18 @@ def test_sampled_rows_arrive_unchanged(given_rows: list[Any], has_top: list[bool
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
-@asynccontextmanager
-async def simulated() -> AsyncIterator[str]:
-    """Where an engine is behind its routes, in this process."""
-    spec = {"name": "engine-0", "slots": 2, "max_length": 10_000, "vocab_size": 50, "mean_tokens": 1e9}
-    engine = SimulatedEngine(SimulatedSpec(**spec, decode_step_s=0.001, sigma=0.0))
-    async with TestServer(engine_routes.engine_routes(engine, SECRET)) as server:
-        yield str(server.make_url("")).rstrip("/")
-
-
-@asynccontextmanager
-async def client(url: str) -> AsyncIterator[EngineServer]:
-    async with aclosing(Caller("engine-0", url, SECRET)) as caller:
-        yield EngineServer(caller)
-
-
-def test_full_queue_refuses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_routes, "MAX_QUEUED", 1)
-
-    async def story() -> list[Any]:
-        async with simulated() as url, client(url) as server:
-            asked = [SamplingRequest(f"r{index}", [1], 9000) for index in range(3)]
-            asking = asyncio.gather(*map(server.generate_segment, asked), return_exceptions=True)
-            await until(server, lambda now: now.num_running == 1)
-            await server.abort(None)
-            return await asking
-
-    served, *refused = asyncio.run(story())
+@virtual
+async def test_full_queue_refuses() -> None:
+    server = EngineServer(FakeEngineServer())
+    with patch.object(engine_routes, "MAX_QUEUED", 1):
+        requests = [SamplingRequest(f"r{index}", (1,), 900) for index in range(3)]
+        asking = asyncio.gather(*map(server.generate_segment, requests), return_exceptions=True)
+        await all_blocked()
+        await server.abort(None)
+        served, *refused = await asking
     assert served.finish_reason == "abort"
-    assert ["answered 503 to /link: 1 requests are queued already" in str(one) for one in refused] == [
-        True
-    ] * 2
+    for one in refused:
+        assert "answered 503 to /link: 1 requests are queued already" in str(one)
 
 
 @virtual

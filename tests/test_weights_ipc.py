@@ -57,7 +57,6 @@ def request_of(chunk: ExportChunkResponse) -> LoadChunkRequest:
 
 
 def export(step: TrainStep, index: int) -> Any:
-    step.chunk_names(step.policy_version, index)
     return step.export_chunk(index)
 
 

@@ -125,9 +125,7 @@ class House:
 
 
 @contextmanager
-def vllm_house(
-    folder: Path, *, letters: str = LETTERS, path: tuple[Path, ...] = (), **spec: Any
-) -> Iterator[House]:
+def vllm_house(folder: Path, *, letters: str = LETTERS, **spec: Any) -> Iterator[House]:
     """One server for many stories."""
     torch.set_num_threads(1)
     tokenizer = make_character_tokenizer(letters)
@@ -137,7 +135,7 @@ def vllm_house(
     tokenizer.save_pretrained(model_path)
     given = {"name": "engine-0", "model_path": str(model_path), "dtype": "float32", "device": "cpu"}
     given |= {"max_length": MAX_LENGTH, "slots": SLOTS}
-    with vllm_process({**given, **spec}, folder / "server", path=path) as process:
+    with vllm_process({**given, **spec}, folder / "server") as process:
         process.wait_ready()
         base = {name: one.detach().clone() for name, one in weights_of(model_path).items()}
         model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
@@ -151,10 +149,8 @@ def faulty_vllm_house(folder: Path) -> Iterator[House]:
     """One in which faults can be planted (faulty_vllm_worker.py), with small steps, so that long prompts are
     prefilled in several.
     """
-    (folder / "faulty").mkdir()
-    (folder / "faulty" / "faulty_vllm_worker.py").symlink_to(Path(__file__).parent / "faulty_vllm_worker.py")
     args, faulty = {"max-num-batched-tokens": 256}, "faulty_vllm_worker.FaultyWeightLoader"
-    with vllm_house(folder, path=(folder / "faulty",), worker_extension=faulty, args=args) as house:
+    with vllm_house(folder, worker_extension=faulty, args=args) as house:
         yield house
 
 

@@ -199,8 +199,8 @@ class TrainerService:
     async def export_chunk(self, message: ExportChunkRequest) -> ExportChunkResponse:
 
         def work() -> ExportChunkResponse:
-            names = self.step.chunk_names(message.version, message.index)
-            answer: ExportChunkResponse = self.together("export_chunk", index=message.index, names=names)
+            self.step.check_chunk(message.version, message.index)
+            answer: ExportChunkResponse = self.together("export_chunk", index=message.index)
             return answer
 
         return await self.run(work)

@@ -261,7 +261,7 @@ class ChunkPlace(Protocol):
 
 
 class Chunks:
-    """Chunks of a trainer's weights, version after version."""
+    """Chunks of a trainer's weights, version after version. All ranks make the same calls."""
 
     def __init__(self, place: ChunkPlace, like: LazyWeights, chunk_bytes: int, dtype: torch.dtype) -> None:
         self._place = place
@@ -271,32 +271,43 @@ class Chunks:
 
     def forget(self) -> None:
         self._version = -1
+        self._gathered: set[str] = set()
         self._digests: dict[str, bytes] = {}
 
-    def names(self, weights: LazyWeights, version: int, index: int) -> list[str]:
-        """Return the tensors that all ranks gather for this chunk; before the last chunk also tensors
-        without a digest. Raises Refused.
-        """
-        if version != self._version:
-            self._version, self._digests = version, {}
+    def check(self, version: int, index: int) -> None:
         if index >= len(self._chunks):
             what = f"chunk {index} was asked for, and version {version} has {len(self._chunks)} of them"
             raise Refused(422, what, rule="chunks are numbered from 0 to the one with is_last")
-        before = itertools.chain(*self._chunks[:index]) if self.is_last(index) else ()
-        hashed = self._digests.keys()
-        without = [name for name in before if hashed.isdisjoint(weights.pieces.get(name, {name: None}))]
-        return [*without, *self._chunks[index]]
 
     def is_last(self, index: int) -> bool:
         return index + 1 == len(self._chunks)
 
-    def write(self, weights: LazyWeights, index: int) -> ExportChunkResponse:
-        """Write the chunk over the previous one. Raises OSError."""
-        chunk = weights.only(self._chunks[index])
-        digests = self._put(chunk, weights.only(self.names(weights, self._version, index)))
-        is_last = self.is_last(index)
+    def write(
+        self, weights: LazyWeights, version: int, index: int, *, is_first: bool = True
+    ) -> ExportChunkResponse | None:
+        """Write the chunk over the previous one; before the last chunk also hash tensors without a digest.
+        Return None on other ranks, which only gather or write to their own place. Raises OSError.
+        """
+        if version != self._version:
+            self.forget()
+            self._version = version
+        names, is_last = self._chunks[index], self.is_last(index)
+        before = itertools.chain(*self._chunks[:index]) if is_last else ()
+        gathering = weights.only([*(name for name in before if name not in self._gathered), *names])
+        self._gathered.update(gathering)
+        if not (is_first or self._place.on_all):
+            gather_along(gathering, self._dtype)
+            return None
+        chunk = weights.only(names)
+        entries = entries_of(chunk, self._dtype)
+        num_before = len(entries_of(gathering, self._dtype)) - len(entries)
+        with gathered(gathering, self._dtype, self._place.device, on_all=self._place.on_all) as tensors:
+            for name, tensor in itertools.islice(tensors, num_before):
+                self._digests[name] = digest_of_tensor(name, tensor)
+            digests = self._place.put(entries, tensors)
+        self._digests.update(digests)
         return ExportChunkResponse(
-            version=self._version,
+            version=version,
             index=index,
             **self._place.told(),
             digest=joint_digest(digests.values()),
@@ -305,24 +316,6 @@ class Chunks:
             is_last=is_last,
             whole_digest=joint_digest(self._digests.values()) if is_last else "",
         )
-
-    def write_along(self, weights: LazyWeights, index: int, names: list[str]) -> None:
-        """Take part on another rank: write the chunk too, or only gather `names`."""
-        if self._place.on_all:
-            self._put(weights.only(self._chunks[index]), weights.only(names))
-        else:
-            gather_along(weights.only(names), self._dtype)
-
-    def _put(self, chunk: LazyWeights, gathering: LazyWeights) -> dict[str, bytes]:
-        """The chunk's tensors come last; return their digests."""
-        entries = entries_of(chunk, self._dtype)
-        num_before = len(entries_of(gathering, self._dtype)) - len(entries)
-        with gathered(gathering, self._dtype, self._place.device, on_all=self._place.on_all) as tensors:
-            for name, tensor in itertools.islice(tensors, num_before):
-                self._digests[name] = digest_of_tensor(name, tensor)
-            digests = self._place.put(entries, tensors)
-        self._digests.update(digests)
-        return digests
 
 
 def chunks_of(weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int) -> list[LazyWeights]:

@@ -118,8 +118,8 @@ async def push_chunks(server: EngineClient, weights: LazyWeights, cut: Chunks, v
     index = 0
     while not is_last:
         started = time.perf_counter()
-        cut.names(weights, version, index)
-        chunk = await asyncio.to_thread(cut.write, weights, index)
+        chunk = await asyncio.to_thread(cut.write, weights, version, index)
+        assert chunk is not None
         writing_s += time.perf_counter() - started
         assert await server.load_chunk(chunk) == chunk.digest
         is_last = chunk.is_last
