@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import wait
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,18 +167,6 @@ def test_unknown_chunk_is_refused_and_a_full_disk_retried(make_step: MakeStep, t
     assert chunks_of(step)[-1][0].is_last
 
 
-@contextmanager
-def writes_after(event: threading.Event) -> Iterator[None]:
-    """Exports are written once the event is set."""
-
-    def write_late(*arguments: Any) -> dict[str, bytes]:
-        assert event.wait(60), "the export held up what it was to run beside"
-        return write_tensors(*arguments)
-
-    with patch("asyncrl.weights.export.write_tensors", write_late):
-        yield
-
-
 def test_export_is_written_beside_the_forward_pass(make_step: MakeStep, tmp_path: Path) -> None:
     step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
     before, change = step.weights_digest(), step._optimizer.step
@@ -189,9 +175,13 @@ def test_export_is_written_beside_the_forward_pass(make_step: MakeStep, tmp_path
         changes.append(exporting.done())
         change()
 
+    def write_late(*arguments: Any) -> dict[str, bytes]:
+        assert forward_ran.wait(60), "the export held up what it was to run beside"
+        return write_tensors(*arguments)
+
     step.policy.register_forward_hook(lambda *_: forward_ran.set())
     step._optimizer.step = change_now  # type: ignore[assignment]
-    with writes_after(forward_ran):
+    with patch("asyncrl.weights.export.write_tensors", write_late):
         finish = step.begin_export(tmp_path / "v0.safetensors")
         exporting = step._exporting
         assert exporting is not None
@@ -200,23 +190,6 @@ def test_export_is_written_beside_the_forward_pass(make_step: MakeStep, tmp_path
     assert changes == [True]
     assert (answer.version, answer.digest) == (0, before)
     assert digest_of(load_file(answer.path)) == before != step.weights_digest()
-
-
-def test_weights_stay_while_an_export_reads_them(make_step: MakeStep, tmp_path: Path) -> None:
-    step, is_waited_for = make_step(), threading.Event()
-    before = step.weights_digest()
-    step.begin_save_state(tmp_path / "state").result()
-    step.train(*make_batch())
-    after = step.weights_digest()
-
-    def wait_and_tell(futures: list[Any]) -> None:
-        is_waited_for.set()
-        wait(futures)
-
-    with writes_after(is_waited_for), patch("asyncrl.trainer.step.wait", wait_and_tell):
-        finish = step.begin_export(tmp_path / "v1.safetensors")
-        step.load_state(tmp_path / "state")
-    assert finish().digest == digest_of(load_file(tmp_path / "v1.safetensors")) == after != before
 
 
 def test_failed_export_reaches_its_caller_and_training_continues(make_step: MakeStep, tmp_path: Path) -> None:
