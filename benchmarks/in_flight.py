@@ -48,7 +48,6 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import rare_collections
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
-from asyncrl.messages.digest import weights_digest
 from asyncrl.messages.engine_api import EngineHealth, GenerateResponse
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
@@ -120,7 +119,7 @@ class StandIn:
         weights = {"w": np.full(4, self.version, np.float32)}
         file = self.folder / f"weights-{self.version % 2}.safetensors"
         save_file(weights, file)
-        digest = weights_digest([("w", "float32", (4,), weights["w"].tobytes())])
+        digest = "a digest"
         return ExportResponse(
             version=self.version, path=str(file), digest=digest, num_tensors=1, num_bytes=16
         )

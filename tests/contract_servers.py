@@ -58,13 +58,15 @@ class Traits:
     resumed request draws other tokens.
     """
 
+    has_weights: bool = True
+
     @property
     def max_length(self) -> int:
         return self.long + 100
 
 
 TRAITS = {
-    "simulated": Traits(long=ENDLESS),
+    "simulated": Traits(long=ENDLESS, has_weights=False),
     "embedded": Traits(waited=LONG),
     "vllm": Traits(
         kept=1000,  # some seconds

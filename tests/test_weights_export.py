@@ -23,7 +23,6 @@ from transformers import AutoTokenizer
 
 from asyncrl.base.http import Refused
 from asyncrl.messages import digest
-from asyncrl.messages.digest import weights_digest
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
@@ -34,7 +33,6 @@ from asyncrl.weights.tensor_files import (
     digest_of_tensor,
     digest_tensors,
     read_or_refuse,
-    read_raw,
     torch_block_sums,
     write_tensors,
 )
@@ -207,7 +205,7 @@ def test_failed_export_reaches_its_caller_and_training_continues(make_step: Make
 
 
 def sums_of(data: bytes) -> bytes:
-    """Compute block_sums in Python's integers."""
+    """Compute a tensor's sums in Python's integers."""
     data += bytes(-len(data) % 2048)
     signed = memoryview(data).cast("b").tolist()
     sums = b""
@@ -225,7 +223,7 @@ def sums_of(data: bytes) -> bytes:
     st.integers(0, 3),
 )
 @settings(max_examples=30)
-def test_numpy_torch_and_devices_compute_the_same_sums(
+def test_processors_and_devices_compute_the_same_sums(
     num_bytes: int, filled_with: bytes | None, dtype: torch.dtype, start: int
 ) -> None:
     data = (
@@ -236,12 +234,12 @@ def test_numpy_torch_and_devices_compute_the_same_sums(
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     )
     view = whole.view(dtype)[start:]
-    found = [digest.block_sums(tensor_files.host_bytes(view)), torch_block_sums(view).numpy().tobytes()]
+    found = [torch_block_sums(view).numpy().tobytes()]
     with pytest.MonkeyPatch.context() as patched:
         floats = tensor_files._product_of_floats
         patched.setattr(torch, "_int_mm", lambda blocks, keys, out: floats(blocks, keys.float(), out=out))
         found.append(torch_block_sums(view).numpy().tobytes())
-    assert found == [sums_of(data[start * dtype.itemsize :])] * 3
+    assert found == [sums_of(data[start * dtype.itemsize :])] * 2
 
 
 @given(st.data())
@@ -262,8 +260,6 @@ def test_foreign_file_is_read_and_a_torn_one_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_file(tensors, path)
     assert digest_tensors(read_or_refuse(str(path))) == digest_tensors(tensors)
-    raw = read_raw(str(path))
-    assert weights_digest((name, *one) for name, one in raw.items()) == digest_tensors(tensors)
     whole = path.read_bytes()
     for torn in (b"", whole[:4], whole[:20], whole[:-1], whole[:8] + b"[" + whole[9:], b"\xff" * 40):
         path.write_bytes(torn)

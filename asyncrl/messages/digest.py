@@ -1,5 +1,4 @@
-"""Digest of a set of weights, with numpy; weights/tensor_files.py computes the same with torch. It detects
-faults, not attacks.
+"""Digest of a set of weights, whose sums weights/tensor_files.py computes. It detects faults, not attacks.
 
 A tensor's bytes are cut into blocks of 2048, zero-padded. Each block gives 8 exact sums of byte * key
 (signed); sha256 runs over name, dtype, shape and all sums. Two different blocks have equal sums under at most
@@ -18,8 +17,6 @@ import numpy.typing as npt
 
 BLOCK_BYTES, NUM_SUMS = 2048, 8
 _MAX_KEY = 63
-_ROWS = 16
-"""Blocks per product, too few for numpy to start threads."""
 
 
 @functools.cache
@@ -31,34 +28,12 @@ def block_keys() -> npt.NDArray[np.int8]:
     return (fair % num_values).astype(np.int8).reshape(BLOCK_BYTES, NUM_SUMS) - np.int8(_MAX_KEY)
 
 
-def block_sums(data: memoryview | bytes) -> bytes:
-    """Return the sums of each block: int32 [blocks, 8], little-endian."""
-    flat = np.frombuffer(data, np.int8)
-    num_whole = len(flat) // BLOCK_BYTES
-    blocks = flat[: num_whole * BLOCK_BYTES].reshape(num_whole, BLOCK_BYTES)
-    last = flat[num_whole * BLOCK_BYTES :]
-    pieces = [blocks[start : start + _ROWS] for start in range(0, num_whole, _ROWS)]
-    if len(last):
-        pieces.append(np.pad(last, (0, BLOCK_BYTES - len(last)))[None])
-    keys = block_keys().astype(np.float32)
-    return b"".join((piece.astype(np.float32) @ keys).astype("<i4").tobytes() for piece in pieces)
-
-
 def digest_of_sums(name: str, dtype: str, shape: Iterable[int], sums: bytes | memoryview) -> bytes:
-    """Return a tensor's digest from its block_sums; dtype as torch calls it ("float32")."""
+    """Return a tensor's digest from its sums; dtype as torch calls it ("float32")."""
     digest = hashlib.sha256(f"{name}|{dtype}|{','.join(map(str, shape))}|".encode())
     digest.update(sums)
     return digest.digest()
 
 
-def tensor_digest(name: str, dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> bytes:
-    return digest_of_sums(name, dtype, shape, block_sums(data))
-
-
 def joint_digest(tensor_digests: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(sorted(tensor_digests))).hexdigest()[:32]
-
-
-def weights_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], memoryview | bytes]]) -> str:
-    """Return the digest of tensors (name, dtype, shape, raw bytes), in any order."""
-    return joint_digest(tensor_digest(*tensor) for tensor in tensors)

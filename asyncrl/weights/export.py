@@ -156,7 +156,7 @@ def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> No
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
-    """Return weights_digest (asyncrl.messages.digest); of sharded weights on rank 0 only."""
+    """Return the digest of all tensors; of sharded weights on rank 0 only."""
     return joint_digest(digest_of_tensor(name, tensor) for name, tensor in whole_tensors(weights))
 
 

@@ -13,10 +13,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safetensors import SafetensorError, deserialize
+from safetensors import SafetensorError
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.digest import BLOCK_BYTES, NUM_SUMS, block_keys, digest_of_sums, joint_digest
@@ -46,23 +45,6 @@ SCALE = "scale"
 """Scalar alpha / rank in a file of adapters."""
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 RESEND = "export and prepare again; if it repeats, find the other program that writes the staging file."
-
-
-class RawTensor(NamedTuple):
-    """`dtype` in torch's terms."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-
-
-def read_raw(path: str) -> dict[str, RawTensor]:
-    """Read without torch. Raises OSError or SafetensorError."""
-    found = deserialize(Path(path).read_bytes())
-    return {
-        name: RawTensor(DTYPES[one["dtype"]][0], tuple(one["shape"]), memoryview(one["data"]))
-        for name, one in found
-    }
 
 
 def read_or_refuse(path: str) -> dict[str, Tensor]:
