@@ -22,7 +22,6 @@ from trainer_cases import make_batch, make_spec
 from transformers import AutoTokenizer
 
 from asyncrl.base.http import Refused
-from asyncrl.messages import digest
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
@@ -30,10 +29,10 @@ from asyncrl.weights.export import (
     digest_of,
 )
 from asyncrl.weights.tensor_files import (
+    block_sums,
     digest_of_tensor,
     digest_tensors,
     read_or_refuse,
-    torch_block_sums,
     write_tensors,
 )
 
@@ -210,7 +209,7 @@ def sums_of(data: bytes) -> bytes:
     signed = memoryview(data).cast("b").tolist()
     sums = b""
     for start in range(0, len(data), 2048):
-        for keys in digest.block_keys().T.tolist():
+        for keys in tensor_files.block_keys().T.tolist():
             total = sum(byte * key for byte, key in zip(signed[start : start + 2048], keys, strict=True))
             sums += total.to_bytes(4, "little", signed=True)
     return sums
@@ -234,11 +233,11 @@ def test_processors_and_devices_compute_the_same_sums(
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     )
     view = whole.view(dtype)[start:]
-    found = [torch_block_sums(view).numpy().tobytes()]
+    found = [block_sums(view).numpy().tobytes()]
     with pytest.MonkeyPatch.context() as patched:
         floats = tensor_files._product_of_floats
         patched.setattr(torch, "_int_mm", lambda blocks, keys, out: floats(blocks, keys.float(), out=out))
-        found.append(torch_block_sums(view).numpy().tobytes())
+        found.append(block_sums(view).numpy().tobytes())
     assert found == [sums_of(data[start * dtype.itemsize :])] * 2
 
 

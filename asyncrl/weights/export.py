@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.digest import joint_digest
 from asyncrl.messages.trainer_api import (
     BroadcastRequest,
     BroadcastResponse,
@@ -34,6 +33,7 @@ from asyncrl.weights.tensor_files import (
     digest_of_tensor,
     dtype_name,
     float32_names,
+    joint_digest,
     pieces_of,
     weights_of,
     write_tensors,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.digest import joint_digest
 from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
@@ -17,7 +16,7 @@ from asyncrl.messages.engine_api import (
     Loaded,
     PrepareRequest,
 )
-from asyncrl.weights.tensor_files import RESEND
+from asyncrl.weights.tensor_files import RESEND, joint_digest
 
 PUSH_AGAIN = "push this version again, from chunk 0."
 Arrived = tuple[dict[str, bytes], int]
