@@ -30,9 +30,7 @@ Q_PROJ, DOWN_PROJ, UP_PROJ = (
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with vllm_house(
-        tmp_path_factory.mktemp("vllm"), has_adapters=True, lora_rank=RANK, transport="lora"
-    ) as house:
+    with vllm_house(tmp_path_factory.mktemp("vllm"), has_adapters=True, lora_rank=RANK) as house:
         yield house
 
 

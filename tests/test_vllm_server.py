@@ -55,8 +55,10 @@ def test_arguments_of_the_run_are_refused_with_the_key_to_use(tmp_path: Path) ->
             arguments_of(tmp_path, args={name: "x"})
         assert "remove it; use " in refused.value.body.way_out
     gives_way = KV_CACHE | {"enforce_eager", "distributed_executor_backend"}
-    for transport in ("shm", "lora", "nccl"):
-        options = [word for word in arguments_of(tmp_path, transport=transport) if word.startswith("--")]
+    for has_adapters in (False, True):
+        options = [
+            word for word in arguments_of(tmp_path, has_adapters=has_adapters) if word.startswith("--")
+        ]
         ours = {option[2:].partition("=")[0].replace("-", "_") for option in options}
         assert ours - gives_way <= ELSEWHERE.keys(), "nothing that a user gives is silently replaced"
 
@@ -75,12 +77,12 @@ def test_kv_cache_holds_all_slots_on_cpu_by_default(tmp_path: Path) -> None:
     assert not any(kv in option for option in arguments_of(tmp_path, args={"gpu_memory_utilization": 0.3}))
 
 
-def test_transport_and_tokenizer_choose_backend_adapters_and_text(tmp_path: Path) -> None:
+def test_adapters_and_tokenizer_choose_arguments(tmp_path: Path) -> None:
     assert "--skip-tokenizer-init" in arguments_of(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    for transport in ("shm", "disk", "nccl", "ipc", "lora"):
-        given = arguments_of(tmp_path, transport=transport, lora_rank=12)
-        assert ("--enable-lora" in given) == ("--max-lora-rank=16" in given) == (transport == "lora")
+    for has_adapters in (False, True):
+        given = arguments_of(tmp_path, has_adapters=has_adapters, lora_rank=12)
+        assert ("--enable-lora" in given) == ("--max-lora-rank=16" in given) == has_adapters
         assert "--skip-tokenizer-init" not in given
 
 

@@ -152,7 +152,6 @@ class Vllm(Embedded):
         return super().spec(model_path, name, EnginePlace(place.device, cores=place.cores)) | {
             "deterministic": self.config.is_deterministic(place.device),
             "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
-            "transport": self.config.weight_sync.settled,
             "lora_rank": 1 if lora is None else lora.rank,
             "args": args,
         }

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, TransportName
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 from asyncrl_servers.engine_routes import EngineSpec
 
 GRAMMARS = "asyncrl_servers.vllm.monkeypatches"
@@ -37,8 +37,6 @@ class VllmSpec(EngineSpec):
     """Return each token's experts (algorithm.router_replay)."""
     lora_rank: int = Field(default=16, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
-    transport: TransportName = "shm"
-    """Worker extension (shm, disk; ipc in chunks), adapters (lora) or a broadcast (nccl)."""
     args: dict[str, Any] = {}
     worker_extension: str = WORKER_EXTENSION
     """Tests replace it to inject faults."""
@@ -124,7 +122,7 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
     }
-    if spec.has_adapters or spec.transport == "lora":
+    if spec.has_adapters:
         rank = next((most for most in LORA_RANKS if most >= spec.lora_rank), spec.lora_rank)
         ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
     if spec.returns_routing:
