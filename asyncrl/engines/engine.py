@@ -137,7 +137,11 @@ class EngineClient(Protocol):
     `broadcast_group`: for transport nccl.
     """
 
+    name: str
+    _caller: Caller
+    _group: BroadcastGroup | None
     _line: CallScope
+    _start_version: int
 
     def __init__(
         self, caller: Caller, *, policy_version: int = 0, broadcast_group: BroadcastGroup | None = None

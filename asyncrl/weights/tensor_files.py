@@ -62,7 +62,8 @@ def read_or_refuse(path: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        return load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
     except (OSError, SafetensorError) as error:
         raise Refused(400, f"cannot read the weights file {path}: {error}", way_out=RESEND) from error
 
