@@ -187,9 +187,9 @@ class WeightState:
     def load_chunk(self, request: LoadChunkRequest) -> Loaded:
         """Load into weights without content. Raises Refused (400, 409) and drops all chunks."""
         with self.lock:
-            if self.has_content:
-                what = f"a chunk of policy_version {request.version} cannot be loaded over serving weights"
-                rule = "chunks are loaded into weights that have slept"
+            if self.has_content or "weights" in self._asleep:
+                what = f"a chunk of policy_version {request.version} cannot be loaded here"
+                rule = "chunks are loaded into weights that have slept, and are awake"
                 raise Refused(409, what, rule=rule, way_out="use /prepare.")
             digest = self.push.load(request, self.load)
         return Loaded(digest=digest)
