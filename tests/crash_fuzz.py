@@ -148,7 +148,7 @@ class Crashes:
 
     def _has_ended(self, process: subprocess.Popen[str]) -> bool:
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
-        if process.returncode == 2 and "is done, after" in stderr and self.kills:
+        if process.returncode == 2 and "has trained" in stderr and self.kills:
             # the last kill came when all was said, and nothing but the end of the process was still to come
             return False
         is_up = "ready after" in stdout or "resuming from" in stdout

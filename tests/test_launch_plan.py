@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
-from asyncrl.job.servers import EnginePlace, engine_kind
+from asyncrl.job.servers import KINDS
 from asyncrl.launch import engine_python
 from asyncrl.launch.devices import chunk_devices, place
 from asyncrl.launch.engine_python import find_python
@@ -172,8 +172,9 @@ def test_cores_and_memory_are_counted_on_each_node() -> None:
     alone = make_plan(load(*TWO_EACH_NODE, *ON_CPU), nodes(0))
     assert sum(spread.needed_bytes(f"n{at}/cpu") for at in (0, 1)) == alone.needed_bytes("cpu")
     for name in ("embedded", "vllm"):
-        kind = engine_kind(load(*threads, f"rollout.engine={name}", "weight_sync.transport=shm"))
-        assert kind.spec(Path("model"), "engine-0", EnginePlace("cpu", cores=20))["threads"] == 5
+        config = load(*threads, f"rollout.engine={name}", "weight_sync.transport=shm")
+        kind = KINDS[name](config, plan.placement, Path("model"))
+        assert kind.spec("engine-0", plan.placement.engines[0][0])["threads"] == 2
 
 
 def test_engines_divide_the_fraction_of_their_device() -> None:
