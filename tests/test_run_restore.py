@@ -62,7 +62,7 @@ class Life:
         )
         self.producers = self
         self.steps: list[tuple[Batch, TrainResponse]] = []
-        self.returned: list[tuple[int, str, int]] = []
+        self.returned: list[tuple[int, Prompt]] = []
         self.restored = 0
 
     def admit(self) -> Ticket:
@@ -118,7 +118,7 @@ class Life:
         self.steps.append((batch, report))
 
     def returns_nowait(self, version: int, prompt: Prompt) -> None:
-        self.returned.append((version, prompt.prompt_id, prompt.num_requeued))
+        self.returned.append((version, prompt))
 
 
 def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
@@ -168,7 +168,9 @@ def test_resume_trains_batches_again_and_restores_everything_else(tmp_path: Path
         assert (nine.failures, nine.partials) == ({0: (3, "it timed out")}, {2: (1, make_partial(5))})
         assert (*life.numbers(), life.buffer.rule.served, life.buffer.next_group_id) == (4, 1, 1, 4, 13)
         assert life.next_prompts(3) == [("0/10", 1), ("0/11", 2), ("0/13", 0)]
-        assert life.returned == [(4, "0/12", 2)]
+        assert [(at, prompt.prompt_id, prompt.num_requeued) for at, prompt in life.returned] == [
+            (4, "0/12", 2)
+        ]
         assert life.buffer.finish_nowait(make_group(9, version=3)) == "ready"
         (eight, _) = life.buffer.take_nowait().groups
         assert same_group(eight, make_group(8, version=3))

@@ -33,7 +33,7 @@ from asyncrl.job.lifecycle import (
     run_id,
 )
 from asyncrl.job.report import Reporter, processes, reported
-from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
+from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, settle_saved
 from asyncrl.journal.checkpoints import set_aside
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.launchers import opened
@@ -76,7 +76,7 @@ def run_job(
     check_trackers(config.observe)
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
-        config, resolved = resolve_auto(config, launcher.nodes, begun=resumed_dtype(run_dir))
+        config, resolved = resolve_auto(config, launcher.nodes)
         fetch_architectures(config)
         plan, messages = plan_run(config, launcher.nodes)
         refuse_over_capacity(plan, config)

@@ -5,7 +5,6 @@ groups continue from their partial turns, and requeued prompts come first.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Collection
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from asyncrl.base.errors import AsyncrlError, ConfigError
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
@@ -81,13 +80,6 @@ def as_resume_mode(text: str) -> ResumeMode:
     if text not in get_args(ResumeMode):
         raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
     return cast(ResumeMode, text)
-
-
-def resumed_dtype(run_dir: Path | None) -> str | None:
-    with contextlib.suppress(AsyncrlError):
-        if run_dir is not None and (run_dir / "config.yaml").exists() and has_begun(run_dir):
-            return load_config(run_dir / "config.yaml").model.dtype
-    return None
 
 
 def settle_saved(folder: Path) -> bool:
