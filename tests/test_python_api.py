@@ -15,7 +15,6 @@ from job_runs import environment, write_config
 
 import asyncrl
 from asyncrl.base.errors import ConfigError
-from asyncrl.job.lifecycle import Interrupts
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -100,14 +99,6 @@ def test_run_in_an_event_loop_resumes_after_a_raise_and_an_interrupt(tmp_path: P
     assert resumed == ["done", [*range(1, num_steps + 2)]]
     assert seen == resumed[1][-len(seen) :], "it resumes where the last one ended"
     assert is_handler_back
-
-
-def test_interrupts_are_kept_until_a_run_receives_them() -> None:
-    interrupts, received = Interrupts(), list[int]()
-    interrupts.send(2)
-    interrupts.receive_by(received.append)
-    interrupts.send(15)
-    assert received == [2, 15]
 
 
 async def _async(step: int, metrics: object) -> None: ...

@@ -21,6 +21,7 @@ from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
@@ -39,30 +40,6 @@ CLOSE_TIMEOUT_S = 15.0
 FEW_FILES = 256
 MAX_WARNINGS = 100
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Interrupts:
-    """Signals for a run outside the main thread. Any thread may call send(); signals are kept until
-    receive_by().
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may interrupt another
-        self._kept: list[int] = []
-        self._receive: Callable[[int], object] | None = None
-
-    def send(self, number: int) -> None:
-        with self._lock:
-            if self._receive is None:
-                self._kept.append(number)
-            else:
-                self._receive(number)
-
-    def receive_by(self, receive: Callable[[int], object] | None) -> None:
-        with self._lock:
-            self._receive = receive
-            while self._kept and receive is not None:
-                receive(self._kept.pop(0))
 
 
 class RunLog:
@@ -122,7 +99,8 @@ class Lifecycle:
     ending: str = "ending"
     on_end: Callable[[str, str, bool], None] = lambda *_: None
     on_exit: Callable[[], Awaitable[None]] | None = None
-    interrupts: Interrupts | None = None
+    interrupts: SimpleQueue[int] | None = None
+    """Numbers of signals, for a run outside the main thread."""
     servers: Sequence[Server] = ()
     """Their deaths replace the failed calls that they cause."""
 
@@ -165,21 +143,27 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _listening(self, main: asyncio.Task[Any]) -> Iterator[None]:
-        """Handle signals, in the main thread or as `interrupts`."""
+        """Handle signals, in the main thread or from `interrupts`."""
+        if (interrupts := self.interrupts) is not None:
+
+            async def forward() -> None:
+                while number := await asyncio.to_thread(interrupts.get):
+                    self._on_signal(number, main)
+
+            forwarding = asyncio.ensure_future(forward())
+            try:
+                yield
+            finally:
+                interrupts.put(0)  # ends the thread
+                forwarding.cancel()
+            return
         loop = asyncio.get_running_loop()
         numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
-        if self.interrupts is not None:
-            numbers = ()
-            self.interrupts.receive_by(
-                lambda number: loop.call_soon_threadsafe(self._on_signal, number, main)
-            )
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number, main)
         try:
             yield
         finally:
-            if self.interrupts is not None:
-                self.interrupts.receive_by(None)
             for number in numbers:
                 loop.remove_signal_handler(number)
 

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from asyncrl.agents.command import passed_env
 from asyncrl.algorithms.registry import resolve
@@ -22,7 +23,6 @@ from asyncrl.base.waits import computed, span
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.job.build import Components, build
 from asyncrl.job.lifecycle import (
-    Interrupts,
     Lifecycle,
     locked_run_dir,
     logging_to,
@@ -64,7 +64,7 @@ def run_job(
     resume: ResumeMode = "auto",
     allow_change: Sequence[str] = (),
     trackers: Sequence[Tracker] = (),
-    interrupts: Interrupts | None = None,
+    interrupts: SimpleQueue[int] | None = None,
 ) -> int:
     """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. `trackers` are added to the
     config's. Raises AsyncrlError, leaving no child process and no shared memory.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from asyncrl.base.errors import ConfigError, RoomError
@@ -22,36 +23,30 @@ LOOK_PERIOD_S = 1.0
 KEY = "engines"
 
 
+@dataclass(eq=False)
 class EngineScale:
     """Keep the first `wanted` engines working, and park the others.
 
     Invariant: an engine that is up is parked only while `wanted` others are up, the highest number first. A
         new engine that never comes up ends no run.
+
+    `on_change` gets the number of engines that work.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[EngineSupervisor],
-        limits: EngineRange,
-        run_dir: Path,
-        log: RunLog,
-        *,
-        wanted: int,
-        spawn: Spawn,
-        on_change: Callable[[int], None],
-    ) -> None:
-        """`on_change` gets the number of engines that work."""
-        self.engines = tuple(engines)
-        self.range = limits
-        self.is_fixed = limits.min == limits.max
-        self.wanted = wanted
-        self._run_dir = run_dir
-        self._log = log
-        self._spawn = spawn
-        self._on_change = on_change
-        self._num_working = wanted
+    engines: Sequence[EngineSupervisor]
+    range: EngineRange
+    run_dir: Path
+    log: RunLog
+    _: KW_ONLY
+    wanted: int
+    spawn: Spawn
+    on_change: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        self.is_fixed = self.range.min == self.range.max
+        self._num_working = self.wanted
         self._watching = dict[str, asyncio.Task[None]]()
-        for engine in self.engines[wanted:]:
+        for engine in self.engines[self.wanted :]:
             engine.park_nowait()
 
     @property
@@ -66,15 +61,15 @@ class EngineScale:
         for engine in self.engines[: self.wanted]:
             if engine.name not in self._watching:
                 engine.state = "starting" if engine.state else ""
-                self._watching[engine.name] = self._spawn(self._watch(engine), name=f"watch {engine.name}")
+                self._watching[engine.name] = self.spawn(self._watch(engine), name=f"watch {engine.name}")
 
     async def follow(self) -> None:
         """Start and park engines as RUN_DIR/wanted.json asks."""
         while True:
             await asyncio.sleep(LOOK_PERIOD_S)
-            wanted = read_wanted(self._run_dir, self.range) or self.wanted
+            wanted = read_wanted(self.run_dir, self.range) or self.wanted
             if wanted != self.wanted:
-                self._log.info(f"scaling from {self.wanted} to {wanted} engines")
+                self.log.info(f"scaling from {self.wanted} to {wanted} engines")
                 self.wanted = wanted
             self.watch_nowait()
             while (engine := self._next_to_park()) is not None:
@@ -94,8 +89,8 @@ class EngineScale:
                 raise
             num = self.engines.index(engine)
             if num < self.wanted:
-                self._log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
-                write_wanted(self._run_dir, num)
+                self.log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
+                write_wanted(self.run_dir, num)
                 self.wanted = num
             await engine.park()
             self._watching.pop(engine.name, None)
@@ -112,7 +107,7 @@ class EngineScale:
         num = list(self.states.values()).count("")
         if num != self._num_working:
             self._num_working = num
-            self._on_change(num)
+            self.on_change(num)
 
 
 def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:
