@@ -17,7 +17,6 @@ from job_runs import (
     ended,
     engine_events,
     events,
-    interrupt,
     popen,
     read_lines,
     run,
@@ -141,7 +140,8 @@ def test_an_interrupt_during_start_up_leaves_nothing_running(tmp_path: Path) -> 
     process = start(write_config(tmp_path), tmp_path / "run", LONG)
     wait_until((tmp_path / "run" / "logs" / "engine-0.log").exists, process)
     children = children_of(process)
-    stdout, stderr = interrupt(process, signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 143, stderr
     assert f"resume with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir" in stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["why"] == "interrupted by SIGTERM"
