@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,26 +118,21 @@ def make_gateway(
 
 class WorkerSupervisor(Supervisor):
     """Keeps one agent worker running. Its lost rollouts are retried. A worker whose event loop blocks for
-    `lease_timeout_s` is also lost. `on_down` gets name and reason.
+    `lease_timeout_s` is also lost.
     """
 
     kind = "worker"
 
     def __init__(
-        self,
-        process: Server,
-        supervision: Supervision,
-        *,
-        lease_timeout_s: float,
-        on_down: Callable[[str, str], None],
+        self, process: Server, supervision: Supervision, queue: RolloutQueue, lease_timeout_s: float
     ) -> None:
         super().__init__([process], supervision)
+        self._queue = queue
         self._lease_timeout_s = lease_timeout_s
-        self._on_down = on_down
 
     def _down(self, lost: RoomError) -> None:
         self.is_up = False
-        self._on_down(self.name, summary_of(lost))
+        self._queue.worker_gone_nowait(self.name, summary_of(lost))
 
     async def _wait_unfit(self) -> None:
         """Raise RoomError after two answers with a blocked loop: after a pause of the whole machine one may
@@ -185,15 +179,10 @@ class AgentRuntime:
         write_whole(path, json.dumps(address) + "\n", is_private=True)
         num_workers = 0 if is_remote else job.config.generator.workers
         self.workers = tuple(self._worker(job, number) for number in range(num_workers))
-        self.supervisors = tuple(
-            WorkerSupervisor(
-                worker,
-                supervision,
-                lease_timeout_s=job.config.gateway.lease_timeout_s,
-                on_down=self.queue.worker_gone_nowait,
-            )
-            for worker in self.workers
-        )
+        lease_timeout_s = job.config.gateway.lease_timeout_s
+        self.supervisors = [
+            WorkerSupervisor(worker, supervision, self.queue, lease_timeout_s) for worker in self.workers
+        ]
 
     def _worker(self, job: Lifecycle, number: int) -> Server:
         """Create a worker whose secret differs from the run's."""
