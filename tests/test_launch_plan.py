@@ -244,11 +244,6 @@ def test_auto_dtype_is_bfloat16_if_all_devices_have_it(
     assert bool(messages) == (written.model.dtype == "auto")
 
 
-def test_resumed_run_keeps_its_dtype() -> None:
-    config, _ = resolve_auto(load("model.dtype=auto"), single_node(machine(2)), begun="float32")
-    assert config.model.dtype == "float32"
-
-
 SERVED = ["rollout.urls=['http://127.0.0.1:1']", "model.scratch=none", "model.path=org/name"]
 EIGHT = [VLLM, "trainer.world_size=4", "rollout.num_engines=2", "rollout.tensor_parallel=2"]
 

@@ -242,7 +242,7 @@ def test_corrupt_weights_at_a_new_engine_end_the_run(tmp_path: Path) -> None:
 MOVE = st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort", "scale"])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     moves=st.lists(st.tuples(st.floats(0.0, 4.0), MOVE, st.integers(0, 2)), max_size=25),
     prepare_s=st.sampled_from([0.0, 0.5, 3.0]),
