@@ -105,25 +105,6 @@ def test_a_constant_reward_is_named_after_four_steps() -> None:
     assert "inspect RUN_DIR --samples` and check the reward function" in flag
 
 
-def test_a_destructive_learning_rate_is_named() -> None:
-    """The numbers of configs/quickstart.yaml at trainer.learning_rate=1000."""
-    rewards = (0.162, 0.152, 0.125, 0.162)
-    entropies = (2.64, 3.135, 3.135, 3.135)
-    found = judged(
-        4,
-        "trainer.learning_rate=1000",
-        reward_mean=lambda step: rewards[step - 1],
-        reward_std=0.1,
-        policy_grad_norm=lambda step: 1.39 if step == 1 else 0.0,
-        policy_entropy=lambda step: entropies[step - 1],
-    )
-    destroyed = "the model is probably destroyed by trainer.learning_rate=1000"
-    destroyed += " (entropy stays at exactly 3.13)"
-    no_gradient = "the gradient is 0 since step 2 although rewards differ"
-    assert found.headline.endswith(f"Likeliest reasons: {destroyed}; {no_gradient}.")
-    assert [flag.partition(":")[0].lower() for flag in found.health] == [destroyed.lower(), no_gradient]
-
-
 @pytest.mark.parametrize(
     ("columns", "flag"),
     [
@@ -172,11 +153,7 @@ HELD = f"{GENERATION} rollout/inflight=63 engine/busy_slots=4"
     ("metrics", "settings", "bottleneck", "words"),
     [
         (GENERATION, [], "generation", "Generation set the pace: 65% of the time."),
-        (f"{GENERATION} engine/busy_slots=63", [], "generation", "Raise rollout.slots (now 64) or"),
-        (f"{GENERATION} engine/busy_slots=9", [], "generation", "Raise buffer.max_staleness (now 4): 9 of"),
-        (HELD, [AGENT], "generation", "Raise generator.workers (now 1): 4 of 64 slots were busy"),
-        (HELD, ["generator.remote=true"], "generation", "Raise the number of workers (`asyncrl work`): 4 of"),
-        (HELD, [], "generation", "or set task.reward_pool=thread: 4 of 64 slots were busy"),
+        (HELD, [], "generation", "4 of 64 slots were busy, 63 rollouts in flight."),
         (GENERATION, ["buffer.max_staleness=0"], "generation", "with 0, trainer and engines wait"),
         ("train_s=0.4 wait_publishing_s=0.6 weight_sync_s=2.5", [], "publishing", "a push takes 2.5 s"),
         (STRAGGLERS, [WAIT], "stragglers", "on_overdue=wait waited 10.0 s and dropped nothing."),

@@ -20,11 +20,10 @@ from typing import Any
 
 import pytest
 import yaml
-from test_trackers import SAMPLE
 
 from asyncrl import cli
 from asyncrl.config import ObserveConfig
-from asyncrl.observe.trackers import TrackedRun, make_trackers
+from asyncrl.observe.trackers import Background, TrackedRun
 
 pytestmark = pytest.mark.slow
 NOWHERE = "http://no-such-host.invalid"
@@ -34,12 +33,37 @@ ODD = "task/100 % <b>"
 """A name that clients may refuse."""
 
 
+SAMPLE: Any = {
+    "step": 3,
+    "kind": "worst",
+    "group_id": 7,
+    "sample_index": 1,
+    "prompt_id": "p",
+    "messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "<script>"}],
+    "reward": 0.5,
+    "metrics": {},
+    "num_sampled": 2,
+    "versions": [3, 3],
+    "staleness": None,
+    "logprob_gap": None,
+    "is_truncated": True,
+    "num_interruptions": 0,
+    "parts": [
+        {"branch": 0, "is_sampled": False, "text": "Add."},
+        {"branch": 0, "is_sampled": True, "text": "call"},
+        {"branch": 0, "is_sampled": False, "text": "result"},
+        {"branch": 0, "is_sampled": True, "text": "5"},
+    ],
+    "error": None,
+}
+
+
 def tell(name: str, run_dir: Path, first: int, *settings: str) -> None:
     """Report steps from `first` on, an evaluation and a sample."""
     args = {key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in settings)}
     limit_s = args.pop("limit_s", 120.0)
     observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {name: args}})
-    tracker = make_trackers(observe, print)
+    tracker = Background(observe, print)
     tracker.start(TrackedRun(run_dir, "a run", RUN_ID, CONFIG))
     for step in range(first, first + NUM_STEPS):
         tracker.tell("step", step, {"reward/mean": step / 2, ODD: 1.0, "policy_version": step + 1})

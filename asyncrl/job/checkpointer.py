@@ -11,7 +11,7 @@ from asyncrl.base.errors import CheckpointError, TrainerLost
 from asyncrl.base.waits import note_span, waiting
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoints import TRAINER, Checkpoints, ControllerState
+from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 
 logger = logging.getLogger("asyncrl.job.checkpointer")

@@ -143,7 +143,7 @@ class Console:
                 ("by task", tasks_text(steps, RECENT)),
                 ("health", Text("\n".join(self._health), "red")),
                 ("speed", self._speed()),
-                ("time", shares_text(time_shares(lambda metric: steps.total(metric, RECENT)))),
+                ("time", numbers.shares_text(time_shares(lambda metric: steps.total(metric, RECENT)))),
                 ("staleness", staleness_text(last, self.max_staleness)),
                 ("rollouts", ", ".join(f"{num:.0f} {name}" for name, num in counts.items())),
             ]
@@ -198,12 +198,6 @@ def reward_text(steps: Steps) -> Text:
     return Text.assemble((f"{mean:.3f}  ", "bold"), (line, "cyan"), (ends, "dim"))
 
 
-def shares_text(shares: Mapping[str, float]) -> Text:
-    """Format as `training 71%, waiting for generation 17%`."""
-    shown = [(*numbers.SHARES[name][:2], share) for name, share in shares.items() if share >= 0.005]
-    return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
-
-
 def tasks_text(steps: Steps, part: slice) -> str:
     """Format as `sums 0.413, words 0.250`; '' for a single task."""
     names = [name for name in steps.names if name.startswith(BY_TASK)]
@@ -219,8 +213,6 @@ def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:
     return text + (f", {masked:.1%} of the tokens masked" if masked > 0 else "")
 
 
-PATIENCE_S = 1.0
-"""Seconds to wait, once, for a slow reader."""
 PIECE = 1000
 """Characters per write: at most 4 KB, which a writable pipe takes whole (pipe(7), PIPE_BUF)."""
 
@@ -234,45 +226,40 @@ def outliving(file: TextIO | None = None) -> TextIO:
 
 @functools.lru_cache(maxsize=4)  # one object for each file
 class _Outliving:
-    """Drops text after an OSError, and while its reader is behind: the event loop calls write(), so it
-    waits PATIENCE_S once.
-    """
+    """Drops text after an OSError, and while its reader is behind: the event loop calls write()."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._is_lost = False
-        self._is_behind = False
-        self._has_warned = False
-        self._poll: select.poll | None = None
-        with contextlib.suppress(OSError):  # a file in memory has no descriptor and never blocks
-            descriptor = file.fileno()
-            self._poll = select.poll()
-            self._poll.register(descriptor, select.POLLOUT)
+        self._warned = set[str]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)  # encoding, isatty
 
     def write(self, text: str) -> int:
         for start in range(0, len(text), PIECE):
-            if not self._is_lost and self._has_room():
-                try:
+            try:
+                if self._has_room():
                     self._file.write(text[start : start + PIECE])
                     self._file.flush()
-                except OSError as error:
-                    self._is_lost = True
-                    logger.warning("no more output is shown, standard output fails: %s", error)
-                    # a flush at the end of the process cannot fail at /dev/null
-                    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
-                        os.dup2(nowhere.fileno(), self._file.fileno())
+                else:
+                    self._warn("standard output is not read: dropping lines that it does not take")
+            except OSError as error:
+                self._warn(f"no more output is shown, standard output fails: {error}")
+                # a flush at the end of the process cannot fail at /dev/null
+                with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
+                    os.dup2(nowhere.fileno(), self._file.fileno())
         return len(text)
 
     def flush(self) -> None:
         """Do nothing: each piece is flushed when written."""
 
     def _has_room(self) -> bool:
-        timeout_ms = 0 if self._is_behind else PATIENCE_S * 1000
-        self._is_behind = self._poll is not None and not self._poll.poll(timeout_ms)
-        if self._is_behind and not self._has_warned:
-            logger.warning("standard output is not read: dropping lines that it does not take")
-            self._has_warned = True
-        return not self._is_behind
+        try:
+            return bool(select.select([], [self._file], [], 0.0)[1])
+        except ValueError:  # a file in memory never blocks
+            return True
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)

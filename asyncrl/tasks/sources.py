@@ -292,15 +292,11 @@ class DataPin:
         saved: dict[str, dict[str, str]] = {}
         if not is_free and self.path.exists():
             saved = json.loads(self.path.read_bytes())
-        changed = list[str]()
-        for name in sorted(saved.keys() & self._digests.keys()):
-            first, current = saved[name], self._digests[name]
-            if list(first.values()) != list(current.values()):  # only file names may change
-                files = sorted({file for file, _ in first.items() ^ current.items()})
-                changed.append(", ".join(files) or f"the order of {', '.join(current)}")
-        if changed:
+        for name in saved.keys() & self._digests.keys():
+            if [*saved[name].values()] == [*self._digests[name].values()]:  # file names may change
+                continue
             raise ConfigError(
-                f"the task's data have changed since this run began: {'; '.join(changed)}",
+                f"the data of {key_of('task', name)} have changed since this run began: {saved[name]}",
                 rule="a resumed run continues with its data",
                 way_out="restore the files, or accept them with --allow-change task.digest.",
             )
