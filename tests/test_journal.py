@@ -442,22 +442,13 @@ def test_compaction_leaves_what_a_resume_needs(tmp_path: Path) -> None:
     with_journal(path, story)
 
 
-def test_checkpoints_outlive_their_tokens(tmp_path: Path) -> None:
-    """keep_every and keep_best hold checkpoints older than all tokens of the journal."""
-
+def test_only_the_newest_events_of_a_kind_are_kept(tmp_path: Path) -> None:
     async def story(journal: Journal) -> None:
-        journal.checkpointed_nowait(10, "step_10")
-        journal.checkpointed_nowait(20, "step_20", [10])
-        journal.checkpointed_nowait(30, "step_30", [10, 30])
-        await journal.compact(30)
         journal.event_nowait("engine lost", {})
         for step in range(50):
             journal.event_nowait("handover", {"step": step}, keep=2)
         journal.event_nowait("stuck", {})
 
-    path = with_journal(tmp_path / "journal.sqlite", story)
-    told = asked(path, run_story)
-    states = [(entry["version"], entry["state"]) for entry in told["checkpoints"]]
-    assert states == [(10, "whole"), (20, "removed"), (30, "whole")]
+    told = asked(with_journal(tmp_path / "journal.sqlite", story), run_story)
     found = [(event["what"], event["detail"].get("step")) for event in told["events"]]
     assert found == [("engine lost", None), ("handover", 48), ("handover", 49), ("stuck", None)]

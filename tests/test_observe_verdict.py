@@ -12,7 +12,6 @@ from asyncrl.observe.run_numbers import Steps, seconds_left, time_shares, waitin
 from asyncrl.observe.verdict import Verdict, judge
 
 WAIT = "buffer.on_overdue=wait"
-AGENT = "generator.python=my_agent:run"
 NUM = 200
 
 Column = float | Callable[[int], float]

@@ -57,11 +57,11 @@ catching up waits in TrainerClient.catch_up for the journaled batches .* woken b
 train loop waits in \w+Trainer.wait_up for the trainer to be back""",
     hang_commit: r"""
 publisher waits .* for commit of policy_version 1, .* woken by engine-1
-train loop waits in Buffer.wait_batch for publishing, because no group may start before""",
+train loop waits in Buffer.wait_batch for publishing \(step""",
     hang_generate: r"""
 \d rollouts waits in EnginePool.\w+ for completions.* woken by engine-1
 rollout g\d+/r\d runs for 6\d s, in EnginePool.\w+ on engine-1
-of 2 groups are ready.*; the oldest is group g\d+.*, start_version 0""",
+of 2 groups are ready""",
     hang_reward: r"""
 rollouts waits in TaskScorer.score for their rewards.* woken by the reward function
 rollout g\d+/r\d runs for \d+ s, in TaskScorer.score""",

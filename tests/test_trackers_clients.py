@@ -61,7 +61,6 @@ SAMPLE: Any = {
 def tell(name: str, run_dir: Path, first: int, *settings: str) -> None:
     """Report steps from `first` on, an evaluation and a sample."""
     args = {key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in settings)}
-    limit_s = args.pop("limit_s", 120.0)
     observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {name: args}})
     tracker = Background(observe, print)
     tracker.start(TrackedRun(run_dir, "a run", RUN_ID, CONFIG))
@@ -70,7 +69,7 @@ def tell(name: str, run_dir: Path, first: int, *settings: str) -> None:
     tracker.tell("samples", first + 1, [SAMPLE])
     tracker.tell("evaluation", first + 2, {"eval/reward_mean": first + 0.25})
     tracker.tell("close", "done")
-    asyncio.run(tracker.wait_closed(limit_s, print))
+    asyncio.run(tracker.wait_closed(120.0, print))
     print("ended")
     cli._leave_trackers(0)
 
@@ -192,30 +191,14 @@ def test_a_client_keeps_one_run_over_a_resume(name: str, tmp_path: Path) -> None
     assert found["completions"] == ["call\n\n5"] * 2
 
 
-KEY = "0123456789" * 4
-
-
-@pytest.mark.parametrize(
-    ("name", "setting", "environ", "says"),
-    [
-        ("wandb", "mode=online", {"WANDB_BASE_URL": NOWHERE, "WANDB_API_KEY": KEY}, "wandb is offline"),
-        ("mlflow", f"uri={NOWHERE}", {}, "not done within"),
-        ("trackio", "project=lm", {"TRACKIO_SERVER_URL": f"{NOWHERE}/?write_token=abc"}, ""),
-    ],
-)
-def test_an_unknown_host_neither_holds_nor_ends_the_run(
-    name: str, setting: str, environ: dict[str, str], says: str, tmp_path: Path
-) -> None:
-    limit = "limit_s=5.0" if name == "mlflow" else "limit_s=120.0"  # it would try for minutes
-    said = client("tell", name, tmp_path, "0", setting, limit, **environ)
+def test_an_unknown_host_makes_wandb_offline(tmp_path: Path) -> None:
+    environ = {"WANDB_BASE_URL": NOWHERE, "WANDB_API_KEY": "0123456789" * 4}
+    said = client("tell", "wandb", tmp_path, "0", "mode=online", **environ)
     assert said.endswith("ended\n")
-    assert says in said
-    if name == "wandb":
-        assert f"`wandb sync {tmp_path}/wandb/offline-run-*`" in said
-        found = json.loads(client("read", name, tmp_path).splitlines()[-1])
-        assert [step for step, *_ in found["steps"]] == [*range(NUM_STEPS)]
-    if name == "trackio":
-        assert list(tmp_path.glob("trackio/*.db")), "it keeps what it could not send, and sends it next time"
+    assert "wandb is offline" in said
+    assert f"`wandb sync {tmp_path}/wandb/offline-run-*`" in said
+    found = json.loads(client("read", "wandb", tmp_path).splitlines()[-1])
+    assert [step for step, *_ in found["steps"]] == [*range(NUM_STEPS)]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import partial
@@ -198,18 +198,6 @@ def _published(connection: sqlite3.Connection, version: int, digest: str) -> Non
     connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", row)
 
 
-def _checkpointed(
-    connection: sqlite3.Connection, version: int, path: Path | str, beside: Sequence[int] = ()
-) -> None:
-    """Record a whole checkpoint; other checkpoints are gone, except these versions."""
-    row = (version, _text(path), _decided_s.get())
-    connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", row)
-    connection.execute(
-        "UPDATE checkpoints SET state = 'removed' WHERE version NOT IN (SELECT value FROM json_each(?))",
-        (json.dumps([version, *beside]),),
-    )
-
-
 def _event(
     connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], *, keep: int | None = None
 ) -> None:
@@ -310,7 +298,6 @@ class Journal:
     group_ended_nowait = _later(_group_ended)
     trained_nowait = _later(_trained)
     published_nowait = _later(_published)
-    checkpointed_nowait = _later(_checkpointed)
     note_nowait = _later(_note)
     epoch_nowait = _later(_epoch)
     event_nowait = _later(_event)

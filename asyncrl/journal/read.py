@@ -256,7 +256,6 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
         **numbers,
         "groups": {state: num for state, (num, _) in states.items()},
         "wasted_tokens": wasted,
-        "checkpoints": _rows(connection, "SELECT version, path, state FROM checkpoints ORDER BY version"),
         "events": [event | {"detail": json.loads(event["detail"])} for event in reversed(events)],
     }
 

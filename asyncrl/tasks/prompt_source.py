@@ -137,11 +137,10 @@ class TaskPrompts:
         seed: int,
         shuffle: bool,
         system_prompt: str | None = None,
-        name: str | None = None,
         label: str = "",
         by_difficulty: bool = False,
     ) -> None:
-        self._name = name or repr(task)
+        self._name = type(task).__name__
         if len(task) == 0:
             what = f"the task {self._name} has no prompts"
             raise ConfigError(what, way_out="give it data, or task.size >= 1.")
