@@ -139,12 +139,9 @@ class Console:
             names = ("inflight", "interrupted", "retried", "failed", "dropped", "filtered")
             counts = {name: last[f"rollout/{name}"] for name in names if f"rollout/{name}" in last}
             rows += [
-                ("reward", reward_text(steps)),
-                ("by task", tasks_text(steps, RECENT)),
+                *metric_rows(steps, RECENT, self.max_staleness),
                 ("health", Text("\n".join(self._health), "red")),
                 ("speed", self._speed()),
-                ("time", numbers.shares_text(time_shares(lambda metric: steps.total(metric, RECENT)))),
-                ("staleness", staleness_text(last, self.max_staleness)),
                 ("rollouts", ", ".join(f"{num:.0f} {name}" for name, num in counts.items())),
             ]
         return numbers.boxed([row for row in rows if row[1]], f"asyncrl {self.run_name}")
@@ -186,6 +183,16 @@ def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) ->
     if left_s := numbers.seconds_left(steps, num_steps):
         parts.append(f"{numbers.duration(left_s)} left")
     return "  ".join(parts)
+
+
+def metric_rows(steps: Steps, part: slice, max_staleness: int) -> list[tuple[str, RenderableType]]:
+    shares = time_shares(lambda metric: steps.total(metric, part))
+    return [
+        ("reward", reward_text(steps)),
+        ("by task", tasks_text(steps, part)),
+        ("time", numbers.shares_text(shares)),
+        ("staleness", staleness_text(steps.last, max_staleness)),
+    ]
 
 
 def reward_text(steps: Steps) -> Text:

@@ -25,7 +25,7 @@ from asyncrl.journal.read import batch_story, group_story, run_story
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import VersionSpan
 from asyncrl.observe import run_numbers as numbers
-from asyncrl.observe.console import reward_text, staleness_text, tasks_text
+from asyncrl.observe.console import metric_rows
 from asyncrl.observe.run_dir import (
     CONFIG_FILE,
     QUIET_S,
@@ -161,11 +161,8 @@ def _status_rows(files: RunRecord) -> Iterator[tuple[str, RenderableType]]:
             if seconds >= QUIET_S:
                 yield "waits", Text(f"{wait}, since {seconds:.0f} s", style="yellow")
     if files.verdict is not None:
-        yield "reward", reward_text(steps)
-        yield "by task", tasks_text(steps, numbers.recent(len(steps)))
         yield from verdict_rows(files.verdict)
-        yield "time", numbers.shares_text(files.verdict.shares)
-        yield "staleness", staleness_text(steps.last, files.config.buffer.max_staleness)
+        yield from metric_rows(steps, numbers.recent(len(steps)), files.config.buffer.max_staleness)
     for lines in numbers.by_evaluation(files.evaluation_lines).values():
         rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
         yield "eval", Text(f"{numbers.evaluation_text(lines[-1])}  {numbers.sparkline(rewards, width=16)}")

@@ -372,45 +372,38 @@ class Mlflow(_ByStep):
     uri: str | None = None
     """Tracking server or database; None: MLFLOW_TRACKING_URI, else ./mlflow.db."""
     experiment: str = "asyncrl"
-    _client: Any = field(init=False)
-    _id: str = field(init=False)
 
     def start(self, run: TrackedRun) -> None:
         """Continue the run with this run_id, or create it."""
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
+        import mlflow
 
-        self._client = MlflowClient(tracking_uri=self.uri)
-        known = self._client.get_experiment_by_name(self.experiment)
-        experiment = known.experiment_id if known else self._client.create_experiment(self.experiment)
-        if found := self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.run_id}'"):
-            self._id = found[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-        else:
-            self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
-            self._client.set_tag(self._id, RUN_TAG, run.run_id)
-            params = [
-                Param(f"{name}.{key}".rstrip("."), str(value)[:5000])
-                for name, section in run.config.items()
-                for key, value in (section if isinstance(section, Mapping) else {"": section}).items()
-            ]
-            self._client.log_batch(self._id, params=params)  # only once: a param cannot change
-        self._client.log_dict(self._id, dict(run.config), "config.yaml")
+        if self.uri is not None:
+            mlflow.set_tracking_uri(self.uri)
+        mlflow.set_experiment(self.experiment)
+        found = mlflow.search_runs(filter_string=f"tags.`{RUN_TAG}` = '{run.run_id}'", output_format="list")
+        run_id = found[0].info.run_id if found else None
+        mlflow.start_run(run_id, run_name=run.name, tags={RUN_TAG: run.run_id})
+        if not found:  # a param cannot change
+            sections = {name: value for name, value in run.config.items() if isinstance(value, Mapping)}
+            keys = {f"{name}.{key}": value for name in sections for key, value in sections[name].items()}
+            mlflow.log_params({**keys, "seed": run.config["seed"]})
+        mlflow.log_dict(dict(run.config), "config.yaml")
 
     def step(self, step: int, metrics: Metrics) -> None:
-        from mlflow.entities import Metric
+        import mlflow
 
-        now_ms = int(time.time() * 1000)
-        names = {name: re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name) for name in metrics}  # what MLflow accepts
-        batch = [Metric(names[name], value, now_ms, step) for name, value in metrics.items()]
-        self._client.log_batch(self._id, metrics=batch)
+        accepted = {re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name): value for name, value in metrics.items()}
+        mlflow.log_metrics(accepted, step=step)
 
     def samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        self._client.log_dict(self._id, sample_table(samples), f"samples/step_{step:06d}.json")
+        import mlflow
+
+        mlflow.log_dict(sample_table(samples), f"samples/step_{step:06d}.json")
 
     def close(self, state: str) -> None:
-        states = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-        self._client.set_terminated(self._id, states[state])
+        import mlflow
+
+        mlflow.end_run({"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[state])
 
 
 @dataclass

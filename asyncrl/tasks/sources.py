@@ -173,8 +173,7 @@ def _reward_function(config: TaskConfig) -> RewardFunction:
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
     if settings:
         raise ConfigError(f"task.args={settings}, and files have no settings", way_out="remove task.args.")
-    rows: list[Mapping[str, Any]] = []
-    places: list[str] = []
+    rows: dict[str, Mapping[str, Any]] = {}
     digests: dict[str, str] = {}
     for path in map(Path, paths):
         reader = READERS.get(path.suffix)
@@ -184,12 +183,10 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
         try:
             with path.open("rb", buffering=0) as file:
                 digests[str(path)] = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-            found = reader(path)
+            rows |= reader(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"task.files: {path} cannot be read: {error}") from error
-        rows += found.values()
-        places += found
-    return rows, places.__getitem__, digests
+    return [*rows.values()], [*rows].__getitem__, digests
 
 
 def _read_jsonl(path: Path) -> dict[str, Mapping[str, Any]]:
