@@ -9,7 +9,6 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.config.load import name_of_config
 from asyncrl.config.placement_sync import refuse_transport
 from asyncrl.launch.devices import place
 from asyncrl.launch.machine import Machine, single_node
@@ -143,13 +142,6 @@ def test_all_problems_are_told_at_once_each_with_its_value(good: Path) -> None:
         assert override.partition("=")[0] in message
     assert "buffer.max_stalenes" in message
     assert "write task.files=[mine.jsonl]" in message
-
-
-@pytest.mark.parametrize(
-    ("path", "name"), [("configs/quickstart.yaml", "quickstart"), ("runs/mine/config.yaml", "mine")]
-)
-def test_config_of_a_run_directory_is_named_after_the_run(path: str, name: str) -> None:
-    assert name_of_config(Path(path)) == name
 
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"

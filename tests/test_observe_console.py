@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from asyncrl.observe.console import Console, Kind, outliving, plain_line
-from asyncrl.observe.run_numbers import Steps, duration, sparkline
+from asyncrl.observe.run_numbers import Steps
 
 METRICS = {
     "step": 12,
@@ -175,10 +175,3 @@ def test_unread_output_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     assert 500 < len(lines) < 5000
     assert caplog.text.count("standard output is not read") == 1
     os.close(reading)
-
-
-def test_sparklines_and_durations_are_short() -> None:
-    assert sparkline([0.0, 0.0, 1.0, 1.0], width=2) == sparkline([0.0, 1.0], width=8) == "▁█"
-    assert (sparkline([0.5] * 3, width=8), sparkline([], width=8)) == ("▁▁▁", "")
-    found = " | ".join(map(duration, (8.26, 245, 59.99, 7800)))
-    assert found == "8.3 s | 4 min 05 s | 60.0 s | 2 h 10 min"

@@ -155,7 +155,12 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
     if reward.has_risen:
         words = {"rising": " and is still rising", "flat": " and is flat now", "falling": ", but falls again"}
         return f"Learned: reward rose from {first} to {last}{words.get(reward.trend, '')}."
-    reasons = [*(finding.clause for finding in findings), *_reasons(reward, steps, config)]
+    size = "large" if reward.was_lost or reward.has_fallen else "small"
+    reasons = [
+        *(finding.clause for finding in findings),
+        f"trainer.learning_rate={config.trainer.learning_rate:g} may be too {size}",
+        f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains",
+    ]
     why = f" Likeliest reasons: {'; '.join(reasons[:2])}."
     if reward.was_lost:
         peak = f"{reward.best:.3f} around step {reward.best_step}"
@@ -163,21 +168,6 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
     if reward.has_fallen:
         return f"Got worse: reward fell from {first} to {last}.{why}"
     return f"Learned nothing: {ends}.{why}"
-
-
-def _reasons(reward: Reward, steps: Steps, config: RunConfig) -> Iterator[str]:
-    """Likeliest first."""
-    learning_rate = f"trainer.learning_rate={config.trainer.learning_rate:g}"
-    gradients = steps.values("policy/grad_norm")
-    entropies = steps.values("policy/entropy")
-    if gradients and not any(gradients):
-        yield "no answer stood out: prompts may be too hard or too easy, or the reward is broken"
-    elif entropies and abs(entropies[-1] - entropies[0]) < 0.02 * abs(entropies[0]):
-        yield f"{learning_rate} hardly moved the model (entropy {entropies[0]:.3g}, then {entropies[-1]:.3g})"
-    elif reward.was_lost or reward.has_fallen:
-        yield f"{learning_rate} may be too large"
-    yield f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains"
-    yield f"{learning_rate} may be too small, or {several(len(steps), 'step')} are too few"
 
 
 # ---- is it healthy?
