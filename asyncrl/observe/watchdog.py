@@ -80,7 +80,7 @@ class Watchdog:
                     blocked_s = due_s - self._now() + self.settings.watchdog_s
                     faulthandler.dump_traceback_later(blocked_s, file=file)
                     await asyncio.sleep(due_s - self._now())
-                    self._moved_s += max(0.0, self._now() - due_s)  # stopped meanwhile (Ctrl-Z, SIGSTOP)
+                    self._moved_s += max(0.0, self._now() - due_s)  # it was stopped (Ctrl-Z, SIGSTOP)
                     self.look()
                     if self._now() >= self._moved_s + self._delay_s:
                         self._delay_s *= 2
