@@ -62,7 +62,7 @@ def drawn(renderable: object, width: int = 80) -> str:
 
 def test_a_plain_line_shows_reward_staleness_and_time() -> None:
     def line_of(*lines: Mapping[str, float], num: int = 1) -> str:
-        return plain_line(Steps(lines), num, num_steps=300, max_staleness=4)
+        return plain_line(Steps(lines), num, 300, 4)
 
     assert (line_of(METRICS), line_of({"step": 1})) == (LINE, "step   1/300")
     odd = {"tokens/sampled": 100, "tokens/trained": 98, "trainer/skipped_steps": 3}
@@ -118,7 +118,7 @@ def test_plain_lines_are_seconds_apart_and_cover_all_steps(monkeypatch: pytest.M
     console.close()
     console.close()
     shown = [int(line.split()[1].partition("/")[0]) for line in out.getvalue().splitlines()]
-    assert shown == [1, *range(11, 112, 10), *range(131, 292, 20), 299], "5 s apart, later 10 s"
+    assert shown == [*range(1, 292, 10), 299], "5 s apart"
     skipped = re.findall(r"(\d+) updates? skipped", out.getvalue())
     assert sum(map(int, skipped)) == 299
     console.show_step(METRICS | {"step": 300})

@@ -130,9 +130,7 @@ def test_each_of_several_tasks_is_measured() -> None:
         **{"reward/mean/b": 0.5, "sample/length_mean/b": 3.0, "sample/truncated_fraction/b": 0.0},
     }
     assert all(gauge_of(name) is not None for name in found)
-    assert "reward 0.667 (a 0.750, b 0.500)" in plain_line(
-        Steps([metrics | {"step": 1}]), 1, num_steps=9, max_staleness=4
-    )
+    assert "reward 0.667 (a 0.750, b 0.500)" in plain_line(Steps([metrics | {"step": 1}]), 1, 9, 4)
 
 
 def test_several_evaluations_have_names_and_common_totals() -> None:

@@ -98,7 +98,7 @@ def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
     pace = "3 of 9 in 3.0 s, 1.00 s each, 6.0 s left"
     for said in (f"process {os.getpid()} on host", pace, "Too short to"):
         assert said in text
-    waits = "train loop waits in TrainerClient.train for optimizer step 4 12.250"
+    waits = "train loop waits in TrainerClient.train for optimizer step 4, since 12 s"
     for said in (waits, "g7/r1, 12.0"):
         assert (said in text, said in verbose) == (False, True)
 

@@ -198,7 +198,7 @@ def test_the_console_shows_samples_with_hostile_text_escaped(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = Terminal(io.BytesIO(), encoding="ascii") if kind == "live" else io.StringIO()
-    console = Console(kind, run_name="t", num_steps=300, max_staleness=4, shows_samples=True, file=out)
+    console = Console(kind, run_name="t", num_steps=300, max_staleness=4, file=out)
     now = [1000]
     clock = SimpleNamespace(monotonic=lambda: float(now[0]))
     monkeypatch.setattr("asyncrl.observe.console.time", clock)

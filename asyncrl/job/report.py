@@ -69,7 +69,6 @@ class Reporter:
             run_name=name,
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
-            shows_samples=config.observe.samples_per_step > 0,
             health_of=lambda steps: judge(steps, config).health,
         )
         self.log = RunLog(self._console.say, self._console.show_activity)

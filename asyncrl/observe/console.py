@@ -33,9 +33,9 @@ from asyncrl.observe.samples import ShownRollout, sample_text
 
 Kind = Literal["auto", "live", "plain", "none"]
 RECENT = slice(-20, None)
-LINE_EVERY_S = (5.0, 10.0)
+LINE_EVERY_S = 5.0
 SAMPLE_EVERY_S = (20.0, 300.0)
-"""Periods of plain lines and samples, before and after LATER_S."""
+"""Periods of samples, before and after LATER_S."""
 LATER_S = 60.0
 MAX_SAMPLE_CHARS = 300
 BY_TASK = "reward/mean/"
@@ -53,7 +53,6 @@ class Console:
     run_name: str
     num_steps: int
     max_staleness: int
-    shows_samples: bool = False
     health_of: Callable[[Steps], Sequence[str]] = lambda steps: ()
     file: TextIO | None = None
 
@@ -88,24 +87,19 @@ class Console:
         if self.kind == "live":
             self._health = self.health_of(self._steps)
         now_s = time.monotonic()
-        is_due = now_s - self._line_at_s >= self._every(now_s, LINE_EVERY_S)
-        if is_due or metrics["step"] >= self.num_steps:
+        if now_s - self._line_at_s >= LINE_EVERY_S or metrics["step"] >= self.num_steps:
             self._show_line(now_s)
-
-    def _every(self, now_s: float, periods_s: tuple[float, float]) -> float:
-        return periods_s[now_s - self._started_s >= LATER_S]
 
     def _show_line(self, now_s: float) -> None:
         if self.kind == "plain" and self._num_unshown:
-            limits = {"num_steps": self.num_steps, "max_staleness": self.max_staleness}
-            self.say(plain_line(self._steps, self._num_unshown, **limits))
+            self.say(plain_line(self._steps, self._num_unshown, self.num_steps, self.max_staleness))
         self._line_at_s = now_s
         self._num_unshown = 0
 
     def show_samples(self, samples: Sequence[ShownRollout]) -> None:
         now_s = time.monotonic()
-        is_due = now_s - self._sample_at_s >= self._every(now_s, SAMPLE_EVERY_S)
-        if self.shows_samples and samples and is_due:
+        every_s = SAMPLE_EVERY_S[now_s - self._started_s >= LATER_S]
+        if samples and now_s - self._sample_at_s >= every_s:
             self._sample_at_s = now_s
             text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
             encoding = self._rich.encoding  # of a terminal that may not know the model's characters
@@ -160,7 +154,7 @@ class Console:
         return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s" + (f", MFU {mfu:.1%}" if mfu else "")
 
 
-def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) -> str:
+def plain_line(steps: Steps, num: int, num_steps: int, max_staleness: int) -> str:
     """Format as `step 12/300 reward 0.413 staleness 1.2 (max 3 of 4) 0.41 s/step train 71% wait 24% 1 min
     58 s left`.
     """

@@ -119,7 +119,8 @@ def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: boo
         return json.dumps(_status_summary(files), indent=2)
     drawn = [numbers.boxed([row for row in _status_rows(files) if row[1]], str(files.run_dir))]
     if is_verbose and files.status:
-        texts = ((name, Text(harmless(numbers.plain(value)))) for name, value in files.status.items())
+        details = {**files.status, "waits": "\n".join(_waits(files.status))}
+        texts = ((name, Text(harmless(numbers.plain(value)))) for name, value in details.items())
         drawn.append(numbers.boxed(texts, STATUS_FILE))
     return to_text(*drawn)
 
@@ -157,9 +158,7 @@ def _status_rows(files: RunRecord) -> Iterator[tuple[str, RenderableType]]:
     yield "steps", progress
     if files.state in ("starting", "running"):
         yield "now", Text(str(files.status.get("activity") or ""))
-        for wait, seconds in [*(files.status.get("waits") or {}).items()][:1]:
-            if seconds >= QUIET_S:
-                yield "waits", Text(f"{wait}, since {seconds:.0f} s", style="yellow")
+        yield "waits", Text("".join(_waits(files.status, QUIET_S)[:1]), style="yellow")
     if files.verdict is not None:
         yield from verdict_rows(files.verdict)
         yield from metric_rows(steps, numbers.recent(len(steps)), files.config.buffer.max_staleness)
@@ -168,6 +167,11 @@ def _status_rows(files: RunRecord) -> Iterator[tuple[str, RenderableType]]:
         yield "eval", Text(f"{numbers.evaluation_text(lines[-1])}  {numbers.sparkline(rewards, width=16)}")
     yield "warnings", Text(numbers.plain(files.status.get("warnings") or ""), style="yellow")
     yield "problems", Text("\n".join(files.problems), style="red")
+
+
+def _waits(status: Mapping[str, Any], min_s: float = 0.0) -> list[str]:
+    waits = (status.get("waits") or {}).items()
+    return [f"{wait}, since {seconds:.0f} s" for wait, seconds in waits if seconds >= min_s]
 
 
 # ---- inspect
