@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from test_observe_page import make_sample
 
 from asyncrl import cli
 from asyncrl.config import ObserveConfig
@@ -33,31 +34,6 @@ ODD = "task/100 % <b>"
 """A name that clients may refuse."""
 
 
-SAMPLE: Any = {
-    "step": 3,
-    "kind": "worst",
-    "group_id": 7,
-    "sample_index": 1,
-    "prompt_id": "p",
-    "messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "<script>"}],
-    "reward": 0.5,
-    "metrics": {},
-    "num_sampled": 2,
-    "versions": [3, 3],
-    "staleness": None,
-    "logprob_gap": None,
-    "is_truncated": True,
-    "num_interruptions": 0,
-    "parts": [
-        {"branch": 0, "is_sampled": False, "text": "Add."},
-        {"branch": 0, "is_sampled": True, "text": "call"},
-        {"branch": 0, "is_sampled": False, "text": "result"},
-        {"branch": 0, "is_sampled": True, "text": "5"},
-    ],
-    "error": None,
-}
-
-
 def tell(name: str, run_dir: Path, first: int, *settings: str) -> None:
     """Report steps from `first` on, an evaluation and a sample."""
     args = {key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in settings)}
@@ -66,7 +42,7 @@ def tell(name: str, run_dir: Path, first: int, *settings: str) -> None:
     tracker.start(TrackedRun(run_dir, "a run", RUN_ID, CONFIG))
     for step in range(first, first + NUM_STEPS):
         tracker.tell("step", step, {"reward/mean": step / 2, ODD: 1.0, "policy_version": step + 1})
-    tracker.tell("samples", first + 1, [SAMPLE])
+    tracker.tell("samples", first + 1, [make_sample(step=first + 1)])
     tracker.tell("evaluation", first + 2, {"eval/reward_mean": first + 0.25})
     tracker.tell("close", "done")
     asyncio.run(tracker.wait_closed(120.0, print))
@@ -188,7 +164,7 @@ def test_a_client_keeps_one_run_over_a_resume(name: str, tmp_path: Path) -> None
     assert found["config"] == CONFIG
     assert found["steps"] == [[step, step / 2, 1.0] for step in range(2 + NUM_STEPS)]
     assert found["evaluations"] == [[2, 0.25], [4, 2.25]]
-    assert found["completions"] == ["call\n\n5"] * 2
+    assert found["completions"] == ["b 7"] * 2
 
 
 def test_an_unknown_host_makes_wandb_offline(tmp_path: Path) -> None:

@@ -108,16 +108,11 @@ def read_run(run_dir: str | Path) -> RunRecord:
     return RunRecord(Path(run_dir))
 
 
-def table_of(rows: Iterable[Mapping[str, Any]]) -> Table:
+def table_of(lines: Iterable[Mapping[str, Any]]) -> Table:
     """Return columns in order of appearance."""
-    table: Table = {}
-    for number, row in enumerate(rows):
-        for name, value in row.items():
-            table.setdefault(name, [math.nan] * number).append(value)
-        for column in table.values():
-            if len(column) == number:
-                column.append(math.nan)
-    return table
+    rows = [*lines]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name, math.nan) for row in rows] for name in names}
 
 
 # ---- the trainer's record of all batches: step v + 1 turned policy_version v into v + 1
