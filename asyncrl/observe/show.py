@@ -301,7 +301,8 @@ def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord
 def _decoder(files: RunRecord) -> Decode | None:
     """Return None without a tokenizer.json. Other formats would import torch."""
     model = files.config.model
-    folders = [files.run_dir / "model", files.run_dir / "final", Path(model.path or "").expanduser()]
+    folders = [files.run_dir / "model", files.run_dir / "final"]
+    folders += [Path(model.path).expanduser()] if model.path else []
     for folder in folders:
         with contextlib.suppress(ConfigError):
             if (folder / "tokenizer.json").is_file():
