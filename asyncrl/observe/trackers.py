@@ -77,7 +77,7 @@ class Tracker:
         """End the run: done, failed or interrupted."""
 
 
-CALLBACKS = {
+CALLBACKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "step": ("on_step", ("step", "metrics")),
     "evaluation": ("on_evaluation", ("policy_version", "metrics")),
     "samples": ("on_sample", ("sample",)),
