@@ -4,7 +4,6 @@ torch.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import math
@@ -12,7 +11,7 @@ import os
 import socket
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeVar
@@ -58,8 +57,7 @@ STATUS_KEYS = {"updated_s": NotRequired[FiniteFloat], "waits": NotRequired[dict[
 
 def _open_form(name: str, keys: Mapping[str, Any]) -> TypeAdapter[dict[str, Any]]:
     """Check these keys, and allow others."""
-    form: Any = TypedDict(name, keys)  # type: ignore[operator,misc]
-    return TypeAdapter(with_config(ConfigDict(extra="allow"))(form))
+    return TypeAdapter(with_config(ConfigDict(extra="allow"))(TypedDict(name, keys)))  # type: ignore[operator]
 
 
 EVALUATION = _open_form("Evaluation", EVALUATION_KEYS)
@@ -95,19 +93,18 @@ def read_lines(
         tell(problems, f"{path.name} cannot be read: {error.strerror}")
 
 
-@contextlib.contextmanager
-def reading_journal(run_dir: Path, problems: list[str]) -> Iterator[sqlite3.Connection | None]:
-    """Open a snapshot; None if there is no journal. A damaged journal is a problem, and ends the block."""
+def read_journal(run_dir: Path, problems: list[str], read: Callable[[sqlite3.Connection], T]) -> T | None:
+    """Return what `read` finds in a snapshot; None, and a problem, without a whole journal."""
     path = run_dir / FILE_NAME
     if not path.is_file():
         tell(problems, f"there is no {FILE_NAME}: groups, failures and restarts are unknown")
-        yield None
-        return
+        return None
     try:
         with reading(path) as connection:
-            yield connection
+            return read(connection)
     except JournalError as error:
         tell(problems, str(error))
+        return None
 
 
 def read_object(
@@ -153,7 +150,7 @@ def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 def age_of(status: Mapping[str, Any]) -> float:
     """Return the seconds since the run wrote its status."""
-    return max(0.0, time.time() - status.get("updated_s", 0.0))
+    return max(0.0, time.time() - float(status.get("updated_s", 0.0)))
 
 
 def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:

@@ -234,10 +234,10 @@ class TrainedRecord:
 
     def lines(self, step: int | None = None, group: int | None = None) -> list[Line]:
         """Read the lines of a step, of a group's step, or of the newest steps."""
-        wanted = [*self._steps][-SHOWN_STEPS:] if step is None else [step - 1]
+        versions = [*self._steps] if step is not None else [*self._steps][-SHOWN_STEPS:]
         if group is not None:
-            wanted = [version for version, each in self._steps.items() if group in each.groups]
-        wanted = {version for version in wanted if step in (None, version + 1)}
+            versions = [version for version, each in self._steps.items() if group in each.groups]
+        wanted = {version for version in versions if step in (None, version + 1)}
         lines = (line for line in read_lines(self.path, [], _FORM) if isinstance(line, Line))
         found = {line.version: line for line in lines if line.version in wanted}
         return [found[version] for version in sorted(found)]

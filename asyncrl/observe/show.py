@@ -32,9 +32,9 @@ from asyncrl.observe.run_dir import (
     STATUS_FILE,
     age_of,
     judge_state,
+    read_journal,
     read_metrics,
     read_status,
-    reading_journal,
 )
 from asyncrl.observe.run_record import RunRecord, TrainedRecord, batch_summary, read_run, trajectory_summaries
 from asyncrl.observe.samples import harmless, render_samples
@@ -212,10 +212,11 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
     """
     problems = files.problems
     record = TrainedRecord(files.run_dir, problems, files.config.buffer.max_staleness)
-    stories: dict[str, Any] = {}
-    with reading_journal(files.run_dir, problems) as connection:
-        if connection is not None:
-            stories = _stories(connection, files, step, group)
+
+    def tell_stories(connection: sqlite3.Connection) -> dict[str, Any]:
+        return _stories(connection, files, step, group)
+
+    stories = read_journal(files.run_dir, problems, tell_stories) or {}
     lines = record.lines(step, group)
     is_whole = step is None and group is None
     if not lines and not stories and not is_whole:

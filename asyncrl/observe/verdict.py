@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -326,7 +326,7 @@ def write_reward_plot(path: Path, steps: Steps, *, title: str) -> None:
 
     window = max(1, min(25, len(steps) // 20))
     parts = (slice(max(0, end - window), end) for end in range(1, len(steps) + 1))
-    means = [steps.mean("reward/mean", part) for part in parts]
+    means: list[Any] = [steps.mean("reward/mean", part) for part in parts]
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(steps.column("step"), steps.column("reward/mean"), alpha=0.4, label="each step")
