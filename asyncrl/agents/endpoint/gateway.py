@@ -200,7 +200,7 @@ class Gateway:
             await route.sample(session, call)
             rest = await streaming if streaming is not None else b""
             whole = await _whole(call, writer)
-            if not request.scope["connection"].is_open:
+            if not is_connected(request):
                 raise client_gone()
             session.deliver_nowait(call, writer.continues)
         finally:
@@ -220,6 +220,10 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         self._sessions.find(shown_key(request))
         return JSONResponse(model_body(self._model, request.path_params.get("model")))
+
+
+def is_connected(request: Request) -> bool:
+    return not request.scope["connection"].transport.is_closing()
 
 
 class _Reply(Response):

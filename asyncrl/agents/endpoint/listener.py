@@ -35,10 +35,6 @@ class Connection(HttpToolsProtocol):
         self._num_head: int | None = None
         self.on_lost: Callable[[], None] = lambda: None
 
-    @property
-    def is_open(self) -> bool:
-        return not self.transport.is_closing()
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._max_connections:
             transport.set_protocol(asyncio.Protocol())

@@ -281,7 +281,7 @@ class GatewaySession:
         try:
             async with ended as scope:
                 connection.on_lost = partial(scope.reschedule, 0.0)
-                if not connection.is_open:
+                if connection.transport.is_closing():
                     scope.reschedule(0.0)
                 async with self._open_requests:
                     yield

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from asyncrl.agents.endpoint.gateway import read_body, shown_key
+from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.newest import Newest
 from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, invalid
 from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, no_session
@@ -324,7 +324,7 @@ class RolloutQueue:
         self._wake()  # ends this worker's older poll
         while True:
             is_known = self._items.workers.get(worker_id) is worker and worker.last_number == message.number
-            if self._is_closed or not request.scope["connection"].is_open or not is_known:
+            if self._is_closed or not is_connected(request) or not is_known:
                 return []
             if items := self._items.take(worker_id, message.max_items):
                 return items
