@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
@@ -21,7 +21,7 @@ from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import has_begun, run_again
 from asyncrl.job.report import Reporter
 from asyncrl.job.trainer_recovery import load_batches
-from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState, Whole
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.journal.schema import FILE_NAME
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
@@ -67,7 +67,7 @@ class ResumePoint:
 
     checkpoint: Whole | None
     notes: tuple[str, ...] = ()
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[CheckpointDamaged, ...] = ()
     may_change_model: bool = False
     may_change_data: bool = False
 
@@ -114,7 +114,7 @@ def find_resume(
     _refuse_trained(run_dir, config, 0 if checkpoint is None else checkpoint.version)
     return ResumePoint(
         checkpoint,
-        (*(found.why for found in damaged), *accepted),
+        (*(found.what for found in damaged), *accepted),
         tuple(damaged),
         may_change_model=any(_is_named(key, allow_change) for key in MODEL_KEYS),
         may_change_data=_is_named("task.digest", allow_change),
@@ -239,7 +239,7 @@ async def restore(
             "num_drawn": feed.num_drawn,
             "out": feed.prompts_back(),
             "next_group_id": run.buffer.next_group_id,
-            "memory": feed.memory(),
+            "epochs": feed.epochs(),
         }
         journal.note_nowait("began_at", began_at)
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
@@ -252,7 +252,7 @@ def _from_journal(
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """Return (groups that continue, requeued prompts with the reason)."""
     feed, ready = run.feed, [group for _, group in state.ready]
-    feed.remember_nowait(state.memory, state.epochs, state.observed)
+    feed.remember_nowait(state.epochs, state.observed)
     first = {name: count for name, count in state.requeued.items() if name not in state.returning}
     feed.restore_nowait(state.num_drawn, first)
     prompts = {group.group_id: group.prompt for group in ready}
