@@ -151,7 +151,7 @@ def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
     numbers = objective.step_numbers(batch, mask)
     with DeviceReads() as reads:
         loss, stats = objective.micro_loss(micro, sampled.current_M, batch, numbers)
-    assert reads.counts.total() == 0, "it waits for the device"
+    assert reads.count == 0, "it waits for the device"
     advantage_B = batch.advantage_N[[entry.end - 1 for entry in header.trajectories]]
     return loss, {name: float(value) for name, value in stats.items()}, torch.from_numpy(advantage_B)
 

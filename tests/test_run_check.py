@@ -28,7 +28,7 @@ from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 MODULE = """
     def few(current, anchor): return current
-    def loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings): return current_M, {}
+    def loss(tokens, settings): return tokens.current_M, {}
     def advantage(reward_B): return reward_B
     async def agent(task): return 1.0
     async def right_agent(task, session): return 1.0
@@ -47,7 +47,7 @@ FOLDER = {
     "threads_here.py": """
         import threading
         threading.Thread(target=threading.Event().wait).start()
-        def loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings): return current_M, {}
+        def loss(tokens, settings): return tokens.current_M, {}
     """,
     "odd_type/config.json": '{"model_type": "qwen33"}',
     "odd_type/model.safetensors": "",

@@ -229,7 +229,7 @@ def scores_of(function: Any, made: list[Any], temperature: float, allowed: Any) 
     hidden, weight, bias, target, grad = made
     with DeviceReads() as reads:
         scores = function(hidden, weight, bias, target, temperature, allowed)
-    assert reads.counts.total() == 0, "it waits for the device"
+    assert reads.count == 0, "it waits for the device"
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     gradients = torch.autograd.grad(scores[0], inputs, grad.to(scores[0].dtype))
     return [*(score.detach() for score in scores), *gradients]

@@ -178,6 +178,7 @@ class Policy(nn.Module):
         self.plan = find_plan(model) if plan is None else plan
         self.costs = costs_of(model)
         self.replay: Callable[[Tensor | None], None] = lambda _: None
+        self.before_pass: Callable[[], None] = lambda: None
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
         self.is_compiled = is_compiled
@@ -190,6 +191,7 @@ class Policy(nn.Module):
             log.warning("%s is trained sequence by sequence, which is slower: %s", name, self.plan.reason)
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
+        self.before_pass()
         if self.plan.packs(micro.layout.longest):
             inputs = packed_inputs(micro)
             if self.is_compiled:

@@ -174,7 +174,7 @@ def _logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.n
 
 
 def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, Tensor]:
-    step._accumulate(step._numbers(header, arrays, arrays.loss_mask), arrays.loss_mask)
+    step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
     grads = {name: master.grad for name, master in step._masters.named.items()}
     return {name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None}
 
