@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.records import Credit
@@ -183,23 +182,6 @@ def trees(draw: st.DrawFn, vocab: int = 52) -> Rows:
         # a policy that has learnt its task says the same again
         groups.append([rows[0]] * len(rows) if draw(st.booleans()) else rows)
     return groups
-
-
-class DeviceReads(TorchDispatchMode):
-    """Counts operations that make a host wait for its device."""
-
-    OPS = frozenset(["_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive", "_unique2"])
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.split(".")[0]
-        places = args[1] if name in ("index", "index_put_") else ()
-        by_mask = any(place is not None and place.dtype in (torch.bool, torch.uint8) for place in places)
-        self.count += name in self.OPS or by_mask
-        return func(*args, **(kwargs or {}))
 
 
 # ---- rollouts with several turns and branches, and their loss in plain words

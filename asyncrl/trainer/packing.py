@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.tree import BoolN, IntN, Layout, TokenRange, in_tree_order, lay_out, places_of, to_device
 
@@ -350,22 +350,20 @@ def pack(
     return [micro for micro, _ in micros]
 
 
-def pack_texts(texts: list[list[npt.NDArray[np.int64]]], device: torch.device) -> MicroBatch:
-    """Return one micro-batch of texts by group, with every token but the first predicted."""
-    entries, end = list[TrajectoryHeader](), 0
-    for group, of_group in enumerate(texts):
-        for text in of_group:
-            start, end = end, end + len(text)
-            place = {"group_index": group, "group_id": group, "start": start, "end": end}
-            entries.append(TrajectoryHeader(**place, sample_index=0, prompt_id="", reward=0.0))
-    token_ids = np.concatenate([text for of_group in texts for text in of_group]).astype(np.int32)
+def pack_texts(texts: list[npt.NDArray[np.int64]], device: torch.device) -> MicroBatch:
+    """Return one micro-batch of texts, with every token but the first predicted."""
+    sequences = list[TokenRange]()
+    end = 0
+    for index, text in enumerate(texts):
+        num_read = len(text) - 1
+        sequences.append(TokenRange(index, end, num_read, group=0, first=1, num_loss=num_read))
+        end += len(text)
     has_loss = np.ones(end, np.bool_)
-    has_loss[[entry.start for entry in entries]] = False
+    has_loss[[one.start for one in sequences]] = False
     nothing = {"behaviour_logprobs": np.zeros(end, np.float32), "versions": np.zeros(end, np.int32)}
+    token_ids = np.concatenate(texts).astype(np.int32)
     arrays = BatchArrays(token_ids=token_ids, loss_mask=has_loss, **nothing)
-    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries)
-    (micro,) = pack(header, arrays, has_loss, end, device)
-    return micro
+    return _assemble(sequences, arrays, has_loss, end, device)
 
 
 def _assemble(

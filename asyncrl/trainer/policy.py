@@ -282,9 +282,9 @@ def find_plan(model: Any) -> ForwardPlan:
     device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     random = np.random.default_rng(0)
     prefix = random.integers(0, vocab_size, PREFIX)
-    family = [np.concatenate([prefix, random.integers(0, vocab_size, own)]) for own in OWN]
-    texts = [*family, random.integers(0, vocab_size, PREFIX)]
-    micro = pack_texts([family, texts[-1:]], device)
+    texts = [np.concatenate([prefix, random.integers(0, vocab_size, own)]) for own in OWN]
+    texts.append(random.integers(0, vocab_size, PREFIX))
+    micro = pack_texts(texts, device)
     sequences = [torch.from_numpy(text).to(device)[None] for text in texts]
     plain = (model.base_model(input_ids=ids_1T, use_cache=False) for ids_1T in sequences)
     expected = [output.last_hidden_state[0, :-1].float() for output in plain]

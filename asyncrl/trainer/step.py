@@ -402,7 +402,7 @@ class TrainStep:
         if not self.spec.canary_tokens:
             return None
         ids = np.random.default_rng(0).integers(0, self._vocab_size, self.spec.canary_tokens)
-        scores = self.policy(packing.pack_texts([[np.append(ids, 0)]], self.device))
+        scores = self.policy(packing.pack_texts([np.append(ids, 0)], self.device))
         reshard(self.policy)
         logprobs = scores.logprob_M[:-1].tolist()
         return api.Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=float(scores.highest_M[-1]))

@@ -214,4 +214,4 @@ def distances(bench: Bench, shape: str) -> None:
 
 
 def _packed_logprobs(policy: Policy, ids: np.ndarray, device: torch.device) -> Tensor:
-    return policy(pack_texts([[ids]], device)).logprob_M
+    return policy(pack_texts([ids], device)).logprob_M
