@@ -45,9 +45,9 @@ from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.adapters import routers_of
-from asyncrl.weights.export import Exported, LazyWeights, TrainerEnd, export_weights, named_weights
+from asyncrl.weights.export import Exported, TrainerEnd, named_weights
 from asyncrl.weights.nccl import BroadcastTransport
-from asyncrl.weights.tensor_files import digest_tensors, stored_pieces
+from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 NUM_ROUTED = 4
@@ -187,19 +187,14 @@ def test_engine_tells_which_experts_read_each_token(tmp_path: Path, num_experts:
         assert answered(engine).routing == b""
 
 
-def export_of(source: Path, version: int, folder: Path) -> ExportResponse:
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    named = named_weights(model)
-    weights = LazyWeights(named, None, stored_pieces(model, named))
-    return export_weights(weights, folder / f"w{version}.safetensors", version)
-
-
 @pytest.mark.parametrize("interrupt", ["keep", "abort"])
 def test_token_keeps_experts_of_the_weights_that_sampled_the_next(
     tmp_path: Path, interrupt: Interrupt
 ) -> None:
     folder, other, at = make_tiny_moe(tmp_path / "model"), make_tiny_moe(tmp_path / "other", seed=1), 30
-    export = export_of(other, 1, tmp_path)
+    step = make_step(other, tmp_path)
+    step.policy_version = 1
+    export = step.export(tmp_path / "w1.safetensors")
     engine = build_engine(engine_spec(folder, deterministic=False, returns_routing=True))
     prepare = prepare_request(export)
     staged = engine.weights.prepare(prepare)
