@@ -21,7 +21,6 @@ from asyncrl.trainer import attention, tree
 from asyncrl.trainer.packing import (
     Costs,
     MicroBatch,
-    PassSize,
     assign,
     by_group,
     costs_of,
@@ -196,7 +195,6 @@ def test_model_flops_match_those_of_torch(architecture: dict[str, object], train
     model.requires_grad_(trains == "all").get_input_embeddings().requires_grad_(True)
     with FlopCounterMode(display=False) as counted:
         model(input_ids=torch.arange(2, 32)[None]).logits.sum().backward()
-    size = PassSize(num_tokens=30, num_pairs=30 * 30, num_targets=30)
-    expected = costs_of(model).flops(size, has_backward=True)
+    expected = costs_of(model).flops(30, num_pairs=30 * 30, num_targets=30, has_backward=True)
     # Some versions of transformers make the angles of rotary embeddings by a matrix product.
     assert counted.get_total_flops() == pytest.approx(expected, rel=1e-3)

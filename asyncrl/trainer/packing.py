@@ -102,13 +102,6 @@ BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
 
 
 @dataclass(frozen=True)
-class PassSize:
-    num_tokens: int
-    num_pairs: int
-    num_targets: int
-
-
-@dataclass(frozen=True)
 class Costs:
     """FLOPs relative to a token in all linear layers."""
 
@@ -121,12 +114,12 @@ class Costs:
         num_pairs = (length * (length + 1) - shared * (shared + 1)) / 2
         return length - shared + self.key * num_pairs + self.loss_token * num_loss
 
-    def flops(self, size: PassSize, *, has_backward: bool) -> float:
+    def flops(self, num_tokens: int, num_pairs: int, num_targets: int, *, has_backward: bool) -> float:
         """Return a pass's model FLOPs after PaLM (https://arxiv.org/abs/2204.02311, appendix B), counting
         the causal half of the pairs, and recomputation once.
         """
-        linear = size.num_tokens + self.loss_token * size.num_targets
-        attention = self.key * size.num_pairs
+        linear = num_tokens + self.loss_token * num_targets
+        attention = self.key * num_pairs
         if has_backward:
             linear, attention = (2 + self.trained) * linear, 3 * attention
         return 2 * self.num_weights * (linear + attention)
@@ -285,9 +278,10 @@ class MicroBatch:
     """int32 [N, E]: each token's experts at sampling."""
 
     @property
-    def size(self) -> PassSize:
+    def size(self) -> tuple[int, int, int]:
+        """Numbers of tokens, pairs of query and key, and targets."""
         num_pairs = sum(one.num_pairs for one in self.layout.passes)
-        return PassSize(self.layout.num_tokens, num_pairs, len(self.target_U))
+        return self.layout.num_tokens, num_pairs, len(self.target_U)
 
 
 def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:

@@ -207,7 +207,7 @@ class TrainStep:
         for micro, counts in micros:
             scores = policy(micro, self.spec.temperature)
             if counts:
-                self._meter.count(policy.costs.flops(micro.size, has_backward=False))
+                self._meter.count(policy.costs.flops(*micro.size, has_backward=False))
                 outputs.append((micro, scores, 0.0, {}))
         sums = add_up(outputs, batch.has_loss, self.ranks)
         reshard(policy)
@@ -264,8 +264,8 @@ class TrainStep:
             loss.backward()  # type: ignore[no-untyped-call]
             detached = scores._replace(logprob_M=scores.logprob_M.detach())
             outputs.append((micro, detached, loss.detach(), stats))
-            flops = self.policy.costs.flops(micro.size, has_backward=True)
-            self._meter.count(flops, micro.size.num_tokens)
+            flops = self.policy.costs.flops(*micro.size, has_backward=True)
+            self._meter.count(flops, micro.layout.num_tokens)
         self._meter.enter("")
         return add_up(outputs, chosen, self.ranks)
 
