@@ -22,7 +22,6 @@ from asyncrl.trainer.packing import (
     Costs,
     MicroBatch,
     assign,
-    by_group,
     costs_of,
     pack,
     token_ranges,
@@ -155,7 +154,7 @@ Steps = list[list[list[TokenRange]]]
 
 def dealt(groups: Rows, max_tokens: int, num_ranks: int, costs: Costs = COSTS) -> tuple[Steps, BatchArrays]:
     header, arrays = batch_of(groups)
-    sequences = by_group(token_ranges(header, arrays.loss_mask))
+    sequences = token_ranges(header, arrays.loss_mask)
     return assign(sequences, arrays.token_ids, costs, max_tokens, num_ranks), arrays
 
 

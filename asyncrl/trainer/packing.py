@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -175,16 +175,17 @@ Bin = tuple[float, list[TokenRange]]
 
 
 def assign(
-    groups: Sequence[Sequence[TokenRange]],
+    sequences: Sequence[TokenRange],
     token_ids: npt.NDArray[np.int32],
     costs: Costs,
     max_tokens: int,
     num_ranks: int,
 ) -> list[list[list[TokenRange]]]:
     """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
-    if not groups:
+    if not sequences:
         return []
-    trees = [in_tree_order(group, token_ids) for group in groups]
+    groups = groupby(sequences, key=lambda one: one.group)
+    trees = [in_tree_order([*group], token_ids) for _, group in groups]
     if num_ranks == 1:
         bins = _place(_cut(trees, costs, max_tokens, math.inf), max_tokens)
         return [[sequences] for _, sequences in bins]
@@ -294,10 +295,6 @@ def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
     return ranges
 
 
-def by_group(sequences: Iterable[TokenRange]) -> list[list[TokenRange]]:
-    return [list(group) for _, group in groupby(sequences, key=lambda sequence: sequence.group)]
-
-
 def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN]:
     """Return each step's loss tokens: whole groups in admission order."""
     num_groups = header.trajectories[-1].group_index + 1
@@ -323,7 +320,7 @@ def rank_micro_batches(
     """
     max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     sequences = token_ranges(header, has_loss)
-    steps = assign(by_group(sequences), arrays.token_ids, costs, max_tokens, ranks.size)
+    steps = assign(sequences, arrays.token_ids, costs, max_tokens, ranks.size)
     micros = []
     for step in steps:
         if share := step[ranks.rank]:
