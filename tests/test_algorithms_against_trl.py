@@ -27,7 +27,8 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.messages.trainer_api import BatchArrays
 from asyncrl.trainer.objective import BatchNumbers, Objective
-from asyncrl.trainer.packing import pack
+from asyncrl.trainer.packing import Costs, micro_batches
+from asyncrl.trainer.ranks import ONE_RANK
 
 MAX_TOKENS = 8
 GROUP_SIZE = 3
@@ -147,7 +148,8 @@ def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
     known = (sampled.proximal_M, sampled.reference_M, sampled.entropy_M)
     batch = BatchNumbers(header, arrays, mask, *(over_batch(value_M, arrays) for value_M in known))
     batch.advantage_N = objective.advantages(batch)
-    (micro,) = pack(header, arrays, mask, 1000, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    ((micro, _),) = micro_batches(header, arrays, mask, 1000, cpu, ONE_RANK, Costs(0.0, 0.0))
     numbers = objective.step_numbers(batch, mask)
     loss, stats = objective.micro_loss(micro, sampled.current_M, batch, numbers)
     advantage_B = batch.advantage_N[[entry.end - 1 for entry in header.trajectories]]

@@ -40,7 +40,7 @@ from asyncrl.trainer.objective import (
     find_units,
     loss_tokens,
 )
-from asyncrl.trainer.packing import Costs, find_allowed, mini_batches, rank_micro_batches
+from asyncrl.trainer.packing import Costs, find_allowed, micro_batches, mini_batches
 from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
@@ -186,7 +186,7 @@ def test_every_sampled_token_is_in_one_unit_and_step(
         found, num_micros = list[int](), set[int]()
         for rank in range(count):
             ranks, cpu = Ranks(rank, count), torch.device("cpu")
-            micros = rank_micro_batches(header, arrays, chosen, max_tokens, cpu, ranks, Costs(0.01, 0.1))
+            micros = micro_batches(header, arrays, chosen, max_tokens, cpu, ranks, Costs(0.01, 0.1))
             num_micros.add(len(micros))
             found += [place for micro, counts in micros if counts for place in micro.source_M.tolist()]
             assert all(len(micro.source_M) == 1 for micro, counts in micros if not counts)

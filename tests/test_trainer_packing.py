@@ -23,9 +23,10 @@ from asyncrl.trainer.packing import (
     MicroBatch,
     assign,
     costs_of,
-    pack,
+    micro_batches,
     token_ranges,
 )
+from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.tree import Layout, TokenRange, places_of
 
 CPU = torch.device("cpu")
@@ -46,7 +47,8 @@ FORKED = THOUGHT[:-6] + [4] * 9, [False] * (len(THOUGHT) - 6) + [True] * 9
 
 def packed(groups: Rows, max_tokens: int = 10**6) -> tuple[BatchHeader, BatchArrays, list[MicroBatch]]:
     header, arrays = batch_of(groups)
-    return header, arrays, pack(header, arrays, arrays.loss_mask, max_tokens, CPU)
+    micros = micro_batches(header, arrays, arrays.loss_mask, max_tokens, CPU, ONE_RANK, Costs(0.0, 0.0))
+    return header, arrays, [micro for micro, _ in micros]
 
 
 @settings(max_examples=100, deadline=None)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.trainer import policy as policy_module
 from asyncrl.trainer import tree
-from asyncrl.trainer.packing import AllowedRows, MicroBatch, rank_micro_batches
+from asyncrl.trainer.packing import AllowedRows, MicroBatch, micro_batches
 from asyncrl.trainer.policy import ForwardPlan, Policy, find_plan, head_scores, probe_model
 from asyncrl.trainer.ranks import Ranks
 
@@ -74,7 +74,7 @@ def run(
     found_N = torch.zeros(len(places), dtype=torch.float64)
     given = (header, arrays, arrays.loss_mask, max_tokens, torch.device("cpu"))
     ranks = [Ranks(rank, num_ranks) for rank in range(num_ranks)]
-    for micro, counts in (one for rank in ranks for one in rank_micro_batches(*given, rank, policy.costs)):
+    for micro, counts in (one for rank in ranks for one in micro_batches(*given, rank, policy.costs)):
         logprob_M, *_ = policy(micro, temperature)
         if not counts:
             continue

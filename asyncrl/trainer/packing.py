@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
-from asyncrl.trainer.ranks import ONE_RANK, Ranks
+from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.tree import BoolN, IntN, Layout, TokenRange, in_tree_order, lay_out, places_of, to_device
 
 log = logging.getLogger("asyncrl.trainer")
@@ -305,7 +305,7 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
     return [chosen for step in range(count) if (chosen := has_loss & (step_of_N == step)).any()]
 
 
-def rank_micro_batches(
+def micro_batches(
     header: BatchHeader,
     arrays: BatchArrays,
     has_loss: BoolN,
@@ -332,13 +332,6 @@ def rank_micro_batches(
         filler = token_ranges(header, one_token)
         micros.append((_assemble(filler, arrays, one_token, max_tokens, device), False))
     return micros
-
-
-def pack(
-    header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device
-) -> list[MicroBatch]:
-    micros = rank_micro_batches(header, arrays, has_loss, max_tokens, device, ONE_RANK, Costs(0.0, 0.0))
-    return [micro for micro, _ in micros]
 
 
 def pack_texts(texts: list[npt.NDArray[np.int64]], device: torch.device) -> MicroBatch:

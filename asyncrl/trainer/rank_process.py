@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -270,8 +269,12 @@ def make_service(service: TrainerService, secret: str) -> web.Application:
 def main() -> None:
     text, fd = child_arguments()
     spec = TrainerSpec.model_validate_json(text)
-    remove = partial(shutil.rmtree, spec.staging_dir, ignore_errors=True)
-    die_with_parent(remove if spec.rank == 0 else lambda: None)  # on several nodes, rank 0's parent counts
+
+    def orphaned() -> None:
+        if spec.rank == 0:  # on several nodes, rank 0's parent counts
+            shutil.rmtree(spec.staging_dir, ignore_errors=True)
+
+    die_with_parent(orphaned)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -133,7 +133,7 @@ class TrainerState:
                 master = self._masters.named[name]
                 present = self._optimizer.state.get(master, {}).get(kind)
                 if present is None:
-                    is_scalar = not stored.size
+                    is_scalar = not getattr(stored, "size", ())
                     present = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
                 states[name][kind] = present.detach()
         # Other numbers of ranks and kinds of devices have other generators.

@@ -219,7 +219,7 @@ class TrainStep:
         longest = max(entry.end - entry.start for entry in batch.header.trajectories)
         max_tokens = self.spec.trainer.micro_batch_tokens if self.policy.plan.packs(longest) else 0
         costs = self.policy.costs
-        return packing.rank_micro_batches(
+        return packing.micro_batches(
             batch.header, batch.arrays, chosen, max_tokens, self.device, self.ranks, costs, batch.allowed
         )
 
