@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,13 +64,14 @@ class HostMemory:
     def _call(self, name: str, *arguments: int) -> None:
         if self._ordinal is None:
             return
-        with torch.cuda.device(self._ordinal):  # else a context is created on the first device
+        cuda: Any = torch.cuda
+        with cuda.device(self._ordinal):  # else a context is created on the first device
             try:
-                torch.cuda.check_error(getattr(torch.cuda.cudart(), name)(*arguments))
+                cuda.check_error(getattr(cuda.cudart(), name)(*arguments))
             except RuntimeError:
                 # CUDA reports the refusal again at the next launch.
                 with suppress(RuntimeError):
-                    torch.cuda._sleep(1)
+                    cuda._sleep(1)
                 raise
 
 

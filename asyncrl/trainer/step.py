@@ -67,7 +67,8 @@ class StepSums:
 
 def add_up(outputs: list[Output], chosen: BoolN, ranks: Ranks) -> StepSums:
     """Read micro-batches from the device, and sum over all ranks."""
-    sums = StepSums(*np.zeros((2, len(chosen)), np.float32), num_tokens=int(chosen.sum()))
+    logprobs_N, entropies_N = np.zeros((2, len(chosen)), np.float32)
+    sums = StepSums(logprobs_N, entropies_N, int(chosen.sum()))
     loss = 0.0
     stats = Counter[str]()
     for micro, scores, micro_loss, micro_stats in outputs:
