@@ -27,7 +27,7 @@ from asyncrl.launch import machine, plan
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 MODULE = """
-    def few(current, anchor): return current
+    def few(tokens): return tokens
     def loss(tokens, settings): return tokens.current_M, {}
     def advantage(reward_B): return reward_B
     async def agent(task): return 1.0
@@ -82,7 +82,7 @@ model.scratch.characters=abc generator.python=mine_here:right_agent -> lacks: ' 
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
 algorithm.loss=ppo_clipp -> algorithm.loss=ppo_clipp is not known ... name one of ppo_clip
 algorithm.loss=mine_here:los -> mine_here has no los ... did you mean loss?
-algorithm.loss=mine_here:few -> few(current, anchor) cannot be called as loss(current_M, ... too many
+algorithm.loss=mine_here:few -> few(tokens) cannot be called as loss(tokens, settings): too many
 algorithm.advantage=nomod:x -> advantage=nomod:x: there is no module nomod
 algorithm.advantage=mine_here:advantage -> (reward_B) cannot be called as advantage(reward_B, group_B)
 generator.python=mine_here:agent -> agent(task) cannot be called as (task, session)

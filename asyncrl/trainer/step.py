@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats
@@ -415,7 +416,12 @@ class TrainStep:
         gather = self.ranks.gather if spec.chunks == "memories" else ONE_RANK.gather
         chunks = exports.chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
         entries = [exports.entries_of(chunk, self.dtype) for chunk in chunks]
-        return SharedChunk(spec.staging_dir, entries, self.device, self.ranks.rank, gather)
+        try:
+            return SharedChunk(spec.staging_dir, entries, self.device, self.ranks.rank, gather)
+        except OSError as error:
+            what = f"no memory on {self.device.type} for a chunk that both trainer and engines open: {error}"
+            way_out = "lower weight_sync.chunk_bytes, or give trainer and engines separate devices."
+            raise ConfigError(what, way_out=way_out) from error
 
     def _lazy_weights(self) -> exports.LazyWeights:
         merges: dict[str, Callable[[], Tensor]] = {}
