@@ -60,6 +60,7 @@ def compare(
     world_size: int = 2,
     trainer: dict[str, Any] | None = None,
     only_ranks: dict[str, Any] | None = None,
+    chunks: str = "file",
     make: Callable[[int], tuple[BatchHeader, BatchArrays]] = lambda version: make_batch(
         version=version, seed=version, num_groups=4, group_size=3
     ),
@@ -70,7 +71,7 @@ def compare(
     values |= {"canary_tokens": 20, "chunk_bytes": 10_000}
     alone = TrainStep(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
     of_ranks = {**(trainer or {}), **(only_ranks or {})}
-    with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, **values) as group:
+    with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, chunks=chunks, **values) as group:
         for version in range(3):
             header, arrays = aged(*make(version))
             expected, actual = alone.train(header, arrays), group.train(header, arrays).metrics
@@ -82,10 +83,10 @@ def compare(
         assert_close(export.path, expected_export.path, 1e-5)
         assert export.canary is not None
         assert export.canary.logprobs == pytest.approx(expected_export.canary.logprobs, abs=1e-4)
-        chunks: list[ExportChunkResponse] = []
-        while not chunks or not chunks[-1].is_last:
-            chunks.append(read_chunk(group, 3, len(chunks)))
-        assert (chunks[-1].whole_digest, chunks[-1].canary) == (export.digest, export.canary)
+        read: list[ExportChunkResponse] = []
+        while not read or not read[-1].is_last:
+            read.append(read_chunk(group, 3, len(read)))
+        assert (read[-1].whole_digest, read[-1].canary) == (export.digest, export.canary)
         group.save(folder / "saved")
         saved = dict(AutoModelForCausalLM.from_pretrained(folder / "saved").named_parameters())
         assert digest_of({name: weight.detach() for name, weight in saved.items()}) == export.digest
@@ -102,7 +103,7 @@ def compare(
         alone.train(*make(3))
         alone.begin_save_state(folder / "one").result()
         group.post("/load_state", StateRequest(path=folder / "one"), TrainerHealth)
-        last = read_chunk(group, 4, len(chunks) - 1)  # those before it were another's
+        last = read_chunk(group, 4, len(read) - 1)  # those before it were another's
         assert last.whole_digest == digest_of(load_file(group.export().path))
         assert_close(group.export().path, alone.export(folder / "alone.safetensors").path, 1e-7)
 
