@@ -129,8 +129,8 @@ def test_device_parts_come_back_to_the_bit(make_step: MakeStep, tmp_path: Path) 
 
 NOISY = """
 import torch
-def loss(current, *rest):
-    return current * torch.rand_like(current), {}
+def loss(tokens, settings):
+    return tokens.current_M * torch.rand_like(tokens.current_M), {}
 """
 
 
