@@ -73,7 +73,9 @@ class Checkpointer:
             # a dead trainer goes back first
             async with self.checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    await asyncio.to_thread(self.checkpoints.finish, pending, version, controller.model_dump())
+                    await asyncio.to_thread(
+                        self.checkpoints.finish, pending, version, controller.model_dump()
+                    )
                 self.num_made += 1
                 note_span("checkpoints", "checkpoint", began_s, asyncio.get_running_loop().time(), version)
                 if self.life.config.journal.keep == "checkpoint":
