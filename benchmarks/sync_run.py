@@ -23,7 +23,7 @@ from engine_replies import ask
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.job.agent_runtime import special_tokens
-from asyncrl.job.servers import EnginePlace, Servers
+from asyncrl.job.servers import Servers
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
@@ -61,7 +61,7 @@ class SyncRun:
         servers = Servers(config, placement, model_path, run_dir, LocalLauncher())
         self.trainer = TrainStep(servers.trainer_spec(0, Path(self._staging.name)))
         self.engine: Engine = build_engine(
-            EmbeddedSpec.model_validate(servers.kind.spec(model_path, "engine-0", EnginePlace()))
+            EmbeddedSpec.model_validate(servers.kind.spec("engine-0", placement.engines[0][0]))
         )
         self.engine.start()
         self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)

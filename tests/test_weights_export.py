@@ -53,7 +53,7 @@ def chunks_of(step: TrainStep) -> list[tuple[ExportChunkResponse, dict[str, Tens
     """Load each chunk before the next, like an engine."""
     chunks: list[tuple[ExportChunkResponse, dict[str, Tensor]]] = []
     while not chunks or not chunks[-1][0].is_last:
-        answer = step.export_chunk(len(chunks))
+        answer = step.export_chunk(step.policy_version, len(chunks))
         chunks.append((answer, {name: tensor.clone() for name, tensor in load_file(answer.path).items()}))
     return chunks
 
@@ -133,7 +133,7 @@ def test_chunks_together_are_the_export(make_step: MakeStep, tmp_path: Path, val
 def test_restarted_trainer_exports_any_chunk(make_step: MakeStep) -> None:
     chunks, again = [answer for answer, _ in chunks_of(make_step())], make_step()
     for index in (len(chunks) - 1, 1, len(chunks) - 1, len(chunks) - 1):
-        answer = again.export_chunk(index)
+        answer = again.export_chunk(0, index)
         assert (answer.digest, answer.whole_digest) == (chunks[index].digest, chunks[index].whole_digest)
 
 
@@ -155,7 +155,7 @@ def test_unknown_chunk_is_refused_and_a_full_disk_retried(make_step: MakeStep, t
         (1, 0, "version 1 was requested at policy_version 0"),
     ):
         with pytest.raises(Refused, match=says):
-            step.check_chunk(version, index)
+            step.export_chunk(version, index)
     file = tmp_path / "staging" / "chunk.safetensors"
     file.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):

@@ -57,7 +57,7 @@ def request_of(chunk: ExportChunkResponse) -> LoadChunkRequest:
 
 
 def export(step: TrainStep, index: int) -> Any:
-    return step.export_chunk(index)
+    return step.export_chunk(step.policy_version, index)
 
 
 def wake_empty(engine: Engine) -> None:
