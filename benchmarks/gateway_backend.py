@@ -15,7 +15,8 @@ from pydantic_core import from_json
 
 from asyncrl.base.http import child_arguments, die_with_parent, json_answer, secret_of, serve
 from asyncrl.base.message import SECRET_ENV
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateResponse
+from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.engine_routes import engine_routes
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
@@ -34,16 +35,16 @@ def main() -> None:
     app = engine_routes(engine, secret_of(SECRET_ENV))
     numbers = count()
 
-    async def answered(asked: GenerateRequest) -> GenerateResponse:
+    async def answered(asked: SamplingRequest) -> GenerateResponse:
         return await asyncio.wrap_future(ask(engine, [asked])[0])
 
     async def generate(request: web.Request) -> web.Response:
-        return json_answer(await answered(GenerateRequest(**from_json(await request.read()))))
+        return json_answer(await answered(SamplingRequest(**from_json(await request.read()))))
 
     async def chat(request: web.Request) -> web.Response:
         model = from_json(await request.read())["model"]
         number = next(numbers)
-        asked = GenerateRequest(f"chat-{number}", PROMPT, max_tokens=spec.max_length // 2, seed=number)
+        asked = SamplingRequest(f"chat-{number}", PROMPT, max_tokens=spec.max_length // 2, seed=number)
         num_tokens = len((await answered(asked)).token_ids)
         message = {"role": "assistant", "content": completion}
         total = len(PROMPT) + num_tokens

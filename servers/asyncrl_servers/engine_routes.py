@@ -26,9 +26,8 @@ from asyncrl.messages.engine_api import (
     CommitResponse,
     EngineHealth,
     LoadChunkRequest,
-    LoadChunkResponse,
+    Loaded,
     PrepareRequest,
-    PrepareResponse,
     SleepRequest,
     TransferStats,
     WakeRequest,
@@ -271,10 +270,10 @@ def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Applicat
     async def health() -> EngineHealth:
         return engine.health()
 
-    async def prepare(body: PrepareRequest) -> PrepareResponse:
+    async def prepare(body: PrepareRequest) -> Loaded:
         return await asyncio.to_thread(engine.weights.prepare, body)
 
-    async def load_chunk(body: LoadChunkRequest) -> LoadChunkResponse:
+    async def load_chunk(body: LoadChunkRequest) -> Loaded:
         return await asyncio.to_thread(engine.weights.load_chunk, body)
 
     async def commit(body: CommitRequest) -> CommitResponse:
