@@ -11,8 +11,8 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config, run_config_yaml
 from asyncrl.config.load import OTHER_NAMES, all_keys, name_of_config
 from asyncrl.config.placement_sync import refuse_transport
-from asyncrl.launch.devices import place
 from asyncrl.launch.machine import Machine, single_node
+from asyncrl.launch.placement import place
 
 GOOD = """
 model: {path: some/model}

@@ -36,8 +36,8 @@ from asyncrl.job.report import Reporter, engine_supervisors, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
 from asyncrl.job.scale import first_wanted
 from asyncrl.journal.checkpoints import set_aside
-from asyncrl.launch.devices import Placement
 from asyncrl.launch.launchers import opened
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
