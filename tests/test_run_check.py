@@ -94,7 +94,7 @@ task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ..
 """
 CASES = [tuple(line.split(" -> ")) for line in REFUSED.strip().splitlines()]
 """(settings, words that are said, parts apart by ...)."""
-EARLY = ("model.path=odd_type", "generator.python=mine_here:agent", "algorithm.loss=mine_here:los")
+EARLY = "generator.python=mine_here:agent"
 
 
 def settings_of(line: str) -> list[str]:

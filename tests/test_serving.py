@@ -100,7 +100,7 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
         assert said in stdout
     records = read_lines(file)
     found = [(record["reward"], record["sample_index"]) for record in records]
-    assert found == [(0.5, 0), (1.0, 0), (None, 1)], "the last two are samples of one prompt"
+    assert found == [(0.5, 0), (1.0, 1), (None, 2)]
     assert records[1]["branches"] != records[2]["branches"], "drawn anew"
     log = (tmp_path / "served" / "logs" / "controller.log").read_text()
     assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], "keys are never logged"

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import secrets
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -241,11 +239,8 @@ class UserKey:
         self._log.info(f"rollout {session.sample_index}: not recorded, {why}")
 
     def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
-        messages = tuple(session.opening or ())
-        digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-        prompt = Prompt(f"people/{digest}", messages)
-        index = self._recorder.next_sample(prompt.prompt_id)
-        self._recorder.record(prompt, reward, tuple(replace(one, sample_index=index) for one in rollout))
+        prompt = Prompt(f"{self._name}/{session.sample_index}", tuple(session.opening or ()))
+        self._recorder.record(prompt, reward, rollout)
         reward_text = "none" if reward is None else f"{reward:.4g}"
         self._log.info(f"rollout {session.sample_index}: reward {reward_text}, {_shape_text(rollout)}")
 
