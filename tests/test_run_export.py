@@ -158,7 +158,10 @@ def made(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> MadeRun:
         train(step, version, version + 1)
         made.checkpoint(step)
     rewards = {0: 0.9, 1: 0.2, 2: 0.5, 3: 0.3}
-    lines = [{"policy_version": one, "eval/reward_mean": reward} for one, reward in rewards.items()]
+    lines = [
+        {"policy_version": one, "eval/version": one, "eval/reward_mean": reward, "eval/seconds": 1.0}
+        for one, reward in rewards.items()
+    ]
     (made.path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     steps = [
         {"step": one, "time_s": float(one), "reward/mean": 0.1 * (one - 1), "sample/staleness_mean": 0.5}

@@ -99,8 +99,7 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
     for said in ("rollout 0: reward 0.5, 3 turns", f"3 rollouts recorded in {file}", "5 calls"):
         assert said in stdout
     records = read_lines(file)
-    found = [(record["reward"], record["sample_index"]) for record in records]
-    assert found == [(0.5, 0), (1.0, 1), (None, 2)]
+    assert [record["reward"] for record in records] == [0.5, 1.0, None]
     assert records[1]["branches"] != records[2]["branches"], "drawn anew"
     log = (tmp_path / "served" / "logs" / "controller.log").read_text()
     assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], "keys are never logged"

@@ -210,11 +210,13 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
         by_task[f"eval task {name}".rstrip()] = list(held_out)
     if config.model.scratch is not None:
         _refuse_outside_alphabet(by_task, config.model.scratch.characters)
+    if tokenizer is None:
+        return
     agents = {"task": config.generator.is_harness, "eval": config.evaluates_agent}
     rendered = {name: prompts for name, prompts in by_task.items() if not agents[name[:4]]}
     if any(agents.values()):  # an agent writes its own prompts
         rendered["simplest chat"] = [Prompt("", ({"role": "user", "content": "Hello"},))]
-    for name, prompts in rendered.items() if tokenizer is not None else ():
+    for name, prompts in rendered.items():
         found.notes += _check_lengths(name, prompts[:NUM_PROMPTS], tokenizer, config)
 
 
