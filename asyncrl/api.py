@@ -47,7 +47,14 @@ def run(
     In a script, call it below `if __name__ == "__main__":`. Raises ConfigError before the start, or the
     AsyncrlError that ended the run, with all processes ended.
     """
-    callbacks = Callbacks(on_step, on_evaluation, on_sample, on_weights)
+    callbacks = Callbacks(
+        {
+            "on_step": on_step,
+            "on_evaluation": on_evaluation,
+            "on_sample": on_sample,
+            "on_weights": on_weights,
+        }
+    )
     from asyncrl.job.loop import run_job
 
     if isinstance(config, str | Path):
@@ -67,7 +74,7 @@ def run(
                 name=name,
                 resume=mode,
                 allow_change=allow_change,
-                trackers=[callbacks],
+                callbacks=callbacks,
                 interrupts=interrupts,
             )
 

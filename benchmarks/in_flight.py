@@ -280,7 +280,7 @@ class Controller:
             note=self.journal.event_nowait,
         )
         while True:
-            waits = list(map(asdict, watchdog.look()))
+            waits = watchdog.look()
             self.recorder.write_status({"state": "running", **self._gauges(), "waits": waits})
             await asyncio.sleep(1.0)
 

@@ -23,7 +23,7 @@ from asyncrl.job.report import reported
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Prompt
-from asyncrl.observe.watchdog import ChildState, Watchdog
+from asyncrl.observe.watchdog import Watchdog
 from asyncrl.sync.publisher import PushLoop
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.testing.virtual_time import run_virtual
@@ -116,7 +116,7 @@ class House:
             restart=self._restart,
             note=lambda what, detail: self.notes.append((what, detail)),
         )
-        self.children: tuple[ChildState, ...] = ()
+        self.children: dict[str, bool] = {}
         running = {
             "producers": producers.run(),
             "publisher": publisher.run(),
@@ -156,7 +156,7 @@ class House:
             self.watchdog.look()
             await asyncio.sleep(1.0)
 
-    async def _ask(self) -> tuple[ChildState, ...]:
+    async def _ask(self) -> dict[str, bool]:
         await asyncio.sleep(0.1)
         return self.children
 

@@ -50,7 +50,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.job.scale import scale_run
-from asyncrl.journal.checkpoints import Checkpoints
+from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.messages.records import Completion
 from asyncrl.observe.page import view_run
 from asyncrl.observe.timeline import read_timeline
@@ -110,7 +110,6 @@ def test_finished_run_leaves_whole_files(whole: Path, on_policy: Path) -> None:
     assert violations(read_evidence(whole), promise_of(on_policy), num_steps=NUM_STEPS) == []
     summary = json.loads((whole / "summary.json").read_text())
     assert (summary["state"], summary["warnings"]) == ("done", [])
-    assert (whole / "reward.png").is_file()
     samples = read_lines(whole / "samples.jsonl")
     kinds = ("best", "worst", "random")
     assert [(one["step"], one["kind"]) for one in samples] == [*product(range(1, NUM_STEPS + 1), kinds)]

@@ -90,7 +90,7 @@ def test_resumed_run_computes_the_same_and_refuses_changed_data(whole: Path, tmp
     finally:
         data.write_text(content)
     assert refused.returncode == 2, refused.stderr
-    assert f"the task's data have changed since this run began: {data}" in refused.stderr
+    assert "the data of task.words have changed since this run began" in refused.stderr
     assert "--allow-change task.digest" in refused.stderr
     answer = run(config, run_dir)
     assert answer.returncode == 0, (answer.stdout, answer.stderr)

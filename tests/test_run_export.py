@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.config import load_config, run_config_yaml
 from asyncrl.job.run_export import export_run, find_weights
-from asyncrl.journal.checkpoints import write_manifest
+from asyncrl.journal.checkpoint_folders import write_manifest
 from asyncrl.trainer.model_folder import ModelPin
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.tensor_files import float32_names

@@ -23,7 +23,7 @@ from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
-from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup

@@ -19,7 +19,7 @@ from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop, resume
 from asyncrl.job.resume import ResumePoint, find_resume
-from asyncrl.journal.checkpoints import Checkpoints
+from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId, Prompt, Ticket
 

@@ -28,7 +28,7 @@ from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.scale import EngineScale
 from asyncrl.job.servers import Servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoints import Checkpoints, ControllerState
+from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.schema import FILE_NAME
 from asyncrl.launch.lease import ROUTINE

@@ -11,7 +11,7 @@ from asyncrl.base.errors import CheckpointError, TrainerLost
 from asyncrl.base.waits import note_span, waiting
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoints import TRAINER, Checkpoints, ControllerState
+from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 
 logger = logging.getLogger("asyncrl.job.checkpointer")
@@ -20,7 +20,7 @@ logger = logging.getLogger("asyncrl.job.checkpointer")
 class Checkpointer:
     """Makes checkpoints in parallel with training.
 
-    Life: after_step() -> begun (copied during the next step) -> written, checked, renamed, journaled -> idle.
+    Life: after_step() -> begun (copied during the next step) -> written, checked, renamed -> idle.
     Waits: after_step sleeps until the copy has begun.
     Invariant: one at a time; a checkpoint due during another write is skipped, and a failed write only warns.
     """
@@ -82,12 +82,11 @@ class Checkpointer:
             # a dead trainer goes back first
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    folder = await asyncio.to_thread(
+                    await asyncio.to_thread(
                         self._checkpoints.finish, pending, version, controller.model_dump()
                     )
                 self.num_made += 1
                 note_span("checkpoints", "checkpoint", began_s, asyncio.get_running_loop().time(), version)
-                self._journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
                 if self._life.config.journal.keep == "checkpoint":
                     await self._journal.compact(self._checkpoints.oldest_version())
         except (CheckpointError, TrainerLost) as error:

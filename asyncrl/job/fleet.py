@@ -16,7 +16,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import Servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
-from asyncrl.journal.checkpoints import Checkpoints
+from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import EVAL_ENGINE

@@ -35,15 +35,15 @@ from asyncrl.job.lifecycle import (
 from asyncrl.job.report import Reporter, engine_supervisors, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
 from asyncrl.job.scale import first_wanted
-from asyncrl.journal.checkpoints import set_aside
+from asyncrl.journal.checkpoint_folders import set_aside
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.observe.trackers import Tracker, check_trackers
-from asyncrl.observe.watchdog import ChildState, Watchdog
+from asyncrl.observe.trackers import Callbacks, check_trackers
+from asyncrl.observe.watchdog import Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
 from asyncrl.tasks.sources import DATA_PIN
 from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
@@ -64,11 +64,11 @@ def run_job(
     name: str,
     resume: ResumeMode = "auto",
     allow_change: Sequence[str] = (),
-    trackers: Sequence[Tracker] = (),
+    callbacks: Callbacks | None = None,
     interrupts: Interrupts | None = None,
 ) -> int:
-    """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. `trackers` are added to the
-    config's. Raises AsyncrlError, leaving no child process and no shared memory.
+    """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. `callbacks` are called
+    too. Raises AsyncrlError, leaving no child process and no shared memory.
     """
     if config.generator.is_harness:
         hide_memory()  # protect keys and answers
@@ -85,7 +85,7 @@ def run_job(
         with _opened_run_dir(config, run_dir or new_run_dir(name), resume, allow_change) as (folder, point):
             for text in (*resolved, *messages):
                 logger.info("%s", text)
-            reporter = Reporter(config, folder, name, trackers, goes_on=point is not None)
+            reporter = Reporter(config, folder, name, callbacks, goes_on=point is not None)
             life = Lifecycle(
                 config,
                 folder,
@@ -180,15 +180,15 @@ class Job:
         log_path = self.life.run_dir / "logs" / "controller.log"
         command = run_again(self.life.run_dir, "--resume", "must")
 
-        async def ask_children() -> tuple[ChildState, ...]:
+        async def ask_children() -> dict[str, bool]:
             servers = processes(run)
             for server in servers:
                 server.child.dump_stacks_nowait()
             states = await asyncio.gather(*(server.state() for server in servers))
-            return tuple(
-                ChildState(server.name, server.child.seen(), text, is_well=is_well)
+            return {
+                f"{server.name}: {server.child.seen()}; {text}": is_well
                 for server, (text, is_well) in zip(servers, states, strict=True)
-            )
+            }
 
         async def restart_engines() -> None:
             why = f"the run made no progress; {log_path} lists the open waits"

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 import yaml
 
-from asyncrl.base.errors import AsyncrlError, ConfigError
+from asyncrl.base.errors import AsyncrlError, CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
@@ -25,7 +25,7 @@ from asyncrl.job.build import Components
 from asyncrl.job.lifecycle import has_begun, run_again
 from asyncrl.job.report import Reporter
 from asyncrl.job.trainer_recovery import load_batches
-from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState, Whole
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.journal.schema import FILE_NAME
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
@@ -70,7 +70,7 @@ class ResumePoint:
 
     checkpoint: Whole | None
     notes: tuple[str, ...] = ()
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[CheckpointDamaged, ...] = ()
     may_change_model: bool = False
     may_change_data: bool = False
 
@@ -122,7 +122,7 @@ def find_resume(
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
     _refuse_trained(run_dir, config, 0 if checkpoint is None else checkpoint.version)
-    notes = (*(found.why for found in damaged), *accepted)
+    notes = (*(found.what for found in damaged), *accepted)
     may_change = (
         any(_is_named(key, allow_change) for key in keys) for keys in (MODEL_KEYS, ("task.digest",))
     )
@@ -233,7 +233,7 @@ async def restore(
         "num_drawn": feed.num_drawn,
         "out": feed.prompts_back(),
         "next_group_id": run.buffer.next_group_id,
-        "memory": feed.memory(),
+        "epochs": feed.epochs(),
     }
 
     @functools.cache
@@ -264,7 +264,7 @@ def _from_journal(
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """Return (groups that continue, requeued prompts with the reason)."""
     feed, ready = run.feed, [group for _, group in state.ready]
-    feed.remember_nowait(state.memory, state.epochs, state.observed)
+    feed.remember_nowait(state.epochs, state.observed)
     first = {name: count for name, count in state.requeued.items() if name not in state.returning}
     feed.restore_nowait(state.num_drawn, first)
     prompts = {group.group_id: group.prompt for group in ready}

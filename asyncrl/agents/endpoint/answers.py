@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, num_until, overlap
 from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, ParsedAnswer, ToolFormat, Tools
@@ -139,70 +139,49 @@ class AnswerText:
         return self._texts.decode(together, skip_special_tokens=False)[known:]
 
 
+Kind = Literal["thought", "text"]
+
+
 @dataclass(eq=False, repr=False)
 class Answer:
-    """A completion: feed() and take(), then finish() and take() the rest.
+    """A completion in pieces: feed(), then finish().
 
-    Invariant: joined take() results are `content`, take_thought() results `thought`; no possible tool call or
-        mark is shown as text.
+    Invariant: `thought` and `shown` only grow; `shown` ends as `content`, and never has a possible tool call
+        or mark.
     """
 
     index: int
     tokenizer: GatewayTokenizer
     tool_format: ToolFormat
     asked: InitVar[CallRequest]
-    """Released after init, to save memory."""
-    _: KW_ONLY
     prefill: str
     name: str
     thoughts: ReasoningSplitter | None = None
-    shows_special: bool = True
+    shows_special: InitVar[bool] = True
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
     thought: str = ""
     num_thought_tokens: int = 0
-    stopped_by: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] | None = None
+    completion: Completion = field(default_factory=Completion)
+    """Once finished."""
 
-    def __post_init__(self, asked: CallRequest) -> None:
+    def __post_init__(self, asked: CallRequest, shows_special: bool) -> None:
         self.has_logprobs = asked.logprobs
         self._has_one_call = asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
-        self._answer = AnswerText(
-            self.tokenizer,
-            asked.stop,
-            keep_special=(*self.tool_format.opens, *marks),
-            shows_special=self.shows_special,
-        )
+        kept = (*self.tool_format.opens, *marks)
+        self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=kept, shows_special=shows_special)
         self._text = ""
         self._shown = ""
         self._held_from = 0
-        self._completion: Completion | None = None
-        self._logged: Completion | None = None
-        self._logprobs: list[dict[str, Any]] | None = None
 
     @property
-    def logprobs(self) -> list[dict[str, Any]] | None:
-        """Build the requested logprobs (10 us a token; 20 times larger than their source)."""
-        if self._logprobs is None and self._logged is not None:
-            texts: dict[int, dict[str, Any]] = {}
-            logged = self._logged
-            tops = logged.top_logprobs or [()] * len(logged.token_ids)
-            self._logprobs = [
-                {
-                    **self._token(token, logprob, texts),
-                    "top_logprobs": [self._token(other, value, texts) for other, value in others],
-                }
-                for token, logprob, others in zip(
-                    logged.token_ids, logged.behaviour_logprobs, tops, strict=True
-                )
-            ]
-        return self._logprobs
-
-    def drop_logprobs(self) -> None:
-        self._logprobs = None
+    def stopped_by(self) -> str | None:
+        return self._answer.stopped_by
 
     @property
     def message(self) -> dict[str, Any]:
@@ -217,25 +196,22 @@ class Answer:
         self.num_tokens += len(token_ids)
         self._add(self._answer.feed(token_ids))
 
-    def take_thought(self, start: int) -> str:
-        return self.thought[start:]
-
-    def take(self, start: int) -> str:
+    @property
+    def shown(self) -> str:
         if self.finish_reason:
-            return (self.content or "")[start:]
+            return self.content or ""
         if not self.prefill:
             piece, self._held_from = self.tool_format.show(self._text, self._held_from)
             self._shown += piece
-        return self._shown[start:]
+        return self._shown
 
     def finish(self, completion: Completion) -> None:
         self.feed(completion.token_ids[self.num_tokens :])
         self._add(self._answer.finish())
         if self.thoughts is not None:
             self._end_thought(self.thoughts, completion)
-        self._completion = completion
+        self.completion = completion
         self.finish_reason = completion.finish_reason or ""
-        self.stopped_by = self._answer.stopped_by
         text = self.prefill + self._text
         parsed = self.tool_format.parse(text, self._tools)
         if len(parsed.tool_calls) > MAX_TOOLS:  # the harness could not send them back
@@ -246,17 +222,21 @@ class Answer:
             self.tool_calls.append({"id": f"{self.name}-{number}", "type": "function", "function": function})
         if self.tool_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
-        if self.has_logprobs:
-            self._logged = completion
 
-    def take_completion(self) -> Completion:
-        completion = self._completion
-        assert completion is not None, "a completion is recorded once, after it is finished"
-        self._completion = None
-        self._text = ""
-        self._shown = ""
-        self._tools = ()
-        return completion
+    def build_logprobs(self) -> None:
+        """Takes 10 us a token and alternative."""
+        texts: dict[int, dict[str, Any]] = {}
+        completion = self.completion
+        tops = completion.top_logprobs or [()] * len(completion.token_ids)
+        self.logprobs = [
+            {
+                **self._token(token, logprob, texts),
+                "top_logprobs": [self._token(other, value, texts) for other, value in others],
+            }
+            for token, logprob, others in zip(
+                completion.token_ids, completion.behaviour_logprobs, tops, strict=True
+            )
+        ]
 
     def _add(self, text: str) -> None:
         if self.thoughts is not None:
