@@ -269,9 +269,7 @@ def _row(name: str, device: str, threads: str, sizes: Sequence[str]) -> str:
     return f"{name:<14} {device:<14} {threads:>7} {''.join(f'{size:>12}' for size in sizes)}"
 
 
-def resolve_auto(
-    config: RunConfig, nodes: Sequence[Node], *, begun: str | None = None
-) -> tuple[RunConfig, tuple[str, ...]]:
+def resolve_auto(config: RunConfig, nodes: Sequence[Node]) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the config without `auto` in model.dtype and weight_sync.transport, and messages. Raises
     ConfigError.
     """
@@ -280,7 +278,7 @@ def resolve_auto(
     if config.model.dtype == "auto":
         used = [*placement.trainer, *placement.engine_devices]
         is_fast = all(nodes[one.node].machine.has_bfloat16 for one in used if one.name == "cpu")
-        dtype = begun if begun not in (None, "auto") else "bfloat16" if is_fast else "float32"
+        dtype = "bfloat16" if is_fast else "float32"
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
         messages.append(f"model.dtype: auto is {dtype}")
     if config.weight_sync.transport == "auto":
