@@ -18,13 +18,12 @@ from torch import Tensor
 
 from asyncrl_servers.vllm.worker_extension import Loader, WeightLoader
 
-FAULTS = ("stale_head", "skip_chunk_unseen", "swap_names", "poison", "")
+FAULTS = ("stale_head", "swap_names", "poison", "")
 
 
 class FaultyLoader(Loader):
-    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. skip_chunk_unseen:
-    the second fifth of the tensors is not loaded, and not noticed. swap_names: two tensors of one shape
-    change places after they were hashed. poison: an abandoned update leaves NaN in the layer norms.
+    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. swap_names: two
+    tensors of one shape change places after they were hashed. poison: an abandoned update leaves NaN in the layer norms.
     """
 
     fault = os.environ.get("ASYNCRL_TEST_FAULT", "")
@@ -32,9 +31,6 @@ class FaultyLoader(Loader):
     def repack_tied(self) -> None:
         if self.fault != "stale_head":
             super().repack_tied()
-
-    def incomplete(self) -> list[str]:
-        return [] if self.fault == "skip_chunk_unseen" else super().incomplete()
 
     def _abandon(self) -> None:
         super()._abandon()
@@ -49,9 +45,6 @@ class FaultyLoader(Loader):
             first = next(name for name, one in given.items() if one.dim() == 2 and ".layers.0." in name)
             second = first.replace(".layers.0.", ".layers.1.")
             given[first], given[second] = given[second], given[first]
-        if self.fault == "skip_chunk_unseen":
-            for name in [*given][len(given) // 5 : 2 * len(given) // 5]:
-                del given[name]
         super().add(given.items())
 
 
