@@ -23,7 +23,8 @@ FAULTS = ("stale_head", "swap_names", "poison", "")
 
 class FaultyLoader(Loader):
     """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. swap_names: two
-    tensors of one shape change places after they were hashed. poison: an abandoned update leaves NaN in the layer norms.
+    tensors of one shape change places after they were hashed. poison: an abandoned update leaves NaN in the
+    layer norms.
     """
 
     fault = os.environ.get("ASYNCRL_TEST_FAULT", "")
