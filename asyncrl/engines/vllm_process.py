@@ -352,7 +352,7 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
         await _make_ready(process, needed)
     except CallRefused as refusal:
         route = refusal.path.partition("?")[0].partition(" ")[0]
-        if route not in _WAYS_OUT or (refusal.status >= 500 and route != _RPC):
+        if route not in _WAYS_OUT or (refusal.status not in (401, 403, 404) and route != _RPC):
             raise
         what = f"{process.name}: the vLLM server there refuses {route} ({refusal.body.error})"
         raise ConfigError(what, rule=_RULE, way_out=_WAYS_OUT[route]) from refusal
