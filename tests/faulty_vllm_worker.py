@@ -2,7 +2,7 @@
 Python.
 
 Spec key worker_extension="faulty_vllm_worker.FaultyWeightLoader", with a folder on PYTHONPATH that has this
-file. POST /collective_rpc {"method": "asyncrl_plant", "args": ["{\"fault\": NAME}"]} names the fault; "" = none.
+file. POST /collective_rpc {"method": "asyncrl_plant", "args": ["{\"fault\": NAME}"]} names the fault.
 """
 
 from __future__ import annotations
