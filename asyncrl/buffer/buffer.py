@@ -232,22 +232,13 @@ class Buffer:
 
     def _what_opens(self) -> str:
         rule = self.rule
-        return (
-            f"admission of a group ({rule.num_ready} ready, {rule.num_running} run, step "
-            f"{rule.next_batch + 1} is next, version {rule.served} is served)"
-        )
+        counts = f"{rule.num_ready} ready, {rule.num_running} run"
+        return f"admission of a group ({counts}, step {rule.next_batch + 1}, version {rule.served} is served)"
 
     def _what_forms(self) -> str:
         rule = self.rule
-        what = {
-            "publishing": "publishing, because no group may start before a newer version is served",
-            "stragglers": "stragglers that would become too old",
-        }.get(rule.waits_for or "", "generation")
-        batch = f"step {rule.next_batch + 1}: {rule.num_ready} of {rule.num_groups} groups are ready"
-        if rule.oldest_running is not None:
-            group_id, version = rule.oldest_running
-            batch += f", {rule.num_running} run; the oldest is group g{group_id}, start_version {version}"
-        return f"{what} ({batch})"
+        counts = f"{rule.num_ready} of {rule.num_groups} groups are ready, {rule.num_running} run"
+        return f"{rule.waits_for or 'generation'} (step {rule.next_batch + 1}: {counts})"
 
     def _changed(self) -> None:
         cause = self.rule.waits_for

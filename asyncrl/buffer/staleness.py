@@ -106,12 +106,6 @@ class StalenessRule:
         return max(0, limit - self.admitted)
 
     @property
-    def oldest_running(self) -> tuple[GroupId, int] | None:
-        for group_id, deadline in self._running.items():
-            return group_id, deadline - self.max_staleness
-        return None
-
-    @property
     def waits_for(self) -> WaitCause | None:
         """Return the cause of the wait for the next batch, if any."""
         if self.num_ready >= self.num_groups:

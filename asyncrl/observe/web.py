@@ -253,19 +253,17 @@ def family_of(name: str) -> tuple[str, str, Gauge] | None:
     perf/step_s is asyncrl_perf_step_seconds; reward/mean/sums is
     asyncrl_reward_mean_by_name{name="sums"}.
     """
-    stem = name
-    label = ending = ""
-    if (several := re.fullmatch("eval/([^/]+)/(.+)", name)) and f"eval/{several[2]}" in GAUGES:
-        stem = f"eval/{several[2]}"
-        label = several[1]
-    elif name.startswith("task/"):
-        stem, _, label = name.partition("/")
-    elif name.count("/") > 1:
-        first, second, label = name.split("/", 2)
-        stem = f"{first}/{second}"
-        ending = "_by_name" if gauge_of(stem) is not None else ""
-    gauge = gauge_of(stem) or gauge_of(name)
-    if gauge is None:
+    if (gauge := gauge_of(name)) is None:
         return None
-    family = re.sub("(?<!_per)_s$", "_seconds", re.sub("[^a-z0-9_]", "_", stem.lower()))
-    return f"asyncrl_{family}{ending}", label, gauge
+    first, *rest = name.split("/")
+    label = ""
+    if first == "eval" and len(rest) > 1 and f"eval/{rest[1]}" in GAUGES:
+        label = rest.pop(0)
+    elif first == "task":
+        label = "/".join(rest)
+        rest = []
+    elif len(rest) > 1:
+        label = "/".join(rest[1:])
+        rest = [rest[0], "by_name"]
+    family = re.sub("[^a-z0-9_]", "_", "_".join(["asyncrl", first, *rest]).lower())
+    return re.sub("(?<!_per)_s(?=_by_name$|$)", "_seconds", family), label, gauge
