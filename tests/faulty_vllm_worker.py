@@ -36,8 +36,8 @@ class FaultyLoader(Loader):
     def incomplete(self) -> list[str]:
         return [] if self.fault == "skip_chunk_unseen" else super().incomplete()
 
-    def _abandon(self, why: str) -> None:
-        super()._abandon(why)
+    def _abandon(self) -> None:
+        super()._abandon()
         if self.fault == "poison":
             for name, parameter in self.model.named_parameters():
                 if "layernorm" in name:

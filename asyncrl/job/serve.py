@@ -141,7 +141,6 @@ async def _live_engine(life: Lifecycle) -> int:
         f"{engine.name} ready; logs in {life.run_dir / 'logs'}",
         f"  export ENGINE_URL={url} ENGINE_KEY={servers.secret}",
         '  curl -sS "$ENGINE_URL/health" -H "Authorization: Bearer $ENGINE_KEY"',
-        f"  {servers.kind.hint(url, servers.model_path)}",
     ):
         life.log.print_secret(line)
     life.can_stop = True  # Ctrl-C is a normal end
