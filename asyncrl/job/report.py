@@ -38,7 +38,7 @@ from asyncrl.trainer.step_report import GAP_WARNING
 
 if TYPE_CHECKING:
     from asyncrl.job.build import Components
-    from asyncrl.observe.web import StatusServer
+    from asyncrl.observe.web import WebServer
 
 logger = logging.getLogger("asyncrl.job.report")
 
@@ -100,16 +100,16 @@ class Reporter:
         self._console.say(f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}")
         self._console.start()
 
-    def status_server(self) -> StatusServer | None:
+    def status_server(self) -> WebServer | None:
         """Raises ConfigError if the port is unavailable."""
         observe = self.config.observe
         if observe.status_port is None:
             return None
-        from asyncrl.observe.web import StatusServer
+        from asyncrl.observe.web import KEY_FILE, status_server
 
-        server = StatusServer(self.run_dir, observe, self._numbers)
+        server = status_server(self.run_dir, observe, self._numbers)
         self._status_url = server.url
-        self._console.say(f"{self._status_url}/metrics and /status; the key: {server.key_path}")
+        self._console.say(f"{self._status_url}/metrics and /status; the key: {self.run_dir / KEY_FILE}")
         return server
 
     def _numbers(self) -> dict[str, Any]:

@@ -171,9 +171,10 @@ class Vllm(Embedded):
             stays=placement.resident and not is_eval,
             returns_routing=config.algorithm.router_replay and not is_eval,
             canary_limit=limit,
+            decode=tokenizer.decode,
+            mark=secrets.token_hex(4),
         )
-        mark = secrets.token_hex(4)
-        client = VllmServer(server.caller, needed, decode=tokenizer.decode, mark=mark, broadcast_group=group)
+        client = VllmServer(server.caller, needed, broadcast_group=group)
         limit_s = VLLM_STARTS * config.supervision.start_timeout_s + load_limit_s(self.model_path)
         server.ready = partial(client.ready, limit_s)
         return client
