@@ -33,13 +33,12 @@ from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
     NO_EXPERT,
     CommitRequest,
-    GenerateRequest,
     GenerateResponse,
     Interrupt,
     LoadChunkRequest,
     PrepareRequest,
 )
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.step import TrainStep
@@ -115,8 +114,7 @@ def test_embedded_engine_computes_with_pushed_experts(tmp_path: Path, model_type
         wake(engine)
         told, index = None, 0
         while told is None or not told.is_last:
-            step.chunk_names(3, index)
-            told, index = step.export_chunk(index), index + 1
+            told, index = step.export_chunk(3, index), index + 1
             assert told is not None
             request = told.model_dump(include=set(LoadChunkRequest.model_fields))
             assert engine.weights.load_chunk(LoadChunkRequest(**request)).digest == told.digest
@@ -348,7 +346,7 @@ def test_vllm_tells_the_experts_of_each_token_and_loads_pushed_ones(tmp_path: Pa
 
     async def story(server: VllmServer) -> None:
         for number, prompt in enumerate([*PROMPTS, long, long]):
-            request = GenerateRequest(
+            request = SamplingRequest(
                 request_id=f"r{number}", prompt_ids=list(prompt), max_tokens=40, seed=number
             )
             answer = await server.generate_segment(request)

@@ -24,7 +24,6 @@ from asyncrl.agents.endpoint.requests import ApiError, RequestReader
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RequestRefused
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import GenerateRequest
 from asyncrl.messages.records import (
     Batch,
     Completion,
@@ -71,7 +70,7 @@ class InProcess:
         fields = ("max_tokens", "temperature", "stop", "seed", "grammar", "top_logprobs")
         given = {name: getattr(request, name) for name in fields}
         try:
-            asked = GenerateRequest(request.request_id, request.prompt_ids, **given)
+            asked = SamplingRequest(request.request_id, request.prompt_ids, **given)
             reply = Reply(self.engine, asked)
             self.engine.submit([reply.run])
             answer = await asyncio.wrap_future(reply)

@@ -33,7 +33,7 @@ class ModelConfig(FrozenConfig):
     """Architecture and alphabet of a random model, instead of `path`."""
     dtype: DType = "auto"
     """Dtype of the weights (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or amx_bf16, else
-    float32). A resumed run keeps the choice."""
+    float32)."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
     chat_template_kwargs: dict[str, Any] = {}

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.base.files import LOST, write_whole
 from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
-from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.lifecycle import RunLog, run_again, run_id
 from asyncrl.journal.checkpoint_folders import sync_records
 from asyncrl.launch.supervise import Server
@@ -39,7 +38,7 @@ from asyncrl.trainer.step_report import GAP_WARNING
 
 if TYPE_CHECKING:
     from asyncrl.job.build import Components
-    from asyncrl.observe.web import StatusServer
+    from asyncrl.observe.web import WebServer
 
 logger = logging.getLogger("asyncrl.job.report")
 
@@ -101,16 +100,16 @@ class Reporter:
         self._console.say(f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}")
         self._console.start()
 
-    def status_server(self) -> StatusServer | None:
+    def status_server(self) -> WebServer | None:
         """Raises ConfigError if the port is unavailable."""
         observe = self.config.observe
         if observe.status_port is None:
             return None
-        from asyncrl.observe.web import StatusServer
+        from asyncrl.observe.web import KEY_FILE, status_server
 
-        server = StatusServer(self.run_dir, observe, self._numbers)
+        server = status_server(self.run_dir, observe, self._numbers)
         self._status_url = server.url
-        self._console.say(f"{self._status_url}/metrics and /status; the key: {server.key_path}")
+        self._console.say(f"{self._status_url}/metrics and /status; the key: {self.run_dir / KEY_FILE}")
         return server
 
     def _numbers(self) -> dict[str, Any]:
@@ -212,12 +211,6 @@ class Reporter:
                 f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): "
                 f"{logs / 'trainer-0.log'} says why",
             )
-        if metrics.get("rollout/given_up"):
-            self.log.warn_once(
-                "given up",
-                f"a prompt failed or became too old {self.config.rollout.max_requeues + 1} times "
-                f"(rollout.max_requeues), or cannot be sampled, and is given up: {logs / 'controller.log'}",
-            )
         if skipped := skipped_text(metrics):
             saved = self.run_dir / "failed_batches" / f"step_{batch.version + 1}.safetensors"
             groups = ", ".join(str(group.group_id) for group in batch.groups)
@@ -228,9 +221,6 @@ class Reporter:
     def status(self, run: Components, waits: Mapping[str, float]) -> None:
         self._note_slots(run)
         now = self._now = self._counted(gauges(run))
-        missing = run.harnessing.missing_workers() if run.harnessing is not None else None
-        if missing is not None:
-            self.log.warn_once("workers", missing)
         self._recorder.write_status(
             {
                 "state": "running",
@@ -324,15 +314,11 @@ def processes(run: Components) -> tuple[Server, ...]:
     return (*(server for server in servers if run.scale.states.get(server.name) != "parked"), *workers)
 
 
-def engine_supervisors(run: Components) -> list[EngineSupervisor]:
-    return [one for one in run.fleet.supervisors.values() if isinstance(one, EngineSupervisor)]
-
-
 def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     """Return all numbers by name, and by source if a new process restarts them."""
     harnessing = run.harnessing
-    sources: list[Any] = [run.buffer, run.producers, run.engines, run.scheduler.publisher, run.scorer]
-    sources += [run.trainer, run.scheduler, run.checkpointer, run.scale, run.evaluation, run.fleet.teacher]
+    sources: list[Any] = [run.buffer, run.producers, run.engines, run.scheduler, run.scorer, run.trainer]
+    sources += [run.checkpointer, run.scale, run.evaluation, run.fleet.teacher]
     if harnessing is not None:
         sources += [harnessing.gateway, harnessing.queue]
     found = dict[str, float | Mapping[str, float]]()
@@ -344,7 +330,7 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     found |= {
         "engine/tokens": sum(health.tokens_generated for health in engines.values()),
         "engine/decode_s": {name: engines[name].decode_s for name in engines if name in trained_on},
-        "engine/restarts": sum(one.num_restarts for one in engine_supervisors(run)),
+        "engine/restarts": sum(engine.num_restarts for engine in run.scale.engines),
         "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
     }
     if run.fleet.teacher is not None:

@@ -59,14 +59,7 @@ CALLS: dict[str, type[BaseModel]] = {
     "onload": api.OffloadRequest,
 }
 """Methods of TrainStep that a request calls on all ranks, with the fields of its body."""
-
-
-class ChunkPart(BaseModel, frozen=True):
-    index: int
-    names: list[str]
-
-
-BODIES = CALLS | {"begin_export": api.StateRequest, "export_chunk": ChunkPart}
+BODIES = CALLS | {"begin_export": api.StateRequest, "export_chunk": api.ExportChunkRequest}
 KEPT_EXPORTS = 2
 GRACE_S = 10.0
 """Exit delay after another rank was lost, whose error is the run's."""
@@ -190,14 +183,8 @@ class TrainerService:
         return version, self.together("begin_export", api.StateRequest(path=path))
 
     async def export_chunk(self, message: api.ExportChunkRequest) -> api.ExportChunkResponse:
-
-        def work() -> api.ExportChunkResponse:
-            names = self.step.chunk_names(message.version, message.index)
-            answer: api.ExportChunkResponse
-            answer = self.together("export_chunk", ChunkPart(index=message.index, names=names))
-            return answer
-
-        return await self.run(work)
+        answer: api.ExportChunkResponse = await self.run(lambda: self.together("export_chunk", message))
+        return answer
 
     async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
         transport = self.step.transport

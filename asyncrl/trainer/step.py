@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -112,8 +112,7 @@ class TrainStep:
         folder = spec.failed_dir.parent / "offload"
         self._offload = Offload(ranks, self.device, folder, self._tensors_of)
         self._pieces: Pieces | None = None
-        on_all = spec.chunks == "memories"
-        self._chunks = exports.Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=on_all)
+        self._chunks = exports.Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
         end = exports.TrainerEnd(
             self.device,
             self.dtype,
@@ -380,24 +379,19 @@ class TrainStep:
     def weights_digest(self) -> str:
         return exports.digest_of(self._masters.named)
 
-    def chunk_names(self, version: int, index: int) -> list[str]:
-        """Return the tensors of this chunk, on rank 0. Raises Refused."""
+    def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
+        """Write a chunk; the last has the canary. Return None on other ranks. Raises OSError or Refused."""
         self._offload.need("export a chunk", "weights")
         assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora when colocated"
         if version != self.policy_version:
             what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
             rule = "chunks are of the newest version"
             raise Refused(409, what, rule=rule, way_out="begin again with chunk 0 of that.")
-        return self._chunks.names(self._lazy_weights(), version, index)
-
-    def export_chunk(self, index: int, names: Sequence[str] = ()) -> api.ExportChunkResponse | None:
-        """Write a chunk; the last has the canary. Raises OSError or Refused."""
-        weights = self._lazy_weights()
-        canary = self._canary() if self._chunks.is_last(weights, index) else None
-        if not self.ranks.is_first:
-            self._chunks.write_along(weights, index, list(names))
-            return None
-        return self._chunks.write(weights, index).model_copy(update={"canary": _checked(canary)})
+        self._chunks.check(version, index)
+        canary = self._canary() if self._chunks.is_last(index) else None
+        is_first = self.ranks.is_first
+        chunk = self._chunks.write(self._lazy_weights(), version, index, is_first=is_first)
+        return chunk.model_copy(update={"canary": _checked(canary)}) if chunk and is_first else None
 
     @torch.no_grad()
     def _canary(self) -> api.Canary | None:
