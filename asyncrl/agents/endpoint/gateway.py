@@ -195,18 +195,18 @@ class Gateway:
         asked, writer = await route.read(session, dialect, body)
         reply.failed = writer.failed
         call = await route.plan(session, dialect, asked, len(body))
-        streaming = asyncio.create_task(_stream(call, writer, reply)) if asked.stream else None
+        rest = b""
         try:
-            await route.sample(session, call)
-            rest = await streaming if streaming is not None else b""
+            if asked.stream:
+                _, rest = await asyncio.gather(route.sample(session, call), _stream(call, writer, reply))
+            else:
+                await route.sample(session, call)
             whole = await _whole(call, writer)
             if not is_connected(request):
                 raise client_gone()
             session.deliver_nowait(call, writer.continues)
         finally:
             session.withdraw_nowait(call)
-            if streaming is not None:
-                streaming.cancel()
         if len(whole) <= MAX_REMEMBERED:
             session.delivered[digest] = (whole, asked.stream)
         await reply.write(rest or whole, is_last=True, is_stream=asked.stream)
