@@ -22,10 +22,10 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.servers import KINDS, Servers
 from asyncrl.launch import launchers
-from asyncrl.launch.devices import NodeDevice, place
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher, NodeRequirements
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
+from asyncrl.launch.placement import NodeDevice, place
 from asyncrl.launch.processes import ChildProcess, Process
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
@@ -55,7 +55,7 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
         return VllmSpec.model_validate(kind.spec(name, NodeDevice(0, "cuda:0")))
 
     lora = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
-    assert (lora.has_adapters, lora.lora_rank, lora.transport, lora.device) == (True, 24, "lora", "cuda")
+    assert (lora.has_adapters, lora.lora_rank, lora.device) == (True, 24, "cuda")
     assert spec(mode="colocated").args == {"enable_sleep_mode": True}
     own = spec("rollout.vllm={enable-sleep-mode: false}", mode="colocated")
     assert own.args == {"enable-sleep-mode": False}, "unless the user says otherwise"
