@@ -55,7 +55,7 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
         return VllmSpec.model_validate(kind.spec(name, NodeDevice(0, "cuda:0")))
 
     lora = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
-    assert (lora.has_adapters, lora.lora_rank, lora.transport, lora.device) == (True, 24, "lora", "cuda")
+    assert (lora.has_adapters, lora.lora_rank, lora.device) == (True, 24, "cuda")
     assert spec(mode="colocated").args == {"enable_sleep_mode": True}
     own = spec("rollout.vllm={enable-sleep-mode: false}", mode="colocated")
     assert own.args == {"enable-sleep-mode": False}, "unless the user says otherwise"
