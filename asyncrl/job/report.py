@@ -38,7 +38,7 @@ from asyncrl.trainer.step_report import GAP_WARNING
 
 if TYPE_CHECKING:
     from asyncrl.job.build import Components
-    from asyncrl.observe.web import StatusServer
+    from asyncrl.observe.web import WebServer
 
 logger = logging.getLogger("asyncrl.job.report")
 
@@ -100,16 +100,16 @@ class Reporter:
         self._console.say(f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}")
         self._console.start()
 
-    def status_server(self) -> StatusServer | None:
+    def status_server(self) -> WebServer | None:
         """Raises ConfigError if the port is unavailable."""
         observe = self.config.observe
         if observe.status_port is None:
             return None
-        from asyncrl.observe.web import StatusServer
+        from asyncrl.observe.web import KEY_FILE, status_server
 
-        server = StatusServer(self.run_dir, observe, self._numbers)
+        server = status_server(self.run_dir, observe, self._numbers)
         self._status_url = server.url
-        self._console.say(f"{self._status_url}/metrics and /status; the key: {server.key_path}")
+        self._console.say(f"{self._status_url}/metrics and /status; the key: {self.run_dir / KEY_FILE}")
         return server
 
     def _numbers(self) -> dict[str, Any]:
@@ -210,12 +210,6 @@ class Reporter:
                 f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
                 f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): "
                 f"{logs / 'trainer-0.log'} says why",
-            )
-        if metrics.get("rollout/given_up"):
-            self.log.warn_once(
-                "given up",
-                f"a prompt failed or became too old {self.config.rollout.max_requeues + 1} times "
-                f"(rollout.max_requeues), or cannot be sampled, and is given up: {logs / 'controller.log'}",
             )
         if skipped := skipped_text(metrics):
             saved = self.run_dir / "failed_batches" / f"step_{batch.version + 1}.safetensors"

@@ -239,23 +239,6 @@ class Batch:
     mask_older: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WaitReport:
-    """Seconds that the trainer waited for one batch, by cause.
-
-    generation: too few ready groups. stragglers: taking the ready groups would have made a running group too
-    old (on_overdue=wait). publishing: admission waited for a newer version to be served.
-    """
-
-    generation_s: float = 0.0
-    stragglers_s: float = 0.0
-    publishing_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.generation_s + self.stragglers_s + self.publishing_s
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfinishedGroup:
     """A group of a killed run, by sample_index. `failures`: (attempts, reason), attempts 0 if the prompt is

@@ -195,37 +195,34 @@ async def watch(
 # ---- the status port
 
 
-class StatusServer(WebServer):
-    """Serves /metrics and /status of a run to bearers of its key."""
+def status_server(
+    run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, Any]]
+) -> WebServer:
+    """Serve /metrics and /status of a run to bearers of its key."""
+    path = run_dir / STATUS_FILE
+    info = {"run_dir": run_dir.resolve().name, "version": __version__}
 
-    def __init__(
-        self, run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        self.key_path = run_dir / KEY_FILE
-        self._status_path = run_dir / STATUS_FILE
-        self._numbers = numbers
-        self._info = {"run_dir": run_dir.resolve().name, "version": __version__}
-        host = observe.status_host
-        port = observe.status_port or 0
-        routes = {"/metrics": self._metrics, "/status": self._status}
-        setting = f"observe.status_host={host}, observe.status_port={port}"
-        super().__init__(host, port, routes, key=self._read_key(), setting=setting)
-
-    def _read_key(self) -> str:
-        """Return the user's key, or the key of the file, kept over resumes."""
-        if given := os.environ.get(KEY_ENV):
-            return given
-        if not self.key_path.exists():
-            write_whole(self.key_path, secrets.token_hex(24), is_private=True)
-        return self.key_path.read_text(encoding="utf-8").strip()
-
-    async def _metrics(self, _: Request) -> Response:
-        state = json.loads(self._status_path.read_bytes())["state"]
-        text = openmetrics(self._numbers(), state=state, info=self._info)
+    async def metrics(_: Request) -> Response:
+        text = openmetrics(numbers(), state=json.loads(path.read_bytes())["state"], info=info)
         return Response(text, headers={"Content-Type": exposition.CONTENT_TYPE_LATEST})
 
-    async def _status(self, _: Request) -> Response:
-        return Response(self._status_path.read_bytes(), media_type="application/json")
+    async def status(_: Request) -> Response:
+        return Response(path.read_bytes(), media_type="application/json")
+
+    host = observe.status_host
+    port = observe.status_port or 0
+    setting = f"observe.status_host={host}, observe.status_port={port}"
+    routes = {"/metrics": metrics, "/status": status}
+    return WebServer(host, port, routes, key=_status_key(run_dir / KEY_FILE), setting=setting)
+
+
+def _status_key(path: Path) -> str:
+    """Return the user's key, or the key of the file, kept over resumes."""
+    if given := os.environ.get(KEY_ENV):
+        return given
+    if not path.exists():
+        write_whole(path, secrets.token_hex(24), is_private=True)
+    return path.read_text(encoding="utf-8").strip()
 
 
 def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]) -> bytes:
