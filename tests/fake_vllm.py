@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -241,7 +241,7 @@ def server_over(fake: FakeVllm, *, mark: str = "", starts_fresh: bool = True) ->
     needed = VllmRequirements(
         "/model", "float32", SLOTS, 1000, (), "cpu", starts_fresh=starts_fresh, canary_limit=1e-3
     )
-    return VllmServer(fake, needed, mark=mark)
+    return VllmServer(fake, replace(needed, mark=mark))
 
 
 async def ready_server() -> tuple[FakeVllm, VllmServer]:

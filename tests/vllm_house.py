@@ -58,8 +58,8 @@ class House:
 
         async def within() -> None:
             caller = Caller("engine-0", self.process.url, SECRET)
-            needed = self.facts(canary_limit=canary_limit, **(facts or {}))
-            server = VllmServer(caller, needed, policy_version=self.version, decode=self.decode)
+            needed = self.facts(canary_limit=canary_limit, decode=self.decode, **(facts or {}))
+            server = VllmServer(caller, needed, policy_version=self.version)
             try:
                 async with asyncio.timeout(200):
                     await server.ready(100)

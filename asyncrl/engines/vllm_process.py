@@ -19,6 +19,7 @@ from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.base.message import ErrorBody
 from asyncrl.engines.engine import CallScope
 from asyncrl.messages.engine_api import EnginePart
+from asyncrl.messages.stop_watch import Decode
 
 if TYPE_CHECKING:
     from asyncrl.engines.vllm_sampling import Segment
@@ -162,7 +163,6 @@ class VllmProcess(CallScope):
     """
 
     def __init__(self, caller: Caller, version: int, mark: str) -> None:
-        """`mark`: in every label; distinguishes runs that push to one server."""
         super().__init__(caller, version)
         self._mark = mark
         self.label = self.label_of(version)
@@ -302,7 +302,8 @@ class VllmRequirements:
 
     `end_ids`: the only end tokens. `special_ids`: tokens without text, by name, for stop strings.
     `starts_fresh`: with the initial weights. `stays`: keeps its memory during sleep. `canary_limit` in
-    nats.
+    nats. `decode`: for stop strings across two segments. `mark`: in all labels; tokens of other runs raise
+    EngineError.
     """
 
     model_path: str
@@ -316,6 +317,8 @@ class VllmRequirements:
     stays: bool = False
     returns_routing: bool = False
     canary_limit: float = math.inf
+    decode: Decode | None = None
+    mark: str = ""
 
 
 def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) -> None:
@@ -352,7 +355,7 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
         await _make_ready(process, needed)
     except CallRefused as refusal:
         route = refusal.path.partition("?")[0].partition(" ")[0]
-        if route not in _WAYS_OUT or (refusal.status >= 500 and route != _RPC):
+        if route not in _WAYS_OUT or (refusal.status not in (401, 403, 404) and route != _RPC):
             raise
         what = f"{process.name}: the vLLM server there refuses {route} ({refusal.body.error})"
         raise ConfigError(what, rule=_RULE, way_out=_WAYS_OUT[route]) from refusal

@@ -69,9 +69,7 @@ class Segment:
         request: SamplingRequest,
         requirements: VllmRequirements,
         on_chunk: OnChunk,
-        decode: Decode | None,
     ) -> None:
-        """`decode`: for stop strings across two segments."""
         self.request = request
         self.on_chunk = on_chunk
         self.wire_id = f"{uuid.uuid4().hex[:12]}-{request.request_id}"
@@ -80,7 +78,7 @@ class Segment:
         self.answered = asyncio.Event()
         self._process = process
         self._requirements = requirements
-        self._watch = joint_watch(request, decode)
+        self._watch = joint_watch(request, requirements.decode)
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[TopLogprobs] = []

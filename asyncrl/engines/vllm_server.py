@@ -26,7 +26,6 @@ from asyncrl.messages.engine_api import (
     TransferStats,
 )
 from asyncrl.messages.records import SamplingRequest
-from asyncrl.messages.stop_watch import Decode
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 RESUME_LIMIT_S = 10.0
@@ -44,8 +43,6 @@ class VllmServer(EngineClient):
     Invariant: as for EngineServer; versions come from vLLM's spans. A paused engine is resumed unless its
         process was given up. Tokens wait for a good canary; otherwise the process is broken.
 
-    `decode`: for stop strings across two segments. `mark`: in all labels; other runs' tokens raise
-    EngineError.
     """
 
     def __init__(
@@ -54,17 +51,13 @@ class VllmServer(EngineClient):
         needed: VllmRequirements,
         *,
         policy_version: int = 0,
-        decode: Decode | None = None,
-        mark: str = "",
         broadcast_group: BroadcastGroup | None = None,
     ) -> None:
         self.needed = needed
-        self._decode = decode
-        self._mark = mark
         super().__init__(caller, policy_version=policy_version, broadcast_group=broadcast_group)
 
     def _begin_nowait(self) -> None:
-        self._line = self._process = VllmProcess(self._caller, self._start_version, self._mark)
+        self._line = self._process = VllmProcess(self._caller, self._start_version, self.needed.mark)
         self._staged: Load | None = None
         self._unchecked: Load | None = None
 
@@ -81,7 +74,7 @@ class VllmServer(EngineClient):
     ) -> GenerateResponse:
         """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens."""
         check_request(self._process, request, self.needed)
-        return await Segment(self._process, request, self.needed, on_chunk, self._decode).sample()
+        return await Segment(self._process, request, self.needed, on_chunk).sample()
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
         process = self._process

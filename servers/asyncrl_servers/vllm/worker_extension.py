@@ -51,8 +51,7 @@ class Loader:
 
     Life: idle -> staging (checked in a thread) -> staged -> load -> idle; or idle -> open (chunks) ->
         finished -> idle; or a whole broadcast. The model cannot compute while an update is open.
-    Invariant: a load succeeds only if every parameter received all its elements; else the model
-        `is_broken` until a full load.
+    Invariant: a load succeeds only if every parameter received all its elements.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -65,7 +64,6 @@ class Loader:
         self._adapters: list[str] = []
         """Folders of the last two versions."""
         self._staged: Staged | None = None
-        self.is_broken = False
         self._open_version: int | None = None
         self._owners: set[str] = set()
         """Layers with parameters of their own, while an update is open."""
@@ -174,9 +172,9 @@ class Loader:
     # ---- updates
 
     def _begin(self, version: int) -> None:
-        """Open an update, abandoning an open one."""
+        """Open an update; close an open one."""
         if self._open_version is not None:
-            self._abandon()
+            self._close()
         self._open_version = version
         # A tied parameter is listed once. Layers without parameters compute their buffers.
         self._owners = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()}
@@ -200,12 +198,6 @@ class Loader:
             rule = "the weights of this server are of no version until a load succeeds"
             raise Refused(409, what, rule=rule, way_out="load a whole set again, or restart it.")
         self._close()
-        if self.is_broken:
-            # Broken weights may leave NaN in the KV cache, which masked attention does not remove.
-            for cache in self.worker.model_runner.kv_caches:
-                for part in [cache] if isinstance(cache, Tensor) else cache:
-                    part.zero_()
-        self.is_broken = False
 
     def incomplete(self) -> list[str]:
         missing = []
@@ -250,17 +242,12 @@ class Loader:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Abandon the open update on failure."""
+        """Close the open update on failure: the next request would end the engine."""
         try:
             yield
         except Exception:
-            self._abandon()
+            self._close()
             raise
-
-    def _abandon(self) -> None:
-        """Complete the layers: the next request would end the engine."""
-        self.is_broken = True
-        self._close()
 
 
 def _rpc(name: str) -> Callable[..., dict[str, Any]]:
