@@ -79,15 +79,15 @@ class Host:
         codes = {key: child.returncode for key, child in self._children.items()}
         return {key: code for key, code in codes.items() if code is not None}
 
-    async def end(self, key: str) -> tuple[int | None, str]:
-        """Return (exit code, survivors)."""
+    async def end(self, key: str) -> int | None:
+        """Return its exit code; None if it survives."""
         child = self._children.get(key)
         if child is None:
-            return None, ""
+            return None
         await child.aclose()
         self._children.pop(key)
         self._waits.pop(key).cancel()
-        return child.returncode, child.left
+        return child.returncode
 
     async def kill(self, key: str) -> None:
         self._children[key].kill_nowait()

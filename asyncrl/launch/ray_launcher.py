@@ -366,7 +366,7 @@ class RayProcess(Process):
         with contextlib.suppress(RoomError):  # a lost node has ended it
             await starting
             self._on.processes.pop(self.key, None)
-            code, self.left = await self._on.call("end", self.key, timeout_s=END_S)
+            code = await self._on.call("end", self.key, timeout_s=END_S)
             if self.returncode is None and code is not None:
                 self.end_nowait(code)
 
