@@ -2,17 +2,20 @@
 
     python scripts/gpu_acceptance.py --part K [--row NAME ...] [--tiny] [--out DIR] [--need]
 
-    1  tests marked gpu; losses, head, packed forward and backward, and LoRA against float32 on the CPU;
+    1  the most valuable rows: optimizer steps of 0.6B and 4B (tokens/s, MFU, peak memory against the plan),
+       a push by ipc, handovers of a colocated run, the quickstart
+    2  tests marked gpu; losses, head, packed forward and backward, and LoRA against float32 on the CPU;
        distances between packed and plain passes in bfloat16
-    2  optimizer steps: tokens/s, MFU, peak memory against the plan; TRL on the same batch
-    3  colocated trainer and embedded engine: handovers against a memory copy; two shipped configs
-    4  weight pushes to the embedded engine: total seconds, and seconds without a token
+    3  longer sequences; TRL on the same batch
+    4  handovers by files, the agent, more weight pushes
     5  nccl to the embedded engine (two devices); vLLM: nccl, sleep, tensor parallel, batch invariance, async
        against sync (vLLM and two devices)
 
-A part ends within 9 minutes and uses no network. Models are random. Each row runs in its own process for at
-most --budget-s seconds, so a broken row breaks no other row. No row starts after 8 minutes; name the rows of
-part 5. Results are printed and appended to DIR/DEVICE.txt, with plots (default: benchmarks/results).
+A part ends within 9 minutes and uses no network. The first lines name card, driver, versions, whether layers
+are compiled, and the attention kernel. BELOW marks a figure below its estimate for an H100; such a row does
+not fail. Models are random. Each row runs in its own process for at most --budget-s seconds, so a broken row
+breaks no other row. No row starts after 8 minutes; name the rows of part 5. Results are printed and appended
+to DIR/DEVICE.txt, with plots (default: benchmarks/results).
 
 Exit code: 1 if a row failed, is NOT ok, or lacks a package (parts 1 to 4). --tiny uses tiny sizes, also on a
 CPU. Without pip, unpack wheels into a folder of PYTHONPATH.
@@ -34,7 +37,10 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    import torch
 
 REPO = Path(__file__).resolve().parents[1]
 IMPORTED = [str(path) for path in (REPO, REPO / "servers", REPO / "benchmarks", REPO / "scripts")]
@@ -162,12 +168,14 @@ class Part:
             if self._file is None:
                 self.options.out.mkdir(parents=True, exist_ok=True)
                 self._file = self.options.out / f"{told['label']}.txt"
-                self.write(told["machine"])
+                for line in told["machine"]:
+                    self.write(line)
             return
         ok = {True: "ok", False: "NOT ok", None: ""}[told.get("ok")]
         self.is_ok &= told.get("ok") is not False
         self.has_failed |= not self.is_ok
         against = f"  ({told['against']})" if told.get("against") else ""
+        ok = "BELOW" if told.get("below") else ok
         line = f"{row.part} {row.name:<20} {told['what']:<46} {told['value']:>12}{against}  {ok}"
         self.write(line.rstrip())
 
@@ -200,12 +208,33 @@ def measure(row: Row, options: argparse.Namespace) -> None:
     if device == "cpu" and not options.tiny:
         bench.tell("", "not run: no CUDA device")
         return
-    say(machine=machine_line(), label=label)
+    say(
+        machine=[machine_line(), *(cuda_lines(torch.device("cuda")) if device == "cuda" else [])], label=label
+    )
     module, _, function = row.function.partition(".")
     try:
         getattr(importlib.import_module(f"gpu.{module}"), function)(bench, **row.arguments)
+        if device == "cuda" and row.gib is not None:
+            bench.memory(row.gib * 2**30, torch.cuda.max_memory_allocated(), is_limit=False)
     except NotRunError as why:
         bench.tell("", f"not run: {why}")
+
+
+def cuda_lines(device: torch.device) -> list[str]:
+    """Return the driver, CUDA, and the kernels that decide the speed."""
+    import torch
+
+    from asyncrl.trainer.attention import choose_flash
+    from asyncrl.trainer.fused import missing_for_compiling
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    missing = missing_for_compiling(device)
+    flash = choose_flash(torch.cuda.get_device_capability())
+    return [
+        f"driver {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}, FlashAttention {flash}",
+        f"layers run uncompiled, BELOW all estimates: {missing}" if missing else "layers are compiled",
+    ]
 
 
 if __name__ == "__main__":

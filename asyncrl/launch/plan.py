@@ -182,7 +182,7 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
     most = CPU_MICRO_BATCH_TOKENS if kind == "cpu" else trainer.micro_batch_tokens
     tokens = min(most, trainer.micro_batch_tokens)
     tokens = max(tokens, config.rollout.max_length)  # a longer sequence is its own micro-batch
-    work = shape.activation_bytes(tokens, item, kind, is_checkpointed=trainer.gradient_checkpointing)
+    work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)

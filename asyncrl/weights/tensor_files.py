@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +42,10 @@ _FILE_NAMES = {name: code for code, (name, _) in DTYPES.items()}
 _ITEM_BYTES = dict(DTYPES.values())
 _PIECE_BLOCKS = 512
 """Blocks hashed at once: they fit a CPU's cache."""
+SMALL_BYTES = {"cpu": 2**16}
+"""Most bytes of a tensor that shares a product, by device type; else 16 MiB."""
+JOINED_BYTES = 2**26
+"""Bytes of small tensors in a product."""
 MIN_HASHED_BYTES = 2**22
 """Minimum bytes per task of the hashing thread."""
 SCALE = "scale"
@@ -146,25 +152,74 @@ def digest_of_tensor(name: str, tensor: Tensor) -> bytes:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Wait for a device only once."""
-    return finish_digests({name: begin_digest(tensor) for name, tensor in tensors.items()})
+    digests = Digests()
+    for name, tensor in tensors.items():
+        digests.add(name, tensor)
+    return digests.finish()
 
 
-Begun = tuple[str, tuple[int, ...], "Tensor"]
-"""Digest in progress: dtype, shape, and block_sums, int32 [blocks, 8] on the tensor's device."""
+class Digests:
+    """Digests of tensors on one device. Small tensors share a product, and all share one copy to the host."""
+
+    def __init__(self) -> None:
+        self._small: dict[str, Tensor] = {}
+        self._small_bytes = 0
+        self._sums: list[Tensor] = []
+        self._entries: list[tuple[str, str, tuple[int, ...], int]] = []
+        """(name, dtype, shape, blocks), in the order of the sums."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The tensor's content must not change before finish()."""
+        tensor = tensor.detach().contiguous()
+        if tensor.nbytes > SMALL_BYTES.get(tensor.device.type, 2**24):
+            self._sums.append(torch_block_sums(tensor))
+            self._note(name, tensor)
+            return
+        self._small[name] = tensor
+        self._small_bytes += tensor.nbytes
+        if self._small_bytes >= JOINED_BYTES:
+            self._join()
+
+    def finish(self) -> dict[str, bytes]:
+        import torch
+
+        self._join()
+        if not self._entries:
+            return {}
+        sums = torch.cat(self._sums).cpu().numpy().astype("<i4", copy=False)
+        ends = list(accumulate(num_blocks for *_, num_blocks in self._entries))
+        return {
+            name: digest_of_sums(name, dtype, shape, sums[end - num_blocks : end].data)
+            for (name, dtype, shape, num_blocks), end in zip(self._entries, ends, strict=True)
+        }
+
+    def _join(self) -> None:
+        """Sum the small tensors, each padded to whole blocks, in one product."""
+        import torch
+
+        if not self._small:
+            return
+        flats = [tensor.reshape(-1).view(torch.int8) for tensor in self._small.values()]
+        padding = torch.zeros(BLOCK_BYTES, dtype=torch.int8, device=flats[0].device)
+        self._sums.append(
+            torch_block_sums(
+                torch.cat([part for flat in flats for part in (flat, padding[: -len(flat) % BLOCK_BYTES])])
+            )
+        )
+        for name, tensor in self._small.items():
+            self._note(name, tensor)
+        self._small, self._small_bytes = {}, 0
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        num_blocks = -(-tensor.nbytes // BLOCK_BYTES)
+        self._entries.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), num_blocks))
 
 
-def begin_digest(tensor: Tensor) -> Begun:
-    """Start a tensor's sums; its content must not change before they are done."""
-    tensor = tensor.detach().contiguous()
-    return dtype_name(tensor.dtype), tuple(tensor.shape), torch_block_sums(tensor)
+@cache
+def _keys_on(device: torch.device) -> Tensor:
+    import torch
 
-
-def finish_digests(begun: Mapping[str, Begun]) -> dict[str, bytes]:
-    return {
-        name: digest_of_sums(name, dtype, shape, sums.cpu().numpy().astype("<i4", copy=False).data)
-        for name, (dtype, shape, sums) in begun.items()
-    }
+    return torch.from_numpy(block_keys()).to(device)
 
 
 def digest_and_size(tensors: Mapping[str, Tensor]) -> tuple[dict[str, bytes], int]:
@@ -179,7 +234,7 @@ def torch_block_sums(tensor: Tensor) -> Tensor:
     """Return block_sums of a contiguous tensor's bytes, int32 [blocks, 8] on its device."""
     import torch
 
-    flat, keys = tensor.reshape(-1).view(torch.int8), torch.from_numpy(block_keys()).to(tensor.device)
+    flat, keys = tensor.reshape(-1).view(torch.int8), _keys_on(tensor.device)
     num_whole = len(flat) // BLOCK_BYTES
     blocks = flat[: num_whole * BLOCK_BYTES].view(num_whole, BLOCK_BYTES)
     last = flat[num_whole * BLOCK_BYTES :]
