@@ -55,6 +55,14 @@ async def test_late_request_has_only_tokens_of_new_weights(
     check_logprobs(answer)
 
 
+@with_server
+async def test_kept_requests_need_a_cleared_cache(fake: FakeVllm, server: VllmServer) -> None:
+    fake.refuses_reset = True
+    with pytest.raises(EngineError, match="could not clear its KV cache"):
+        await publish(server, 1, "keep")
+    assert (server.policy_version, fake.pause) == (0, None), "the old weights serve on"
+
+
 def chunk(version: int, index: int) -> ExportChunkResponse:
     """Of two."""
     whole = manifest(version).model_dump(include={"version", "path", "num_tensors", "num_bytes"})

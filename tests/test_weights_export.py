@@ -34,6 +34,7 @@ from asyncrl.weights.export import (
 from asyncrl.weights.tensor_files import (
     digest_of_tensor,
     digest_tensors,
+    digests_of,
     read_tensors,
     torch_block_sums,
     write_tensors,
@@ -269,6 +270,23 @@ def test_numpy_torch_and_devices_compute_the_same_sums(
         patched.setattr(torch, "_int_mm", lambda blocks, keys, out: floats(blocks, keys.float(), out=out))
         found.append(torch_block_sums(view).numpy().tobytes())
     assert found == [sums_of(data[start * dtype.itemsize :])] * 3
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5000), max_size=8),
+    small=st.sampled_from([0, 100, 10**6]),
+    joined=st.sampled_from([1, 3000, 10**6]),
+)
+def test_joined_tensors_have_their_own_digests(sizes: list[int], small: int, joined: int) -> None:
+    tensors = {f"{at}": torch.randn(size).to(torch.bfloat16) for at, size in enumerate(sizes)}
+    expected = {
+        name: digest.tensor_digest(name, "bfloat16", tuple(one.shape), tensor_files.host_bytes(one))
+        for name, one in tensors.items()
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tensor_files, "SMALL_BYTES", {"cpu": small})
+        patched.setattr(tensor_files, "JOINED_BYTES", joined)
+        assert digests_of(tensors) == expected
 
 
 @given(st.data())

@@ -120,6 +120,12 @@ class RpcResults(Read):
     results: list[dict[str, Any]]
 
 
+class CacheReset(Read):
+    """POST /reset_prefix_cache."""
+
+    success: bool
+
+
 class LabelInfo(Read):
     """GET /weight_info."""
 
@@ -345,6 +351,14 @@ class VllmProcess(CallScope):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.tell("/abort_requests", {"request_ids": [_WIRE_ID.format(name) for name in request_ids]})
+
+    async def reset_cache(self) -> None:
+        """Clear the KV cache; running requests compute theirs anew. Raises EngineError."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        if not (await self.post(path, None, CacheReset)).success:
+            rule = "no token is sampled from new weights over an old KV cache"
+            way_out = "set weight_sync.interrupt=abort."
+            raise EngineError(self.name, f"could not clear its KV cache ({path})", rule=rule, way_out=way_out)
 
     async def rpc(self, method: str, argument: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Call our extension in each worker. Raises CallRefused."""

@@ -102,8 +102,8 @@ class Load:
         process, clock = self.process, asyncio.get_running_loop().time
         num_running = len(process.sent)
         started = clock()
-        keeps_kv = interrupt == "keep_kv"
-        pause = {"mode": "keep" if keeps_kv else interrupt, "clear_cache": str(not keeps_kv).lower()}
+        keeps = interrupt in ("keep", "keep_kv")  # vLLM is about to ignore clear_cache here
+        pause = {"mode": "keep" if keeps else interrupt, "clear_cache": str(not keeps).lower()}
         try:
             await process.tell(f"/pause?{urlencode(pause)}")
             if interrupt == "wait":
@@ -118,6 +118,8 @@ class Load:
                 num_kept = len(kept) if self.manifest.canary is None else self._needed.slots - 1
                 sent = [segment for segment in sent if segment not in kept[:num_kept]]
             await process.end(sent)
+            if interrupt == "keep":
+                await process.reset_cache()
             await self._load_under_label(interrupt)
         finally:
             _, cancelled = await uncut(self._resume())
