@@ -17,6 +17,7 @@ import torch
 from gpu.rows import BASE, MARK, ROWS, Bench, Row
 
 SCRIPT = Path(gpu_acceptance.__file__)
+OF_EACH_KIND = ["tests", "distances-0.5B", "trl", "turns-ipc", "quickstart", "agent", "0.6B-ipc"]
 
 
 @pytest.fixture
@@ -76,27 +77,16 @@ def test_what_breaks_is_told_and_the_other_rows_still_run(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name", ["tests", "distances-0.5B", "trl", "turns-ipc", "quickstart", "agent", "0.6B-ipc"]
-)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_rows_need_no_package_that_they_do_not_name(tmp_path: Path, name: str) -> None:
     """Each row with a function of its own, in processes that see only the packages of --need."""
     (row,) = (row for row in ROWS if row.name == name)
     assert row.missing() == []
     packages = " ".join([*BASE, *row.needs])
     hidden = Path(__file__).with_name("only_named_packages")
+    command = [sys.executable, str(SCRIPT), "--part", str(row.part), "--row", name, "--tiny"]
     done = subprocess.run(
-        [
-            sys.executable,
-            str(SCRIPT),
-            "--part",
-            str(row.part),
-            "--row",
-            name,
-            "--tiny",
-            "--out",
-            str(tmp_path),
-        ],
+        [*command, "--out", str(tmp_path)],
         env={**os.environ, "ONLY_PACKAGES": packages, "PYTHONPATH": str(hidden)},
         capture_output=True,
         text=True,

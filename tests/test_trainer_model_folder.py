@@ -179,9 +179,8 @@ def test_bfloat16_weights_are_cast_where_they_are_trained(
     folder = tmp_path / "narrow"
     shutil.copytree(tiny_model_dir, folder)
     path = folder / "model.safetensors"
-    save_file(
-        {name: one.bfloat16() for name, one in load_file(path).items()}, path, metadata={"format": "pt"}
-    )
+    narrow = {name: one.bfloat16() for name, one in load_file(path).items()}
+    save_file(narrow, path, metadata={"format": "pt"})
     plain = TrainStep(make_spec(folder, tmp_path))
     loaded = list[torch.dtype]()
 

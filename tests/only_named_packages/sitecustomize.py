@@ -35,9 +35,8 @@ class Hidden:
     """Import finder that raises for hidden packages."""
 
     def __init__(self, shown: set[str]) -> None:
-        self.hidden = (
-            set(importlib.metadata.packages_distributions()) - shown - {"asyncrl", "asyncrl_servers"}
-        )
+        ours = {"asyncrl", "asyncrl_servers"}
+        self.hidden = set(importlib.metadata.packages_distributions()) - shown - ours
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] in self.hidden:
