@@ -16,7 +16,7 @@ MARK = "@row "
 
 BASE = (
     "torch transformers tokenizers safetensors numpy pydantic pydantic_core annotated_types "
-    "typing_inspection typing_extensions yaml xxhash psutil aiohttp rich typer jinja2 matplotlib accelerate"
+    "typing_inspection typing_extensions yaml xxhash psutil aiohttp rich typer jinja2 matplotlib accelerate peft"
 ).split()
 """Packages of every row."""
 GATEWAY = ("fastapi", "starlette", "uvicorn", "httptools", "llguidance")
@@ -70,7 +70,7 @@ ROWS = (
     Row(2, "losses", "correct.all_losses", gib=0.1),
     Row(2, "head", "correct.head", gib=1.5),
     Row(2, "weights", "correct.against_cpu", {"trainer": {}}, gib=13.0),
-    Row(2, "lora", "correct.against_cpu", {"trainer": {"lora": {"rank": 16}}}, needs=("peft",), gib=5.0),
+    Row(2, "lora", "correct.against_cpu", {"trainer": {"lora": {"rank": 16}}}, gib=5.0),
     Row(2, "distances-0.5B", "correct.distances", {"shape": "0.5B"}, gib=4.0),
     Row(2, "distances-7B", "correct.distances", {"shape": "7B"}, gib=20.0),
     _speed(3, "0.6B", 65_536, (10_100, 0.27), f"{PRIME_RL} 10,100 tok/s, 26.8 %"),

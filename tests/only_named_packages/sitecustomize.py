@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import re
 import sys
+from importlib.machinery import PathFinder
+from typing import Any
 
 
 def requirements(names: set[str]) -> set[str]:
@@ -31,17 +33,21 @@ def requirements(names: set[str]) -> set[str]:
     }
 
 
-class Hidden:
-    """Import finder that raises for hidden packages."""
+class Shown:
+    """Python's finder of files without the hidden packages."""
 
-    def __init__(self, shown: set[str]) -> None:
-        ours = {"asyncrl", "asyncrl_servers"}
-        self.hidden = set(importlib.metadata.packages_distributions()) - shown - ours
+    def __init__(self, finder: Any, shown: set[str]) -> None:
+        self.finder = finder
+        self.hidden = {*importlib.metadata.packages_distributions()} - shown - {"asyncrl", "asyncrl_servers"}
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.partition(".")[0] in self.hidden:
-            raise ModuleNotFoundError(f"No module named {name!r} (hidden)", name=name)
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        is_hidden = name.partition(".")[0] in self.hidden
+        return None if is_hidden else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.finder, name)
 
 
 if "ONLY_PACKAGES" in os.environ:
-    sys.meta_path.insert(0, Hidden(requirements(set(os.environ["ONLY_PACKAGES"].split()))))  # type: ignore[arg-type]
+    at = sys.meta_path.index(PathFinder)
+    sys.meta_path[at] = Shown(PathFinder, requirements({*os.environ["ONLY_PACKAGES"].split()}))
