@@ -87,6 +87,7 @@ def test_fused_model_gives_the_same_logits_and_gradients(
 GUARDED = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf",
     "ignore:.*Function.*should not be instantiated:DeprecationWarning",
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
 )
 """Warnings to the tracer of torch itself."""
 
@@ -167,7 +168,7 @@ def test_compiled_experts_learn_the_same_in_one_graph(tmp_path: Path) -> None:
         wanted, found = (learned(one.train(header, arrays)) for one in (eager, compiled))
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
     # the compiler's own count includes restarted graphs
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 2 + 2, "layers, and both passes of the head"
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
