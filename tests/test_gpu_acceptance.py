@@ -17,7 +17,7 @@ import torch
 from gpu.rows import BASE, MARK, ROWS, Bench, Row
 
 SCRIPT = Path(gpu_acceptance.__file__)
-OF_EACH_KIND = ["tests", "distances-0.5B", "trl", "turns-ipc", "quickstart", "agent", "0.6B-ipc"]
+OF_EACH_KIND = ["tests", "distances-0.5B", "trl", "quickstart", "agent", "0.6B-ipc"]
 
 
 @pytest.fixture

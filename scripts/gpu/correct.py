@@ -50,7 +50,8 @@ def marked_tests(bench: Bench) -> None:
     ini.write_text(INI.format(paths=" ".join(imported)))
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(ini), "--rootdir", str(REPO), "-m", "gpu"]
     command += ["-rfE", "-p", "no:cacheprovider", "--basetemp", str(bench.folder / "pytest"), *tests]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_NO_PLUGINS": "1"}
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=environ)
     last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     if done.returncode != 0:
         bench.out.mkdir(parents=True, exist_ok=True)
