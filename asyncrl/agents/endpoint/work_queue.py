@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
+from asyncrl.agents.endpoint.newest import Newest
 from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, invalid
-from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, Expired
+from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, no_session
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.base.errors import PromptUnusable, RolloutFailure
 from asyncrl.base.http import Refused
@@ -72,7 +73,7 @@ class WorkItems:
         self._items: dict[str, QueuedItem] = {}
         self._by_key: dict[str, QueuedItem] = {}
         self._queue: OrderedDict[str, QueuedItem] = OrderedDict()
-        self._ended = Expired(3 * MAX_EXPIRED)  # by item, and by both keys
+        self._ended = Newest[str, str](3 * MAX_EXPIRED)  # by item, and by both keys
         self.workers: dict[WorkerId, WorkerRecord] = {}
 
     @property
@@ -134,7 +135,7 @@ class WorkItems:
         """Raises ApiError: 401 for an unknown key, 403 for a session's key, 410 for an ended item."""
         item = self._by_key.get(key)
         if item is None:
-            raise self._ended.error(key)
+            raise no_session(self._ended.get(key, ""))
         if key != item.item.outcome_key:
             raise outcome_refused(self.outcomes)
         return item
@@ -160,7 +161,7 @@ class WorkItems:
         for key in item.keys:
             del self._by_key[key]
         for name in (item_id, *item.keys):
-            self._ended.add(name, why)
+            self._ended[name] = why
         if result is not None:
             item.ended(result)
 
@@ -179,7 +180,7 @@ class WorkItems:
     def _why(self, item_id: str) -> str:
         if item_id in self._items:
             return "it was given to another worker"
-        return self._ended.why(item_id) or "this run never gave it out, or it ended long ago"
+        return self._ended.get(item_id) or "this run never gave it out, or it ended long ago"
 
 
 def outcome_refused(outcomes: Outcomes) -> ApiError:
