@@ -44,7 +44,6 @@ CMD ["--help"]
 # this image's Python has its headers, which Triton needs.
 FROM run AS cuda
 USER 0
-# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 USER 1000
 COPY --from=build-cuda /opt/venv /opt/venv

@@ -135,11 +135,7 @@ def test_missing_or_different_files_are_unmet(tmp_path: Path) -> None:
     lacking = {str(path): "other", str(tmp_path / "nothing"): "", str(tmp_path): ""}
     report = inspect_node(NodeRequirements({**there, **lacking}))
     assert report.unseen == list(lacking)
-    launcher = LocalLauncher()
-    launcher.open()
-    asyncio.run(launcher.hold({0: ["cpu"]}, {0: NodeRequirements(there)}))
-    with pytest.raises(ConfigError, match=f"does not see {tmp_path}/nothing, or sees another file there"):
-        asyncio.run(launcher.hold({0: ["cpu"]}, {0: NodeRequirements({str(tmp_path / "nothing"): ""})}))
+    assert "does not see" in str(unmet("n1", report, {}))
 
 
 def test_nodes_of_a_run_have_the_same_versions() -> None:

@@ -22,10 +22,10 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.servers import KINDS, Servers
 from asyncrl.launch import launchers
-from asyncrl.launch.devices import NodeDevice, place
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher, NodeRequirements
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
+from asyncrl.launch.placement import NodeDevice, place
 from asyncrl.launch.processes import ChildProcess, Process
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth

@@ -19,7 +19,7 @@ from asyncrl.job.servers import Servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
-from asyncrl.launch.devices import Placement
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

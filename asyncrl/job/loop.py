@@ -35,8 +35,8 @@ from asyncrl.job.lifecycle import (
 from asyncrl.job.report import Reporter, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, settle_saved
 from asyncrl.journal.checkpoint_folders import set_aside
-from asyncrl.launch.devices import Placement
 from asyncrl.launch.launchers import opened
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup

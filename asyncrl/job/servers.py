@@ -24,11 +24,11 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.devices import NO_DEVICE, NodeDevice, Placement, chunk_devices
 from asyncrl.launch.engine_python import find_python, find_version
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import Launcher, NodeRequirements
 from asyncrl.launch.machine import LOOPBACK
+from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import Process, ProcessSpec
 from asyncrl.launch.supervise import Server

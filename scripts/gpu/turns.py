@@ -7,8 +7,8 @@ from statistics import median
 import torch
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.devices import chunk_devices, place
 from asyncrl.launch.machine import single_node
+from asyncrl.launch.placement import chunk_devices, place
 from gpu.jobs import run_job, tell_memory
 from gpu.models import make_folder
 from gpu.rows import Bench
