@@ -56,7 +56,7 @@ def test_what_breaks_is_told_and_the_other_rows_still_run(
 ) -> None:
     def run_row(part: gpu_acceptance.Part, row: Row, limit_s: float) -> None:
         if row.name == "losses":
-            part.tell(row, {"machine": "a machine", "label": "some-device"})
+            part.tell(row, {"machine": ["a machine"], "label": "some-device"})
             part.tell(row, {"what": "it", "value": "ended with 1", "ok": False})
         else:
             part.tell(row, {"what": "it", "value": "1.0", "against": "2.0", "ok": True})
