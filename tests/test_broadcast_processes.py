@@ -115,7 +115,6 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tokenizer.save_pretrained(model_path)
     spec = {"model_path": str(model_path), "dtype": "float32", "device": "cpu", **SIZES}
     start: Any = vllm_process if kind == "vllm" else partial(engine_process, "embedded")
-    spec |= {} if kind == "vllm" else {"receives_bytes": CHUNKS["chunk_bytes"]}
     with ExitStack() as stack:
         servers = [
             stack.enter_context(start({**spec, "name": f"engine-{index}"}, folder / f"server-{index}"))

@@ -46,7 +46,7 @@ run -h -> 0: --resume
 check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... cpu: needs
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
 check configs/quickstart.yaml --slots 3 -> 2: No such option: --slots
-check configs/quickstart.yaml observe.trackers=[no_such:Mine] -> 2: there is no module no_such ... Way out:
+check configs/quickstart.yaml observe.trackers=[no_such:Mine] -> 2: No module named 'no_such' ... Way out:
 status docs -> 2: Way out:
 inspect docs -> 2: Way out:
 report docs -> 2: is not a run directory ... Way out:

@@ -49,7 +49,7 @@ def test_outcomes_are_taken_and_all_else_fails(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "args", "said"),
     [
-        ("two_turn", {}, "did you mean two_turns"),
+        ("two_turn", {}, "has no attribute 'two_turn'"),
         ("no_session", {}, "cannot be called as"),
         ("two_turns", {"bonuss": 1}, "generator.args"),
     ],

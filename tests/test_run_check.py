@@ -77,9 +77,9 @@ model.scratch=none model.path=mute -> cannot load a tokenizer from ... tokenizer
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
 algorithm.loss=ppo_clipp -> algorithm.loss=ppo_clipp is not known ... name one of ppo_clip
-algorithm.loss=mine_here:los -> mine_here has no los ... did you mean loss?
+algorithm.loss=mine_here:los -> module 'mine_here' has no attribute 'los'
 algorithm.loss=mine_here:few -> few(tokens) cannot be called as loss(tokens, settings): too many
-algorithm.advantage=nomod:x -> advantage=nomod:x: there is no module nomod
+algorithm.advantage=nomod:x -> advantage=nomod:x cannot be loaded: ModuleNotFoundError: No module
 algorithm.advantage=mine_here:advantage -> (reward_B) cannot be called as advantage(reward_B, group_B)
 generator.python=mine_here:agent -> agent(task) cannot be called as (task, session)
 generator.command=[./nothere.sh] -> generator.command: there is no program ./nothere.sh
@@ -87,7 +87,7 @@ gateway.tool_format=mine_here:parse -> parse() cannot be called as parse(text)
 model.chat_template=broken.jinja -> model.chat_template=broken.jinja line 1:
 model.chat_template=refuses.jinja generator.command=[/bin/true] -> cannot render ... no chats
 generator.command=[/bin/true] generator.pass_env=[NOT_SET_HERE] -> generator.pass_env names NOT_SET_HERE
-task.python=exits_here:f -> importing exits_here raised SystemExit: 0
+task.python=exits_here:f -> task.python=exits_here:f cannot be loaded: SystemExit: 0
 task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'

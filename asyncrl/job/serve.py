@@ -33,7 +33,7 @@ from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
-from asyncrl.launch.supervise import Supervision, heartbeat, start_all
+from asyncrl.launch.supervise import Supervision, start_all
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Trajectory
 from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several
@@ -125,9 +125,7 @@ async def _start_engines(
         life.closes(engine.name, engine.aclose)
     await start_all(engines)
     for engine in engines:
-        life.spawn(engine.watch(), name=f"watch {engine.name}")
-        beats = heartbeat(engine, config.observe.heartbeat_s)
-        life.spawn(beats, name=f"heartbeat {engine.name}")
+        life.spawn(engine.watch(config.observe.heartbeat_s), name=f"watch {engine.name}")
     return servers, clients, tokenizer
 
 
