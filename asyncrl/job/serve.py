@@ -155,13 +155,13 @@ async def _live_gateway(life: Lifecycle, path: Path | None, num_tried: int | Non
     engines = servers.engines()
     clients = [servers.client(engine, tokenizer) for engine in engines]
     pool = EnginePool(clients, slots=life.config.rollout.slots)
-    with RolloutRecorder(tokenizer, path) as recorder:
-        await _start(life, engines)
-        life.spawn(life.wait_broken(), name="watch gateway")
-        if num_tried is None:
-            code = await _serve_user(life, pool, recorder)
-        else:
-            code = await _try_agent(life, pool, tasks, recorder, num_tried)
+    recorder = RolloutRecorder(tokenizer, path)
+    await _start(life, engines)
+    life.spawn(life.wait_broken(), name="watch gateway")
+    if num_tried is None:
+        code = await _serve_user(life, pool, recorder)
+    else:
+        code = await _try_agent(life, pool, tasks, recorder, num_tried)
     if path is not None:
         life.log.info(f"{recorder.num_recorded} rollouts recorded in {path}")
     return code
@@ -339,7 +339,7 @@ def _log_calls(log: RunLog, gateway: Gateway) -> None:
     stats = gateway.stats()
     tokens = f"{stats.prompt_tokens} prompt and {stats.completion_tokens} sampled tokens"
     continued = f"{stats.extended + stats.realigned} continued recorded tokens"
-    branches = f"{stats.edited + stats.uncut} started a branch"
+    branches = f"{stats.edited} started a branch"
     log.info(f"{stats.calls} calls, {tokens}; {continued}, {branches}, {sum(stats.refused.values())} refused")
 
 
