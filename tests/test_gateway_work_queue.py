@@ -106,10 +106,9 @@ class QueueHistory(RuleBasedStateMachine):
         self.held: dict[str, str] = {}
         """Worker by rollout."""
         self.items: dict[str, shapes.WorkItem] = {}
-        self.posted: dict[str, Outcome] = {}
 
     async def opened(self) -> Desk:
-        return Desk(outcomes="posted")
+        return Desk()
 
     def does(self, what: Any) -> Any:
         return self.loop.run_until_complete(what)
@@ -170,23 +169,8 @@ class QueueHistory(RuleBasedStateMachine):
             return
         assert status == 200
         (end,) = self.does(asyncio.gather(self.runs[name], return_exceptions=True))
-        posted = self.posted.get(name, Outcome())
-        if fails:
-            assert str(end) == "no."
-        else:
-            assert end == Outcome(posted.reward, {**posted.metrics, "turns": 2.0})
+        assert str(end) == "no." if fails else end == Outcome(metrics={"turns": 2.0})
         del self.held[name]
-
-    @precondition(lambda self: self.items)
-    @rule(data=st.data(), value=st.integers(0, 3))
-    def post(self, data: st.DataObject, value: int) -> None:
-        name, item = self.drawn(data)
-        is_live = not self.runs[name].done()
-        outcome = {"reward": value, "metrics": {"posted": value}}
-        assert self.does(self.desk.post(outcome, item.key))[0] == (403 if is_live else 410)
-        assert self.does(self.desk.post(outcome, item.outcome_key or ""))[0] == (200 if is_live else 410)
-        if is_live:
-            self.posted[name] = Outcome(float(value), {"posted": float(value)})
 
     @precondition(lambda self: self.runs)
     @rule(data=st.data())

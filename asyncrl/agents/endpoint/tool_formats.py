@@ -18,15 +18,16 @@ from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 
 MAX_TOOLS = 128
-MAX_SCHEMAS = 64
 MALFORMED = (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError)
 _DECODER = json.JSONDecoder()
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """`{"type": "function", "function": {"name": ..., "parameters": {...}}}` by tool."""
-Read: TypeAlias = Callable[[str, Any, Tools], tuple[list[tuple[Any, Any]], int]]
-"""(text, match of the head, tools) -> ((name, arguments) by call, end)."""
+Found: TypeAlias = tuple[list[tuple[Any, Any]], int]
+"""((name, arguments) by call, end)."""
+Read: TypeAlias = Callable[[str, Any, Tools], Found]
+"""From text, match of the head, and tools."""
 
 
 class ToolCall(NamedTuple):
@@ -70,7 +71,7 @@ def _after(pattern: Any, text: str, at: int) -> int:
     return int(found.end())
 
 
-def read_json(text: str, begun: Any, tools: Tools) -> tuple[list[tuple[Any, Any]], int]:
+def read_json(text: str, begun: Any, tools: Tools) -> Found:
     """Read the arguments of a named call, or `{"name": ..., "arguments": {...}}` repeatedly or in a list."""
     name = begun.groupdict().get("tool")
     at = _after(_BETWEEN, text, begun.end())
@@ -89,17 +90,18 @@ def tagged(pattern: str) -> Read:
     """Read tagged arguments. Groups: `key`, `value`, optionally `string` ("true": text)."""
     arguments = re.compile(pattern, re.DOTALL)
 
-    def read(text: str, begun: Any, tools: Tools) -> tuple[list[tuple[Any, Any]], int]:
+    def read(text: str, begun: Any, tools: Tools) -> Found:
         name, at = begun["tool"], begun.end()
-        schemas = [each["function"] for each in tools if each["function"]["name"] == name]
-        schema = (schemas[0].get("parameters") if schemas else None) or {}
+        function = next((each["function"] for each in tools if each["function"]["name"] == name), {})
+        schemas = (function.get("parameters") or {}).get("properties") or {}
         found: dict[str, Any] = {}
         while match := arguments.match(text, at):
             at = match.end()
             key, value = match["key"], match["value"]
             if key in found:
                 raise ValueError("an argument is given twice")
-            found[key] = value if match.groupdict().get("string") == "true" else typed(value, key, schema)
+            is_text = match.groupdict().get("string") == "true"
+            found[key] = value if is_text else typed(value, schemas.get(key))
         return [(name, found)], at
 
     return read
@@ -109,13 +111,12 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-def typed(raw: str, key: str, schema: Mapping[str, Any]) -> Any:
+def typed(raw: str, schema: Any) -> Any:
     """Parse `raw` as JSON if the parameter's type allows it; otherwise it is text.
 
     Without a type, quoted strings stay text, because templates write text unquoted.
     """
-    properties = schema.get("properties")
-    types = _types(properties.get(key), schema) if isinstance(properties, Mapping) else set()
+    types = _types(schema)
     if types == {"string"}:
         return raw
     try:
@@ -130,28 +131,16 @@ def typed(raw: str, key: str, schema: Mapping[str, Any]) -> Any:
     return value if not types or found in types or (found == "integer" and "number" in types) else raw
 
 
-def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema allows; none if it is too large."""
+def _types(schema: Any) -> set[str]:
+    """Return the types that a schema names; none if it allows others, too."""
     found: set[str] = set()
-    waiting = [schema]
-    for _ in range(MAX_SCHEMAS):
-        if not waiting:
-            return found
-        part = waiting.pop()
-        if not isinstance(part, Mapping):
-            continue
-        declared = part.get("type") or []
-        found.update([declared] if isinstance(declared, str) else declared)
+    schema = schema if isinstance(schema, Mapping) else {}
+    for part in schema.get("anyOf") or schema.get("oneOf") or [schema]:
+        declared = part.get("type") if isinstance(part, Mapping) else None
         if not declared:
-            found.update(_TYPES.get(type(value), "string") for value in part.get("enum") or ())
-        for key in ("anyOf", "oneOf", "allOf"):
-            waiting += (part.get(key) or [])[:MAX_SCHEMAS]
-        if isinstance(path := part.get("$ref"), str):
-            target: Any = root
-            for step in path.split("/")[1:]:
-                target = target.get(step) if isinstance(target, Mapping) else None
-            waiting.append(target)
-    return set()
+            return set()
+        found.update([declared] if isinstance(declared, str) else declared)
+    return found
 
 
 _PYTHON_CALL = re.compile(r"\s*[\[,]\s*(?P<tool>[\w.-]+)\(")
@@ -163,7 +152,7 @@ _PYTHON_ARGUMENT = re.compile(
 )
 
 
-def read_python(text: str, begun: Any, tools: Tools) -> tuple[list[tuple[Any, Any]], int]:
+def read_python(text: str, begun: Any, tools: Tools) -> Found:
     """Read `[f(x='a', y=1), g()`."""
     calls: list[tuple[Any, Any]] = []
     at = begun.end()
@@ -191,7 +180,7 @@ def _literal(text: str) -> Any:
             return text[1:-1]
 
 
-def _read_gemma(text: str, begun: Any, tools: Tools) -> tuple[list[tuple[Any, Any]], int]:
+def _read_gemma(text: str, begun: Any, tools: Tools) -> Found:
     """Read `{key:<|"|>text<|"|>}`."""
     from transformers.utils.chat_parsing.content_parsers import parse_content
 
@@ -332,7 +321,7 @@ def response_template_format(template: Any) -> ToolFormat:
     from transformers.utils.chat_parsing import parse_response
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    def read(text: str, begun: Any, tools: Tools) -> tuple[list[tuple[Any, Any]], int]:
+    def read(text: str, begun: Any, tools: Tools) -> Found:
         answer = parse_response(text, loaded, prefix="", tools=list(tools) or None)
         functions = [call["function"] for call in answer["tool_calls"]]
         return [(each["name"], each["arguments"]) for each in functions], len(text)
