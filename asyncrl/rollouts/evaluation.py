@@ -333,8 +333,11 @@ class Evaluation:
         """Return the result, or None at the time limit, at a stop, or if the eval engine is lost."""
         limit = self._limit = asyncio.timeout(held_out.timeout_s)
         try:
-            async with limit:
-                return await work
+            try:
+                async with limit:
+                    return await work
+            finally:
+                self._limit = None
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -347,8 +350,6 @@ class Evaluation:
             if self._target is None:
                 raise
             self.give_up(error)
-        finally:
-            self._limit = None
         return None
 
     async def _load(self, manifest: ExportResponse) -> bool:

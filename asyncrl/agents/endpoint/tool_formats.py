@@ -92,7 +92,9 @@ def tagged(pattern: str) -> Read:
 
     def read(text: str, begun: Any, tools: Tools) -> Found:
         name, at = begun["tool"], begun.end()
-        function = next((each["function"] for each in tools if each["function"]["name"] == name), {})
+        function: Mapping[str, Any] = next(
+            (each["function"] for each in tools if each["function"]["name"] == name), {}
+        )
         schemas = (function.get("parameters") or {}).get("properties") or {}
         found: dict[str, Any] = {}
         while match := arguments.match(text, at):
@@ -147,7 +149,7 @@ _PYTHON_CALL = re.compile(r"\s*[\[,]\s*(?P<tool>[\w.-]+)\(")
 _PYTHON_END = re.compile(r"\s*\)")
 _PYTHON_ARGUMENT = re.compile(
     r"[\s,]*(?P<key>\w+)=(?P<value>'(?:[^'\\]|\\.)*'|.*?)"
-    r"(?=\s*(?:,\s*\w+=|\)\s*(?:,\s*[\w.-]+\(|\]\s*(?:<\|tool_call_end\|>|\Z))))",
+    r"(?=,\s*\w+=|\)\s*(?:,\s*[\w.-]+\(|\]\s*(?:<\|tool_call_end\|>|\Z)))",
     re.DOTALL,
 )
 
@@ -180,13 +182,21 @@ def _literal(text: str) -> Any:
             return text[1:-1]
 
 
+_GEMMA_WORD = re.compile(r"(?<=[{,])[^{}\[\],:]+(?=:)|None")
+
+
 def _read_gemma(text: str, begun: Any, tools: Tools) -> Found:
     """Read `{key:<|"|>text<|"|>}`."""
-    from transformers.utils.chat_parsing.content_parsers import parse_content
-
     body = text[begun.end() :].partition("<tool_call|>")[0]
-    options = {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}
-    return [(begun["tool"], parse_content(body, "json", options))], begun.end() + len(body)
+    parts = body.split('<|"|>')
+    for number, part in enumerate(parts):
+        is_text = number % 2 == 1
+        parts[number] = json.dumps(part) if is_text else _GEMMA_WORD.sub(_as_json, part)
+    return [(begun["tool"], json.loads("".join(parts)))], begun.end() + len(body)
+
+
+def _as_json(word: re.Match[str]) -> str:
+    return "null" if word[0] == "None" else json.dumps(word[0])
 
 
 # ---- formats
@@ -235,7 +245,7 @@ class ToolFormat:
         calls: list[ToolCall] = []
         content: list[str] = []
         end = 0
-        begun = head.search(text, text.find(self.thinking[1]) + 1)
+        begun = head.search(text, 0 if self.noise else text.find(self.thinking[1]) + 1)
         while begun:
             content.append(self._clean(text[end : begun.start()]).rstrip())
             found, end = self.read(text, begun, tools)
