@@ -52,9 +52,8 @@ def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: 
         queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
         async with gateway_world(engine, extra_routes=queue.routes(), **config) as world:
             desk = Desk(world, queue, path)
-            with desk.recorder:
-                await story(desk)
-                desk.people.close()
+            await story(desk)
+            desk.people.close()
 
     asyncio.run(live())
     return [] if path is None else [json.loads(line) for line in path.read_text().splitlines()]
