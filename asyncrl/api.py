@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import config_from, name_of_config
-from asyncrl.job.lifecycle import SIGNALS, Interrupts, new_run_dir
+from asyncrl.job.lifecycle import SIGNALS, new_run_dir
 from asyncrl.job.resume import as_resume_mode
 from asyncrl.launch.fork_server import serving
 from asyncrl.observe.run_record import RunRecord, read_run
@@ -47,7 +48,14 @@ def run(
     In a script, call it below `if __name__ == "__main__":`. Raises ConfigError before the start, or the
     AsyncrlError that ended the run, with all processes ended.
     """
-    callbacks = Callbacks(on_step, on_evaluation, on_sample, on_weights)
+    callbacks = Callbacks(
+        {
+            "on_step": on_step,
+            "on_evaluation": on_evaluation,
+            "on_sample": on_sample,
+            "on_weights": on_weights,
+        }
+    )
     from asyncrl.job.loop import run_job
 
     if isinstance(config, str | Path):
@@ -57,7 +65,7 @@ def run(
         name, loaded = "run", config_from(values, overrides)
     folder = Path(run_dir or new_run_dir(name))
     mode = as_resume_mode(resume)
-    interrupts = Interrupts() if _is_in_loop() else None
+    interrupts = SimpleQueue[int]() if _is_in_loop() else None
 
     def train() -> None:
         with serving():
@@ -67,7 +75,7 @@ def run(
                 name=name,
                 resume=mode,
                 allow_change=allow_change,
-                trackers=[callbacks],
+                callbacks=callbacks,
                 interrupts=interrupts,
             )
 
@@ -86,13 +94,13 @@ def _is_in_loop() -> bool:
     return True
 
 
-def _run_in_thread(train: Callable[[], None], interrupts: Interrupts) -> None:
+def _run_in_thread(train: Callable[[], None], interrupts: SimpleQueue[int]) -> None:
     """Call `train` in a thread, and forward the main thread's signals."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
     try:
         for number in before:
-            signal.signal(number, lambda number, frame: interrupts.send(number))
+            signal.signal(number, lambda number, frame: interrupts.put(number))
         with ThreadPoolExecutor(1, "asyncrl run") as pool:
             training = pool.submit(train)
             while not training.done():

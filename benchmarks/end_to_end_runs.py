@@ -17,14 +17,18 @@ from typing import Any
 import numpy as np
 from common import child_environ, read_steps
 
-from asyncrl.observe.verdict import running_mean
-
 LEVELS = (0.5, 0.7, 0.8)
 WINDOW = 10
 """Optimizer steps of the moving mean that has to reach a level; the first WINDOW - 1 steps reach none."""
 FINAL_PART = 10
 """The final reward is the mean over the last tenth of the steps."""
 TIMEOUT_S = 3600.0
+
+
+def running_mean(values: list[float], *, window: int) -> list[float]:
+    """Return the mean of the last `window` values (fewer at the start)."""
+    parts = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [statistics.fmean(part) for part in parts]
 
 
 @dataclass(frozen=True)

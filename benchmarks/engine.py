@@ -34,7 +34,6 @@ from engine_replies import ask
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.engine_api import GenerateRequest
 from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
@@ -67,7 +66,7 @@ def run_ours(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> fl
     """Seconds for all requests; all are queued at once, the slots bound the concurrency."""
     started = time.perf_counter()
     requests = [
-        GenerateRequest(request_id=str(index), prompt_ids=prompt, max_tokens=length, seed=index)
+        SamplingRequest(request_id=str(index), prompt_ids=prompt, max_tokens=length, seed=index)
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     produced = [len(answer.result().token_ids) for answer in ask(engine, requests)]

@@ -8,12 +8,13 @@ from typing import Any
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked, Sampled, response
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateResponse
+from asyncrl.messages.records import SamplingRequest
 
 
 class Reply(Future[GenerateResponse]):
     def __init__(
-        self, engine: Any, request: GenerateRequest, *, is_streamed: bool = False, ends: bool = True
+        self, engine: Any, request: SamplingRequest, *, is_streamed: bool = False, ends: bool = True
     ) -> None:
         """Raises Refused (400)."""
         super().__init__()
@@ -38,7 +39,7 @@ class Reply(Future[GenerateResponse]):
         self._engine.abort([self.run])
 
 
-def ask(engine: Any, requests: Sequence[GenerateRequest], **how: bool) -> list[Reply]:
+def ask(engine: Any, requests: Sequence[SamplingRequest], **how: bool) -> list[Reply]:
     """Submit these together."""
     answers = [Reply(engine, request, **how) for request in requests]
     engine.submit([answer.run for answer in answers])

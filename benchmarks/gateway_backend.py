@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from asyncrl.base.http import child_arguments, die_with_parent, secret_of, serve
 from asyncrl.base.message import SECRET_ENV
-from asyncrl.messages.engine_api import GenerateRequest
+from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.engine_routes import OneAnswer, engine_routes
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
@@ -35,7 +35,7 @@ def main() -> None:
     async def chat(request: web.Request) -> web.Response:
         model = from_json(await request.read())["model"]
         number = next(numbers)
-        asked = GenerateRequest(f"chat-{number}", PROMPT, max_tokens=spec.max_length // 2, seed=number)
+        asked = SamplingRequest(f"chat-{number}", PROMPT, max_tokens=spec.max_length // 2, seed=number)
         num_tokens = len((await OneAnswer().answer(engine, asked)).token_ids)
         message = {"role": "assistant", "content": completion}
         total = len(PROMPT) + num_tokens

@@ -23,14 +23,14 @@ from engine_replies import ask
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.job.agent_runtime import special_tokens
-from asyncrl.job.servers import EnginePlace, Servers
+from asyncrl.job.servers import Servers
 from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
-from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, PrepareRequest
-from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
+from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
+from asyncrl.messages.records import Batch, Completion, Prompt, SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.messages.work import answer_text
 from asyncrl.observe.metrics import batch_metrics
@@ -61,7 +61,7 @@ class SyncRun:
         servers = Servers(config, placement, model_path, run_dir, LocalLauncher())
         self.trainer = TrainStep(servers.trainer_spec(0, Path(self._staging.name)))
         self.engine: Engine = build_engine(
-            EmbeddedSpec.model_validate(servers.kind.spec(model_path, "engine-0", EnginePlace()))
+            EmbeddedSpec.model_validate(servers.kind.spec("engine-0", placement.engines[0][0]))
         )
         self.engine.start()
         self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
@@ -94,7 +94,7 @@ class SyncRun:
             return [completion for request in requests for completion in self.generate([request])]
         rollout = self.config.rollout
         asked = [
-            GenerateRequest(
+            SamplingRequest(
                 request_id=f"sync-{index}",
                 prompt_ids=prompt_ids,
                 max_tokens=rollout.max_tokens,

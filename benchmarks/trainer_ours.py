@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_result
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.trainer import tree
+from asyncrl.trainer import packing, tree
 from asyncrl.trainer.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import TokenRange
@@ -62,6 +62,7 @@ def main() -> None:
     case = Case.load(sys.argv[1])
     if case.is_untangled:
         tree._trie = nothing_shared
+        packing.in_tree_order = lambda sequences, _: [(one, 0) for one in sequences]
     header, arrays = case.batch()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "staging").mkdir()

@@ -20,7 +20,7 @@ from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import GenerateRequest
+from asyncrl.messages.records import SamplingRequest
 
 SLOTS, VOCAB_SIZE = 4, 50
 LONG = 2500
@@ -58,13 +58,15 @@ class Traits:
     resumed request draws other tokens.
     """
 
+    has_weights: bool = True
+
     @property
     def max_length(self) -> int:
         return self.long + 100
 
 
 TRAITS = {
-    "simulated": Traits(long=ENDLESS),
+    "simulated": Traits(long=ENDLESS, has_weights=False),
     "embedded": Traits(waited=LONG),
     "vllm": Traits(
         kept=1000,  # some seconds
@@ -97,10 +99,10 @@ class Server:
     def traits(self) -> Traits:
         return TRAITS[self.kind]
 
-    def request(self, **fields: Any) -> GenerateRequest:
+    def request(self, **fields: Any) -> SamplingRequest:
         self.num_requests += 1
         given = {"request_id": f"request {self.num_requests}", "prompt_ids": [1, 2, 3], "max_tokens": 20}
-        return GenerateRequest(**{**given, "seed": 5, **fields})
+        return SamplingRequest(**{**given, "seed": 5, **fields})
 
 
 @contextmanager

@@ -138,17 +138,13 @@ class Crashes:
 
     def _reaches(self, process: subprocess.Popen[str], step: int) -> bool:
         """Sleep until so many steps are recorded; False if the run ends before."""
-        deadline = time.monotonic() + PATIENCE_S
-        while len(read_lines(self.run_dir / "metrics.jsonl")) < step:
-            if process.poll() is not None:
-                return False
-            assert time.monotonic() < deadline, f"no step {step} within {PATIENCE_S} s"
-            time.sleep(0.02)
-        return True
+        path = self.run_dir / "metrics.jsonl"
+        wait_until(lambda: has_ended(process) or len(read_lines(path)) >= step, process, PATIENCE_S)
+        return not has_ended(process)
 
     def _has_ended(self, process: subprocess.Popen[str]) -> bool:
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
-        if process.returncode == 2 and "is done, after" in stderr and self.kills:
+        if process.returncode == 2 and "has trained" in stderr and self.kills:
             # the last kill came when all was said, and nothing but the end of the process was still to come
             return False
         is_up = "ready after" in stdout or "resuming from" in stdout
@@ -161,16 +157,12 @@ class Crashes:
         return False
 
     def _kill_child(self, process: subprocess.Popen[str], victim: str) -> None:
+        name = CHILDREN[victim]
         with contextlib.suppress(psutil.NoSuchProcess):  # the run just ends
-            deadline = time.monotonic() + PATIENCE_S
-            while not (found := children_of(process, CHILDREN[victim])):  # it is down, or not started yet
-                if process.poll() is not None:
-                    return
-                assert time.monotonic() < deadline, f"no {victim} within {PATIENCE_S} s"
-                time.sleep(0.02)
+            wait_until(lambda: has_ended(process) or children_of(process, name), process, PATIENCE_S)
             # the death of the eval engine costs evaluations, and nothing else
-            rest = [child for child in found if "engine-eval" not in " ".join(child.cmdline())]
-            if rest:
+            found = children_of(process, name)
+            if rest := [child for child in found if "engine-eval" not in " ".join(child.cmdline())]:
                 self.random.choice(rest).kill()
                 self.kills[victim] += 1
 
@@ -193,6 +185,10 @@ class Crashes:
             found += changes(self._evidence, evidence)
         assert found == [], f"after {dict(self.kills)}: {found}"
         self._evidence = evidence
+
+
+def has_ended(process: subprocess.Popen[str]) -> bool:
+    return process.poll() is not None
 
 
 def kill_tree(

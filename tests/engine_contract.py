@@ -6,12 +6,12 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from contract_servers import VOCAB_SIZE, Server, client_of
 from safetensors.numpy import save_file
 
@@ -19,10 +19,10 @@ from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.codec import spans_of
-from asyncrl.messages.digest import weights_digest
-from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateRequest, GenerateResponse
-from asyncrl.messages.records import VersionSpan
+from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateResponse
+from asyncrl.messages.records import SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
+from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.engine_routes import GenerateBody
 
 BOTH: list[EnginePart] = ["kv", "weights"]
@@ -59,9 +59,14 @@ def contract(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return told
 
 
-async def generate(caller: Caller, request: GenerateRequest) -> GenerateResponse:
+async def generate(caller: Caller, request: SamplingRequest) -> GenerateResponse:
     """Send the request over HTTP."""
-    return await caller.post("/generate", GenerateBody(**asdict(request)), GenerateResponse, timeout_s=60)
+    return await caller.post(
+        "/generate",
+        GenerateBody(**{name: getattr(request, name) for name in GenerateBody.model_fields}),
+        GenerateResponse,
+        timeout_s=60,
+    )
 
 
 async def health(engine: EngineClient) -> EngineHealth:
@@ -103,9 +108,9 @@ def _write(server: Server, name: str, scale: float, names: Sequence[str] | None 
     }
     path = server.folder / f"{name}.safetensors"
     save_file(weights, path)
-    entries = [(key, "float32", array.shape, array.tobytes()) for key, array in weights.items()]
+    digest = digest_tensors({key: torch.from_numpy(array) for key, array in weights.items()})
     sizes = {"num_tensors": len(weights), "num_bytes": sum(array.nbytes for array in weights.values())}
-    return {"path": str(path), "digest": weights_digest(entries), **sizes}
+    return {"path": str(path), "digest": digest, **sizes}
 
 
 def staged(server: Server, version: int, scale: float = 1.0) -> ExportResponse:
@@ -160,6 +165,11 @@ async def refused(call: Awaitable[object], match: str | None = None) -> None:
     with pytest.raises(EngineError, match=match) as refusal:
         await call
     assert not isinstance(refusal.value, EngineLost)
+
+
+def need_weights(server: Server) -> None:
+    if not server.traits.has_weights:
+        pytest.skip("it believes what is announced")
 
 
 def flip_last_bit(path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from engine_replies import ask
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
+from asyncrl.messages.engine_api import CommitRequest, GenerateResponse, PrepareRequest
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
@@ -47,9 +48,9 @@ def running_engine(folder: Path, **overrides: Any) -> Iterator[Engine]:
 
 def make_request(
     request_id: str = "r", prompt_ids: tuple[int, ...] = (1, 2, 3), **fields: Any
-) -> GenerateRequest:
+) -> SamplingRequest:
     given = {"max_tokens": 20, "seed": 7, **fields}
-    return GenerateRequest(request_id, prompt_ids, **given)
+    return SamplingRequest(request_id, prompt_ids, **given)
 
 
 def answered(engine: Engine, **fields: Any) -> GenerateResponse:

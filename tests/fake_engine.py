@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from fake_server import FakeServer
@@ -14,11 +13,9 @@ from pydantic import BaseModel
 
 from asyncrl.base.http import CallLost, CallRefused, Refused
 from asyncrl.messages import codec, engine_api
-from asyncrl.messages.engine_api import GenerateRequest
-from asyncrl_servers import weight_state
+from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.engine_routes import ServedLink
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedRun, SimulatedSpec, SimulatedWeights
-from asyncrl_servers.weight_state import Arrived, ChunkedPush
 
 END_TOKEN = 0
 FIRST_TOKEN, NUM_TOKENS = 97, 26
@@ -41,34 +38,13 @@ class FakeSpec(SimulatedSpec):
         return int(np.random.default_rng(seed).geometric(self.end_fraction))
 
 
-class FakePush(ChunkedPush):
-    """Believes each chunk."""
-
-    def load(self, request: engine_api.LoadChunkRequest, read: Any) -> str:
-        with patch.object(weight_state, "check_arrived", lambda *_: request.digest):
-            return super().load(request, read)
-
-    def take(self, version: int, digest: str, names: object = ()) -> None:
-        is_whole = self.is_whole and self.version == version and digest != ""
-        self.clear()
-        if not is_whole:
-            raise Refused(409, f"no whole push of {version} is here")
-
-
 class FakeWeights(SimulatedWeights):
-    """Believes each manifest. `digests`: of each version that served."""
+    """`digests`: of each version that served."""
 
     def __init__(self, first: str) -> None:
         super().__init__()
-        self.push = FakePush()
         self._digest = first
         self.digests = {0: first}
-
-    def read(self, request: engine_api.PrepareRequest) -> dict[str, Any]:
-        return {}
-
-    def load(self, request: engine_api.LoadChunkRequest) -> Arrived:
-        return {}, 0
 
     def settle(self, version: int, digest: str) -> None:
         super().settle(version, digest)
@@ -175,9 +151,9 @@ class FakeEngineServer(FakeServer):
         self.spec = FakeSpec(
             name=name, **sizes, decode_step_s=decode_s, per_row_s=0.0, end_fraction=end_fraction
         )
-        self.refuse: Callable[[GenerateRequest], str] = lambda _: ""
+        self.refuse: Callable[[SamplingRequest], str] = lambda _: ""
         self.chunk_tokens, self.corrupt_digest, self.scripted = 1, False, b""
-        self.requests: list[GenerateRequest] = []
+        self.requests: list[SamplingRequest] = []
         """Every request so far."""
         self.frames: list[codec.Frame] = []
         """Every frame so far."""

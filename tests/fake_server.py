@@ -250,9 +250,9 @@ class FakeTrainerServer(FakeServer):
                 return ExportResponse(version=version, path="fake", digest=digest, num_tensors=1, num_bytes=1)
             case "/load_state":
                 await asyncio.sleep(self.load_s)
-                self.weights = list(self.states[body.path])
+                self.weights = list(self.states[str(body.path)])
             case "/begin_save_state":
-                self._pending = (body.path, list(self.weights))
+                self._pending = (str(body.path), list(self.weights))
             case _:
                 assert path == "/save", path
                 await asyncio.sleep(self.save_s)

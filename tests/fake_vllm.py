@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -23,12 +21,11 @@ from pydantic import BaseModel
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Answer, CallGarbled, CallLost
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_process import GENERATE, VllmRequirements
+from asyncrl.engines.vllm_process import GENERATE, GRAMMARS, VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, Interrupt
+from asyncrl.messages.engine_api import GenerateResponse, Interrupt
 from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
-from asyncrl.testing.virtual_time import run_virtual
 
 DECODE_S, TRANSIT_S = 0.01, 0.004
 VOCABULARY = 50
@@ -52,7 +49,6 @@ class Run:
     spans: list[dict[str, Any]] = field(default_factory=list)
     kv: Any = None
     must_recompute: bool = False
-    num_cached: int = 0
     finish: str | None = None
 
 
@@ -111,7 +107,7 @@ class FakeVllm(FakeServer):
         self.calls.append(path)
         sent = {} if body is None else body.model_dump(mode="json")
         route = sent.get("method", urlsplit(path).path)
-        self._check(route)
+        self._check(route, path)
         if route == GENERATE:
             async with contextlib.aclosing(self._sample(sent)) as steps:
                 *_, run = [step async for step in steps]
@@ -124,7 +120,7 @@ class FakeVllm(FakeServer):
         result = None if route in self.ignored else await self._control(route, sent, query)
         if hook := self.hooks.pop(route, None):
             await hook()
-        self._check(route)
+        self._check(route, path)
         return result or {}
 
     async def _control(self, route: str, sent: dict[str, Any], query: dict[str, str]) -> Any:
@@ -146,6 +142,7 @@ class FakeVllm(FakeServer):
                 return {"weight_version": self.label}
             case "/server_info":
                 config = {"model_config": MODEL, "scheduler_config": {"max_num_seqs": SLOTS}}
+                config["structured_outputs_config"] = {"reasoning_parser_plugin": GRAMMARS}
                 return {"vllm_config": config, "vllm_env": ENV}
             case "asyncrl_facts":
                 return {"results": [{"vocab_size": 2**20}]}
@@ -179,7 +176,7 @@ class FakeVllm(FakeServer):
         """One yield a token, and one for the end."""
         process = self.has_ended
         await asyncio.sleep(self.transit_s)
-        self._check(GENERATE)
+        self._check(GENERATE, GENERATE)
         run = self.runs[body["request_id"]] = Run(body)
         try:
             while run.finish is None and not process.is_set():
@@ -204,7 +201,6 @@ class FakeVllm(FakeServer):
         if run.kv is None:
             salt = None if self.ignores_salt else run.body["cache_salt"]
             key = salt, tuple(run.body["token_ids"])
-            run.num_cached = len(run.body["token_ids"]) if key in self.cache else 0
             run.kv = self.cache.setdefault(key, self.weights)
         elif run.must_recompute:
             run.kv = self.weights
@@ -228,13 +224,13 @@ class FakeVllm(FakeServer):
             "finish_reason": run.finish,
             "weight_versions": run.spans if run.finish else None,
         }
-        return {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": run.num_cached}}}
+        return {"choices": [choice]}
 
-    def _check(self, route: str) -> None:
+    def _check(self, route: str, path: str) -> None:
         if route in self.refused_routes:
             status, words = self.refused_routes[route]
             text = json.dumps({"error": {"message": words, "code": status}}).encode()
-            raise CallGarbled(self.name, route, f"status {status}", status=status, text=text)
+            raise CallGarbled(self.name, path, f"status {status}", status=status, text=text)
 
     def _change(self) -> None:
         self._changed.set()
@@ -245,25 +241,14 @@ def server_over(fake: FakeVllm, *, mark: str = "", starts_fresh: bool = True) ->
     needed = VllmRequirements(
         "/model", "float32", SLOTS, 1000, (), "cpu", starts_fresh=starts_fresh, canary_limit=1e-3
     )
-    return VllmServer(fake, needed, mark=mark)
+    return VllmServer(fake, replace(needed, mark=mark))
 
 
-def with_server(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test of a fake and a client of it that is ready, on the virtual clock."""
-
-    async def story(*arguments: Any, **values: Any) -> None:
-        fake = FakeVllm()
-        server = server_over(fake)
-        await server.ready(10.0)
-        await test(fake, server, *arguments, **values)
-
-    @functools.wraps(test)
-    def run(*arguments: Any, **values: Any) -> None:
-        run_virtual(story(*arguments, **values))
-
-    _, _, *given = (signature := inspect.signature(test)).parameters.values()
-    run.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]
-    return run
+async def ready_server() -> tuple[FakeVllm, VllmServer]:
+    fake = FakeVllm()
+    server = server_over(fake)
+    await server.ready(10.0)
+    return fake, server
 
 
 def manifest(version: int) -> ExportResponse:
@@ -279,8 +264,8 @@ async def publish(server: VllmServer, version: int, interrupt: Interrupt = "abor
     return await server.commit(version, f"d{version}", interrupt)
 
 
-def request(name: str = "a", *, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> GenerateRequest:
-    return GenerateRequest(request_id=name, prompt_ids=list(prompt), max_tokens=max_tokens)
+def request(name: str = "a", *, max_tokens: int = 20, prompt: tuple[int, ...] = PROMPT) -> SamplingRequest:
+    return SamplingRequest(request_id=name, prompt_ids=list(prompt), max_tokens=max_tokens)
 
 
 def check_logprobs(completion: Completion | GenerateResponse) -> None:

@@ -255,19 +255,15 @@ class MemoryJournal:
         self._note("group_ended", group_id, state, reason, requeued)
         self.states[group_id] = state
 
-    async def batch_taken(self, batch: Batch) -> Literal["taken", "replayed"]:
-        """The groups are taken, or were by the same batch."""
+    async def batch_taken(self, batch: Batch) -> None:
         await asyncio.sleep(0)
         group_ids = [group.group_id for group in batch.groups]
         self._note("batch_taken", batch)
-        if (earlier := self.batches.get(batch.version)) is not None:
-            if [group.group_id for group in earlier.groups] == group_ids:
-                return "replayed"
-        elif all(self.states.get(group_id) == "ready" for group_id in group_ids):
-            self.batches[batch.version] = batch
-            self.states.update(dict.fromkeys(group_ids, "taken"))
-            return "taken"
-        raise JournalError(f"batch {batch.version} cannot be taken with groups {group_ids}")
+        is_ready = all(self.states.get(group_id) == "ready" for group_id in group_ids)
+        if batch.version in self.batches or not is_ready:
+            raise JournalError(f"batch {batch.version} cannot be taken with groups {group_ids}")
+        self.batches[batch.version] = batch
+        self.states.update(dict.fromkeys(group_ids, "taken"))
 
     async def flush(self) -> None:
         """All is kept."""

@@ -2,15 +2,12 @@
 Python.
 
 Spec key worker_extension="faulty_vllm_worker.FaultyWeightLoader", with a folder on PYTHONPATH that has this
-file. The fault is named by the environment (ASYNCRL_TEST_FAULT) or by POST /collective_rpc {"method":
-"asyncrl_plant", "args": ["{\"fault\": NAME}"]}; "" = none.
+file. POST /collective_rpc {"method": "asyncrl_plant", "args": ["{\"fault\": NAME}"]} names the fault.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,30 +15,19 @@ from torch import Tensor
 
 from asyncrl_servers.vllm.worker_extension import Loader, WeightLoader
 
-FAULTS = ("stale_head", "skip_chunk_unseen", "swap_names", "poison", "")
+FAULTS = ("stale_head", "swap_names", "")
 
 
 class FaultyLoader(Loader):
-    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. skip_chunk_unseen:
-    the second fifth of the tensors is not loaded, and not noticed. swap_names: two tensors of one shape
-    change places after they were hashed. poison: an abandoned update leaves NaN in the layer norms.
+    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. swap_names: two
+    tensors of one shape change places after they were hashed.
     """
 
-    fault = os.environ.get("ASYNCRL_TEST_FAULT", "")
+    fault = ""
 
     def repack_tied(self) -> None:
         if self.fault != "stale_head":
             super().repack_tied()
-
-    def incomplete(self) -> list[str]:
-        return [] if self.fault == "skip_chunk_unseen" else super().incomplete()
-
-    def _abandon(self, why: str) -> None:
-        super()._abandon(why)
-        if self.fault == "poison":
-            for name, parameter in self.model.named_parameters():
-                if "layernorm" in name:
-                    parameter.data.fill_(math.nan)
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         given = dict(tensors)
@@ -49,9 +35,6 @@ class FaultyLoader(Loader):
             first = next(name for name, one in given.items() if one.dim() == 2 and ".layers.0." in name)
             second = first.replace(".layers.0.", ".layers.1.")
             given[first], given[second] = given[second], given[first]
-        if self.fault == "skip_chunk_unseen":
-            for name in [*given][len(given) // 5 : 2 * len(given) // 5]:
-                del given[name]
         super().add(given.items())
 
 

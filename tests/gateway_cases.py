@@ -169,11 +169,6 @@ def num_forked(world: World) -> int:
     return stats.edited
 
 
-def is_deserted(world: World) -> bool:
-    """Return whether the gateway has no open connection."""
-    return not world.gateway.listener.connections
-
-
 def make_gateway(
     engine: Any,
     broken: list[RoomError],

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -183,9 +182,3 @@ def all_gone(children: list[psutil.Process], timeout_s: float = 60) -> bool:
 def staging_of(pid: int) -> list[Path]:
     """What a run's controller has left in shared memory."""
     return list(shared_memory_root().glob(f"asyncrl-{pid}-*"))
-
-
-def interrupt(process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> tuple[str, str]:
-    """Send a signal to the controller alone and return what it says."""
-    process.send_signal(number)
-    return process.communicate(timeout=240)

@@ -120,7 +120,6 @@ async def tell_a_run(journal: Journal) -> None:
     await journal.batch_taken(make_batch(0, 0, 1))
     journal.trained_nowait(0, {"policy/loss": 0.25})
     journal.published_nowait(1, "digest")
-    journal.checkpointed_nowait(1, "checkpoints/step_1")
     await journal.batch_taken(replace(make_batch(1, 2, 3), min_version=1, mask_older=True))
     journal.admitted_nowait(Ticket(GroupId(6), 1), make_prompt(5))
     journal.segment_nowait(GroupId(6), 1, 0, 2, make_partial(4))

@@ -23,8 +23,8 @@ from asyncrl.job.report import reported
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, Prompt
-from asyncrl.observe.watchdog import ChildState, Watchdog
-from asyncrl.sync.publisher import PushLoop
+from asyncrl.observe.watchdog import Watchdog
+from asyncrl.sync.push import PushLoop
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -93,16 +93,17 @@ class House:
         )
         no_gauges = SimpleNamespace(gauges=dict)
         fleet = SimpleNamespace(servers=(), side_servers=(), engine_servers=(), teacher=None, supervisors={})
+        scale = SimpleNamespace(gauges=dict, engines=())
         self.rooms: Any = SimpleNamespace(
             fleet=fleet,
             buffer=buffer,
             producers=producers,
             engines=pool,
             trainer=trainer,
-            scheduler=SimpleNamespace(publisher=publisher, gauges=dict),
+            scheduler=publisher,
             scorer=no_gauges,
             checkpointer=no_gauges,
-            scale=no_gauges,
+            scale=scale,
             evaluation=None,
             harnessing=None,
         )
@@ -116,7 +117,7 @@ class House:
             restart=self._restart,
             note=lambda what, detail: self.notes.append((what, detail)),
         )
-        self.children: tuple[ChildState, ...] = ()
+        self.children: dict[str, bool] = {}
         running = {
             "producers": producers.run(),
             "publisher": publisher.run(),
@@ -141,7 +142,7 @@ class House:
             batch = await self.rooms.buffer.wait_batch()
             self.batches.append(batch)
             report = await self.rooms.trainer.train(batch)
-            await self.rooms.scheduler.publisher.wait_exported_or_busy(report.policy_version)
+            await self.rooms.scheduler.wait_exported_or_busy(report.policy_version)
 
     async def _bring_back(self, client: TrainerClient, version: int) -> None:
         """A new trainer takes its steps again."""
@@ -156,7 +157,7 @@ class House:
             self.watchdog.look()
             await asyncio.sleep(1.0)
 
-    async def _ask(self) -> tuple[ChildState, ...]:
+    async def _ask(self) -> dict[str, bool]:
         await asyncio.sleep(0.1)
         return self.children
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_in_process import drawn, make_qwen3, publish, running_engine
+from engine_in_process import drawn, make_qwen3
 from engine_processes import SECRET, engine_process
-from engine_replies import ask
 from rank_processes import Group, running
 from trainer_cases import changed, make_batch
 from vllm_process import VllmProcess, vllm_process
@@ -27,7 +26,8 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, LoadChunkRequest, PrepareRequest
+from asyncrl.messages.engine_api import GenerateResponse, LoadChunkRequest
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.trainer_api import (
     ExportChunkRequest,
     ExportChunkResponse,
@@ -42,21 +42,17 @@ from asyncrl.trainer.trainer_client import TrainerClient
 pytestmark = pytest.mark.slow
 SIZES: dict[str, Any] = {"slots": 8, "max_length": 512}
 CHUNKS: dict[str, Any] = {"canary_tokens": 160, "chunk_bytes": 40_000}
-REQUEST = GenerateRequest(request_id="look", prompt_ids=(5, 6, 7, 8), max_tokens=24, seed=3)
+REQUEST = SamplingRequest(request_id="look", prompt_ids=(5, 6, 7, 8), max_tokens=24, seed=3)
 Story = Callable[[TrainerClient, list[Any]], Awaitable[None]]
 
 
 @dataclass
 class House:
-    """A trainer that broadcasts and also writes each version, and two engines. Versions grow from story to
-    story.
-    """
+    """A trainer that broadcasts, and two engines. Versions grow from story to story."""
 
     kind: str
     trainer: Group
     servers: list[Any]
-    by_file: Any
-    """An embedded engine in this process, fed by files."""
     model_path: Path
     version: int = 0
 
@@ -78,10 +74,9 @@ class House:
 
         asyncio.run(within())
 
-    async def client(self, caller: Caller, group: BroadcastGroup | None) -> Any:
-        version = self.version if group is not None else 0
+    async def client(self, caller: Caller, group: BroadcastGroup) -> Any:
         if self.kind == "embedded":
-            return EngineServer(caller, policy_version=version, broadcast_group=group)
+            return EngineServer(caller, policy_version=self.version, broadcast_group=group)
         needed = VllmRequirements(
             str(self.model_path),
             "float32",
@@ -91,9 +86,8 @@ class House:
             "cpu",
             canary_limit=1e-3,
         )
-        engine = VllmServer(caller, needed, policy_version=version, broadcast_group=group)
-        if group is not None:
-            await engine.ready(200)
+        engine = VllmServer(caller, needed, policy_version=self.version, broadcast_group=group)
+        await engine.ready(200)
         return engine
 
     async def trained(self, trainer: TrainerClient) -> ExportResponse:
@@ -111,20 +105,8 @@ class House:
             lost.append(error)
             next(one for one in engines if one.name == error.room).disconnect_nowait()
 
-        push = Push(manifest.version, engines, served=self.version - 1, timeout_s=100.0, on_lost=on_lost)
+        push = Push(manifest.version, engines, timeout_s=100.0, on_lost=on_lost)
         await push.whole(manifest)
-
-    async def answer_by_file(self, manifest: ExportResponse, engine: Any) -> GenerateResponse:
-        """Answer REQUEST under weights that came as a file."""
-        if self.kind == "vllm":
-            again = await self.client(engine._caller, None)
-            await self.push(manifest.model_copy(update={"is_held": False}), [again])
-            answer: GenerateResponse = await again.generate_segment(REQUEST)
-            return answer
-        if self.by_file.weights.version < manifest.version:
-            names = {"version", "path", "digest", "num_tensors", "num_bytes"}
-            publish(self.by_file, PrepareRequest(**manifest.model_dump(include=names)))
-        return ask(self.by_file, [REQUEST])[0].result(timeout=60)
 
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -135,21 +117,14 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tokenizer.save_pretrained(model_path)
     spec = {"model_path": str(model_path), "dtype": "float32", "device": "cpu", **SIZES}
     start: Any = vllm_process if kind == "vllm" else partial(engine_process, "embedded")
-    spec |= {"transport": "nccl"} if kind == "vllm" else {"receives_bytes": CHUNKS["chunk_bytes"]}
+    spec |= {} if kind == "vllm" else {"receives_bytes": CHUNKS["chunk_bytes"]}
     with ExitStack() as stack:
         servers = [
             stack.enter_context(start({**spec, "name": f"engine-{index}"}, folder / f"server-{index}"))
             for index in range(2)
         ]
-        sent = {"transport": "nccl", "is_file_wanted": True, **CHUNKS}
-        trainer = stack.enter_context(running(model_path, folder / "trainer", 1, **sent))
-        by_file = None
-        if kind == "vllm":
-            for server in servers:
-                server.wait_ready()
-        else:
-            by_file = stack.enter_context(running_engine(model_path, **SIZES))
-        yield House(kind, trainer, servers, by_file, model_path)
+        trainer = stack.enter_context(running(model_path, folder / "trainer", 1, transport="nccl", **CHUNKS))
+        yield House(kind, trainer, servers, model_path)
 
 
 def seen(answer: GenerateResponse) -> tuple[list[int], tuple[list[int], list[float]]]:
@@ -159,7 +134,8 @@ def seen(answer: GenerateResponse) -> tuple[list[int], tuple[list[int], list[flo
 only_embedded = pytest.mark.parametrize("house", ["embedded"], indirect=True)
 
 
-def test_three_broadcasts_give_the_bits_of_files(house: House) -> None:
+def test_all_engines_compute_with_each_broadcast(house: House) -> None:
+    """Each compared its digest with the trainer's, and vLLM its canary."""
     found = []
 
     async def story(trainer: TrainerClient, engines: list[Any]) -> None:
@@ -168,8 +144,6 @@ def test_three_broadcasts_give_the_bits_of_files(house: House) -> None:
             assert manifest.is_held
             await house.push(manifest, engines)
             answers = [seen(await engine.generate_segment(REQUEST)) for engine in engines]
-            for engine, answer in zip(engines, answers, strict=True):
-                assert answer == seen(await house.answer_by_file(manifest, engine))
             assert answers[0] == answers[1]
             assert answers[0][0] == [manifest.version]
             found.append(answers[0][1])
@@ -238,7 +212,7 @@ def test_vllm_loads_chunks_from_the_trainers_memory(house: House, tmp_path: Path
         assert index > 2
         assert len(handles) == 1, "one piece of memory, opened once"
         finished = server.rpc("asyncrl_finish_chunks", version=0, digest=chunk.whole_digest)
-        assert finished == {"ok": True, "digest": chunk.whole_digest}
+        assert finished == {"ok": True}
         assert chunk.canary is not None
         _, logprobs = server.generate(chunk.canary.token_ids, salt="memory", max_tokens=1)
         assert abs(logprobs[0] - chunk.canary.next_logprob) < 1e-4

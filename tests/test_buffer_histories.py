@@ -257,7 +257,7 @@ class BufferHistory(RuleBasedStateMachine):
 
 
 TestBufferHistory = BufferHistory.TestCase
-TestBufferHistory.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+TestBufferHistory.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestBufferHistory = pytest.mark.timeout(240)(TestBufferHistory)
 
 
@@ -289,7 +289,7 @@ async def test_a_wait_is_split_by_what_was_waited_for() -> None:
     admit(buffer, 4)
     finish(buffer, 0, 1)
     await buffer.wait_batch()
-    assert buffer.last_wait.total_s == 0
+    assert sum(buffer.last_wait_s.values()) == 0
     finish(buffer, 2)
 
     async def others() -> None:
@@ -304,8 +304,7 @@ async def test_a_wait_is_split_by_what_was_waited_for() -> None:
         tasks.create_task(others(), name="others")
         batch = await buffer.wait_batch()
     assert [group.group_id for group in batch.groups] == [2, 3]
-    wait = buffer.last_wait
-    assert (wait.generation_s, wait.stragglers_s, wait.publishing_s) == (3, 5, 0)
+    assert buffer.last_wait_s == {"generation": 3, "stragglers": 5, "publishing": 0}
 
 
 @pytest.mark.parametrize(("oldest", "newest"), [(0, 1), (1, 2)], ids=["older than its ticket", "too new"])

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.base.errors import CheckpointDamaged, CheckpointError
 from asyncrl.base.files import sha256_of
 from asyncrl.config import CheckpointConfig
-from asyncrl.journal.checkpoints import Checkpoints, set_aside
+from asyncrl.journal.checkpoint_folders import Checkpoints, set_aside
 
 
 def make(run_dir: Path, *versions: int, **config: object) -> Checkpoints:
@@ -34,7 +34,7 @@ def write(checkpoints: Checkpoints, version: int) -> Path:
 def newest(checkpoints: Checkpoints) -> tuple[int | None, list[str]]:
     """The version that is taken, and why others were passed over."""
     whole, passed_over = checkpoints.newest_whole()
-    return whole and whole.version, [found.why for found in passed_over]
+    return whole and whole.version, [found.what for found in passed_over]
 
 
 @pytest.mark.parametrize("damage", ["", "flip", "cut", "remove", "manifest", "no_manifest", "rename"])
@@ -89,7 +89,7 @@ def test_an_unreadable_one_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         return lambda path, *args, **named: (fails(path), call(path, *args, **named))[1]
 
     with monkeypatch.context() as broken:
-        broken.setattr("asyncrl.journal.checkpoints.sha256_of", before(sha256_of))
+        broken.setattr("asyncrl.journal.checkpoint_folders.sha256_of", before(sha256_of))
         broken.setattr("pathlib.Path.read_text", before(Path.read_text))
         broken.setattr("pathlib.Path.iterdir", before(Path.iterdir))
         with pytest.raises(CheckpointError, match="cannot be read: .*Too many open files") as caught:
@@ -115,7 +115,7 @@ def test_what_was_done_is_on_disk_before_it(tmp_path: Path, monkeypatch: pytest.
         synced.append(path.name)
         assert (tmp_path / "checkpoints" / "step_10").exists() == (path.name == "checkpoints")
 
-    monkeypatch.setattr("asyncrl.journal.checkpoints.sync", sync)
+    monkeypatch.setattr("asyncrl.journal.checkpoint_folders.sync", sync)
     monkeypatch.setattr(
         "asyncrl.base.files.sync", lambda path: sync(path) if path.name == "checkpoints" else None
     )

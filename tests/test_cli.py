@@ -35,7 +35,6 @@ keys --all -> 0: supervision.max_restarts (integer
 keys bufer -> 2: did you mean buffer?
 keys buffer.max_staleness -> 0: buffer.max_staleness (integer, default 1)
 keys straggler -> 0: buffer.on_overdue (wait | mask | drop
-keys trainer.lr -> 2: did you mean trainer.learning_rate?
 keys buffer.max_stalenes -> 2: did you mean buffer.max_staleness?
 keys --schema -> 0: "max_staleness": {
 -h -> 0: scale ... --install-completion

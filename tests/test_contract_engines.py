@@ -16,6 +16,7 @@ from engine_contract import (
     flip_last_bit,
     health,
     joined,
+    need_weights,
     prepare,
     refused,
     said,
@@ -208,6 +209,7 @@ async def test_a_commit_of_other_or_older_weights_is_refused(server: Server, eng
 
 @contract
 async def test_weights_not_as_announced_are_refused(server: Server, engine: EngineClient) -> None:
+    need_weights(server)
     old = engine.policy_version
     before = await engine.generate_segment(server.request())
     manifest = staged(server, old + 1)

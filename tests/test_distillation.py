@@ -15,7 +15,7 @@ import torch
 from crash_fuzz import killed_on_the_way
 from engine_processes import SECRET, engine_process
 from tiny_model import make_tiny_model
-from trainer_cases import MakeStep, changed, make_batch, naive
+from trainer_cases import MakeStep, changed, make_batch, naive_logprobs, plain_advantages, plain_loss
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError, RequestRefused
@@ -25,6 +25,7 @@ from asyncrl.engines.engine import Teacher
 from asyncrl.job.check import check_teacher
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.trainer.objective import BatchNumbers
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
 VOCABULARY = 52
@@ -89,27 +90,23 @@ def test_gradient_follows_reward_and_reverse_kl(
     make_step: MakeStep, tiny_model_dir: Path, reward_weight: float
 ) -> None:
     header, arrays = make_batch()
-    sampled, weights = arrays.loss_mask, {"distill_weight": 0.3, "reward_weight": reward_weight}
+    sampled = arrays.loss_mask
     draw = np.random.default_rng(1).normal(-3.0, 2.0, len(sampled)).clip(max=0)
     arrays = changed(arrays, teacher_logprobs=np.where(sampled, draw, 0).astype(np.float32))
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    given = (arrays.behaviour_logprobs, arrays.teacher_logprobs)
-    behaviour, teacher = (torch.from_numpy(logprobs[sampled]) for logprobs in given)
-    rewards = torch.tensor([entry.reward for entry in header.trajectories]).view(2, 3)
-    spread = rewards.std(1, correction=0, keepdim=True) + 1e-4
-    of_rewards = ((rewards - rewards.mean(1, keepdim=True)) / spread).view(-1)
-    lengths = torch.tensor([int(sampled[one.start : one.end].sum()) for one in header.trajectories])
-    advantage = reward_weight * of_rewards.repeat_interleave(lengths) - 0.3 * (behaviour - teacher)
-    current = naive(model, header, arrays)
-    ratio = (current - behaviour).exp()
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    assert arrays.teacher_logprobs is not None
+    distance = arrays.behaviour_logprobs - arrays.teacher_logprobs
+    advantages = reward_weight * plain_advantages(header, len(sampled)) - 0.3 * distance
+    loss = plain_loss(model, header, arrays, advantages, aggregate="token")
     loss.backward()
+    weights = {"distill_weight": 0.3, "reward_weight": reward_weight}
     step, again = (make_step(algorithm=weights) for _ in range(2))
-    sums = step._accumulate(step._numbers(header, arrays, sampled), sampled)
+    sums = step._accumulate(step._numbers(BatchNumbers(header, arrays, sampled)), sampled)
     assert sums.loss == pytest.approx(loss.item(), abs=1e-6)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(step._masters.named[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
-    divergence = (current.detach() - teacher).mean().item()
+    current = naive_logprobs(model, header, arrays, 1.0)
+    divergence = float((current - arrays.teacher_logprobs)[sampled].mean())
     assert again.train(header, arrays)["policy/kl_teacher"] == pytest.approx(divergence, abs=1e-5)
 
 

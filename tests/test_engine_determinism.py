@@ -16,7 +16,8 @@ from engine_in_process import (
 )
 from engine_replies import ask
 
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateResponse
+from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.embedded.embedded_engine import Engine
 
 ODD = {"vocab_size": 53, "hidden_size": 60, "intermediate_size": 101}
@@ -28,14 +29,14 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def varied_requests(vocab_size: int, count: int, seed: int) -> list[GenerateRequest]:
+def varied_requests(vocab_size: int, count: int, seed: int) -> list[SamplingRequest]:
     """Requests of all lengths and settings; some share a prompt, one is long enough for several blocks of
     attention.
     """
     rng = random.Random(seed)
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in (1, 2, 5, 16, 31, 64, 150)]
     return [
-        GenerateRequest(
+        SamplingRequest(
             request_id=f"r{index}",
             prompt_ids=prompts[index % len(prompts)],
             max_tokens=rng.choice([1, 2, 7, 30, 90]),
@@ -47,7 +48,7 @@ def varied_requests(vocab_size: int, count: int, seed: int) -> list[GenerateRequ
     ]
 
 
-def answers_of(engine: Engine, requests: list[GenerateRequest]) -> dict[str, GenerateResponse]:
+def answers_of(engine: Engine, requests: list[SamplingRequest]) -> dict[str, GenerateResponse]:
     answers = [one.result(timeout=60) for one in ask(engine, requests)]
     return {answer.request_id: answer for answer in answers}
 

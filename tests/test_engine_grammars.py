@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.http import Refused
 from asyncrl.messages import token_grammars
-from asyncrl.messages.engine_api import CommitRequest, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import CommitRequest, GenerateResponse
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
@@ -59,12 +60,12 @@ def grammar_of(schema: dict[str, Any]) -> str:
     return "start: %json " + json.dumps(schema | COMPACT)
 
 
-def asking(schema: dict[str, Any], seed: int = 7, **fields: Any) -> GenerateRequest:
+def asking(schema: dict[str, Any], seed: int = 7, **fields: Any) -> SamplingRequest:
     given = {"seed": seed, "max_tokens": LONG, "grammar": grammar_of(schema), **fields}
     return make_request(f"r{seed}", **given)
 
 
-def answers(engine: Engine, *requests: GenerateRequest) -> list[GenerateResponse]:
+def answers(engine: Engine, *requests: SamplingRequest) -> list[GenerateResponse]:
     replies = ask(engine, requests)
     turn_until(engine, *replies)
     return [reply.result() for reply in replies]

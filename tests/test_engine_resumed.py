@@ -16,12 +16,12 @@ from test_engine_sleep import BOTH, chunk_requests
 
 from asyncrl.messages.engine_api import (
     CommitRequest,
-    GenerateRequest,
     GenerateResponse,
     PrepareRequest,
     SleepRequest,
     WakeRequest,
 )
+from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.embedded import scheduler
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
@@ -43,7 +43,7 @@ class Weights:
     def staged(self, version: int) -> PrepareRequest:
         return self._staged[version % 2].model_copy(update={"version": version})
 
-    def check(self, request: GenerateRequest, answer: GenerateResponse) -> None:
+    def check(self, request: SamplingRequest, answer: GenerateResponse) -> None:
         """Compare each version's tokens with a fresh request under its weights."""
         for span in answer.version_spans:
             prompt = [*request.prompt_ids, *answer.token_ids[: span.start]]
@@ -137,7 +137,7 @@ def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, An
     texts = [[rng.randrange(50) for _ in range(80)] for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "MIN_COPIED", 4)
-        engine, asked = weights.engine(keeps_turns=keeps), list[tuple[GenerateRequest, Reply]]()
+        engine, asked = weights.engine(keeps_turns=keeps), list[tuple[SamplingRequest, Reply]]()
         for what, how in events:
             if what == "ask":
                 over = [(request, reply.result()) for request, reply in asked if reply.done()]

@@ -15,7 +15,7 @@ from tiny_model import make_tiny_moe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.message import ErrorBody, find_fatal
-from asyncrl.job.servers import EnginePlace, engine_kind
+from asyncrl.job.servers import KINDS
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import EVAL_ENGINE, TEACHER, make_plan, plan_run
 from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec, LoadedModel
@@ -90,8 +90,8 @@ def test_the_plan_counts_what_the_server_then_asks_for(
     given = [f"teacher.path={folder}" if one.startswith("teacher") else one for one in overrides]
     config = load(*of_model, *given, name=of)
     plan = make_plan(config, single_node(machine(0)))
-    in_turns = plan.placement.mode == "colocated" and name != EVAL_ENGINE
-    fields = engine_kind(config).spec(folder, name, EnginePlace("cpu", is_colocated=in_turns))
+    placement = plan.placement
+    fields = KINDS[config.rollout.engine](config, placement, folder).spec(name, placement.engines[0][0])
     scoring = {"slots": 1, "score_slots": 16} if name == TEACHER else {}
     spec = EmbeddedSpec(**{**fields, **scoring})
     slot_bytes, staged_bytes = memory_needs(spec, LoadedModel(spec))
@@ -139,6 +139,7 @@ def test_a_model_with_experts_starts_at_the_defaults(
     assert "logits change" in refusal.error
     assert "rollout.deterministic=false" in refusal.way_out
     config = load("rollout.engine=embedded", f"model.path={folder}", "model.scratch=none")
-    assert engine_kind(config).spec(folder, "engine-0", EnginePlace("cpu"))["deterministic"] == "auto"
-    _, messages = plan_run(config, single_node(machine(0)))
+    plan, messages = plan_run(config, single_node(machine(0)))
+    kind = KINDS["embedded"](config, plan.placement, folder)
+    assert kind.spec("engine-0", plan.placement.engines[0][0])["deterministic"] == "auto"
     assert "rollout.deterministic: auto is false" in messages

@@ -12,10 +12,10 @@ import pytest
 from fake_engine import FakeEngineServer
 from rollout_cases import virtual
 
-from asyncrl.base.errors import EngineError, EngineLost, TrainerError, TrainerLost, WeightsLost
+from asyncrl.base.errors import EngineError, EngineLost, TrainerError
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineServer
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse, GroupMember
+from asyncrl.messages.engine_api import GroupMember
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.sync.push import Push
 from asyncrl.testing.virtual_time import all_blocked
@@ -149,14 +149,7 @@ class SentEngines:
     """Two of them with their clients, and a push of each version."""
 
     def __init__(self) -> None:
-        self.sender, self.is_up = FakeSender(), asyncio.Event()
-        self.is_up.set()
-
-        async def wait_up() -> None:
-            await self.is_up.wait()
-
-        how: Any = {"timeout_s": 5.0, "wait_up": wait_up}
-        broadcasts = BroadcastGroup(self.sender.broadcast, Path("/staging"), **how)
+        broadcasts = BroadcastGroup(FakeSender().broadcast, Path("/staging"), timeout_s=5.0)
         self.fakes = [SentEngine("engine-0"), SentEngine("engine-1")]
         self.clients = [EngineServer(fake, broadcast_group=broadcasts) for fake in self.fakes]
         self.lost: list[str] = []
@@ -168,16 +161,12 @@ class SentEngines:
     async def push(self, version: int) -> None:
         sent: Any = {"version": version, "digest": f"d{version}", "num_tensors": 2, "num_bytes": 8}
         live = [client for client in self.clients if client.name not in self.lost]
-        push = Push(version, live, served=version - 1, timeout_s=100.0, on_lost=self._on_lost)
+        push = Push(version, live, timeout_s=100.0, on_lost=self._on_lost)
         await push.whole(ExportResponse(path="", is_held=True, **sent))
 
     @property
     def versions(self) -> list[int]:
         return [fake.policy_version for fake in self.fakes]
-
-    async def sample(self) -> GenerateResponse:
-        request = GenerateRequest(request_id="r", prompt_ids=(1, 2), max_tokens=50)
-        return await self.clients[0].generate_segment(request)
 
 
 @virtual
@@ -191,21 +180,3 @@ async def test_engine_with_wrong_weights_twice_is_lost() -> None:
     assert (engines.versions, engines.lost) == ([1, 2], ["engine-0"])
     with pytest.raises(EngineLost, match="it is not what was announced"):
         await engines.clients[0].health()
-
-
-@virtual
-async def test_lost_trainer_costs_no_engine() -> None:
-    engines = SentEngines()
-    engines.sender.failure, engines.sender.seconds = TrainerLost("trainer", "died"), 0.5
-    with pytest.raises(WeightsLost, match="trainer: died"):
-        await engines.push(1)
-    assert engines.sender.seconds == asyncio.get_running_loop().time(), "all others ended with it"
-    assert (await engines.sample()).version_spans[0].version == 0
-    engines.sender.failure, engines.sender.seconds = None, 1.0
-    engines.is_up.clear()
-    pushing = asyncio.ensure_future(engines.push(2))
-    await all_blocked()
-    assert len(engines.sender.asked) == 1
-    engines.is_up.set()
-    await pushing
-    assert (engines.versions, engines.lost) == ([2, 2], [])

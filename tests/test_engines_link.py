@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-import pytest
-from aiohttp.test_utils import TestServer
-from engine_contract import until
 from fake_engine import FakeEngineServer
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import virtual
 
-from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
-from asyncrl.messages.engine_api import GenerateRequest
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.testing.virtual_time import all_blocked
 from asyncrl_servers import engine_routes
-from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
-SECRET = "a secret for tests"
-IDS = st.lists(st.integers(-1, 2**40), min_size=1, max_size=5)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 REQUESTS = st.builds(
-    GenerateRequest,
+    SamplingRequest,
     st.text(max_size=5),
-    IDS,
-    st.integers(0, 2**40),
-    st.integers(0, 9),
-    FLOATS,
-    FLOATS,
-    st.lists(st.text(max_size=4), max_size=2).map(tuple),
-    st.integers(0, 2**63 - 1),
-    st.none() | st.text(max_size=5),
-    st.integers(0, 20),
+    prompt_ids=st.lists(st.integers(-1, 2**40), min_size=1, max_size=5),
+    max_tokens=st.integers(0, 2**40),
+    num_resumed=st.integers(0, 9),
+    temperature=FLOATS,
+    top_p=FLOATS,
+    stop=st.lists(st.text(max_size=4), max_size=2).map(tuple),
+    seed=st.integers(0, 2**63 - 1),
+    grammar=st.none() | st.text(max_size=5),
+    top_logprobs=st.integers(0, 20),
+    after=st.none(),
 )
 ASKED = st.builds(codec.Asked, st.integers(0, 2**40), REQUESTS, st.booleans())
 TOKENS = st.lists(st.tuples(st.integers(-1, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=6)
@@ -51,16 +45,12 @@ SPANS = st.lists(st.tuples(*[st.integers(0, 99)] * 3), max_size=3)
 def test_requests_arrive_unchanged_and_a_shared_prompt_once(asked: list[Any], is_group: bool) -> None:
     if is_group:
         prompt = asked[0].request.prompt_ids
-        fields = [{name: getattr(one.request, name) for name in one.request.__slots__} for one in asked]
-        made = [GenerateRequest(**(each | {"prompt_ids": prompt})) for each in fields]
-        asked = [one._replace(request=request) for one, request in zip(asked, made, strict=True)]
+        asked = [one._replace(request=replace(one.request, prompt_ids=prompt)) for one in asked]
     frame = codec.read_frame(codec.submit_frame(asked))
     assert not is_group or frame.arrays["prompts"].tolist() == asked[0].request.prompt_ids
     for one, other in zip(asked, codec.read_submit(frame), strict=True):
-        assert (one.number, one.is_streamed) == (other.number, other.is_streamed)
-        for name in one.request.__slots__:
-            expected, came = getattr(one.request, name), getattr(other.request, name)
-            assert (came.tolist() if name == "prompt_ids" else came) == expected
+        came = replace(other.request, prompt_ids=other.request.prompt_ids.tolist())
+        assert other._replace(request=came) == one
 
 
 ROWS = st.tuples(
@@ -97,42 +87,18 @@ def test_sampled_rows_arrive_unchanged(given_rows: list[Any], has_top: list[bool
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
-ONE = codec.Asked(7, GenerateRequest("r", [1, 2, 3], 5), is_streamed=False)
-
-
-@asynccontextmanager
-async def simulated() -> AsyncIterator[str]:
-    """Where an engine is behind its routes, in this process."""
-    spec = {"name": "engine-0", "slots": 2, "max_length": 10_000, "vocab_size": 50, "mean_tokens": 1e9}
-    engine = SimulatedEngine(SimulatedSpec(**spec, decode_step_s=0.001, sigma=0.0))
-    async with TestServer(engine_routes.engine_routes(engine, SECRET)) as server:
-        yield str(server.make_url("")).rstrip("/")
-
-
-@asynccontextmanager
-async def client(url: str) -> AsyncIterator[EngineServer]:
-    async with aclosing(Caller("engine-0", url, SECRET)) as caller:
-        yield EngineServer(caller)
-
-
-def test_full_queue_refuses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_routes, "MAX_QUEUED", 1)
-
-    async def story() -> list[Any]:
-        async with simulated() as url, client(url) as server:
-            asked = [GenerateRequest(f"r{index}", [1], 9000) for index in range(3)]
-            asking = asyncio.gather(*map(server.generate_segment, asked), return_exceptions=True)
-            await until(server, lambda now: now.num_running == 1)
-            await server.abort(None)
-            return await asking
-
-    served, *refused = asyncio.run(story())
+@virtual
+async def test_full_queue_refuses() -> None:
+    server = EngineServer(FakeEngineServer())
+    with patch.object(engine_routes, "MAX_QUEUED", 1):
+        requests = [SamplingRequest(f"r{index}", (1,), 900) for index in range(3)]
+        asking = asyncio.gather(*map(server.generate_segment, requests), return_exceptions=True)
+        await all_blocked()
+        await server.abort(None)
+        served, *refused = await asking
     assert served.finish_reason == "abort"
-    assert ["answered 503 to /link: 1 requests are queued already" in str(one) for one in refused] == [
-        True
-    ] * 2
+    for one in refused:
+        assert "answered 503 to /link: 1 requests are queued already" in str(one)
 
 
 @virtual
@@ -140,7 +106,7 @@ async def test_requests_share_frames_and_cancelled_ones_are_aborted() -> None:
     fake = FakeEngineServer(slots=2, decode_s=0.01)
     sent = fake.frames
     server, prompt = EngineServer(fake), tuple(range(100, 120))
-    requests = [GenerateRequest(f"r{index}", prompt, 5 + index, seed=index) for index in range(300)]
+    requests = [SamplingRequest(f"r{index}", prompt, 5 + index, seed=index) for index in range(300)]
     tasks = [asyncio.create_task(server.generate_segment(one)) for one in requests]
     await all_blocked()
     assert [len(codec.read_submit(frame)) for frame in sent] == [256, 44]

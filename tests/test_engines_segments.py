@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrl.base.errors import EngineError
 from asyncrl.engines.link import SegmentCheck
 from asyncrl.engines.pool import Charge, Router, SegmentJoin
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
 
 PARTIAL = Completion(
@@ -41,7 +41,7 @@ def spans(*which: tuple[int, int, int]) -> list[VersionSpan]:
 
 def check(*parts: GenerateResponse) -> None:
     """A request of three tokens to a server that had confirmed version 2, and was offered 3."""
-    request = GenerateRequest(request_id="r0", prompt_ids=[5, 6], max_tokens=3)
+    request = SamplingRequest(request_id="r0", prompt_ids=[5, 6], max_tokens=3)
     checked = SegmentCheck("engine-0", request, oldest=2)
     for part in parts:
         checked.accept(part, newest=3)

@@ -8,20 +8,19 @@ from dataclasses import replace
 import pytest
 from fake_vllm import (
     DECODE_S,
-    MODES,
     PROMPT,
     TRANSIT_S,
-    FakeVllm,
     check_logprobs,
     lost,
     manifest,
     publish,
+    ready_server,
     request,
     versions,
-    with_server,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_cases import virtual
 
 from asyncrl.base.errors import EngineError
 from asyncrl.engines.pool import EnginePool
@@ -33,11 +32,10 @@ from asyncrl.testing.virtual_time import all_blocked
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("interrupt", MODES)
-@with_server
-async def test_late_request_has_only_tokens_of_new_weights(
-    fake: FakeVllm, server: VllmServer, interrupt: Interrupt, is_streamed: bool
-) -> None:
+@pytest.mark.parametrize("interrupt", ["abort", "keep", "wait"])
+@virtual
+async def test_late_request_has_only_tokens_of_new_weights(interrupt: Interrupt, is_streamed: bool) -> None:
+    fake, server = await ready_server()
     await server.generate_segment(request())  # its prompt is in the cache of version 0 from here on
     fake.transit_s, told = 0.5, list[GenerateResponse]()
     async with asyncio.TaskGroup() as tasks:
@@ -49,7 +47,7 @@ async def test_late_request_has_only_tokens_of_new_weights(
         await publish(server, 1, interrupt)
     answer = late.result()
     assert not told, "nobody knew yet whose they were"
-    is_ended = interrupt in ("abort", "keep_kv") or is_streamed
+    is_ended = interrupt == "abort" or is_streamed
     assert (versions(answer), len(answer.token_ids)) == (([], 0) if is_ended else ([1], 30))
     assert answer.finish_reason == ("abort" if is_ended else "length")
     check_logprobs(answer)
@@ -73,8 +71,9 @@ async def turn(server: VllmServer, version: int) -> None:
 
 
 @pytest.mark.parametrize("stays", [False, True])
-@with_server
-async def test_chunked_push_is_checked_at_wake(fake: FakeVllm, server: VllmServer, stays: bool) -> None:
+@virtual
+async def test_chunked_push_is_checked_at_wake(stays: bool) -> None:
+    fake, server = await ready_server()
     server.needed = replace(server.needed, stays=stays)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(server.generate_segment(request(max_tokens=500)))
@@ -106,15 +105,14 @@ STARTS = st.tuples(st.integers(0, 60), st.integers(1, 60), st.booleans())
     aborts=st.lists(st.integers(0, 90), max_size=4),
     transit_s=st.sampled_from([0.0, 0.004, 0.03]),
 )
-@with_server
+@virtual
 async def test_every_token_has_the_version_it_says(
-    fake: FakeVllm,
-    server: VllmServer,
     publishes: list[tuple[Interrupt, int]],
     starts: list[tuple[int, int, bool]],
     aborts: list[int],
     transit_s: float,
 ) -> None:
+    fake, server = await ready_server()
     fake.transit_s, pool = transit_s, EnginePool([server], slots=6)
     told: dict[int, list[int]] = {index: [] for index in range(len(starts))}
 

@@ -20,12 +20,13 @@ from fake_vllm import (
     check_logprobs,
     lost,
     publish,
+    ready_server,
     request,
     server_over,
     some,
     versions,
-    with_server,
 )
+from rollout_cases import virtual
 
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RequestRefused
 from asyncrl.engines.pool import EnginePool
@@ -45,10 +46,9 @@ async def another_process(fake: FakeVllm, server: VllmServer) -> None:
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep"])
-@with_server
-async def test_failed_canary_ends_the_commit_and_requests_move_on(
-    fake: FakeVllm, server: VllmServer, interrupt: Interrupt
-) -> None:
+@virtual
+async def test_failed_canary_ends_the_commit_and_requests_move_on(interrupt: Interrupt) -> None:
+    fake, server = await ready_server()
     told: list[bool] = []
 
     def on_lost(error: EngineLost) -> None:
@@ -75,10 +75,9 @@ async def test_failed_canary_ends_the_commit_and_requests_move_on(
 
 
 @pytest.mark.parametrize("fault", ["stale cache", "wrong label", "load that does nothing"])
-@with_server
-async def test_wrong_weights_behind_a_200_are_not_announced(
-    fake: FakeVllm, server: VllmServer, fault: str
-) -> None:
+@virtual
+async def test_wrong_weights_behind_a_200_are_not_announced(fault: str) -> None:
+    fake, server = await ready_server()
     await publish(server, 1)
     if fault == "stale cache":
         fake.ignores_salt = fake.keeps_cache = True
@@ -95,10 +94,11 @@ async def test_wrong_weights_behind_a_200_are_not_announced(
 @pytest.mark.parametrize("interrupt", MODES)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("how", ["cancelled", "cut", "dies", "refuses"])
-@with_server
+@virtual
 async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
-    fake: FakeVllm, server: VllmServer, interrupt: Interrupt, phase: str, how: str
+    interrupt: Interrupt, phase: str, how: str
 ) -> None:
+    fake, server = await ready_server()
     requests = [request(f"{index}", max_tokens=40) for index in range(SLOTS)]
     running = [asyncio.ensure_future(server.generate_segment(one)) for one in requests]
     await asyncio.sleep(5 * DECODE_S)
@@ -143,8 +143,9 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
     check_logprobs(await server.generate_segment(request("again")))
 
 
-@with_server
-async def test_tokens_of_another_runs_weights_are_refused(fake: FakeVllm, server: VllmServer) -> None:
+@virtual
+async def test_tokens_of_another_runs_weights_are_refused() -> None:
+    fake, server = await ready_server()
     await publish(server, 1)
     assert versions(await server.generate_segment(request("before"))) == [1]
     theirs = server_over(fake, mark="theirs", starts_fresh=False)
@@ -167,10 +168,11 @@ async def test_tokens_of_another_runs_weights_are_refused(fake: FakeVllm, server
         ({"max_model_len": 999}, None, "--max-model-len 1000"),
     ],
 )
-@with_server
+@virtual
 async def test_other_server_settings_are_refused_with_the_flag(
-    fake: FakeVllm, server: VllmServer, model: dict[str, Any], keep_alive_s: int | None, says: str
+    model: dict[str, Any], keep_alive_s: int | None, says: str
 ) -> None:
+    fake, server = await ready_server()
     env = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": keep_alive_s}
     with patch.dict(MODEL, model), patch.dict(ENV, env):
         with pytest.raises(ConfigError, match=says) if says else nullcontext():
@@ -186,15 +188,16 @@ async def test_other_server_settings_are_refused_with_the_flag(
         (GENERATE, 404, "--enable-scale-out"),
     ],
 )
-@with_server
+@virtual
 async def test_server_without_a_route_or_with_other_weights_is_refused(
-    fake: FakeVllm, server: VllmServer, route: str, status: int, says: str
+    route: str, status: int, says: str
 ) -> None:
+    fake, server = await ready_server()
     fake.refused_routes[route] = (status, "no")
     with pytest.raises(ConfigError, match=says):
         await server_over(fake).ready(10.0)
     fake.refused_routes, fake.label = {}, "4711"
-    with pytest.raises(ConfigError, match="weights that another run pushed, under the label 4711"):
+    with pytest.raises(ConfigError, match="weights that another run pushed, labelled 4711"):
         await server_over(fake).ready(10.0)
 
 
@@ -206,10 +209,9 @@ async def test_server_without_a_route_or_with_other_weights_is_refused(
         ({"temperature": 0.001}, "temperature 0.001; vLLM samples at 0.01"),
     ],
 )
-@with_server
-async def test_requests_vllm_would_change_are_refused(
-    fake: FakeVllm, server: VllmServer, changes: dict[str, Any], says: str
-) -> None:
+@virtual
+async def test_requests_vllm_would_change_are_refused(changes: dict[str, Any], says: str) -> None:
+    fake, server = await ready_server()
     with pytest.raises(RequestRefused, match=f"engine-0 refused request a: .*{says}"):
         await server.generate_segment(replace(request(), **changes))
 

@@ -14,11 +14,10 @@ from test_engine_lora import adapters, merged
 from torch import Tensor
 from vllm_house import House, vllm_house
 
-from asyncrl.base.errors import EngineError
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.engines.vllm_weights import write_adapter_folder
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.trainer_api import ExportResponse
+from asyncrl.weights.adapters import write_peft
 from asyncrl.weights.export import export_weights
 
 RANK, SCALE = 4, 0.5
@@ -31,9 +30,7 @@ Q_PROJ, DOWN_PROJ, UP_PROJ = (
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with vllm_house(
-        tmp_path_factory.mktemp("vllm"), has_adapters=True, lora_rank=RANK, transport="lora"
-    ) as house:
+    with vllm_house(tmp_path_factory.mktemp("vllm"), has_adapters=True, lora_rank=RANK) as house:
         yield house
 
 
@@ -46,7 +43,6 @@ def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any
 @pytest.mark.vllm
 def test_adapters_give_what_merged_weights_give(house: House) -> None:
     async def story(server: VllmServer) -> None:
-        folders: list[Path] = []
         modules_of: dict[Interrupt, tuple[str, ...]] = {
             "abort": (Q_PROJ, DOWN_PROJ),
             "keep": (UP_PROJ,),
@@ -65,8 +61,8 @@ def test_adapters_give_what_merged_weights_give(house: House) -> None:
             assert [span.version for span in answer.version_spans] == [version]
             assert house.gap(weights, [10, 11, 12], answer.token_ids, answer.logprobs) <= 1e-4
             assert house.gap(house.base, [10, 11, 12], answer.token_ids, answer.logprobs) > 0.01
-            folders.append(house.scratch / f"engine-0-adapter-{version}")
-        assert [folder.exists() for folder in folders] == [False, False, True]
+        folders = sorted(path.name[:9] for path in house.process.scratch().glob("adapter-*"))
+        assert folders == ["adapter-2", "adapter-3"]
 
     house.run(story)
 
@@ -81,8 +77,9 @@ def test_peft_folder_holds_the_tensors_bit_for_bit(tmp_path: Path, folder: Path,
     tensors = adapters(folder, (Q_PROJ, DOWN_PROJ), seed=1)
     tensors = {name: one if name == "scale" else one.to(dtype) for name, one in tensors.items()}
     manifest = stage(tensors, 3, tmp_path)
-    written = tmp_path / "engine-7-adapter-3"
-    assert write_adapter_folder("engine-7", manifest, written) == manifest.digest
+    written = tmp_path / "peft"
+    written.mkdir()
+    write_peft(load_file(manifest.path), written)
     found = load_file(written / "adapter_model.safetensors")
     expected = {f"base_model.model.{name}": one for name, one in tensors.items() if name != "scale"}
     assert found.keys() == expected.keys()
@@ -92,22 +89,3 @@ def test_peft_folder_holds_the_tensors_bit_for_bit(tmp_path: Path, folder: Path,
     config = LoraConfig.from_pretrained(str(written))
     assert (config.r, config.lora_alpha / config.r) == (RANK, pytest.approx(SCALE, rel=1e-7))
     assert set(config.target_modules or ()) == {"q_proj", "down_proj"}
-    assert write_adapter_folder("engine-7", manifest, written) == manifest.digest
-
-
-def test_wrong_adapters_are_refused(tmp_path: Path, folder: Path) -> None:
-    tensors, written = adapters(folder, (Q_PROJ,), seed=1), tmp_path / "adapter"
-    lonely = {name: one for name, one in tensors.items() if "lora_B" not in name}
-    factors = {"A": torch.zeros(2, 5), "B": torch.zeros(6, 2)}
-    other_rank = {f"{DOWN_PROJ}.lora_{factor}.weight": one for factor, one in factors.items()}
-    broken = stage(tensors, 4, tmp_path)
-    Path(broken.path).write_bytes(b"\xff" * 20)
-    for manifest, says in [
-        (stage(tensors, 1, tmp_path, digest="0123"), "announced for policy_version 1 was 0123"),
-        (stage(lonely, 2, tmp_path), "adapters are <module>.lora_A.weight and .lora_B.weight of one rank"),
-        (stage(tensors | other_rank, 3, tmp_path), r"of ranks \{2, 4\}"),
-        (broken, "cannot make an adapter of"),
-    ]:
-        with pytest.raises(EngineError, match=says):
-            write_adapter_folder("e", manifest, written)
-    assert not written.exists()

@@ -90,7 +90,7 @@ class Apart(EngineRooms):
             [FakeEngineServer(f"engine-{number}", prepare_s=0.1, decode_s=decode_s) for number in range(2)],
             FakeTrainer(train_s=1.0, export_s=0.1),
             SupervisionConfig(max_restarts=20, backoff_s=0.1),
-            lambda: Disaggregated(self.publisher, num_steps=last, spawn=self.spawn),
+            partial(Disaggregated, num_steps=last, spawn=self.spawn),
             **self.evaluated.hooks,
         )
         self.evaluated.attach(self)
@@ -103,7 +103,7 @@ class Apart(EngineRooms):
 
     async def begin(self) -> None:
         self.spawn(self.evaluation.run(), name="evaluation")
-        await self.turns.start(0)
+        await self.publisher.start(0)
         self.evaluation.served_nowait(0)
 
     async def steps(self, num: int | None = None) -> None:
@@ -112,7 +112,7 @@ class Apart(EngineRooms):
             await self.publisher.wait_announced(version - self.max_staleness)
             await self.trainer.train(Batch(version, (), 0))
             self.trained_at.append(asyncio.get_running_loop().time())
-            await self.turns.to_engines(version + 1)
+            await self.publisher.to_engines(version + 1)
 
     async def whole(self) -> None:
         await self.steps()
@@ -188,10 +188,10 @@ def test_in_turns_the_engines_keep_theirs_until_the_evaluation_ends(stays: bool)
             was_due, num_before = version % 2 == 1, len(evaluated.results)
             await house.step()
             assert len(evaluated.results) == num_before + was_due
-        assert house.turns.status()["state"] == "training", "it saves first"
-        await house.turns.to_trainer()
-        await house.turns.to_engines(3, is_for_evaluation=True)
+        assert house.publisher.status()["state"] == "training", "it saves first"
+        await house.publisher.to_trainer()
+        await house.publisher.to_engines(3, is_for_evaluation=True)
         await evaluated.evaluation.wait_last()
-        assert house.turns.status()["state"] == "generating"
+        assert house.publisher.status()["state"] == "generating"
 
     assert in_turns(story, stays=stays, num_steps=3).versions == [0, 2, 3]

@@ -22,13 +22,14 @@ from rollout_cases import one_token, single_turn, virtual
 
 from asyncrl.base.errors import EngineError
 from asyncrl.config import EvalConfig
+from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 from asyncrl.rollouts.rollout import derive_seed
-from asyncrl.tasks.sources import build_task, read_eval_task
+from asyncrl.tasks.sources import build_task, take_prompts
 
 KEPT_EXPORTS = 2
 """As the trainer worker does: an older file is gone."""
@@ -253,8 +254,9 @@ def test_the_standard_error_counts_prompts_and_not_samples() -> None:
 def test_eval_prompts_are_the_first_of_the_task() -> None:
     task = {"python": "asyncrl.tasks.toy:Letters", "size": 20}
     few, all_of_them = (EvalConfig.model_validate({"task": task, "num_prompts": num}) for num in (5, 20))
-    eval_task, prompts = read_eval_task(few)
+    eval_task = build_task(few.task, EVAL_SEED)
+    _, prompts = take_prompts(few, eval_task)
     assert [prompt.prompt_id for prompt in prompts] == [f"0/{number}" for number in range(5)]
-    assert prompts == read_eval_task(all_of_them)[1][:5]
+    assert prompts == take_prompts(all_of_them, eval_task)[1][:5]
     trained_on = build_task(few.task, 0)
     assert any(trained_on.prompt(number) != eval_task.prompt(number) for number in range(20))

@@ -33,21 +33,20 @@ from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
     NO_EXPERT,
     CommitRequest,
-    GenerateRequest,
     GenerateResponse,
     Interrupt,
     LoadChunkRequest,
     PrepareRequest,
 )
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.adapters import routers_of
-from asyncrl.weights.export import Exported, LazyWeights, TrainerEnd, export_weights, named_weights
+from asyncrl.weights.export import Exported, TrainerEnd, named_weights
 from asyncrl.weights.nccl import BroadcastTransport
-from asyncrl.weights.tensor_files import digest_tensors, stored_pieces
+from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
 NUM_ROUTED = 4
@@ -115,8 +114,7 @@ def test_embedded_engine_computes_with_pushed_experts(tmp_path: Path, model_type
         wake(engine)
         told, index = None, 0
         while told is None or not told.is_last:
-            step.chunk_names(3, index)
-            told, index = step.export_chunk(index), index + 1
+            told, index = step.export_chunk(3, index), index + 1
             assert told is not None
             request = told.model_dump(include=set(LoadChunkRequest.model_fields))
             assert engine.weights.load_chunk(LoadChunkRequest(**request)).digest == told.digest
@@ -187,19 +185,14 @@ def test_engine_tells_which_experts_read_each_token(tmp_path: Path, num_experts:
         assert answered(engine).routing == b""
 
 
-def export_of(source: Path, version: int, folder: Path) -> ExportResponse:
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    named = named_weights(model)
-    weights = LazyWeights(named, None, stored_pieces(model, named))
-    return export_weights(weights, folder / f"w{version}.safetensors", version)
-
-
 @pytest.mark.parametrize("interrupt", ["keep", "abort"])
 def test_token_keeps_experts_of_the_weights_that_sampled_the_next(
     tmp_path: Path, interrupt: Interrupt
 ) -> None:
     folder, other, at = make_tiny_moe(tmp_path / "model"), make_tiny_moe(tmp_path / "other", seed=1), 30
-    export = export_of(other, 1, tmp_path)
+    step = make_step(other, tmp_path)
+    step.policy_version = 1
+    export = step.export(tmp_path / "w1.safetensors")
     engine = build_engine(engine_spec(folder, deterministic=False, returns_routing=True))
     prepare = prepare_request(export)
     staged = engine.weights.prepare(prepare)
@@ -333,29 +326,27 @@ WIDE |= {"moe_intermediate_size": 32}
 """vLLM's kernels for the CPU know no smaller heads and experts."""
 
 
-def on_cpu(folder: Path) -> dict[str, Any]:
-    return {"name": "engine-0", "model_path": str(folder), "dtype": "float32", "device": "cpu"}
-
-
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_vllm_tells_the_experts_of_each_token(tmp_path: Path) -> None:
+def test_vllm_tells_the_experts_of_each_token_and_loads_pushed_ones(tmp_path: Path) -> None:
     """One layer has no experts, and two prompts hit the prefix cache."""
     shape = WIDE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 300}
     folder = make_tiny_moe(tmp_path / "model", **MOE | shape)
-    step, long = make_step(folder, tmp_path, algorithm={"router_replay": True}), tuple(range(6, 46)) * 4
+    replay: dict[str, Any] = {"algorithm": {"router_replay": True}}
+    step = make_step(folder, tmp_path, canary_tokens=160, **replay)
+    long = tuple(range(6, 46)) * 4
     facts = {"max_length": 512, "slots": 4, "returns_routing": True}
-    given = on_cpu(folder) | facts
+    given = {"name": "engine-0", "model_path": str(folder), "dtype": "float32", "device": "cpu"} | facts
     answers: list[GenerateResponse] = []
 
     def sets(experts: Tensor) -> Tensor:
         """Sort the experts of each router: their order decides nothing."""
         return experts.view(len(experts), -1, 2).sort(dim=-1).values
 
-    async def ask_all(server: VllmServer) -> None:
+    async def story(server: VllmServer) -> None:
         for number, prompt in enumerate([*PROMPTS, long, long]):
-            request = GenerateRequest(
+            request = SamplingRequest(
                 request_id=f"r{number}", prompt_ids=list(prompt), max_tokens=40, seed=number
             )
             answer = await server.generate_segment(request)
@@ -364,42 +355,21 @@ def test_vllm_tells_the_experts_of_each_token(tmp_path: Path) -> None:
             expected = chosen_by(folder, [*prompt, *answer.token_ids])[:-1]
             assert expected.max() > 255
             assert torch.equal(sets(told(answer.routing)), sets(expected))
+        assert step.train(*batch_from(answers))["policy/logprob_gap_max"] < 1e-4
+        manifest = step.export(tmp_path / "v1.safetensors")
+        assert manifest.canary is not None
+        assert await server.prepare(manifest) == manifest.digest
+        await server.commit(1, manifest.digest, "abort")  # the canary agrees, or it is refused
+        assert server.policy_version == 1
 
     with vllm_process(given, tmp_path / "server") as process:
         process.wait_ready(800)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        House(process, folder, tmp_path, {}, tokenizer, step.policy.model).run(ask_all, CANARY_LIMIT, facts)
+        House(process, folder, tmp_path, {}, tokenizer, step.policy.model).run(story, CANARY_LIMIT, facts)
     header, arrays = batch_from(answers)
-    exact = step.train(header, arrays)["policy/logprob_gap_max"]
     gaps = []
     for given_arrays in (arrays, arrays.model_copy(update={"routing": None})):
-        step = make_step(folder, tmp_path, algorithm={"router_replay": True})
+        step = make_step(folder, tmp_path, **replay)
         move_routers(step)
         gaps.append(step.train(header, given_arrays)["policy/logprob_gap_mean"])
-    assert exact < 1e-4
     assert gaps[0] < 0.6 * gaps[1], gaps
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("model_type", [pytest.param("qwen3_moe", marks=pytest.mark.long), "mixtral"])
-def test_vllm_computes_with_pushed_experts(tmp_path: Path, model_type: str) -> None:
-    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type] | WIDE)
-    step = make_step(folder, tmp_path, canary_tokens=160)
-    facts = {"max_length": 256, "slots": 4}
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    async def story(server: VllmServer) -> None:
-        for version in (1, 2):
-            step.train(*make_batch(version=version - 1))
-            manifest = step.export(tmp_path / f"v{version}.safetensors")
-            assert manifest.canary is not None
-            assert await server.prepare(manifest) == manifest.digest
-            await server.commit(version, manifest.digest, "abort")  # the canary agrees, or it is refused
-            assert server.policy_version == version
-
-    with vllm_process(on_cpu(folder) | facts, tmp_path / "server") as process:
-        process.wait_ready(800)
-        house = House(process, folder, tmp_path, {}, tokenizer, step.policy.model)
-        house.run(story, CANARY_LIMIT, facts)

@@ -13,10 +13,8 @@ from gateway_cases import HI, RULES, ScriptedEngine, gateway_world, in_loop, tal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint import openai_dialects
-from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES as ANTHROPIC
-from asyncrl.agents.endpoint.anthropic_dialect import anthropic_error
-from asyncrl.agents.endpoint.dialects import Dialect, KeptAnswers
+from asyncrl.agents.endpoint import anthropic_dialect, openai_dialects
+from asyncrl.agents.endpoint.dialects import Dialect, KeptAnswers, anthropic_error
 from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.agents.endpoint.requests import ApiError, CallRequest, ChatRequest, RequestReader
 from asyncrl.base.errors import EngineError, RequestRefused
@@ -61,26 +59,25 @@ REFUSED: list[tuple[str, Any, str]] = [
     *((path, {**base, "guided_json": 1}, "guided_json=1 is refused") for path, base in BASES.items()),
     *((path, [1], "JSON object") for path in BASES),
     *((path, {}, "") for path in BASES),
-    *((path, {**base, "frequency_penalty": 1}, "frequency_penalty") for path, base in BASES.items()),
-    *((path, {**base, "temperature": "hot"}, "temperature") for path, base in BASES.items()),
+    *((path, {**base, "frequency_penalty": 1}, "frequency_penalty=1 is") for path, base in BASES.items()),
+    (CHAT, said(*HI) | {"temperature": "hot"}, "temperature"),
     (CHAT, b"\xff\xfe", "not JSON"),
     (CHAT, b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}', "temperature"),
     (CHAT, b"[" * 100_000, "recursion"),
     (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
-    (CHAT, b'{"messages": [], "n": ' + b"9" * 4000 + b"}", "an integer of"),
-    (CHAT, said(*[7] * 2001), "2001 messages are more"),
+    (CHAT, b'{"messages": [], "n": ' + b"9" * 4000 + b"}", "less than or equal to 16, not 999"),
+    (CHAT, said(*HI * 2001), "2001 messages of a token"),
     (CHAT, user(type="image_url", image_url={"url": "x"}), "text parts"),
     (CHAT, said({"role": "wizard", "content": "x"}), "wizard"),
     (CHAT, said(*HI, {"role": "assistant", "audio": {"id": "a"}}), "reads text"),
     (CHAT, calling('{"a": "\\ud800"}'), "arguments"),
     (CHAT, said(*HI) | {"tools": [{"type": "web_search"}]}, "tools"),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"x": [1]}}, "a list of 1 entries"),
-    (CHAT, said(*HI) | {"chat_template_kwargs": {"x": "y" * 5000}}, "4096 is the most"),
-    *((CHAT, said(*HI) | {"response_format": form}, "response_format") for form in ("json", {"type": "xml"})),
+    (CHAT, said(*HI) | {"response_format": {"type": "xml"}}, "response_format"),
     (CHAT, said(*HI) | {"response_format": schema_of({"$ref": "#/nowhere"})}, "response_format"),
     (CHAT, said(*HI) | {"top_logprobs": 3}, "top_logprobs"),
-    (CHAT, said(*HI) | {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     (CHAT, said(*HI) | {"reasoning_effort": "<|end|>"}, "reasoning_effort"),
+    (TEXT, {"prompt": "x", "logprobs": 1}, "logprobs"),
     (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),
     (RESPONSES, item(type="computer_call"), "computer_call"),
     (RESPONSES, item(type="reasoning", encrypted_content="gAAA"), "input[0].encrypted_content"),
@@ -115,8 +112,13 @@ def texts(*words: str) -> st.SearchStrategy[str]:
 
 KEYS = texts(*"type role content text name input id thinking arguments call_id output function".split())
 VALUES = texts("message", "user", "assistant", "text", "tool_use", "tool_result", "function_call", "x")
-FIELDS = "messages input prompt system instructions tools tool_choice thinking thread reasoning text n stop"
-DIALECTS = (openai_dialects.CHAT, openai_dialects.TEXT, openai_dialects.RESPONSES, ANTHROPIC)
+FIELDS = "messages input prompt system instructions tools tool_choice thinking reasoning text n stop"
+DIALECTS = (
+    openai_dialects.CHAT,
+    openai_dialects.TEXT,
+    openai_dialects.RESPONSES,
+    anthropic_dialect.MESSAGES,
+)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | VALUES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner),
@@ -124,11 +126,7 @@ json_values = st.recursive(
 )
 
 
-@pytest.mark.parametrize(
-    "dialect",
-    [openai_dialects.CHAT, openai_dialects.TEXT, openai_dialects.RESPONSES, ANTHROPIC],
-    ids=lambda each: each.name,
-)
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda each: each.name)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(texts(*FIELDS.split()), json_values), st.lists(json_values, max_size=2))
 def test_any_json_is_a_call_or_an_api_error(dialect: Dialect, body: dict[str, Any], items: list[Any]) -> None:
@@ -149,12 +147,7 @@ def read(messages: list[Any], **more: Any) -> ChatRequest:
     return RequestReader(RULES).chat({"messages": messages, **more})
 
 
-LITELLM: dict[str, Any] = {
-    "provider_specific_fields": {"refusal": None},
-    "annotations": [],
-    "audio": None,
-    "refusal": None,
-}
+LITELLM: dict[str, Any] = {"provider_specific_fields": {"refusal": None}, "annotations": [], "audio": None}
 LITELLM |= {"function_call": None, "thinking_blocks": [{"type": "thinking", "thinking": "hm"}], "id": "msg_1"}
 PART = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
 MINE = {"role": "assistant", "content": "yes"}
@@ -167,7 +160,6 @@ DETAILS = [{"text": "a"}, {"data": 1}, {"text": "b"}]
         ({**MINE, **LITELLM}, MINE),
         ({"role": "user", "content": [PART], "cache_control": {}}, {"role": "user", "content": "Hi"}),
         ({**MINE, "reasoning": "hm"}, {**MINE, "reasoning_content": "hm"}),
-        ({**MINE, "reasoning_content": "hm", "reasoning": "no"}, {**MINE, "reasoning_content": "hm"}),
         ({**MINE, "reasoning_details": DETAILS}, {**MINE, "reasoning_content": "ab"}),
         ({**MINE, "reasoning": {"effort": 1}, "reasoning_content": ""}, MINE),
     ],
@@ -177,26 +169,16 @@ def test_templates_get_only_the_keys_they_may_read(sent: Any, read_as: Any) -> N
 
 
 @in_loop
-async def test_parameters_without_effect_are_accepted() -> None:
+async def test_sampling_overrides_follow_the_config() -> None:
     off: dict[str, Any] = {"frequency_penalty": 0, "logit_bias": {}, "max_completion_tokens": 10**30}
     off |= {"response_format": {"type": "text"}, "modalities": ["text"], "top_p": None, "stop": None}
     async with gateway_world() as world:
         assert (await world.ask(user="me", store=True, temperature=0.3, **off))[0] == 200
         (request,) = world.engine.requests
         assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 400)
-
-
-@in_loop
-async def test_sampling_overrides_follow_the_config() -> None:
-    cases: Any = (
-        {"temperature": 0.0, "top_p": 0.5},
-        {"top_p": 0.5},
-        {"top_p": 0},
-        {"temperature": 0.001},
-        {},
-    )
+    cases: list[dict[str, Any]] = [{"temperature": 0.0, "top_p": 0.5}, {"top_p": 0.5}, {"top_p": 0}]
     async with gateway_world(on_sampling_override="honour") as world:
-        for asked in cases:
+        for asked in (*cases, {"temperature": 0.001}, {}):
             assert (await world.ask(**asked))[0] == 200
         sampled = [(each.temperature, each.top_p) for each in world.engine.requests]
         assert sampled == [(0, 1), (1, 0.5), (0, 1), (0, 1), (1, 1)]
@@ -243,11 +225,3 @@ async def test_session_that_ends_during_a_stream_sends_an_error_event() -> None:
             with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the harness is done"):
                 _ = [event async for event in stream]
         assert len(talk.world.engine.cancelled) == 3
-
-
-@in_loop
-async def test_docs_show_every_parameter_without_a_key() -> None:
-    async with gateway_world() as world:
-        for path, text in (("docs", "openapi.json"), ("openapi.json", "parallel_tool_calls")):
-            async with world.http.get(f"{world.url}/{path}") as response:
-                assert (response.status, text in await response.text()) == (200, True)

@@ -18,9 +18,7 @@ GATEWAY = "asyncrl.agents.endpoint.gateway"
 
 
 @in_loop
-async def test_far_too_long_prompts_are_not_tokenized(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_far_too_long_prompts_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     async with gateway_world() as world:
         with monkeypatch.context() as patched:
             patched.delattr(ByteTokenizer, "encode")
@@ -33,8 +31,6 @@ async def test_far_too_long_prompts_are_not_tokenized(
         status, answer = await world.ask("x" * 2001)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert "rollout.max_prompt_tokens=2000" in answer["error"]["message"]
-        status, answer = await world.post({"prompt": [1, 2, 258]}, path="/v1/completions")
-        assert (status, answer["error"]["param"]) == (400, "prompt")
 
 
 @in_loop
@@ -53,22 +49,12 @@ async def test_wrong_requests_get_errors_without_the_key(monkeypatch: pytest.Mon
             ("GET", "/v1/models/other", key, None, 404, "model_not_found"),
             ("POST", chat, no_key, b"{}", 401, "invalid_api_key"),
             ("POST", chat, basic, b"{}", 401, "invalid_api_key"),
-            ("POST", chat, key | {"Content-Encoding": "gzip"}, b"{}", 400, None),
             ("POST", chat, key, b" " * 2**12, 413, "request_too_large"),
             ("POST", chat, key, chunks(), 413, "request_too_large"),
         ):
             async with world.http.request(method, world.url + path, headers=headers, data=data) as response:
                 assert (response.status, (await response.json())["error"]["code"]) == (status, code)
                 assert world.session.key not in await response.text()
-
-
-@in_loop
-async def test_malformed_heads_get_an_error_without_the_key() -> None:
-    async with gateway_world() as world:
-        key = world.session.key
-        answer = await all_of(*await raw(world, head(key + "\0", 2) + b"{}"))
-        assert b" 400 Bad Request" in answer[:30]
-        assert key.encode() not in answer
 
 
 async def raw(world: World, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -94,10 +80,12 @@ async def all_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 @in_loop
-async def test_slow_requests_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_malformed_and_slow_requests_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{GATEWAY}.READ_TIMEOUT_S", 0.3)
     async with gateway_world() as world:
         key = world.session.key
+        answer = await all_of(*await raw(world, head(key + "\0", 2) + b"{}"))
+        assert (b" 400 Bad Request" in answer[:30], key.encode() in answer) == (True, False)
         silent = [await raw(world, data) for data in (b"", b"POST /v1/chat/comp", head(key, 10)[:-2])]
         assert [await all_of(*each) for each in silent] == [b"", b"", b""]
         answer = await all_of(*await raw(world, head(key, 500) + b'{"messages":'))

@@ -75,15 +75,20 @@ def bodies(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
 LARGE = {"type": "object", "properties": {f"key {at}": {"type": "string"} for at in range(10_000)}}
 
 
-@pytest.mark.parametrize("path", bodies({}))
-@pytest.mark.parametrize(("schema", "why"), [(chained(3000), "too deep"), (LARGE, "bytes")])
+@pytest.mark.parametrize(
+    ("path", "schema", "why"),
+    [
+        ("chat/completions", chained(3000), "too deep"),
+        ("chat/completions?tools", LARGE, "bytes"),
+        ("responses", LARGE, "bytes"),
+        ("messages", LARGE, "bytes"),
+    ],
+)
 @in_loop
 async def test_hostile_schema_costs_only_its_own_call(path: str, schema: dict[str, Any], why: str) -> None:
     assert len(json.dumps(LARGE)) > MAX_GRAMMAR_BYTES
     async with gateway_world() as world:
         status, answer = await world.post(bodies(schema)[path], path=f"/v1/{path}")
         assert (status, why in answer["error"]["message"]) == (400, True), answer
-        known = world.gateway._route.checks._known
-        assert sum(map(len, known)) <= 16 * len(known)
         status, answer = await world.post(bodies({"type": "integer"})[path], path=f"/v1/{path}")
         assert status == 200, answer

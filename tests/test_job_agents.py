@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ PATIENCE_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of the lookup agent. A rollout blocks its worker, another kills the next."""
     folder, run_dir = tmp_path_factory.mktemp("agent"), tmp_path_factory.mktemp("agent") / "run"
     marks = [folder / "blocks", folder / "dies"]
@@ -46,14 +45,10 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         journal={"keep": "all"},
         observe={"console": "plain", "trackers": [], "heartbeat_s": 10},
     )
-    process = start(config, run_dir)
-    try:
-        _, stderr = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, stderr
-        assert not any(mark.exists() for mark in marks)
-        yield run_dir
-    finally:
-        process.kill()
+    ended = run(config, run_dir)
+    assert ended.returncode == 0, ended.stderr
+    assert not any(mark.exists() for mark in marks)
+    return run_dir
 
 
 def test_blocked_or_killed_worker_is_restarted(agents: Path) -> None:

@@ -27,7 +27,6 @@ from rollout_cases import virtual
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
-from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to
 from asyncrl.job.loop import Job, run_job
 from asyncrl.job.report import Reporter
@@ -52,16 +51,7 @@ def make_job(tmp_path: Path, *, point: ResumePoint | None = None, **sections: An
     life = Lifecycle(
         config, tmp_path, reporter.log, LocalLauncher(), on_end=reporter.finish, on_exit=reporter.aclose
     )
-    return Job(life, reporter, None, point, 1)  # type: ignore[arg-type]
-
-
-def make_reporter(tmp_path: Path, *, num_steps: int = 0, console: str = "none") -> Reporter:
-    """Return a reporter whose run has reported `num_steps` steps of 100 s."""
-    lines = (
-        {"step": step + 1, "time_s": 100.0 * step + 100, "reward/mean": 0.5} for step in range(num_steps)
-    )
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Reporter(make_config(tmp_path, observe={"console": console}), tmp_path, "test")
+    return Job(life, reporter, None, point)  # type: ignore[arg-type]
 
 
 async def for_ever(*_: object) -> None:
@@ -120,16 +110,14 @@ class House:
         self.batches = asyncio.Queue[Batch]()
         self.after_step, self.last = list[int](), list[int]()
         room = SimpleNamespace(run=for_ever, aclose=nothing, guard=for_ever, wait_last=for_ever)
-        self.publisher = SimpleNamespace(run=for_ever, start_before_nowait=ignore)
-        self.publisher.wait_exported_or_busy = self.publisher.wait_announced = nothing
         fleet = SimpleNamespace(servers=(), supervisors={}, eval_server=None)
         self.rooms = SimpleNamespace(
             fleet=fleet,
             trainer=self.trainer,
             producers=room,
-            scheduler=Disaggregated(self.publisher, num_steps=3, spawn=self.job.life.spawn),  # type: ignore[arg-type]
+            scheduler=SimpleNamespace(start=nothing, to_trainer=nothing, to_engines=nothing),
             journal=self.journal,
-            scale=SimpleNamespace(is_fixed=True),
+            scale=SimpleNamespace(is_fixed=True, engines=(), watch_nowait=ignore),
             feed=SimpleNamespace(order={}),
             buffer=SimpleNamespace(wait_batch=self.batches.get),
             checkpointer=SimpleNamespace(after_step=self.step_done, make_last=self.make_last),
@@ -225,7 +213,8 @@ async def test_signal_during_a_wait_loses_no_batch(house: House, num_batches: in
 def test_failed_resume_leaves_the_run_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
 ) -> None:
-    make_reporter(tmp_path, num_steps=9)
+    lines = ({"step": step, "time_s": 100.0 * step, "reward/mean": 0.5} for step in range(1, 10))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "summary.json").write_text('{"state": "done", "num_steps": 9}')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -246,36 +235,26 @@ def test_failed_resume_leaves_the_run_as_it_was(
     assert resuming.life.log.warnings == ["checkpoint step_9 is damaged"]
 
 
-def begun_run(tmp_path: Path, config: RunConfig) -> Path:
-    """A run directory with one admitted group and the weights of an earlier end."""
+@pytest.mark.parametrize("changed", [{}, {"learning_rate": 0.5}])
+def test_failed_or_refused_start_restores_earlier_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, float]
+) -> None:
+    run_dir = tmp_path / "begun"
+    (run_dir / ".final.old").mkdir(parents=True)  # killed between the two names
+    (run_dir / ".final.old" / "weights").write_text("whole")
+    (run_dir / "config.yaml").write_text(run_config_yaml(make_config(tmp_path)))
+    (run_dir / "run.id").write_text(RUN_ID)
 
     async def story(journal: Journal) -> None:
         admit(journal, 0)
 
-    run_dir = tmp_path / "begun"
-    (run_dir / "final").mkdir(parents=True)
-    (run_dir / "final" / "weights").write_text("whole")
-    (run_dir / "config.yaml").write_text(run_config_yaml(config))
-    (run_dir / "run.id").write_text(RUN_ID)
-    return with_journal(run_dir / "journal.sqlite", story).parent
-
-
-@pytest.mark.parametrize("is_done", [False, True])
-def test_failed_start_restores_earlier_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
-) -> None:
-    config = make_config(tmp_path)
-    run_dir = begun_run(tmp_path, config)
-    (run_dir / "final").rename(run_dir / ".final.old")  # killed between the two names
+    with_journal(run_dir / "journal.sqlite", story)
     for name in (".final.new", ".adapter.new", ".model.new"):
         (run_dir / name).mkdir()
-    if is_done:
-        (run_dir / "summary.json").write_text('{"state": "done", "num_steps": 1000000}')
-
     refused = raising(RoomError("trainer-0", "cannot start"))
     monkeypatch.setattr(job.Lifecycle, "run", refused)
-    with pytest.raises((RoomError, ConfigError), match="is done" if is_done else "cannot start"):
-        job.run_job(config, run_dir, name="test")
+    with pytest.raises((RoomError, ConfigError), match="other settings" if changed else "cannot start"):
+        job.run_job(make_config(tmp_path, trainer=changed), run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"
     assert [*run_dir.glob(".final*"), *run_dir.glob(".adapter*"), *run_dir.glob(".model*")] == []
 

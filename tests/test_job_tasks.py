@@ -77,21 +77,11 @@ def test_tasks_have_their_share_metrics_and_evaluations(whole: Path) -> None:
     assert told == len(epochs) > 2, "each epoch is in the journal"
 
 
-def test_resumed_run_computes_the_same_and_refuses_changed_data(whole: Path, tmp_path: Path) -> None:
+def test_resumed_run_computes_the_same(whole: Path, tmp_path: Path) -> None:
     config, run_dir = whole.parent / "config-for-test.yaml", tmp_path / "run"
     killed_on_the_way(
         lambda: start(config, run_dir), lambda: len(read_lines(run_dir / "metrics.jsonl")) >= 6, run_dir
     )
-    data = whole.parent / "words.jsonl"
-    content = data.read_text()
-    data.write_text(content.replace("f 2", "e 9"))
-    try:
-        refused = run(config, run_dir)
-    finally:
-        data.write_text(content)
-    assert refused.returncode == 2, refused.stderr
-    assert f"the task's data have changed since this run began: {data}" in refused.stderr
-    assert "--allow-change task.digest" in refused.stderr
     answer = run(config, run_dir)
     assert answer.returncode == 0, (answer.stdout, answer.stderr)
     assert groups_of(run_dir) == groups_of(whole), "once each, and the same"

@@ -95,7 +95,7 @@ def test_damaged_file_is_found_when_opened(
     path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
     content = whole.read_bytes()
     if damage is None:  # no resume reads this table: only the check finds it
-        (page,) = query(whole, "SELECT rootpage FROM sqlite_schema WHERE name = 'checkpoints'")
+        (page,) = query(whole, "SELECT rootpage FROM sqlite_schema WHERE name = 'publishes'")
         content = content[: 4096 * (page - 1)] + b"\x07" * 4096 + content[4096 * page :]
     else:
         content = damage(content)

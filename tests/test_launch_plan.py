@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
-from asyncrl.job.servers import EnginePlace, engine_kind
+from asyncrl.job.servers import KINDS
 from asyncrl.launch import engine_python
 from asyncrl.launch.devices import chunk_devices, place
 from asyncrl.launch.engine_python import find_python
@@ -172,8 +172,9 @@ def test_cores_and_memory_are_counted_on_each_node() -> None:
     alone = make_plan(load(*TWO_EACH_NODE, *ON_CPU), nodes(0))
     assert sum(spread.needed_bytes(f"n{at}/cpu") for at in (0, 1)) == alone.needed_bytes("cpu")
     for name in ("embedded", "vllm"):
-        kind = engine_kind(load(*threads, f"rollout.engine={name}", "weight_sync.transport=shm"))
-        assert kind.spec(Path("model"), "engine-0", EnginePlace("cpu", cores=20))["threads"] == 5
+        config = load(*threads, f"rollout.engine={name}", "weight_sync.transport=shm")
+        kind = KINDS[name](config, plan.placement, Path("model"))
+        assert kind.spec("engine-0", plan.placement.engines[0][0])["threads"] == 2
 
 
 def test_engines_divide_the_fraction_of_their_device() -> None:
@@ -241,11 +242,6 @@ def test_auto_dtype_is_bfloat16_if_all_devices_have_it(
     config, messages = resolve_auto(written, single_node(machine(num_cuda, has_bfloat16=has_bf16)))
     assert config.model.dtype == dtype
     assert bool(messages) == (written.model.dtype == "auto")
-
-
-def test_resumed_run_keeps_its_dtype() -> None:
-    config, _ = resolve_auto(load("model.dtype=auto"), single_node(machine(2)), begun="float32")
-    assert config.model.dtype == "float32"
 
 
 SERVED = ["rollout.urls=['http://127.0.0.1:1']", "model.scratch=none", "model.path=org/name"]

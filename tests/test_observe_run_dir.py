@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import RunLock, lines_from_end
-from asyncrl.config import RunConfig, run_config_yaml
+from asyncrl.config import ObserveConfig, RunConfig, run_config_yaml
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId
 from asyncrl.observe.metrics import gauge_of
-from asyncrl.observe.run_dir import Recorder, boot_id, judge_state
-from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.run_dir import Recorder, judge_state
 from asyncrl.observe.show import render_inspect, render_status
-from asyncrl.observe.trackers import Background, TensorBoard, TrackedRun
-from asyncrl.observe.verdict import write_reward_plot
-from asyncrl.observe.watchdog import Wait
+from asyncrl.observe.trackers import Background, TrackedRun
 from asyncrl.trainer.step_report import append_line, note_restored, trained_line
 from asyncrl.trainer.trainer_client import pack_groups
 
@@ -55,8 +52,8 @@ def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", max_s
         ages = {"sample/staleness_mean": 1.0, "sample/staleness_max": 2.0}
         times = {"time_s": version + 1.0, "perf/step_s": 1.0, "perf/train_s": 0.9}
         recorder.record_step({"step": version + 1, "reward/mean": 0.25 * version, **ages, **times})
-    wait = Wait("train loop", "TrainerClient.train", "optimizer step 4", "trainer-0", 12.25)
-    recorder.write_status({"state": state, "waits": [asdict(wait)], "oldest_rollouts": [["g7/r1", 12.0]]})
+    waits = {"train loop waits in TrainerClient.train for optimizer step 4": 12.25}
+    recorder.write_status({"state": state, "waits": waits, "oldest_rollouts": [["g7/r1", 12.0]]})
 
 
 def record_line(version: int, ages: tuple[int, int] = (0, 2)) -> dict[str, Any]:
@@ -101,18 +98,16 @@ def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
     pace = "3 of 9 in 3.0 s, 1.00 s each, 6.0 s left"
     for said in (f"process {os.getpid()} on host", pace, "Too short to"):
         assert said in text
-    waits = "train loop waits in TrainerClient.train for optimizer step 4, 12 s, to be woken by"
-    for said in (waits, "g7/r1, 12.0", "training 90% ███"):
+    waits = "train loop waits in TrainerClient.train for optimizer step 4, since 12 s"
+    for said in (waits, "g7/r1, 12.0"):
         assert (said in text, said in verbose) == (False, True)
 
 
 @pytest.mark.parametrize(
     ("elsewhere", "age_s", "state"),
     [
-        ({"host": "node7", "boot_id": "other"}, 3.0, "running"),
-        ({"host": "node7", "boot_id": "other"}, 300.0, "unknown"),
-        ({"boot_id": "before"}, 300.0, "crashed"),
-        ({"boot_id": "before"}, 3.0, "running"),
+        ({"host": "node7"}, 3.0, "running"),
+        ({"host": "node7"}, 300.0, "unknown"),
         ({"state": "done"}, 3.0, "done"),
         ({"state": []}, 3.0, "unknown"),
     ],
@@ -120,8 +115,7 @@ def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
 def test_a_run_is_called_crashed_only_with_proof(
     tmp_path: Path, elsewhere: dict[str, Any], age_s: float, state: str
 ) -> None:
-    here = {"state": "running", "pid": 17, "host": socket.gethostname(), "boot_id": boot_id()}
-    here |= {"updated_s": time.time() - age_s}
+    here = {"state": "running", "pid": 17, "host": socket.gethostname(), "updated_s": time.time() - age_s}
     (tmp_path / "run.lock").touch()
     assert judge_state(here | elsewhere, tmp_path)[0] == state
     assert judge_state(here, tmp_path)[0] == "crashed", "nobody holds its lock, and this is its machine"
@@ -241,9 +235,6 @@ def test_lines_from_the_end_are_the_lines_of_the_file(lines: list[bytes], is_tor
     assert all(content[start : start + len(line)] == line and b"\n" not in line[:-1] for start, line in found)
 
 
-_WAIT = '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}]}'
-
-
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
@@ -255,10 +246,10 @@ _WAIT = '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 
         ("trained.jsonl", "garbage\n", "trained.jsonl: skipped the line b'garbage"),
         ("trained.jsonl", '{"version": 1e999, "min_version": 0, "trajectories": []}\n', "trained.jsonl"),
         ("trained.jsonl", '{"version": 3, "min_version": 0, "trajectories": [1]}\n', "trained.jsonl"),
-        ("status.json", '{"state": "running", "updated_s": "soon"}', "no number updated_s"),
-        ("status.json", "[" * 100_000, "status.json is not a JSON object"),
-        ("status.json", f'{{"state": "running", "pid": {10**30}, "host": 7, "boot_id": []}}', ""),
-        ("status.json", _WAIT, ""),
+        ("status.json", '{"state": "running", "updated_s": "soon"}', "status.json is invalid"),
+        ("status.json", "[" * 100_000, "status.json is invalid"),
+        ("status.json", f'{{"state": "running", "pid": {10**30}, "host": 7}}', ""),
+        ("status.json", '{"state": "done", "waits": [1]}', "status.json is invalid"),
     ],
 )
 def test_invalid_data_is_skipped_and_reported(tmp_path: Path, name: str, text: str, problem: str) -> None:
@@ -334,8 +325,8 @@ def test_the_story_of_a_group_joins_journal_and_record(run_dir: Path) -> None:
 
 
 def test_a_rollout_shows_all_branches_and_rewards_of_parts(run_dir: Path) -> None:
-    first, second = inspected(run_dir, group=8)["story"]["rollouts"]
-    assert (first["reward"], first["num_sampled"], second["state"]) == (0.25, 20, "running")
+    (first,) = inspected(run_dir, group=8)["story"]["rollouts"]
+    assert (first["reward"], first["num_sampled"]) == (0.25, 20)
     sampled = [branch["pieces"][0]["token_ids"] for branch in first["branches"]]
     assert sampled == [branch.token_ids[2:].tolist() for branch in journal_cases.make_rollout(8, 0)]
     assert first["branches"][1]["credits"][0] == {"start": 2, "end": 7, "reward": 1.2, "unit": 2}
@@ -348,7 +339,7 @@ def test_a_rollout_shows_all_branches_and_rewards_of_parts(run_dir: Path) -> Non
         ({"group": 4}, ["state failed", "reason too few usable rollouts", "timed out"]),
         ({"group": 5}, ["state requeued", "reason dropped", "same prompt 6"]),
         ({"group": 8}, ["[v0, 2..11]", "start 7, end 12, reward 1.700, unit 3"]),
-        ({"step": 1}, ["tokens by version", "0 40", "retried"]),
+        ({"step": 1}, ["0 40", "retried"]),
     ],
 )
 def test_inspect_shows_people_the_same(run_dir: Path, options: dict[str, Any], said: list[str]) -> None:
@@ -365,7 +356,6 @@ def test_inspect_survives_deleted_tokens_and_a_damaged_journal(tmp_path: Path) -
     asyncio.run(compacted())
     story = inspected(tmp_path, group=0)["story"]
     assert (story["has_tokens"], story["rollouts"], story["num_sampled"]) == (False, [], 20)
-    assert story["samples"] == 0
     (tmp_path / "journal.sqlite").write_bytes(b"no journal at all" * 100)
     (tmp_path / "journal.sqlite-wal").unlink(missing_ok=True)
     plain = inspected(tmp_path)
@@ -444,17 +434,15 @@ def test_the_status_is_replaced_and_names_its_process(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
 
 
-def test_tensorboard_and_the_plot_get_finite_numbers(tmp_path: Path) -> None:
+def test_tensorboard_gets_finite_numbers(tmp_path: Path) -> None:
     steps = [{"step": n, "time_s": float(n), "reward/mean": n / 4, "policy/ess": math.nan} for n in (1, 2, 3)]
-    trackers = Background({"tensorboard": TensorBoard}, print)
+    trackers = Background(ObserveConfig(), print)
     recorder = Recorder(tmp_path, trackers)
     trackers.start(TrackedRun(tmp_path, "t", "1", {}))
     for step in steps:
         recorder.record_step(step)
     trackers.tell("close", "done")
     asyncio.run(trackers.wait_closed(60.0, print))
-    write_reward_plot(tmp_path, Steps(steps), title="t")
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["time_s", "reward/mean"]
     scalars = [(event.step, event.value) for event in events.Scalars("reward/mean")]

@@ -30,11 +30,11 @@ from asyncrl.observe.web import (
     KEY_ENV,
     KEY_FILE,
     LivePage,
-    StatusServer,
     WebServer,
     family_of,
     is_local,
     openmetrics,
+    status_server,
 )
 
 DASHBOARD = Path(__file__).parents[1] / "examples" / "grafana" / "asyncrl.json"
@@ -184,8 +184,8 @@ def test_the_status_port_serves_only_bearers_of_its_key(
     (tmp_path / "status.json").write_text('{"state": "running", "step": 7}')
     key_file = tmp_path / KEY_FILE
 
-    def make() -> StatusServer:
-        return StatusServer(tmp_path, ObserveConfig(status_port=0), lambda: {"step": 7})
+    def make() -> WebServer:
+        return status_server(tmp_path, ObserveConfig(status_port=0), lambda: {"step": 7})
 
     async def story(client: ClientSession, url: str) -> None:
         for path in ("/metrics", "/status", "/config.yaml"):
@@ -200,7 +200,7 @@ def test_the_status_port_serves_only_bearers_of_its_key(
         taken = int(url.rpartition(":")[2])
         for wrong in ({"status_port": taken}, {"status_port": 0, "status_host": "203.0.113.1"}):
             with pytest.raises(ConfigError, match=r"cannot listen on observe\.status_host"):
-                StatusServer(tmp_path, ObserveConfig.model_validate(wrong), dict)
+                status_server(tmp_path, ObserveConfig.model_validate(wrong), dict)
 
     play(make, story)
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600

@@ -15,14 +15,13 @@ from job_runs import environment, write_config
 
 import asyncrl
 from asyncrl.base.errors import ConfigError
-from asyncrl.job.lifecycle import Interrupts
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SCRIPT, READING = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
-RAISES = """
-import json, sys
+IN_A_LOOP = """
+import asyncio, json, os, signal, sys
 import asyncrl
 from asyncrl.base.errors import CallbackError
 
@@ -30,36 +29,25 @@ def on_weights(version, digest):
     if version == 2:
         raise KeyError("no room")
 
-if __name__ == "__main__":
-    config, run_dir = json.loads(sys.argv[1]), sys.argv[2]
-    try:
-        asyncrl.run(config, run_dir=run_dir, on_weights=on_weights)
-    except CallbackError as error:
-        assert isinstance(error.error, KeyError), error.error
-        print("ended:", error)
-    seen, quiet = [], ["observe.console=none"]
-    record = asyncrl.run(config, quiet, run_dir=run_dir, on_step=lambda step, _: seen.append(step))
-    print(json.dumps([record.state, seen, record.steps["step"]]))
-"""
-
-
-IN_A_LOOP = """
-import asyncio, json, os, signal, sys
-import asyncrl
-
 def on_step(step, metrics):
     if step == 3:
         os.kill(os.getpid(), signal.SIGINT)
 
 async def main():
     config, quiet, run_dir = json.loads(sys.argv[1]), ["observe.console=none"], sys.argv[2]
+    try:
+        asyncrl.run(config, quiet, run_dir=run_dir, on_weights=on_weights)
+    except CallbackError as error:
+        raised = [str(error), repr(error.error)]
     before = signal.getsignal(signal.SIGINT)
     stopped = asyncrl.run(config, quiet, run_dir=run_dir, on_step=on_step)
     is_handler_back = signal.getsignal(signal.SIGINT) == before
     num_steps = len(stopped.steps["step"])
-    more = [*quiet, f"trainer.num_steps={num_steps + 1}"]
-    resumed = await asyncio.to_thread(asyncrl.run, config, more, run_dir=run_dir)
-    print(json.dumps([[stopped.state, num_steps], [resumed.state, resumed.steps["step"]], is_handler_back]))
+    more, seen = [*quiet, f"trainer.num_steps={num_steps + 1}"], []
+    note = lambda step, _: seen.append(step)
+    resumed = await asyncio.to_thread(asyncrl.run, config, more, run_dir=run_dir, on_step=note)
+    ends = [[stopped.state, num_steps], [resumed.state, resumed.steps["step"]]]
+    print(json.dumps([raised, *ends, seen, is_handler_back]))
 
 if __name__ == "__main__":
     asyncio.run(main())
@@ -98,37 +86,19 @@ def test_python_page_runs_and_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_raising_callback_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(RAISES)
-    config = yaml.safe_load(write_config(tmp_path, trainer={"num_steps": 4}).read_text())
-    said = ran(
-        [sys.executable, "script.py", json.dumps(config), str(tmp_path / "run")], tmp_path
-    ).splitlines()
-    assert any("ended: on_weights of asyncrl.run raised KeyError: 'no room'" in line for line in said)
-    state, seen, steps = json.loads(said[-1])
-    assert (state, steps) == ("done", [1, 2, 3, 4])
-    assert seen == steps[-len(seen) :], "it went on where the first one stood"
-
-
-@pytest.mark.slow
-def test_run_in_an_event_loop_is_interrupted_and_resumes(tmp_path: Path) -> None:
+def test_run_in_an_event_loop_resumes_after_a_raise_and_an_interrupt(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(IN_A_LOOP)
     config = yaml.safe_load(write_config(tmp_path, trainer={"num_steps": 100_000}).read_text())
     arguments = [sys.executable, "script.py", json.dumps(config), str(tmp_path / "run")]
-    stopped, resumed, is_handler_back = json.loads(ran(arguments, tmp_path).splitlines()[-1])
+    raised, stopped, resumed, seen, is_handler_back = json.loads(ran(arguments, tmp_path).splitlines()[-1])
+    assert raised[0].startswith("on_weights of asyncrl.run raised KeyError: 'no room'")
+    assert raised[1] == "KeyError('no room')"
     state, num_steps = stopped
     assert state == "interrupted"
     assert num_steps >= 3
-    assert resumed == ["done", list(range(1, num_steps + 2))]
+    assert resumed == ["done", [*range(1, num_steps + 2)]]
+    assert seen == resumed[1][-len(seen) :], "it resumes where the last one ended"
     assert is_handler_back
-
-
-def test_interrupts_are_kept_until_a_run_receives_them() -> None:
-    interrupts, received = Interrupts(), list[int]()
-    interrupts.send(2)
-    interrupts.receive_by(received.append)
-    interrupts.send(15)
-    assert received == [2, 15]
 
 
 async def _async(step: int, metrics: object) -> None: ...

@@ -27,8 +27,8 @@ from asyncrl.launch import machine, plan
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 MODULE = """
-    def few(current, anchor): return current
-    def loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings): return current_M, {}
+    def few(tokens): return tokens
+    def loss(tokens, settings): return tokens.current_M, {}
     def advantage(reward_B): return reward_B
     async def agent(task): return 1.0
     async def right_agent(task, session): return 1.0
@@ -47,7 +47,7 @@ FOLDER = {
     "threads_here.py": """
         import threading
         threading.Thread(target=threading.Event().wait).start()
-        def loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings): return current_M, {}
+        def loss(tokens, settings): return tokens.current_M, {}
     """,
     "odd_type/config.json": '{"model_type": "qwen33"}',
     "odd_type/model.safetensors": "",
@@ -82,7 +82,7 @@ model.scratch.characters=abc generator.python=mine_here:right_agent -> lacks: ' 
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
 algorithm.loss=ppo_clipp -> algorithm.loss=ppo_clipp is not known ... name one of ppo_clip
 algorithm.loss=mine_here:los -> mine_here has no los ... did you mean loss?
-algorithm.loss=mine_here:few -> few(current, anchor) cannot be called as loss(current_M, ... too many
+algorithm.loss=mine_here:few -> few(tokens) cannot be called as loss(tokens, settings): too many
 algorithm.advantage=nomod:x -> advantage=nomod:x: there is no module nomod
 algorithm.advantage=mine_here:advantage -> (reward_B) cannot be called as advantage(reward_B, group_B)
 generator.python=mine_here:agent -> agent(task) cannot be called as (task, session)

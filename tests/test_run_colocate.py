@@ -22,9 +22,9 @@ def phases(house: House) -> list[str]:
 
 def test_step_is_two_handovers_and_then_an_announcement() -> None:
     async def story(house: House) -> None:
-        assert house.turns.status()["state"] == "generating"
+        assert house.publisher.status()["state"] == "generating"
         house.events.clear()
-        await house.turns.to_trainer()
+        await house.publisher.to_trainer()
         assert house.worker.held == {"weights", "optimizer"}
         assert not house.announced
         await house.step()
@@ -40,7 +40,7 @@ def test_step_is_two_handovers_and_then_an_announcement() -> None:
         assert house.announced == [1]
         assert house.published == [(1, "w|p0#0")]
         assert [fake.weights for fake in house.fakes] == ["w|p0#0"] * 2
-        numbers = house.turns.gauges()
+        numbers = house.publisher.gauges()
         assert numbers["perf/to_trainer_s"] == pytest.approx(2 * MOVE_S)
         assert numbers["perf/to_engines_s"] == pytest.approx((4 + 2 * NUM_CHUNKS) * MOVE_S)
         publisher = house.publisher
@@ -51,48 +51,49 @@ def test_step_is_two_handovers_and_then_an_announcement() -> None:
     live(story)
 
 
-@pytest.mark.parametrize("stays", [False, True])
-@pytest.mark.parametrize("path", ["/sleep", "/wake", "/load_chunk", "/commit", "/offload", "/export_chunk"])
-def test_death_in_the_first_turn_restores_version_0(path: str, stays: bool) -> None:
-    def dies(house: House) -> None:
-        dying: Any = house.worker if path in ("/offload", "/export_chunk") else house.fakes[-1]
-        dying.dies_at = path
-
-    async def story(house: House) -> None:
-        await asyncio.sleep(10 * START_S)
-        assert house.pool.down == ()
-        assert {(fake.policy_version, fake.weights) for fake in house.fakes} == {(0, "w")}
-        assert all(fake.engine.weights.can_serve for fake in house.fakes)
-        await house.step()
-        assert house.announced == [1]
-
-    live(story, stays=stays, at_start=dies)
+OF_TRAINER = ("/offload", "/export_chunk", "/train")
+FIRST_TURN = ("/sleep", "/wake", "/load_chunk", "/commit", "/offload", "/export_chunk")
 
 
 @pytest.mark.parametrize(
-    ("path", "num_engines", "stays"),
+    ("path", "is_first", "num_engines", "stays"),
     [
-        *[("/sleep", 1, False), ("/load_chunk", 1, False), ("/commit", 2, False), ("/offload", 2, False)],
-        *[("/export_chunk", 2, False), ("/train", 2, False), ("/sleep", 1, True), ("/load_chunk", 1, True)],
-        *[("/commit", 2, True), ("/export_chunk", 2, True), ("/train", 2, True)],
+        *[(path, True, 2, stays) for path in FIRST_TURN for stays in (False, True)],
+        *[("/sleep", False, 1, stays) for stays in (False, True)],
+        *[("/load_chunk", False, 1, stays) for stays in (False, True)],
+        *[
+            (path, False, 2, stays)
+            for path in ("/commit", "/export_chunk", "/train")
+            for stays in (False, True)
+        ],
+        ("/offload", False, 2, False),
     ],
 )
-def test_death_in_a_turn_or_handover_is_repaired(path: str, num_engines: int, stays: bool) -> None:
-    async def story(house: House) -> None:
-        await house.step()
-        dying: Any = house.fakes[-1] if path in ("/sleep", "/load_chunk", "/commit") else house.worker
+def test_death_in_a_turn_or_handover_is_repaired(
+    path: str, is_first: bool, num_engines: int, stays: bool
+) -> None:
+    def dies(house: House) -> None:
+        dying: Any = house.worker if path in OF_TRAINER else house.fakes[-1]
         dying.dies_at = path
-        await house.step()
-        assert house.announced == [1, 2], "nobody waits for it"
-        assert stays or not house.worker.held
-        await asyncio.sleep(10 * START_S)
-        assert house.pool.down == ()
-        assert house.worker.weights == ["p0#0", "p1#0"]
-        assert {fake.weights for fake in house.fakes} == {"w|p0#0|p1#0"}
-        await house.step()
-        assert house.announced == [1, 2, 3]
 
-    live(story, num_engines=num_engines, stays=stays)
+    async def story(house: House) -> None:
+        if not is_first:
+            await house.step()
+            dies(house)
+            await house.step()
+            assert house.announced == [1, 2], "nobody waits for it"
+            assert stays or not house.worker.held
+        await asyncio.sleep(10 * START_S)
+        num = len(house.batches)
+        weights = "|".join(["w", *(f"p{version}#0" for version in range(num))])
+        assert house.pool.down == ()
+        assert {(fake.policy_version, fake.weights) for fake in house.fakes} == {(num, weights)}
+        assert all(fake.engine.weights.can_serve for fake in house.fakes)
+        await house.step()
+        assert house.announced == [*range(1, num + 2)]
+
+    at_start = {"at_start": dies} if is_first else {}
+    live(story, num_engines=num_engines, stays=stays, **at_start)
 
 
 class Always(dict[str, str]):
@@ -121,7 +122,6 @@ def test_broken_lease_ends_the_run_with_the_reason() -> None:
     [
         ({}, "engine-1 loaded chunk 0 of policy_version 1 with digest corrupt, the trainer sent c0"),
         ({"version": 5}, "failed in commit of policy_version 1"),
-        ({"is_last": True}, "failed in commit of policy_version 1"),
     ],
 )
 def test_changed_weights_are_never_announced(change: Any, what: str) -> None:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.base.errors import AsyncrlError, CheckpointDamaged, ConfigError, HubError
 from asyncrl.config import load_config, run_config_yaml
 from asyncrl.job.run_export import MARK, export_run, find_weights, open_repo, push_folder
-from asyncrl.journal.checkpoints import write_manifest
+from asyncrl.journal.checkpoint_folders import write_manifest
 from asyncrl.trainer.model_folder import ModelPin
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.tensor_files import float32_names

@@ -6,21 +6,16 @@ import asyncio
 import contextlib
 import random
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from buffer_groups import make_buffer
 from fakes import FakeEngine, FakeScorer, MemoryJournal
-from journal_cases import open_journal
 from rollout_cases import make_producers, single_turn
+from test_run_restore import Life as RestoredLife
 from test_tasks_prompt_source import Numbers
 
-from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Prompt, UnfinishedGroup
-from asyncrl.messages.trainer_api import TrainResponse
-from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.tasks import PromptSource, TaskPrompts
 from asyncrl.testing.virtual_time import run_virtual
 
@@ -49,9 +44,6 @@ class Life:
         self.buffer = make_buffer(num_groups=NUM_GROUPS, num_batches=NUM_BATCHES, max_staleness=0)
         self.unfinished: tuple[UnfinishedGroup, ...] = ()
         self.returning: list[tuple[int, Prompt]] = []
-
-    def returns_nowait(self, version: int, prompt: Prompt) -> None:
-        self.returning.append((version, prompt))
 
     async def play(self, *, version: int = 0, until_s: float = 1e9) -> None:
         """From batch `version` to the end of the run, or of this life."""
@@ -93,14 +85,6 @@ def test_batches_with_failures_do_not_depend_on_latencies(capacity: int) -> None
         assert prompts_of(journal) == BATCHES, f"with the latencies of seed {seed}"
 
 
-class NoTrainer:
-    """Its steps take no time and change nothing."""
-
-    async def recover(self, _: object, batches: Any, on_step: Any) -> None:
-        async for batch in batches():
-            on_step(batch, TrainResponse(policy_version=batch.version + 1, metrics={}))
-
-
 async def tell(journal: Journal, told: MemoryJournal) -> None:
     """Write the journal of a run with these events."""
     for method, *arguments in told.events:
@@ -120,21 +104,13 @@ def test_killed_run_with_failures_has_the_same_batches(tmp_path: Path, killed_s:
     second = Life(2, told)
 
     async def resumed() -> int:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        await tell(journal, told)
-        state = await journal.read_resume(0)
-        rooms: Any = SimpleNamespace(
-            special_tokens=SpecialTokens(),
-            trainer=NoTrainer(),
-            journal=journal,
-            buffer=second.buffer,
-            feed=second.feed,
-            producers=second,
-        )
-        reporter: Any = SimpleNamespace(resumes=lambda *_: None, step=lambda *_, **__: None)
-        second.unfinished = await restore(rooms, reporter, ResumePoint(None), state)
-        await journal.aclose()
-        return state.next_version
+        life = RestoredLife(tmp_path / "journal.sqlite")
+        life.buffer, life.feed = second.buffer, second.feed
+        await tell(life.journal, told)
+        second.unfinished = await life.restore()
+        second.returning = life.returned
+        await life.journal.aclose()
+        return life.trainer.policy_version
 
     version = asyncio.run(resumed())
     run_virtual(second.play(version=version))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
-from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
@@ -62,7 +61,7 @@ class Life:
         )
         self.producers = self
         self.steps: list[tuple[Batch, TrainResponse]] = []
-        self.returned: list[tuple[int, str, int]] = []
+        self.returned: list[tuple[int, Prompt]] = []
         self.restored = 0
 
     def admit(self) -> Ticket:
@@ -118,7 +117,7 @@ class Life:
         self.steps.append((batch, report))
 
     def returns_nowait(self, version: int, prompt: Prompt) -> None:
-        self.returned.append((version, prompt.prompt_id, prompt.num_requeued))
+        self.returned.append((version, prompt))
 
 
 def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
@@ -168,7 +167,9 @@ def test_resume_trains_batches_again_and_restores_everything_else(tmp_path: Path
         assert (nine.failures, nine.partials) == ({0: (3, "it timed out")}, {2: (1, make_partial(5))})
         assert (*life.numbers(), life.buffer.rule.served, life.buffer.next_group_id) == (4, 1, 1, 4, 13)
         assert life.next_prompts(3) == [("0/10", 1), ("0/11", 2), ("0/13", 0)]
-        assert life.returned == [(4, "0/12", 2)]
+        assert [(at, prompt.prompt_id, prompt.num_requeued) for at, prompt in life.returned] == [
+            (4, "0/12", 2)
+        ]
         assert life.buffer.finish_nowait(make_group(9, version=3)) == "ready"
         (eight, _) = life.buffer.take_nowait().groups
         assert same_group(eight, make_group(8, version=3))
@@ -335,9 +336,9 @@ class Trainer:
 class House:
     """A checkpointer over a trainer and a journal that the test moves. `told`: warnings."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, run_dir: Path, journal: Any = None, **config: Any) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, run_dir: Path, **config: Any) -> None:
         self.checkpoints = Checkpoints(run_dir, CheckpointConfig(**{"every": 2, **config}))
-        self.trainer, self.journal = Trainer(), journal or MemoryJournal()
+        self.trainer, self.journal = Trainer(), MemoryJournal()
         self.told, self.tasks = list[str](), list[asyncio.Task[None]]()
 
         def spawn(coro: Any, *, name: str) -> asyncio.Task[None]:
@@ -390,7 +391,6 @@ def test_checkpoint_that_comes_due_during_another_is_skipped(tmp_path: Path) -> 
         assert newest.controller["feed"] == {"cursor": 20}, "of the moment at which the weights were copied"
         await house.step()
         assert (house.whole, len(house.told)) == ([2, 6], 1)
-        assert [event[1] for event in house.journal.named("checkpointed")] == [2, 6]
 
     live(story, tmp_path)
 
@@ -429,58 +429,37 @@ def test_failed_checkpoint_is_reported_and_costs_no_more(tmp_path: Path, place: 
 # ---- a trainer that is started again while a checkpoint is being finished
 
 
-class NewTrainer:
-    """Reads what it is to load, and counts the batches that it is given; held at `stops_at` until `go`."""
-
-    def __init__(self, stops_at: str) -> None:
-        self.stops_at = stops_at
-        self.reached, self.go = asyncio.Event(), asyncio.Event()
-        self.loaded: str | None = None
-        self.trained: list[int] = []
-
-    async def catch_up(self, state: Path | None, batches: AsyncIterator[Batch], _: object) -> None:
-        await self._pass("loading")
-        self.loaded = None if state is None else (state / "weights").read_text()
-        async for batch in batches:
-            await self._pass("training")
-            self.trained.append(batch.version)
-
-    async def _pass(self, place: str) -> None:
-        if place == self.stops_at:
-            self.reached.set()
-            await self.go.wait()
-
-
-async def recover(life: Life, house: House, trainer: Any) -> None:
-    await recover_trainer(trainer, 3, journal=life.journal, checkpoints=house.checkpoints, num_batches=20)
-
-
-async def begin(life: Life, house: House) -> None:
-    """Three batches are trained, checkpoint 1 is whole, the trainer writes checkpoint 3; keep_last is 1."""
-    house.trainer.version = 3
-    house.trainer.go.clear()
-    await life.run_steps(3)
-    save_checkpoint(house.checkpoints, 1)
-    await house.checkpointer.after_step(3)
-
-
-@pytest.mark.parametrize("place", ["loading", "training"])
-def test_checkpoint_of_a_recovery_stays_until_the_recovery_ends(tmp_path: Path, place: str) -> None:
-    async def story(life: Life) -> None:
-        trainer = NewTrainer(place)
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        async with asyncio.TaskGroup() as tasks:
-            house = House(tasks, tmp_path, life.journal, every=3, keep_last=1)
-            await begin(life, house)
-            task = tasks.create_task(recover(life, house, trainer))
-            await trainer.reached.wait()
-            house.trainer.go.set()
+def test_checkpoint_waits_for_the_end_of_a_recovery(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        await house.step()
+        await house.step()
+        await house.step()
+        async with house.checkpoints.in_use:
+            await house.step(is_written=False)
             for _ in range(20):  # all that could be handed to threads by now ends
                 await asyncio.to_thread(int)
-                await life.journal.flush()
-            trainer.go.set()
-            await task
-            assert (trainer.loaded, trainer.trained) == ("1", [1, 2])
-        assert (house.checkpoints.versions(), house.checkpointer.num_made, house.told) == ([3], 1, [])
+            assert house.whole == [2]
+        await asyncio.wait(house.tasks)
+        assert (house.whole, house.checkpointer.num_made, house.told) == ([4], 2, [])
+
+    live(story, tmp_path, keep_last=1)
+
+
+def test_recovery_keeps_its_checkpoint_until_it_ends(tmp_path: Path) -> None:
+    async def story(life: Life) -> None:
+        await life.run_steps(3)
+        checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+        save_checkpoint(checkpoints, 1)
+        trained = list[int]()
+
+        async def catch_up(state: Path, batches: AsyncIterator[Batch], _: object) -> None:
+            assert (state / "weights").read_text() == "1"
+            async for batch in batches:
+                assert checkpoints.in_use.locked()
+                trained.append(batch.version)
+
+        client: Any = SimpleNamespace(catch_up=catch_up)
+        await recover_trainer(client, 3, journal=life.journal, checkpoints=checkpoints, num_batches=20)
+        assert trained == [1, 2]
 
     lives(tmp_path / "journal.sqlite", story)

@@ -19,9 +19,8 @@ from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop, resume
 from asyncrl.job.resume import ResumePoint, find_resume
-from asyncrl.journal.checkpoints import Checkpoints
+from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import GroupId, Prompt, Ticket
 
 
 def make_config(folder: Path, **sections: Any) -> RunConfig:
@@ -29,21 +28,30 @@ def make_config(folder: Path, **sections: Any) -> RunConfig:
     return load_config(write_config(folder, **sections))
 
 
-async def open_journal(run_dir: Path, *, num_groups: int = 1) -> None:
-    journal = Journal.open(run_dir / "journal.sqlite", run_id="r")
-    for group_id in range(num_groups):
-        journal.admitted_nowait(Ticket(GroupId(group_id), 0), Prompt("0/0", ()))
-    await journal.aclose()
+def write_journal(run_dir: Path, *, num_ready: int = 0, num_trained: int = 0) -> None:
+    async def write() -> None:
+        (run_dir / "journal.sqlite").unlink(missing_ok=True)
+        journal = Journal.open(run_dir / "journal.sqlite", run_id="r")
+        tell_ready(journal, *range(max(num_ready, num_trained)))
+        for version in range(num_trained):
+            await journal.batch_taken(make_batch(version, version))
+            journal.trained_nowait(version, {})
+        await journal.aclose()
+
+    asyncio.run(write())
+
+
+def killed_run(folder: Path, config: RunConfig) -> Path:
+    """The directory of a run that was killed before its first checkpoint."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(run_config_yaml(config))
+    write_journal(folder, num_ready=1)
+    return folder
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Of a run that was killed before its first checkpoint."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.yaml").write_text(run_config_yaml(make_config(tmp_path / "first")))
-    asyncio.run(open_journal(folder))
-    return folder
+    return killed_run(tmp_path / "run", make_config(tmp_path / "first"))
 
 
 def found(run_dir: Path, config: RunConfig, mode: Any = "auto", *allowed: str) -> ResumePoint:
@@ -53,12 +61,11 @@ def found(run_dir: Path, config: RunConfig, mode: Any = "auto", *allowed: str) -
 
 
 def test_failed_start_may_change_settings(run_dir: Path, tmp_path: Path) -> None:
-    (run_dir / "journal.sqlite").unlink()
     (run_dir / "run.id").write_text("r")
-    asyncio.run(open_journal(run_dir, num_groups=0))
+    write_journal(run_dir)
     corrected = make_config(tmp_path / "now", trainer={"learning_rate": 0.5})
     assert find_resume(run_dir, corrected, "auto") is None
-    asyncio.run(open_journal(run_dir))
+    write_journal(run_dir, num_ready=1)
     with pytest.raises(ConfigError, match="trainer.learning_rate"):
         find_resume(run_dir, corrected, "auto")
 
@@ -80,14 +87,13 @@ def test_run_directory_is_resumed_or_refused(run_dir: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"contains a config\.yaml that no run has written"):
         find_resume(tmp_path, config, "auto")
     (run_dir / "config.yaml").unlink()
-    for mode in ("auto", "never", "must"):
-        with pytest.raises(ConfigError, match=r"contains a run without its config\.yaml"):
-            find_resume(run_dir, config, resume.as_resume_mode(mode))
+    with pytest.raises(ConfigError, match=r"contains a run without its config\.yaml"):
+        find_resume(run_dir, config, "auto")
 
 
-def test_newest_whole_checkpoint_is_taken_and_damage_named(run_dir: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "now", trainer={"num_steps": 200, "schedule": "constant"})
-    (run_dir / "config.yaml").write_text(run_config_yaml(config))
+def test_newest_whole_checkpoint_is_taken_and_damage_named(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "now", trainer={"num_steps": 200})
+    run_dir = killed_run(tmp_path / "run", config)
     for version in (50, 100):
         save_checkpoint(Checkpoints(run_dir, config.checkpoint), version)
     assert (found(run_dir, config).version, found(run_dir, config).notes) == (100, ())
@@ -98,49 +104,26 @@ def test_newest_whole_checkpoint_is_taken_and_damage_named(run_dir: Path, tmp_pa
     assert (run_dir / "checkpoints" / "step_100").exists()
 
 
-def test_fewer_steps_than_were_trained_are_refused(run_dir: Path, tmp_path: Path) -> None:
-    shorter = make_config(tmp_path / "now", trainer={"schedule": "constant", "num_steps": 3})
-    (run_dir / "config.yaml").write_text(run_config_yaml(shorter))
-
-    async def train(num_steps: int) -> None:
-        journal = Journal.open(run_dir / "journal.sqlite", run_id="r")
-        tell_ready(journal, *range(num_steps))
-        for version in range(num_steps):
-            await journal.batch_taken(make_batch(version, version))
-            journal.trained_nowait(version, {})
-        await journal.aclose()
-
-    (run_dir / "journal.sqlite").unlink()
-    asyncio.run(train(3))
-    assert found(run_dir, shorter) == ResumePoint(None)
-    (run_dir / "journal.sqlite").unlink()
-    asyncio.run(train(4))
-    with pytest.raises(ConfigError, match="has trained 4 steps, and trainer.num_steps=3"):
-        find_resume(run_dir, shorter, "auto")
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_done_run_continues_by_the_command_it_prints(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+@pytest.mark.parametrize(
+    ("num_trained", "state", "is_refused"),
+    [(3, "failed", False), (3, "done", True), (4, "failed", True)],
+)
+def test_run_with_all_steps_continues_by_the_command_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_trained: int, state: str, is_refused: bool
 ) -> None:
-    config = make_config(tmp_path / "now", trainer={"schedule": schedule})
-    (run_dir / "config.yaml").write_text(run_config_yaml(config))
-    summary = {"state": "interrupted", "num_steps": config.trainer.num_steps}
-    (run_dir / "summary.json").write_text(json.dumps(summary))
-    found(run_dir, config)  # cut off after its last step
-    (run_dir / "summary.json").write_text(json.dumps(summary | {"state": "done"}))
-    other = make_config(tmp_path / "other", trainer={"schedule": schedule, "learning_rate": 0.1})
-    with pytest.raises(ConfigError, match="was started with other settings"):
-        find_resume(run_dir, other, "auto")
-    with pytest.raises(ConfigError, match="is done, after 12 steps") as caught:
+    config = make_config(tmp_path / "now", trainer={"schedule": "linear", "num_steps": 3})
+    run_dir = killed_run(tmp_path / "run", config)
+    write_journal(run_dir, num_trained=num_trained)
+    (run_dir / "summary.json").write_text(json.dumps({"state": state}))
+    if not is_refused:
+        assert found(run_dir, config) == ResumePoint(None), "the weights are still to be saved"
+        return
+    with pytest.raises(ConfigError, match=f"has trained {num_trained} steps, and") as caught:
         find_resume(run_dir, config, "auto")
-    shorter = make_config(tmp_path / "shorter", trainer={"schedule": schedule, "num_steps": 3})
-    with pytest.raises(ConfigError, match="is done, after 12 steps(.|\n)*trainer.num_steps=24"):
-        find_resume(run_dir, shorter, "auto", ["trainer.num_steps"])
 
     def only_looks(config: RunConfig, run_dir: Path, *, resume: Any, allow_change: Any, **_: str) -> int:
         found(run_dir, config, resume, *allow_change)
-        assert config.trainer.num_steps == 24
+        assert config.trainer.num_steps == 2 * num_trained
         return 0
 
     monkeypatch.setattr(loop, "run_job", only_looks)
@@ -174,10 +157,8 @@ def test_changed_settings_are_listed_and_accepted(run_dir: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("section", "keys"),
     [
-        ("buffer", {"max_staleness": 2}),
         ("task", {"args": {"length": 3}}),
         ("rollout", {"engine": "vllm"}),
-        ("trainer", {"lora": {"rank": 4}}),
         ("weight_sync", {"transport": "lora"}),
         ("trainer", {"num_steps": 20, "schedule": "linear"}),
         ("eval", {"task": {"python": "a:B"}}),
@@ -192,10 +173,10 @@ def test_settings_of_the_computation_may_not_change(
     found(run_dir, config, "auto", section)
 
 
-def test_model_path_may_change_with_a_pin(run_dir: Path, tmp_path: Path) -> None:
+def test_model_path_may_change_with_a_pin(tmp_path: Path) -> None:
     models = ({"path": f"some/{name}", "scratch": None} for name in ("before", "now"))
     before, now = (make_config(tmp_path, model=model) for model in models)
-    (run_dir / "config.yaml").write_text(run_config_yaml(before))
+    run_dir = killed_run(tmp_path / "run", before)
     with pytest.raises(ConfigError, match="model.path"):
         find_resume(run_dir, now, "auto")
     (run_dir / "model.json").write_text("{}")

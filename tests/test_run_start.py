@@ -20,16 +20,15 @@ from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.servers import EnginePlace, Servers, engine_kind
+from asyncrl.job.servers import KINDS, Servers
 from asyncrl.launch import launchers
-from asyncrl.launch.devices import place
+from asyncrl.launch.devices import NodeDevice, place
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher, NodeRequirements
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
-from asyncrl.launch.processes import ChildProcess, Process, ProcessSpec
+from asyncrl.launch.processes import ChildProcess, Process
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
-from asyncrl.sync.publisher import PushLoop
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -49,16 +48,16 @@ def maker(folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()) -> S
 
 
 def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
-    def spec(*overrides: str, name: str = "engine-0", takes_turns: bool = False) -> VllmSpec:
-        kind = engine_kind(load(VLLM, *overrides))
-        return VllmSpec.model_validate(
-            kind.spec(Path("/model"), name, EnginePlace("cuda:0", is_colocated=takes_turns))
-        )
+    def spec(*overrides: str, name: str = "engine-0", mode: str = "apart") -> VllmSpec:
+        nodes = single_node(Machine((), 8, 2**34, has_bfloat16=False))
+        placement: Any = SimpleNamespace(mode=mode, resident=False, nodes=nodes)
+        kind = KINDS["vllm"](load(VLLM, *overrides), placement, Path("/model"))
+        return VllmSpec.model_validate(kind.spec(name, NodeDevice(0, "cuda:0")))
 
     lora = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
-    assert (lora.has_adapters, lora.lora_rank, lora.transport, lora.device) == (True, 24, "lora", "cuda")
-    assert spec(takes_turns=True).args == {"enable_sleep_mode": True}
-    own = spec("rollout.vllm={enable-sleep-mode: false}", takes_turns=True)
+    assert (lora.has_adapters, lora.lora_rank, lora.device) == (True, 24, "cuda")
+    assert spec(mode="colocated").args == {"enable_sleep_mode": True}
+    own = spec("rollout.vllm={enable-sleep-mode: false}", mode="colocated")
     assert own.args == {"enable-sleep-mode": False}, "unless the user says otherwise"
     split = ["rollout.tensor_parallel=2", "eval.task.python=asyncrl.tasks.toy:Letters", "eval.slots=7"]
     assert (spec(*split).slots, spec(*split).tensor_parallel) == (64, 2)
@@ -104,23 +103,6 @@ def test_processes_share_a_device(
             assert spec.get("stays", False) == spec.get("takes_turns", False) == (staleness == 0)
 
 
-class Holding:
-    """A launcher of two nodes that records its requests."""
-
-    def __init__(self, nodes: tuple[Node, ...]) -> None:
-        self.nodes = nodes
-        self.held, self.needs = dict[int, list[str]](), dict[int, NodeRequirements]()
-
-    async def hold(self, parts: dict[int, list[str]], needs: dict[int, NodeRequirements]) -> None:
-        self.held, self.needs = dict(parts), needs
-
-    async def free_port(self, node: int) -> int:
-        return 4000 + node
-
-    def process(self, node: int, spec: ProcessSpec) -> Any:
-        return SimpleNamespace(name=spec.name, node=node, spec=spec)
-
-
 TWO_NODES = (
     "launcher=ray",
     "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 2, gpus: 0}}",
@@ -134,15 +116,16 @@ def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
     machine = Machine((), 8, 2**34, has_bfloat16=False)
     nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
     config = load(*TWO_NODES)
-    holding = Holding(nodes)
-    launcher: Any = holding
+    launcher: Any = SimpleNamespace(nodes=nodes, hold=AsyncMock(), free_port=AsyncMock(return_value=4000))
+    launcher.process = lambda node, spec: SimpleNamespace(name=spec.name, node=node, spec=spec)
     made = Servers(config, place(config, nodes), tmp_path, tmp_path, launcher)
     for name in ("config.json", "run.id"):
         (tmp_path / name).write_text(name)
     asyncio.run(made.hold(tmp_path / "staging"))
-    assert holding.held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
+    held, needs = launcher.hold.await_args.args
+    assert held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
     read = {str(tmp_path / name): name for name in ("config.json", "run.id")}
-    assert holding.needs == dict.fromkeys((0, 1), NodeRequirements(read))
+    assert needs == dict.fromkeys((0, 1), NodeRequirements(read))
     assert made.rank_store == "10.0.0.0:4000"
     ranks: Any = [server.child for server in made.trainers(tmp_path / "staging")]
     specs = [json.loads(rank.spec.spec) for rank in ranks]
@@ -220,10 +203,16 @@ async def test_unknown_weights_are_replaced_before_sampling(are_ours: bool) -> N
     fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
     fake.engine.weights.version = -1
     targets = [EngineServer(fake)]
-    publisher = PushLoop(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
     async with asyncio.TaskGroup() as tasks:
-        values: Any = {"spawn": tasks.create_task, "are_ours": are_ours}
-        await Disaggregated(publisher, num_steps=3, **values).start(0)
+        await Disaggregated(
+            trainer,
+            targets,
+            timeout_s=60,
+            on_served=served.append,
+            num_steps=3,
+            spawn=tasks.create_task,
+            are_ours=are_ours,
+        ).start(0)
         assert fake.weights == ("not known" if are_ours else "w0")
         assert served == ([] if are_ours else [0])
         trainer.step()

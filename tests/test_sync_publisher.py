@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -12,19 +13,19 @@ from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_cases import virtual
 
 from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages.engine_api import CommitResponse
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.sync.publisher import PushLoop
-from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.sync.push import PushLoop
 
 EXPORT_S, PREPARE_S = 1.0, 2.0
 
 
-class House:
+class Sync:
     """A publisher over a fake trainer and fake engines. A lost engine is reported (is_supervised) and not
     restarted.
     """
@@ -74,100 +75,90 @@ class House:
         self.served.append((version, asyncio.get_running_loop().time()))
 
 
-Story = Callable[[House], Coroutine[Any, Any, None]]
+@asynccontextmanager
+async def publishing(*swaps_s: float, **knobs: Any) -> AsyncIterator[Sync]:
+    async with asyncio.TaskGroup() as tasks:
+        sync = Sync(tasks, swaps_s, **knobs)
+        yield sync
+        sync.running.cancel()
 
 
-def live(story: Story, *swaps_s: float, **knobs: Any) -> House:
-    async def play() -> House:
-        async with asyncio.TaskGroup() as tasks:
-            house = House(tasks, swaps_s, **knobs)
-            await story(house)
-            house.running.cancel()
-        return house
-
-    return run_virtual(play())
-
-
-def fails(story: Story, *swaps_s: float, **knobs: Any) -> str:
-    """What the publisher ended with, unsupervised; nothing was announced."""
-    houses: list[House] = []
-
-    async def begin(house: House) -> None:
-        houses.append(house)
-        house.trainer.step()
-        await story(house)
-        await asyncio.sleep(1000.0)
-
-    with pytest.raises(ExceptionGroup) as caught:
-        live(begin, *swaps_s, is_supervised=False, **knobs)
+async def failure(begin: Callable[[Sync], None], *swaps_s: float, **knobs: Any) -> str:
+    """Return what the publisher of a first version ended with, unsupervised; nothing was announced."""
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  the block fails where it sleeps
+        async with publishing(*swaps_s, is_supervised=False, **knobs) as sync:
+            sync.trainer.step()
+            begin(sync)
+            await asyncio.sleep(1000.0)
     (error,) = caught.value.exceptions
     assert isinstance(error, PublishError)
-    assert houses[0].served == []
+    assert sync.served == []
     return str(error)
 
 
-def test_version_is_announced_after_every_swap() -> None:
-    async def story(house: House) -> None:
-        house.trainer.step()
+@virtual
+async def test_version_is_announced_after_every_swap() -> None:
+    async with publishing(1.0, 2.0, 3.0) as sync:
+        sync.trainer.step()
         await asyncio.sleep(EXPORT_S + PREPARE_S + 0.5)
-        assert house.versions() == [0, 0, 0]
+        assert sync.versions() == [0, 0, 0]
         await asyncio.sleep(1.0)
-        assert house.versions() == [1, 0, 0]
-        assert house.served == [], "admission counts with the oldest version that is served"
+        assert sync.versions() == [1, 0, 0]
+        assert sync.served == [], "admission counts with the oldest version that is served"
         await asyncio.sleep(10.0)
-
-    house = live(story, 1.0, 2.0, 3.0)
-    commit_s = 3.0
-    assert house.served == [(1, EXPORT_S + PREPARE_S + commit_s)]
-    publisher, report = house.publisher, house.publisher.report
+    assert sync.served == [(1, EXPORT_S + PREPARE_S + 3.0)]
+    publisher, report = sync.publisher, sync.publisher.report
     assert (publisher.version, publisher.num_published, publisher.num_skipped) == (1, 1, 0)
-    assert (report.export_s, report.prepare_s, report.commit_s) == (EXPORT_S, PREPARE_S, commit_s)
-    assert (report.publish_s, report.pause_s) == (3 + commit_s, 3.0), "no pause is longer than one swap"
+    assert (report.export_s, report.prepare_s, report.commit_s) == (EXPORT_S, PREPARE_S, 3.0)
+    assert (report.publish_s, report.pause_s) == (6.0, 3.0), "no pause is longer than one swap"
 
 
-def test_other_digest_is_an_error_before_any_swap() -> None:
-    async def story(house: House) -> None:
-        house.fakes[1].corrupt_digest = True
+@virtual
+async def test_other_digest_is_an_error_before_any_swap() -> None:
+    def corrupt(sync: Sync) -> None:
+        sync.fakes[1].corrupt_digest = True
 
-    error = fails(story, 0.5, 1.0)
     says = "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1; 1 was not announced"
+    error = await failure(corrupt, 0.5, 1.0)
     assert f"{says} (policy_version served: engine-0: 0, engine-1: 0)" in error
 
 
-def test_other_weights_after_a_swap_stop_the_publish() -> None:
-    async def story(house: House) -> None:
-        stale = CommitResponse(version=1, digest="stale", pause_s=0.0, num_interrupted=0)
-        house.targets[1].commit = AsyncMock(return_value=stale)  # type: ignore[method-assign]
+@virtual
+async def test_other_weights_after_a_swap_stop_the_publish() -> None:
+    stale = CommitResponse(version=1, digest="stale", pause_s=0.0, num_interrupted=0)
 
-    error = fails(story, 1.0, 1.0, 1.0)
+    def serve_stale(sync: Sync) -> None:
+        sync.targets[1].commit = AsyncMock(return_value=stale)  # type: ignore[method-assign]
+
+    error = await failure(serve_stale, 1.0, 1.0, 1.0)
     assert "engine-1 serves policy_version 1 with digest stale of version 1, the trainer sent w1" in error
-    assert "engine-0: 1, engine-1: 1, engine-2: 1" in error
+    assert "engine-0: 1, engine-1: 0, engine-2: 1" in error
 
 
+@pytest.mark.parametrize("how", ["die", "freeze"])
 @pytest.mark.parametrize(
-    ("at_s", "how", "phase", "versions"),
+    ("at_s", "phase", "versions"),
     [
-        (0.0, "die", "prepare", "engine-0: 0, engine-1: 0, engine-2: 0"),
-        (0.0, "freeze", "prepare", "engine-0: 0, engine-1: 0, engine-2: 0"),
-        (3.5, "die", "commit", "engine-0: 1, engine-1: 0 or 1, it gave no answer, engine-2: 1"),
-        (3.5, "freeze", "commit", "engine-0: 1, engine-1: 0 or 1, it gave no answer, engine-2: 1"),
+        (0.0, "prepare", "engine-0: 0, engine-1: 0, engine-2: 0"),
+        (3.5, "commit", "engine-0: 1, engine-1: 0, engine-2: 1"),
     ],
 )
-def test_dead_or_silent_engine_is_named_with_all_versions(
-    at_s: float, how: str, phase: str, versions: str
+@virtual
+async def test_dead_or_silent_engine_is_named_with_all_versions(
+    at_s: float, phase: str, versions: str, how: str
 ) -> None:
-    async def story(house: House) -> None:
-        await asyncio.sleep(at_s)
-        getattr(house.fakes[1], how)()
+    def break_later(sync: Sync) -> None:
+        asyncio.get_running_loop().call_later(at_s, getattr(sync.fakes[1], how))
 
-    error = fails(story, 1.0, 1.0, 1.0)
+    error = await failure(break_later, 1.0, 1.0, 1.0)
     assert f"engine-1 failed in {phase} of policy_version 1" in error
     assert versions in error
     assert how == "die" or "within 60 s" in error
 
 
-def test_engines_read_weights_of_their_own_node() -> None:
-    asked = list[str]()
+@virtual
+async def test_engines_read_weights_of_their_own_node() -> None:
+    asked, read = list[str](), dict[str, str]()
 
     async def locate(engine: str, sent: Any) -> Any:
         asked.append(engine)
@@ -176,20 +167,7 @@ def test_engines_read_weights_of_their_own_node() -> None:
             raise EngineLost(engine, "its node gets no weights")
         return sent.model_copy(update={"path": f"on the node of {engine}"})
 
-    async def story(house: House) -> None:
-        read = dict[str, str]()
-        for target in house.targets:
-            target.prepare = reading(target, read)  # type: ignore[method-assign]
-        house.trainer.step()
-        await asyncio.sleep(EXPORT_S + 3.0 + PREPARE_S + 2.0)
-        assert (house.lost, house.versions()) == (["engine-1"], [1, 0, 1])
-        assert read == {name: f"on the node of {name}" for name in ("engine-0", "engine-2")}
-        house.fakes[1].restart()
-        house.targets[1].reset_nowait()
-        with pytest.raises(EngineLost, match="gets no weights"):
-            await house.publisher.bring_up("engine-1")
-
-    def reading(target: EngineServer, read: dict[str, str]) -> Callable[[ExportResponse], Any]:
+    def reading(target: EngineServer) -> Callable[[ExportResponse], Any]:
         prepare = target.prepare
 
         async def note(manifest: ExportResponse) -> str:
@@ -198,15 +176,23 @@ def test_engines_read_weights_of_their_own_node() -> None:
 
         return note
 
-    live(story, 0.5, 0.5, 0.5, locate=locate)
-    names = ["engine-0", "engine-1", "engine-2"]
-    assert asked == [*names, "engine-1"]
+    async with publishing(0.5, 0.5, 0.5, locate=locate) as sync:
+        for target in sync.targets:
+            target.prepare = reading(target)  # type: ignore[method-assign]
+        sync.trainer.step()
+        await asyncio.sleep(EXPORT_S + 3.0 + PREPARE_S + 2.0)
+        assert (sync.lost, sync.versions()) == (["engine-1"], [1, 0, 1])
+        assert read == {name: f"on the node of {name}" for name in ("engine-0", "engine-2")}
+        sync.fakes[1].restart()
+        sync.targets[1].reset_nowait()
+        with pytest.raises(EngineLost, match="gets no weights"):
+            await sync.publisher.bring_up("engine-1")
+    assert asked == ["engine-0", "engine-1", "engine-2", "engine-1"]
 
 
 @pytest.mark.parametrize("num_losses", [1, 2])
-def test_lost_weights_are_exported_again_once(
-    num_losses: int,
-) -> None:
+@virtual
+async def test_lost_weights_are_exported_again_once(num_losses: int) -> None:
     gone = WeightsLost("engine-0", "no node has them")
     losses = [gone] * num_losses
 
@@ -215,49 +201,41 @@ def test_lost_weights_are_exported_again_once(
             raise losses.pop()
         return sent
 
-    async def story(house: House) -> None:
-        house.trainer.step()
-        await asyncio.sleep(2 * (EXPORT_S + PREPARE_S) + 5.0)
-        assert (house.lost, house.versions(), house.publisher.version) == ([], [1, 1], 1)
-
-    if num_losses == 1:
-        assert [version for version, _ in live(story, 0.5, 0.5, locate=locate).served] == [1]
-        return
-    with pytest.raises(ExceptionGroup) as caught:
-        live(story, 0.5, 0.5, locate=locate)
-    assert caught.value.exceptions == (gone,)
+    with pytest.raises(ExceptionGroup) if num_losses > 1 else nullcontext() as caught:
+        async with publishing(0.5, 0.5, locate=locate) as sync:
+            sync.trainer.step()
+            await asyncio.sleep(2 * (EXPORT_S + PREPARE_S) + 5.0)
+            assert (sync.lost, sync.versions()) == ([], [1, 1])
+            assert [version for version, _ in sync.served] == [1]
+    assert caught is None or caught.value.exceptions == (gone,)
 
 
-def test_export_limit_leaves_out_restarts() -> None:
-    async def story(house: House) -> None:
-        house.trainer.is_up = False
-        house.trainer.step()
+@virtual
+async def test_export_limit_leaves_out_restarts() -> None:
+    async with publishing(0.5, timeout_s=5) as sync:
+        sync.trainer.is_up = False
+        sync.trainer.step()
         await asyncio.sleep(100.0)
-        assert house.served == []
-        house.trainer.is_up = True
-        house.trainer.went_up.set()
+        assert sync.served == []
+        sync.trainer.is_up = True
+        sync.trainer.went_up.set()
         await asyncio.sleep(20.0)
-
-    async def too_slow(_: House) -> None:
-        """Exports take longer than the limit."""
-
-    assert [version for version, _ in live(story, 0.5, timeout_s=5).served] == [1]
-    error = fails(too_slow, 1.0, export_s=1000.0, timeout_s=5)
+        assert [version for version, _ in sync.served] == [1]
+    error = await failure(lambda _: None, 1.0, export_s=1000.0, timeout_s=5)
     assert "the trainer did not export policy_version 1 within 5 s" in error
 
 
-def test_engine_back_before_its_commit_is_left_alone() -> None:
-    async def story(house: House) -> None:
-        house.fakes[0].prepare_s = 30.0  # engine-1 is prepared long before it
-        house.trainer.step()
+@virtual
+async def test_engine_back_before_its_commit_is_left_alone() -> None:
+    async with publishing(2.0, 1.0) as sync:
+        sync.fakes[0].prepare_s = 30.0  # engine-1 is prepared long before it
+        sync.trainer.step()
         await asyncio.sleep(EXPORT_S + PREPARE_S + 0.5)
-        back = house.start_again(1)
+        back = sync.start_again(1)
         await asyncio.sleep(60.0)
-        assert house.served[0][0] == 1, "nothing was committed on it, which it would have refused"
+        assert sync.served[0][0] == 1, "nothing was committed on it, which it would have refused"
         await back
-        assert house.versions() == [1, 1]
-
-    live(story, 2.0, 1.0)
+        assert sync.versions() == [1, 1]
 
 
 @given(
@@ -266,31 +244,30 @@ def test_engine_back_before_its_commit_is_left_alone() -> None:
     export_s=st.floats(0.0, 2.0),
     deaths=st.dictionaries(st.integers(0, 3), st.tuples(st.floats(0.0, 40.0), st.booleans()), max_size=3),
 )
-def test_living_engines_serve_the_newest_version_and_training_never_waits(
+@virtual
+async def test_living_engines_serve_the_newest_version_and_training_never_waits(
     swaps_s: list[float],
     gaps_s: list[float],
     export_s: float,
     deaths: dict[int, tuple[float, bool]],
 ) -> None:
-    async def story(house: House) -> None:
-        clock = asyncio.get_running_loop().time
+    loop = asyncio.get_running_loop()
+    async with publishing(*swaps_s, timeout_s=20, export_s=export_s, train_s=0.0) as sync:
         for index, (at_s, is_frozen) in deaths.items():
-            if index < len(house.fakes):
-                fake = house.fakes[index]
-                asyncio.get_running_loop().call_later(at_s, fake.freeze if is_frozen else fake.die)
+            if index < len(sync.fakes):
+                fake = sync.fakes[index]
+                loop.call_later(at_s, fake.freeze if is_frozen else fake.die)
         for version, gap_s in enumerate(gaps_s, start=1):
             await asyncio.sleep(gap_s)
-            await house.trainer.train(Batch(version - 1, (), 0))
-            asked = clock()
-            await house.publisher.wait_exported_or_busy(version)
-            assert clock() - asked <= 1e-6, "nor for a copy"
+            await sync.trainer.train(Batch(version - 1, (), 0))
+            asked_s = loop.time()
+            await sync.publisher.wait_exported_or_busy(version)
+            assert loop.time() - asked_s <= 1e-6, "nor for a copy"
         await asyncio.sleep(1000.0)
-
-    house = live(story, *swaps_s, timeout_s=20, export_s=export_s, train_s=0.0)
-    versions = [version for version, _ in house.served]
+    versions = [version for version, _ in sync.served]
     assert versions == sorted(set(versions))
     assert versions[-1] == len(gaps_s), "the dead and the frozen stop nobody"
-    assert house.publisher.num_published + house.publisher.num_skipped == len(gaps_s)
-    assert set(house.lost) <= {f"engine-{index}" for index in deaths}
-    for index, target in enumerate(house.targets):
-        assert target.policy_version == len(gaps_s) or target.name in house.lost or index in deaths
+    assert sync.publisher.num_published + sync.publisher.num_skipped == len(gaps_s)
+    assert set(sync.lost) <= {f"engine-{index}" for index in deaths}
+    for index, target in enumerate(sync.targets):
+        assert target.policy_version == len(gaps_s) or target.name in sync.lost or index in deaths

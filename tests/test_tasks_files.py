@@ -122,15 +122,11 @@ def test_data_are_known_by_a_digest(tmp_path: Path) -> None:
     assert len({digest_of_rows(found) for found in (rows, *others)}) == 5
 
 
-def test_run_refuses_other_data_and_names_the_file(tmp_path: Path) -> None:
+def test_run_refuses_other_data_and_names_the_task(tmp_path: Path) -> None:
     begun = {"sums": {"a.jsonl": "11", "b.jsonl": "22"}, "words": {}}
     DataPin(tmp_path, begun).write()
     DataPin(tmp_path, {"sums": {"elsewhere/a.jsonl": "11", "elsewhere/b.jsonl": "22"}})
-    for now, said in (
-        ({"a.jsonl": "11", "b.jsonl": "33"}, "began: b.jsonl"),
-        ({"a.jsonl": "11"}, "began: b.jsonl"),
-        ({"b.jsonl": "22", "a.jsonl": "11"}, "the order of b.jsonl, a.jsonl"),
-    ):
-        with pytest.raises(ConfigError, match=f"{said}(.|\n)*--allow-change task.digest"):
+    for now in ({"a.jsonl": "11", "b.jsonl": "33"}, {"a.jsonl": "11"}, {"b.jsonl": "22", "a.jsonl": "11"}):
+        with pytest.raises(ConfigError, match=r"task.sums have changed(.|\n)*--allow-change task.digest"):
             DataPin(tmp_path, {"sums": now})
         DataPin(tmp_path, {"sums": now}, is_free=True)

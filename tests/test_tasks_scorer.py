@@ -139,20 +139,7 @@ async def test_hung_thread_costs_its_own_rollout_alone() -> None:
     with pytest.raises(RewardFailure, match="did not return within"):
         await scorer.score(PROMPT, "x")
     assert await asyncio.gather(*(scorer.score(PROMPT, "y") for _ in range(5))) == [1.0] * 5
-    gate.set()
-
-
-@pytest.mark.asyncio
-async def test_too_many_hung_threads_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.base.user_code.MAX_ABANDONED", 2)
-    gate = threading.Event()
-    settings = {"reward_workers": 2, "reward_timeout_s": 0.1}
-    scorer = make_scorer(lambda *_: gate.wait(30.0), "thread", **settings)
-    calls = (scorer.score(PROMPT, "") for _ in range(2))
-    failures = await asyncio.gather(*calls, return_exceptions=True)
-    assert {type(failure) for failure in failures} == {RewardFailure}
-    with pytest.raises(TaskError, match="task.reward_pool=process"):
-        await scorer.score(PROMPT, "")
+    assert scorer.num_abandoned == 1
     gate.set()
 
 

@@ -33,8 +33,14 @@ from asyncrl.messages.token_grammars import GrammarError
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer import tree
-from asyncrl.trainer.objective import check_any_loss, check_batch, find_units, loss_tokens
-from asyncrl.trainer.packing import Costs, find_allowed, mini_batches, rank_micro_batches
+from asyncrl.trainer.objective import (
+    BatchNumbers,
+    check_any_loss,
+    check_batch,
+    find_units,
+    loss_tokens,
+)
+from asyncrl.trainer.packing import Costs, find_allowed, micro_batches, mini_batches
 from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
@@ -121,7 +127,7 @@ Found = tuple[float, dict[str, torch.Tensor]]
 
 def loss_and_gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> Found:
     check_batch(header, arrays, step.policy_version, 52)
-    sums = step._accumulate(step._numbers(header, arrays, arrays.loss_mask), arrays.loss_mask)
+    sums = step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
     return sums.loss, {name: master.grad for name, master in step._masters.named.items()}
 
 
@@ -180,7 +186,7 @@ def test_every_sampled_token_is_in_one_unit_and_step(
         found, num_micros = list[int](), set[int]()
         for rank in range(count):
             ranks, cpu = Ranks(rank, count), torch.device("cpu")
-            micros = rank_micro_batches(header, arrays, chosen, max_tokens, cpu, ranks, Costs(0.01, 0.1))
+            micros = micro_batches(header, arrays, chosen, max_tokens, cpu, ranks, Costs(0.01, 0.1))
             num_micros.add(len(micros))
             found += [place for micro, counts in micros if counts for place in micro.source_M.tolist()]
             assert all(len(micro.source_M) == 1 for micro, counts in micros if not counts)
@@ -197,7 +203,7 @@ def test_overlong_penalty_is_for_all_tokens_of_a_unit(make_step: MakeStep) -> No
 
     expected = plain_advantages(header, len(arrays.token_ids), penalty)
     assert {penalty(places) for _, places in plain_units(header).values()} >= {0.0, 1.0}
-    advantage_N = step._numbers(header, arrays, arrays.loss_mask).advantage_N
+    advantage_N = step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)).advantage_N
     np.testing.assert_allclose(advantage_N[arrays.loss_mask], expected[arrays.loss_mask], atol=1e-5)
 
 

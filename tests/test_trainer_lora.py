@@ -54,7 +54,7 @@ def test_adapters_alone_are_trained(make_step: MakeStep, tiny_model_dir: Path, d
         else:
             assert torch.equal(parameter, base[name.replace(".base_layer", "")].to(parameter.dtype))
     assert step._reference is None, "no copy is held"
-    assert np.array_equal(step._numbers(*BATCH, BATCH[1].loss_mask).reference_N, before)
+    assert np.array_equal(step._numbers(BatchNumbers(*BATCH, BATCH[1].loss_mask)).reference_N, before)
     assert not np.array_equal(logprobs(step), before), "and the adapters are on again afterwards"
     assert step.train(*BATCH)["policy/kl_reference"] > 0
 
@@ -64,7 +64,7 @@ def test_gradient_of_an_adapter_follows_from_the_full_weight(make_step: MakeStep
     header, arrays = make_batch()
     gradients = []
     for step in (make_step(trainer=LORA), make_step()):
-        step._accumulate(step._numbers(header, arrays, arrays.loss_mask), arrays.loss_mask)
+        step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
         gradients.append({name: master.grad for name, master in step._masters.named.items()})
     with_adapters, full = gradients
     weights = dict(make_step(trainer=LORA)._masters.named)

@@ -98,7 +98,7 @@ def test_call_that_needs_an_offloaded_part_is_refused(make_step: MakeStep, tmp_p
     for what, call in {
         "train: weights and optimizer": lambda: step.train(*make_batch()),
         "export: weights": lambda: step.export(tmp_path / "v1.safetensors"),
-        "export a chunk: weights": lambda: step.chunk_names(0, 0),
+        "export a chunk: weights": lambda: step.export_chunk(0, 0),
         "save: weights": lambda: step.save(tmp_path / "again"),
         "load a state: weights and optimizer": lambda: step.load_state(tmp_path / "state"),
     }.items():
@@ -129,8 +129,8 @@ def test_device_parts_come_back_to_the_bit(make_step: MakeStep, tmp_path: Path) 
 
 NOISY = """
 import torch
-def loss(current, *rest):
-    return current * torch.rand_like(current), {}
+def loss(tokens, settings):
+    return tokens.current_M * torch.rand_like(tokens.current_M), {}
 """
 
 

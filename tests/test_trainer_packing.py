@@ -21,13 +21,12 @@ from asyncrl.trainer import attention, tree
 from asyncrl.trainer.packing import (
     Costs,
     MicroBatch,
-    PassSize,
     assign,
-    by_group,
     costs_of,
-    pack,
+    micro_batches,
     token_ranges,
 )
+from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.tree import Layout, TokenRange, places_of
 
 CPU = torch.device("cpu")
@@ -48,7 +47,8 @@ FORKED = THOUGHT[:-6] + [4] * 9, [False] * (len(THOUGHT) - 6) + [True] * 9
 
 def packed(groups: Rows, max_tokens: int = 10**6) -> tuple[BatchHeader, BatchArrays, list[MicroBatch]]:
     header, arrays = batch_of(groups)
-    return header, arrays, pack(header, arrays, arrays.loss_mask, max_tokens, CPU)
+    micros = micro_batches(header, arrays, arrays.loss_mask, max_tokens, CPU, ONE_RANK, Costs(0.0, 0.0))
+    return header, arrays, [micro for micro, _ in micros]
 
 
 @settings(max_examples=100, deadline=None)
@@ -56,51 +56,19 @@ def packed(groups: Rows, max_tokens: int = 10**6) -> tuple[BatchHeader, BatchArr
 def test_every_loss_token_is_packed_once(groups: Rows, max_tokens: int, min_shared: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "MIN_SHARED_TOKENS", min_shared)
-        header, arrays, micros = packed(groups, max_tokens)
-    source = np.concatenate([micro.source_M for micro in micros]) if micros else np.array([], np.int64)
-    assert sorted(source.tolist()) == np.flatnonzero(arrays.loss_mask).tolist(), "each once"
+        _, arrays, micros = packed(groups, max_tokens)
+    source = [place for micro in micros for place in micro.source_M.tolist()]
+    assert sorted(source) == np.flatnonzero(arrays.loss_mask).tolist()
     for micro in micros:
-        layout, sequence_M = micro.layout, micro.sequence_M.numpy()
-        assert layout.num_tokens == len(micro.token_ids_N) == len(micro.position_N)
+        layout = micro.layout
         assert layout.num_tokens <= max_tokens or len(micro.trajectory_S) == 1
-        assert np.unique(sequence_M).tolist() == list(range(len(micro.trajectory_S)))
-        assert (np.diff(sequence_M) >= 0).all()
-        predict_M, target_M = micro.predict_U[micro.pair_M].numpy(), micro.target_U[micro.pair_M].tolist()
-        assert target_M == arrays.token_ids[micro.source_M].tolist()
-        assert len(np.unique(torch.stack([micro.predict_U, micro.target_U]), axis=1)[0]) == len(
-            micro.predict_U
-        )
-        seen = seen_keys(layout)
-        for index, runs in enumerate(layout.rows):
-            entry, places = header.trajectories[micro.trajectory_S[index]], places_of(runs)
-            ids = arrays.token_ids[entry.start : entry.start + len(places)]
-            assert micro.token_ids_N[places].tolist() == ids.tolist()
-            assert micro.position_N[places].tolist() == list(range(len(places)))
-            offset = micro.source_M[sequence_M == index] - entry.start
-            assert places[offset - 1].tolist() == predict_M[sequence_M == index].tolist()
-            assert len(places) == offset[-1], "read up to the last loss token and no further"
-            for end, place in enumerate(places):
-                assert sorted(seen[place]) == sorted(places[: end + 1]), "each of its ancestors once"
+        assert len(layout.passes) <= 1 + math.log2(layout.num_tokens)
+        pairs = torch.stack([micro.predict_U, micro.target_U])
+        assert len(np.unique(pairs, axis=1)[0]) == len(micro.predict_U)
         ends = ((runs, end) for runs in layout.rows for end in range(sum(n for _, n in runs)))
         texts = {tuple(micro.token_ids_N[places_of(runs)[: end + 1]].tolist()) for runs, end in ends}
         if min_shared == -math.inf and len(micros) == 1:
             assert len(texts) == layout.num_tokens, "no node of the tree is there twice"
-        assert len(layout.passes) <= 1 + math.log2(layout.num_tokens)
-        assert layout.longest == max(len(places_of(runs)) for runs in layout.rows)
-        assert all(
-            min(piece.num_queries, piece.num_keys) > 0 for part in layout.passes for piece in part.pieces
-        )
-
-
-def seen_keys(layout: Layout) -> list[list[int]]:
-    """Return the keys of each token's query, by the calls of the kernel."""
-    seen: list[list[int]] = [[] for _ in range(layout.num_tokens)]
-    for part in layout.passes:
-        for piece in part.pieces:
-            for query in range(piece.num_queries):
-                num_keys = query + 1 if part.is_causal else piece.num_keys
-                seen[piece.query + query] += range(piece.key, piece.key + num_keys)
-    return seen
 
 
 # ---- packed attention
@@ -188,7 +156,7 @@ Steps = list[list[list[TokenRange]]]
 
 def dealt(groups: Rows, max_tokens: int, num_ranks: int, costs: Costs = COSTS) -> tuple[Steps, BatchArrays]:
     header, arrays = batch_of(groups)
-    sequences = by_group(token_ranges(header, arrays.loss_mask))
+    sequences = token_ranges(header, arrays.loss_mask)
     return assign(sequences, arrays.token_ids, costs, max_tokens, num_ranks), arrays
 
 
@@ -228,7 +196,6 @@ def test_model_flops_match_those_of_torch(architecture: dict[str, object], train
     model.requires_grad_(trains == "all").get_input_embeddings().requires_grad_(True)
     with FlopCounterMode(display=False) as counted:
         model(input_ids=torch.arange(2, 32)[None]).logits.sum().backward()
-    size = PassSize(num_tokens=30, num_pairs=30 * 30, num_targets=30)
-    expected = costs_of(model).flops(size, has_backward=True)
+    expected = costs_of(model).flops(30, num_pairs=30 * 30, num_targets=30, has_backward=True)
     # Some versions of transformers make the angles of rotary embeddings by a matrix product.
     assert counted.get_total_flops() == pytest.approx(expected, rel=1e-3)

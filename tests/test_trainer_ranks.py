@@ -14,7 +14,7 @@ import job_runs
 import numpy as np
 import pytest
 import torch
-from rank_processes import TIMEOUT_S, running, save_state
+from rank_processes import TIMEOUT_S, Group, running, save_state
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 from trainer_cases import changed, learned, make_batch, make_branch_batch, make_spec, mesh_of_one
@@ -57,40 +57,36 @@ def compare(
     model_dir: Path,
     folder: Path,
     *,
-    atol: float = 1e-5,
     world_size: int = 2,
     trainer: dict[str, Any] | None = None,
     only_ranks: dict[str, Any] | None = None,
-    chunks_in: str = "file",
+    chunks: str = "file",
     make: Callable[[int], tuple[BatchHeader, BatchArrays]] = lambda version: make_batch(
         version=version, seed=version, num_groups=4, group_size=3
     ),
     **values: Any,
 ) -> None:
-    """Train one process and several on the same batches: metrics and exported weights agree within `atol`."""
+    """Train one process and several on the same batches: metrics and exported weights agree."""
     (folder / "alone").mkdir()
     values |= {"canary_tokens": 20, "chunk_bytes": 10_000}
     alone = TrainStep(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
     of_ranks = {**(trainer or {}), **(only_ranks or {})}
-    num_memories, values["chunks"] = world_size if chunks_in == "memories" else 0, chunks_in
-    with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, **values) as group:
+    with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, chunks=chunks, **values) as group:
         for version in range(3):
             header, arrays = aged(*make(version))
             expected, actual = alone.train(header, arrays), group.train(header, arrays).metrics
-            assert learned(actual) == pytest.approx(learned(expected), rel=10 * atol, abs=10 * atol)
+            assert learned(actual) == pytest.approx(learned(expected), rel=1e-4, abs=1e-4)
         begun = group.begin_export()
         export, expected_export = group.export(), alone.export(folder / "alone.safetensors")
         assert export.digest == digest_of(load_file(export.path))
         assert export.version == begun == 3
-        assert_close(export.path, expected_export.path, atol)
+        assert_close(export.path, expected_export.path, 1e-5)
         assert export.canary is not None
-        assert export.canary.logprobs == pytest.approx(expected_export.canary.logprobs, abs=10 * atol)
-        chunks: list[ExportChunkResponse] = []
-        while not chunks or not chunks[-1].is_last:
-            message = ExportChunkRequest(version=3, index=len(chunks))
-            chunks.append(group.post("/export_chunk", message, ExportChunkResponse))
-            check_memories(chunks[-1], num_memories)
-        assert (chunks[-1].whole_digest, chunks[-1].canary) == (export.digest, export.canary)
+        assert export.canary.logprobs == pytest.approx(expected_export.canary.logprobs, abs=1e-4)
+        read: list[ExportChunkResponse] = []
+        while not read or not read[-1].is_last:
+            read.append(read_chunk(group, 3, len(read)))
+        assert (read[-1].whole_digest, read[-1].canary) == (export.digest, export.canary)
         group.save(folder / "saved")
         saved = dict(AutoModelForCausalLM.from_pretrained(folder / "saved").named_parameters())
         assert digest_of({name: weight.detach() for name, weight in saved.items()}) == export.digest
@@ -98,31 +94,29 @@ def compare(
             group.save(folder / "adapter", merged=False)
             alone.save(folder / "alone-adapter", merged=False)
             adapters = [folder / name / "adapter_model.safetensors" for name in ("adapter", "alone-adapter")]
-            assert_close(*adapters, atol)
+            assert_close(*adapters, 1e-5)
         assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == 3, "one line a batch, not a rank"
         # One process loads a state of several, and several load a state of one.
         save_state(group, folder / "several")
         alone.load_state(folder / "several")
-        assert_close(
-            alone.export(folder / "loaded.safetensors").path, export.path, 1e-7 if atol < 1e-3 else 0
-        )
+        assert_close(alone.export(folder / "loaded.safetensors").path, export.path, 1e-7)
         alone.train(*make(3))
         alone.begin_save_state(folder / "one").result()
-        group.post("/load_state", StateRequest(path=str(folder / "one")), TrainerHealth)
-        message = ExportChunkRequest(version=4, index=len(chunks) - 1)  # those before it were another's
-        last = group.post("/export_chunk", message, ExportChunkResponse)
-        check_memories(last, num_memories)
+        group.post("/load_state", StateRequest(path=folder / "one"), TrainerHealth)
+        last = read_chunk(group, 4, len(read) - 1)  # those before it were another's
         assert last.whole_digest == digest_of(load_file(group.export().path))
-        expected_path = alone.export(folder / "alone.safetensors").path
-        assert_close(group.export().path, expected_path, 1e-7 if atol < 1e-3 else 0)
+        assert_close(group.export().path, alone.export(folder / "alone.safetensors").path, 1e-7)
 
 
-def check_memories(chunk: ExportChunkResponse, num_memories: int) -> None:
-    """Check the chunk in the memory of each rank."""
-    handles, tensors = ([], []) if chunk.memory is None else (chunk.memory.handles, chunk.memory.tensors)
-    assert len({handle.name for handle in handles}) == len(handles) == num_memories
-    for handle in handles:
-        assert digest_tensors(views(tensors, open_file(handle).data)) == chunk.digest
+def read_chunk(group: Group, version: int, index: int) -> ExportChunkResponse:
+    """Check the chunk in the memory of each rank, if there is one."""
+    message = ExportChunkRequest(version=version, index=index)
+    chunk = group.post("/export_chunk", message, ExportChunkResponse)
+    if chunk.memory is not None:
+        assert len({handle.name for handle in chunk.memory.handles}) == len(group.processes)
+        for handle in chunk.memory.handles:
+            assert digest_tensors(views(chunk.memory.tensors, open_file(handle).data)) == chunk.digest
+    return chunk
 
 
 def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
@@ -197,20 +191,14 @@ LIKE_ONE: dict[str, dict[str, Any]] = {
     },
     "three ranks, many steps, checkpointing, uneven micro-batches": {
         "world_size": 3,
-        "chunks_in": "memories",
+        "chunks": "memories",
         "trainer": {"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
         "only_ranks": {"gradient_checkpointing": True, "micro_batch_tokens": 30},
         "algorithm": {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
     },
-    "bfloat16": {
-        "chunks_in": "memories",
-        "atol": 2e-2,
-        "dtype": "bfloat16",
-        "trainer": {"learning_rate": 1e-3},
-    },
     # of rank 1, so that one of the processes has no share of an A
     "adapters": {
-        "chunks_in": "memories",
+        "chunks": "memories",
         "trainer": {"lora": {"rank": 1}},
         "algorithm": {"kl_coefficient": 0.1},
     },
@@ -251,10 +239,10 @@ def test_ranks_survive_a_refusal_and_end_with_the_parent(tiny_model_dir: Path, t
 
 ONE_BREAKS = """
 import torch
-def loss(current, *rest):
+def loss(tokens, settings):
     if torch.distributed.get_rank() == 1:
         raise ArithmeticError("planted")
-    return current, {}
+    return tokens.current_M, {}
 """
 
 
@@ -295,8 +283,6 @@ def test_ranks_that_do_not_meet_say_who_is_missing(
 
 # ---- one rank
 
-BREAKS = "def loss(*tensors):\n    raise ArithmeticError('planted')\n"
-
 
 @pytest.mark.slow
 def test_worker_is_bit_for_bit_a_step_in_process(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -330,19 +316,3 @@ def test_worker_is_bit_for_bit_a_step_in_process(tiny_model_dir: Path, tmp_path:
         assert second.export().digest == expected[2]
         lines = job_runs.read_lines(second.folder / "trained.jsonl")
         assert [line.get("restored", line.get("version")) for line in lines] == [0, 1, 2, 3, 2, 2]
-
-
-@pytest.mark.slow
-def test_error_in_a_step_is_answered_with_500(tiny_model_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "planted_loss.py").write_text(BREAKS)
-    with running(tiny_model_dir, tmp_path, 1, algorithm={"loss": "planted_loss:loss"}) as worker:
-        for _ in range(2):
-            with pytest.raises(CallRefused) as caught:
-                worker.train(*make_batch())
-            assert caught.value.status == 500
-            assert caught.value.body.error == "ArithmeticError: planted"
-        assert worker.health().policy_version == 0
-        assert "Traceback" in worker.log()
-        worker.processes[0].send_signal(signal.SIGTERM)
-        assert worker.processes[0].wait(TIMEOUT_S) == 0
-        assert (worker.folder / "staging").exists()

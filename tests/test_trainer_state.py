@@ -12,7 +12,6 @@ from tiny_model import make_tiny_model
 from trainer_cases import MakeStep, full_disk, make_batch
 
 from asyncrl.base.http import Refused
-from asyncrl.trainer import state
 from asyncrl.trainer.step import TrainStep
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -44,7 +43,7 @@ def test_loaded_trainer_continues_to_the_same_bits(make_step: MakeStep, tmp_path
     train(whole, 3, 5)
     step = make_step(**values)
     step.load_state(tmp_path / "state")
-    assert (step.policy_version, step.num_optimizer_steps) == (3, 3 * whole.spec.steps_per_batch)
+    assert step.policy_version == 3
     assert torch.equal(torch.rand(4), drawn), "the random generator continues"
     train(step, 3, 5)
     assert step.weights_digest() == whole.weights_digest()
@@ -53,27 +52,14 @@ def test_loaded_trainer_continues_to_the_same_bits(make_step: MakeStep, tmp_path
     assert step._optimizer.param_groups[0]["lr"] == whole._optimizer.param_groups[0]["lr"]
 
 
-def test_other_epochs_keep_the_schedule(make_step: MakeStep, tmp_path: Path) -> None:
-    before, now = 1, 4
-    linear = {"schedule": "linear", "num_steps": 4}
-    step = make_step(trainer={**linear, "epochs": before})
-    train(step, 0, 2)
-    step.begin_save_state(tmp_path / "state").result()
-    changed = make_step(trainer={**linear, "epochs": now})
-    changed.load_state(tmp_path / "state")
-    peak = changed.spec.trainer.learning_rate
-    train(changed, 2, 3)
-    assert changed._optimizer.param_groups[0]["lr"] == pytest.approx(peak * (0.5 - (now - 1) / (4 * now)))
-
-
 def test_state_is_copied_beside_the_forward_pass(make_step: MakeStep, tmp_path: Path) -> None:
     step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
     train(step, 0, 1)
     at_save, copy, change = step.weights_digest(), step._state._copy, step._optimizer.step
 
-    def copy_late(*arguments: Any) -> None:
+    def copy_late(*arguments: Any) -> dict[str, torch.Tensor]:
         assert forward_ran.wait(60), "the copy held up the forward pass"
-        copy(*arguments)
+        return copy(*arguments)
 
     def change_now() -> None:
         assert step._state.copying is not None
@@ -111,9 +97,8 @@ def test_torn_index_is_refused_with_the_reason(make_step: MakeStep, tmp_path: Pa
     step, folder = make_step(), tmp_path / "state"
     step.begin_save_state(folder).result()
     (folder / ".metadata").write_bytes(b"")
-    for read in (lambda: step.load_state(folder), lambda: [*state.read_weights(folder, {"a": [1]})]):
-        with pytest.raises(Refused, match=f"cannot write or read {folder}.*EOFError"):
-            read()
+    with pytest.raises(Refused, match=f"cannot write or read {folder}.*EOFError"):
+        step.load_state(folder)
 
 
 def test_state_of_another_model_is_refused(make_step: MakeStep, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +38,18 @@ class House:
         self.journal: list[Batch] = []
         self.state_at, self.state = state_at, Path("states/one")
         self.told: list[str] = []
-        self.events: list[tuple[str, Mapping[str, Any]]] = []
-        self.cleared_at: list[float] = []
         self.trainer = SupervisedTrainer(
             self.ranks,
             Supervision(
                 SupervisionConfig(**{"max_restarts": 3, "backoff_s": 1.0, **supervision}),
                 HEARTBEAT_S,
                 self.told.append,
-                lambda *event: self.events.append(event),
+                lambda *_: None,
             ),
-            before_start=self.clear,
+            before_start=partial(asyncio.sleep, 0),
             bring_back=self.bring_back,
         )
         self.running = tasks.create_task(self.trainer.run(), name="watch trainer")
-
-    async def clear(self) -> None:
-        self.cleared_at.append(now_s())
 
     async def bring_back(self, client: TrainerClient, version: int) -> None:
         is_there = str(self.state) in self.server.states
@@ -99,10 +95,6 @@ def live(story: Callable[[House], Any], **knobs: Any) -> House:
         return house
 
     return run_virtual(play())
-
-
-def now_s() -> float:
-    return asyncio.get_running_loop().time()
 
 
 @pytest.mark.parametrize(("state_at", "moment_s"), [(0, 2.5), (2, 0.0), (2, 5.0)])

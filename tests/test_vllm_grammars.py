@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import string
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 from gateway_cases import gateway_world
 from served_gateway import check_gateway
-from vllm_house import MAX_LENGTH, House, vllm_house
+from vllm_house import MAX_LENGTH, House
 
 from asyncrl.base.errors import RequestRefused
 from asyncrl.engines.pool import EnginePool
@@ -28,18 +26,12 @@ SCHEMA = {"type": "integer", "minimum": 10**9, "maximum": 10**14}
 GRAMMAR = "start: %json " + json.dumps(SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
 
 
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    letters = string.ascii_letters + string.digits + string.punctuation + " \n"
-    with vllm_house(tmp_path_factory.mktemp("grammars"), letters=letters) as house:
-        yield house
-
-
 def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
     """Also from the middle on, behind what was sampled before an interruption."""
     end = house.tokenizer.eos_token_id
 
     async def story(server: VllmServer) -> None:
+        weights = house.pushed[server.policy_version]
         for seed in range(4):
             request = house.request(grammar=GRAMMAR, max_tokens=60, top_logprobs=20, seed=seed)
             answer = await server.generate_segment(request)
@@ -47,7 +39,7 @@ def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
             found = json.loads(house.decode(answer.token_ids))
             assert 10**9 <= found <= 10**14
             matcher = TokenGrammars(house.tokenizer, server._process.vocab_size).begin(GRAMMAR)
-            logprobs_TV = house.logprobs(house.base, [*request.prompt_ids, *answer.token_ids])
+            logprobs_TV = house.logprobs(weights, [*request.prompt_ids, *answer.token_ids])
             for at, token in enumerate(answer.token_ids):
                 allowed = torch.from_numpy(matcher.allowed())
                 matcher.take(token)

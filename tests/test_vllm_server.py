@@ -23,8 +23,6 @@ from asyncrl_servers.vllm.arguments import ELSEWHERE, KV_CACHE, VllmSpec, build_
 
 SPEC: dict[str, Any] = {"name": "engine-0", "dtype": "float32", "device": "cpu"}
 SPEC |= {"max_length": 512, "slots": 16}
-KNOWN = {*ELSEWHERE, *KV_CACHE, "block_size", "max_num_batched_tokens", "compilation_config"}
-KNOWN |= {"enable_prefix_caching", "no_enable_prefix_caching", "cudagraph_capture_sizes"}
 GIVEN: dict[str, Any] = {"block-size": 32, "enable_prefix_caching": False, "max_num_batched_tokens": None}
 GIVEN |= {"compilation-config": {"mode": 3}, "compilation_config.backend": "eager"}
 GIVEN |= {"cudagraph_capture_sizes": [1, 2]}
@@ -42,7 +40,7 @@ WORDS = """--enable-scale-out
 
 
 def arguments_of(folder: Path, *, is_cpu: bool = True, **fields: Any) -> list[str]:
-    return build_arguments(VllmSpec(**{**SPEC, "model_path": str(folder), **fields}), KNOWN, is_cpu=is_cpu)
+    return build_arguments(VllmSpec(**{**SPEC, "model_path": str(folder), **fields}), is_cpu=is_cpu)
 
 
 def test_vllm_receives_required_and_user_arguments(tmp_path: Path) -> None:
@@ -51,20 +49,16 @@ def test_vllm_receives_required_and_user_arguments(tmp_path: Path) -> None:
     assert [absent for absent in ("batched", "secret", "api-key") if absent in words] == []
 
 
-def test_ignored_arguments_are_refused_with_a_way_out(tmp_path: Path) -> None:
-    elsewhere = (*ELSEWHERE, "max-model-len", "no-enable-scale-out", "middleware+")
-    cases: list[tuple[dict[str, Any], str, str]] = [
-        ({"max-num-batch-tokens": 1}, "has max_num_batch_tokens", "did you mean max_num_batched_tokens"),
-        ({"block-size": 64, "block_size": 128}, "twice", "remove one"),
-        *(({name: "x"}, "by itself", "remove it; use ") for name in elsewhere),
-    ]
-    for args, error, way_out in cases:
-        with pytest.raises(Refused, match=error) as refused:
-            arguments_of(tmp_path, args=args)
-        assert way_out in refused.value.body.way_out
+def test_arguments_of_the_run_are_refused_with_the_key_to_use(tmp_path: Path) -> None:
+    for name in (*ELSEWHERE, "max-model-len", "no-enable-scale-out", "middleware+"):
+        with pytest.raises(Refused, match="by itself") as refused:
+            arguments_of(tmp_path, args={name: "x"})
+        assert "remove it; use " in refused.value.body.way_out
     gives_way = KV_CACHE | {"enforce_eager", "distributed_executor_backend"}
-    for transport in ("shm", "lora", "nccl"):
-        options = [word for word in arguments_of(tmp_path, transport=transport) if word.startswith("--")]
+    for has_adapters in (False, True):
+        options = [
+            word for word in arguments_of(tmp_path, has_adapters=has_adapters) if word.startswith("--")
+        ]
         ours = {option[2:].partition("=")[0].replace("-", "_") for option in options}
         assert ours - gives_way <= ELSEWHERE.keys(), "nothing that a user gives is silently replaced"
 
@@ -83,13 +77,12 @@ def test_kv_cache_holds_all_slots_on_cpu_by_default(tmp_path: Path) -> None:
     assert not any(kv in option for option in arguments_of(tmp_path, args={"gpu_memory_utilization": 0.3}))
 
 
-def test_transport_and_tokenizer_choose_backend_adapters_and_text(tmp_path: Path) -> None:
+def test_adapters_and_tokenizer_choose_arguments(tmp_path: Path) -> None:
     assert "--skip-tokenizer-init" in arguments_of(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    for transport in ("shm", "disk", "nccl", "ipc", "lora"):
-        given = arguments_of(tmp_path, transport=transport, lora_rank=12)
-        assert ('{"backend": "broadcast"}' in given) == (transport == "nccl")
-        assert ("--enable-lora" in given) == ("--max-lora-rank=16" in given) == (transport == "lora")
+    for has_adapters in (False, True):
+        given = arguments_of(tmp_path, has_adapters=has_adapters, lora_rank=12)
+        assert ("--enable-lora" in given) == ("--max-lora-rank=16" in given) == has_adapters
         assert "--skip-tokenizer-init" not in given
 
 

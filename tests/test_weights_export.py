@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import wait
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +22,6 @@ from trainer_cases import make_batch, make_spec
 from transformers import AutoTokenizer
 
 from asyncrl.base.http import Refused
-from asyncrl.messages import digest
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
@@ -32,10 +29,10 @@ from asyncrl.weights.export import (
     digest_of,
 )
 from asyncrl.weights.tensor_files import (
+    block_sums,
     digest_of_tensor,
     digest_tensors,
-    read_tensors,
-    torch_block_sums,
+    read_or_refuse,
     write_tensors,
 )
 
@@ -56,8 +53,7 @@ def chunks_of(step: TrainStep) -> list[tuple[ExportChunkResponse, dict[str, Tens
     """Load each chunk before the next, like an engine."""
     chunks: list[tuple[ExportChunkResponse, dict[str, Tensor]]] = []
     while not chunks or not chunks[-1][0].is_last:
-        step.chunk_names(step.policy_version, len(chunks))
-        answer = step.export_chunk(len(chunks))
+        answer = step.export_chunk(step.policy_version, len(chunks))
         chunks.append((answer, {name: tensor.clone() for name, tensor in load_file(answer.path).items()}))
     return chunks
 
@@ -137,8 +133,7 @@ def test_chunks_together_are_the_export(make_step: MakeStep, tmp_path: Path, val
 def test_restarted_trainer_exports_any_chunk(make_step: MakeStep) -> None:
     chunks, again = [answer for answer, _ in chunks_of(make_step())], make_step()
     for index in (len(chunks) - 1, 1, len(chunks) - 1, len(chunks) - 1):
-        again.chunk_names(0, index)
-        answer = again.export_chunk(index)
+        answer = again.export_chunk(0, index)
         assert (answer.digest, answer.whole_digest) == (chunks[index].digest, chunks[index].whole_digest)
 
 
@@ -160,25 +155,13 @@ def test_unknown_chunk_is_refused_and_a_full_disk_retried(make_step: MakeStep, t
         (1, 0, "version 1 was requested at policy_version 0"),
     ):
         with pytest.raises(Refused, match=says):
-            step.chunk_names(version, index)
+            step.export_chunk(version, index)
     file = tmp_path / "staging" / "chunk.safetensors"
     file.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         chunks_of(step)
     file.unlink()
     assert chunks_of(step)[-1][0].is_last
-
-
-@contextmanager
-def writes_after(event: threading.Event) -> Iterator[None]:
-    """Exports are written once the event is set."""
-
-    def write_late(*arguments: Any) -> dict[str, bytes]:
-        assert event.wait(60), "the export held up what it was to run beside"
-        return write_tensors(*arguments)
-
-    with patch("asyncrl.weights.export.write_tensors", write_late):
-        yield
 
 
 def test_export_is_written_beside_the_forward_pass(make_step: MakeStep, tmp_path: Path) -> None:
@@ -189,9 +172,13 @@ def test_export_is_written_beside_the_forward_pass(make_step: MakeStep, tmp_path
         changes.append(exporting.done())
         change()
 
+    def write_late(*arguments: Any) -> dict[str, bytes]:
+        assert forward_ran.wait(60), "the export held up what it was to run beside"
+        return write_tensors(*arguments)
+
     step.policy.register_forward_hook(lambda *_: forward_ran.set())
     step._optimizer.step = change_now  # type: ignore[assignment]
-    with writes_after(forward_ran):
+    with patch("asyncrl.weights.export.write_tensors", write_late):
         finish = step.begin_export(tmp_path / "v0.safetensors")
         exporting = step._exporting
         assert exporting is not None
@@ -200,23 +187,6 @@ def test_export_is_written_beside_the_forward_pass(make_step: MakeStep, tmp_path
     assert changes == [True]
     assert (answer.version, answer.digest) == (0, before)
     assert digest_of(load_file(answer.path)) == before != step.weights_digest()
-
-
-def test_weights_stay_while_an_export_reads_them(make_step: MakeStep, tmp_path: Path) -> None:
-    step, is_waited_for = make_step(), threading.Event()
-    before = step.weights_digest()
-    step.begin_save_state(tmp_path / "state").result()
-    step.train(*make_batch())
-    after = step.weights_digest()
-
-    def wait_and_tell(futures: list[Any]) -> None:
-        is_waited_for.set()
-        wait(futures)
-
-    with writes_after(is_waited_for), patch("asyncrl.trainer.step.wait", wait_and_tell):
-        finish = step.begin_export(tmp_path / "v1.safetensors")
-        step.load_state(tmp_path / "state")
-    assert finish().digest == digest_of(load_file(tmp_path / "v1.safetensors")) == after != before
 
 
 def test_failed_export_reaches_its_caller_and_training_continues(make_step: MakeStep, tmp_path: Path) -> None:
@@ -234,12 +204,12 @@ def test_failed_export_reaches_its_caller_and_training_continues(make_step: Make
 
 
 def sums_of(data: bytes) -> bytes:
-    """Compute block_sums in Python's integers."""
+    """Compute a tensor's sums in Python's integers."""
     data += bytes(-len(data) % 2048)
     signed = memoryview(data).cast("b").tolist()
     sums = b""
     for start in range(0, len(data), 2048):
-        for keys in digest.block_keys().T.tolist():
+        for keys in tensor_files.block_keys().T.tolist():
             total = sum(byte * key for byte, key in zip(signed[start : start + 2048], keys, strict=True))
             sums += total.to_bytes(4, "little", signed=True)
     return sums
@@ -252,7 +222,7 @@ def sums_of(data: bytes) -> bytes:
     st.integers(0, 3),
 )
 @settings(max_examples=30)
-def test_numpy_torch_and_devices_compute_the_same_sums(
+def test_processors_and_devices_compute_the_same_sums(
     num_bytes: int, filled_with: bytes | None, dtype: torch.dtype, start: int
 ) -> None:
     data = (
@@ -263,12 +233,12 @@ def test_numpy_torch_and_devices_compute_the_same_sums(
         torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     )
     view = whole.view(dtype)[start:]
-    found = [digest.block_sums(tensor_files.host_bytes(view)), torch_block_sums(view).numpy().tobytes()]
+    found = [block_sums(view).numpy().tobytes()]
     with pytest.MonkeyPatch.context() as patched:
         floats = tensor_files._product_of_floats
         patched.setattr(torch, "_int_mm", lambda blocks, keys, out: floats(blocks, keys.float(), out=out))
-        found.append(torch_block_sums(view).numpy().tobytes())
-    assert found == [sums_of(data[start * dtype.itemsize :])] * 3
+        found.append(block_sums(view).numpy().tobytes())
+    assert found == [sums_of(data[start * dtype.itemsize :])] * 2
 
 
 @given(st.data())
@@ -288,10 +258,9 @@ def test_foreign_file_is_read_and_a_torn_one_refused(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).to(torch.bfloat16), "empty": torch.zeros(0, 4)}
     path = tmp_path / "w.safetensors"
     save_file(tensors, path)
-    found = {name: one.as_torch() for name, one in read_tensors(path).items()}
-    assert digest_tensors(found) == digest_tensors(tensors)
+    assert digest_tensors(read_or_refuse(str(path))) == digest_tensors(tensors)
     whole = path.read_bytes()
     for torn in (b"", whole[:4], whole[:20], whole[:-1], whole[:8] + b"[" + whole[9:], b"\xff" * 40):
         path.write_bytes(torn)
-        with pytest.raises(ValueError, match="w.safetensors|empty file"):
-            read_tensors(path)
+        with pytest.raises(Refused, match="cannot read the weights file"):
+            read_or_refuse(str(path))

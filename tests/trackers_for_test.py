@@ -14,8 +14,6 @@ from asyncrl.observe.trackers import TrackedRun, Tracker
 class Noting(Tracker):
     """Writes one line a call."""
 
-    shown_at = "there"
-
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
@@ -23,9 +21,8 @@ class Noting(Tracker):
         with self.path.open("a") as file:
             file.write(json.dumps(call, default=str) + "\n")
 
-    def start(self, run: TrackedRun) -> str | None:
+    def start(self, run: TrackedRun) -> None:
         self.note("start", run.name)
-        return self.shown_at
 
     def step(self, step: int, metrics: Any) -> None:
         self.note("step", step, "reward/mean" in metrics)
@@ -43,10 +40,11 @@ class Noting(Tracker):
         self.note("close", state)
 
 
-class Elsewhere(Noting):
-    """Reports another place."""
+class Unable(Noting):
+    """Raises when it is made."""
 
-    shown_at = "elsewhere"
+    def __init__(self, path: str) -> None:
+        raise ValueError(path)
 
 
 class Raising(Noting):

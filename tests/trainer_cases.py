@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import resource
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.records import Credit
@@ -186,79 +184,28 @@ def trees(draw: st.DrawFn, vocab: int = 52) -> Rows:
     return groups
 
 
-class DeviceReads(TorchDispatchMode):
-    """Counts, under `key`, operations that make a host wait for its device."""
-
-    OPS = frozenset(["_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive", "_unique2"])
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key, self.counts = "", Counter[tuple[str, str]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, places = func.__name__.split(".")[0], args[1] if len(args) > 1 else ()
-        by_mask = name in ("index", "index_put_") and any(
-            place is not None and place.dtype in (torch.bool, torch.uint8) for place in places
-        )
-        if name in self.OPS or by_mask:
-            self.counts[self.key, name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 # ---- rollouts with several turns and branches, and their loss in plain words
 
 VOCAB = range(6, 52)
 
 
-@dataclass
-class Branch:
-    """Tokens, which of them were sampled here, and (start, end, reward, unit) of its credits."""
-
-    token_ids: list[int]
-    mask: list[bool]
-    credits: list[tuple[int, int, float, int]] = field(default_factory=list)
-
-    def turn(self, rng: np.random.Generator, num_others: int, num_sampled: int) -> None:
-        """Append tokens of the harness, then sampled ones."""
-        self.token_ids += rng.choice(VOCAB, num_others + num_sampled).tolist()
-        self.mask += [False] * num_others + [True] * num_sampled
-
-    def fork(self, end: int) -> Branch:
-        """Return a branch that begins with the first tokens as context."""
-        return Branch(self.token_ids[:end], [False] * end)
-
-    @property
-    def turns(self) -> list[tuple[int, int]]:
-        """[start, end) of each stretch of sampled tokens."""
-        edges = np.flatnonzero(np.diff([False, *self.mask, False]))
-        return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+Branch = tuple[list[int], list[bool]]
+"""Tokens, and which of them were sampled."""
 
 
-def make_rollout(rng: np.random.Generator, prompt: list[int], *, credit: str) -> list[Branch]:
-    """One to three branches of one to three turns each. `credit`: "none", "turn" or "branch"."""
-    main = Branch([*prompt], [False] * len(prompt))
-    main.turn(rng, 1, int(rng.integers(1, 6)))
-    branches = [main]
-    for _ in range(int(rng.integers(0, 3))):
-        main.turn(rng, int(rng.integers(1, 5)), int(rng.integers(1, 6)))
-    for _ in range(int(rng.integers(0, 3))):
-        if rng.random() < 0.7:
-            other = main.fork(int(rng.integers(2, len(main.token_ids))))
-        else:
-            other = Branch(rng.choice(VOCAB, 4).tolist(), [False] * 4)
-        for _ in range(int(rng.integers(1, 3))):
-            other.turn(rng, int(rng.integers(1, 5)), int(rng.integers(1, 6)))
-        branches.append(other)
-    unit = 0
-    for number, branch in enumerate(branches):
-        reward = round(float(rng.random()), 3)
-        for start, end in branch.turns if credit != "none" else []:
-            if credit == "turn":
-                branch.credits.append((start, end, round(float(rng.random()), 3), unit))
-                unit += 1
-            else:
-                branch.credits.append((start, end, reward, 7 - number))
-    return branches
+def make_rollout(rng: np.random.Generator, prompt: list[int]) -> list[Branch]:
+    """Return one to three branches of one to three turns: tokens of the harness, then sampled ones."""
+
+    def add_turns(branch: Branch, most: int) -> Branch:
+        for _ in range(rng.integers(1, most + 1)):
+            num_others, num_sampled = rng.integers(1, 6, 2).tolist()
+            branch[0].extend(rng.choice(VOCAB, num_others + num_sampled).tolist())
+            branch[1].extend([False] * num_others + [True] * num_sampled)
+        return branch
+
+    main = add_turns(([*prompt], [False] * len(prompt)), 3)
+    stems = rng.integers(2, len(main[0]), rng.integers(0, 3)).tolist()
+    return [main, *(add_turns((main[0][:stem], [False] * stem), 2) for stem in stems)]
 
 
 def make_branch_batch(
@@ -268,36 +215,37 @@ def make_branch_batch(
     num_groups: int = 3,
     group_size: int = 3,
     version: int = 0,
-    **header: Any,
 ) -> tuple[BatchHeader, BatchArrays]:
     """Make groups of such rollouts and draw how each earns credit."""
     rng = np.random.default_rng(seed)
-    entries, ids, mask = list[TrajectoryHeader](), list[int](), list[bool]()
-    for group in range(num_groups):
+    groups: Rows = []
+    places = []
+    for _ in range(num_groups):
         prompt = rng.choice(VOCAB, 12).tolist()
+        groups.append([])
         for sample in range(group_size):
+            kind = str(rng.choice(credits))
             reward = float(sample == 0) + round(float(rng.random()), 3)
-            for number, branch in enumerate(make_rollout(rng, prompt, credit=str(rng.choice(credits)))):
-                credits_of = [Credit(*each) for each in branch.credits]
-                where = {
-                    "group_index": group,
-                    "group_id": 10 + group,
-                    "prompt_id": f"p{group}",
-                    "branch": number,
-                }
-                where |= {"start": len(ids), "end": len(ids) + len(branch.token_ids), "sample_index": sample}
-                entries.append(TrajectoryHeader(reward=reward, credits=credits_of, **where))
-                ids += branch.token_ids
-                mask += branch.mask
-    sampled = np.array(mask)
-    arrays = BatchArrays(
-        token_ids=np.array(ids, np.int32),
-        loss_mask=sampled,
-        behaviour_logprobs=np.where(sampled, rng.normal(-4.0, 0.3, len(ids)), 0).astype(np.float32),
+            units = itertools.count(99, -1)
+            for number, (ids, mask) in enumerate(make_rollout(rng, prompt)):
+                groups[-1].append((ids, mask))
+                earned = []
+                unit = next(units)
+                for start, end in np.flatnonzero(np.diff([False, *mask, False])).reshape(-1, 2).tolist():
+                    unit = next(units) if kind == "turn" else unit
+                    earned.append(Credit(start, end, unit / 7, unit))
+                given = [] if kind == "none" else earned
+                places.append({"sample_index": sample, "branch": number, "reward": reward, "credits": given})
+    header, arrays = batch_of(groups)
+    pairs = zip(header.trajectories, places, strict=True)
+    fields = {"version": version, "min_version": version}
+    fields |= {"trajectories": [entry.model_copy(update=place) for entry, place in pairs]}
+    sampled = arrays.loss_mask
+    return header.model_copy(update=fields), changed(
+        arrays,
+        behaviour_logprobs=np.where(sampled, rng.normal(-4.0, 0.3, len(sampled)), 0).astype(np.float32),
         versions=np.where(sampled, version, -1).astype(np.int32),
     )
-    fields = {"version": version, "min_version": version, "mask_older": False, "trajectories": entries}
-    return BatchHeader(**{**fields, **header}), arrays
 
 
 Key = tuple[int, int, int | None]
@@ -334,16 +282,11 @@ def plain_loss(
     model: Any, header: BatchHeader, arrays: BatchArrays, advantages: np.ndarray, *, aggregate: str
 ) -> torch.Tensor:
     """PPO's clipped loss, clip range 0.2, over one plain forward a branch."""
-    losses = []
-    for entry in header.trajectories:
-        part = slice(entry.start + 1, entry.end)
-        ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
-        logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1)
-        current = logprobs.gather(-1, ids[1:, None])[:, 0]
-        ratio = (current - torch.from_numpy(arrays.behaviour_logprobs[part])).exp()
-        advantage = torch.from_numpy(advantages[part]).float()
-        token_losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        losses.append(token_losses[torch.from_numpy(arrays.loss_mask[part])])
-    if aggregate == "sequence":
-        return torch.stack([one.mean() for one in losses]).mean()
-    return torch.cat(losses).mean()
+    mask = arrays.loss_mask
+    ratio = (naive(model, header, arrays) - torch.from_numpy(arrays.behaviour_logprobs[mask])).exp()
+    advantage = torch.from_numpy(advantages[mask]).float()
+    losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    if aggregate == "token":
+        return losses.mean()
+    lengths = [int(mask[entry.start : entry.end].sum()) for entry in header.trajectories]
+    return torch.stack([part.mean() for part in losses.split(lengths)]).mean()

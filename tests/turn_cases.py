@@ -5,7 +5,8 @@ counted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ from asyncrl.messages.trainer_api import (
     ExportResponse,
     OffloadRequest,
 )
-from asyncrl.sync.publisher import ColocatedPush, Publisher, PushLoop, at_once
+from asyncrl.sync.push import at_once
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -116,14 +117,15 @@ class EngineRooms:
     their order, each when every engine that is not down serves it.
     """
 
+    publisher: Any
+
     def __init__(
         self,
         tasks: asyncio.TaskGroup,
         fakes: Sequence[FakeEngineServer],
         trainer: Any,
         config: SupervisionConfig,
-        make_turns: Callable[[], Any],
-        publisher: type[Publisher] = PushLoop,
+        make_scheduler: Callable[..., Any],
         *,
         run_dir: Path = Path("none"),
         start: int | None = None,
@@ -136,29 +138,31 @@ class EngineRooms:
         self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.told: list[str] = []
         self.announced: list[int] = []
-        self.on_lost = self._on_lost if config.max_restarts else None
         self.pool = EnginePool(self.targets, slots=4, on_lost=self.on_lost)
-        publishing = {
-            "timeout_s": TIMEOUT_S,
-            "on_served": self.on_served,
-            "on_lost": self.on_lost,
-        } | publishing
-        self.publisher: Any = publisher(trainer, self.targets, **publishing)
-        self.turns, supervision = make_turns(), Supervision(config, HEARTBEAT_S, self.told.append, self.tell)
+        publishing = {"timeout_s": TIMEOUT_S, "on_served": self.on_served} | publishing
+        self.publisher = make_scheduler(trainer, self.targets, on_lost=self.on_lost, **publishing)
+        supervision = Supervision(config, HEARTBEAT_S, self.told.append, self.tell)
         self.capacities, self.lines = list[int](), list[str]()
-        limits = EngineRange(min=1, max=len(fakes))
-        log, num = RunLog(self.lines.append), start or len(fakes)
-        self.scale = EngineScale(
-            limits, run_dir, self.pool, log, on_change=self.capacities.append, num_first=num
-        )
-        self.supervisors = {
-            process.name: EngineSupervisor(process, target, self.scale, self.turns, supervision)
+        self.running = list[asyncio.Task[None]]()
+        engines = [
+            EngineSupervisor(process, target, self.pool, self.publisher, supervision)
             for process, target in zip(self.processes, self.targets, strict=True)
-        }
-        self.running = [
-            tasks.create_task(supervisor.run(), name=f"watch {name}")
-            for name, supervisor in self.supervisors.items()
         ]
+        self.supervisors = {engine.name: engine for engine in engines}
+        self.scale = EngineScale(
+            engines,
+            EngineRange(min=1, max=len(fakes)),
+            run_dir,
+            RunLog(self.lines.append),
+            wanted=start or len(fakes),
+            spawn=self.spawn,
+            on_change=self.capacities.append,
+        )
+        self.scale.watch_nowait()
+
+    def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        self.running.append(self.tasks.create_task(coro, name=name))
+        return self.running[-1]
 
     def ask(self, request: SamplingRequest) -> asyncio.Task[Any]:
         """A rollout's request."""
@@ -180,7 +184,7 @@ class EngineRooms:
         assert all(fake.engine.weights.can_serve for fake in live)
         self.announced.append(version)
 
-    def _on_lost(self, error: EngineLost) -> None:
+    def on_lost(self, error: EngineLost) -> None:
         self.supervisors[error.room].lost_nowait(error)
         assert error.room in self.pool.down, "down when the call returns"
 
@@ -188,7 +192,7 @@ class EngineRooms:
 class House(EngineRooms):
     """Those whose engines take turns with a trainer, and the trainer."""
 
-    turns: Colocated
+    publisher: Colocated
 
     def __init__(
         self,
@@ -211,7 +215,7 @@ class House(EngineRooms):
         trainer = SupervisedTrainer(
             [self.worker_process],
             Supervision(config, HEARTBEAT_S, print, self.tell),
-            before_start=lambda: self.turns.wait_room_for_trainer(),
+            before_start=lambda: self.publisher.wait_room_for_trainer(),
             bring_back=self._bring_back,
         )
         super().__init__(
@@ -219,18 +223,13 @@ class House(EngineRooms):
             [TurnEngine(f"engine-{index}", decode_s=DECODE_S, weights="w") for index in range(num_engines)],
             trainer,
             config,
-            lambda: Colocated(
-                self.targets,
-                trainer,
-                self.publisher,
+            partial(
+                Colocated,
                 num_steps=num_steps,
-                timeout_s=TIMEOUT_S,
                 on_event=self.tell,
-                on_lost=self.on_lost,
                 resident=stays,
                 wait_released=wait_released,
             ),
-            ColocatedPush,
             **{"on_published": self._published} | publishing,
         )
         self.running.insert(0, tasks.create_task(trainer.run(), name="watch trainer"))
@@ -245,16 +244,16 @@ class House(EngineRooms):
             fake.engine.weights.set_asleep("weights")
             fake.engine.weights.set_asleep("kv")
         self._at_start(self)
-        await self.turns.start(0)
+        await self.publisher.start(0)
 
     async def step(self) -> Any:
         """What the train loop does with a batch."""
         batch = make_batch(len(self.batches))
         self.batches.append(batch)
-        await self.turns.to_trainer()
+        await self.publisher.to_trainer()
         self.check()
         report = await self.trainer.train(batch)
-        await self.turns.to_engines(report.policy_version)
+        await self.publisher.to_engines(report.policy_version)
         return report
 
     def check(self) -> None:
@@ -265,14 +264,14 @@ class House(EngineRooms):
             assert self.worker.away == set()
             return
         engines, trainer = set().union(*(fake.held for fake in self.fakes)), self.worker.held
-        lease = self.turns.lease
+        lease = self.publisher.lease
         if lease.state == "idle" or lease.phase.startswith(
             ("trainer: offload", "engines: wake", "publisher")
         ):
             return  # what dies in there recovers beside the weights of the others
         if lease.state == "handover":
             engines, trainer = engines if trainer - {"weights"} else engines & {"kv"}, trainer
-        assert not (trainer and engines), f"the trainer has {trainer}, the engines {engines} ({self.turns!r})"
+        assert not (trainer and engines), f"the trainer has {trainer}, the engines {engines} ({lease!r})"
 
     async def _watch(self) -> None:
         while True:

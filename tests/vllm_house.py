@@ -5,6 +5,7 @@ what transformers says.
 from __future__ import annotations
 
 import asyncio
+import string
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,12 +21,13 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 from asyncrl.base.http import Caller
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import EngineHealth, GenerateRequest
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.trainer.random_init import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
+LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 
 @dataclass
@@ -56,8 +58,8 @@ class House:
 
         async def within() -> None:
             caller = Caller("engine-0", self.process.url, SECRET)
-            needed = self.facts(canary_limit=canary_limit, **(facts or {}))
-            server = VllmServer(caller, needed, policy_version=self.version, decode=self.decode)
+            needed = self.facts(canary_limit=canary_limit, decode=self.decode, **(facts or {}))
+            server = VllmServer(caller, needed, policy_version=self.version)
             try:
                 async with asyncio.timeout(200):
                     await server.ready(100)
@@ -71,10 +73,10 @@ class House:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def request(self, **fields: Any) -> GenerateRequest:
+    def request(self, **fields: Any) -> SamplingRequest:
         self.num_requests += 1
         given = {"request_id": f"request {self.num_requests}", "prompt_ids": [10, 11, 12], "max_tokens": 20}
-        return GenerateRequest(**{**given, "seed": 5, **fields})
+        return SamplingRequest(**{**given, "seed": 5, **fields})
 
     def weights(self, seed: int) -> dict[str, Tensor]:
         """Other weights of the same model, far enough for other tokens."""
@@ -124,19 +126,17 @@ class House:
 
 
 @contextmanager
-def vllm_house(
-    folder: Path, *, letters: str = LETTERS, path: tuple[Path, ...] = (), **spec: Any
-) -> Iterator[House]:
+def vllm_house(folder: Path, **spec: Any) -> Iterator[House]:
     """One server for many stories."""
     torch.set_num_threads(1)
-    tokenizer = make_character_tokenizer(letters)
+    tokenizer = make_character_tokenizer(LETTERS)
     # Deep for its size: a request of 700 tokens must outlive a client that is slow to read, on a busy machine
     # too.
     model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer), num_hidden_layers=12)
     tokenizer.save_pretrained(model_path)
     given = {"name": "engine-0", "model_path": str(model_path), "dtype": "float32", "device": "cpu"}
     given |= {"max_length": MAX_LENGTH, "slots": SLOTS}
-    with vllm_process({**given, **spec}, folder / "server", path=path) as process:
+    with vllm_process({**given, **spec}, folder / "server") as process:
         process.wait_ready()
         base = {name: one.detach().clone() for name, one in weights_of(model_path).items()}
         model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
@@ -150,10 +150,8 @@ def faulty_vllm_house(folder: Path) -> Iterator[House]:
     """One in which faults can be planted (faulty_vllm_worker.py), with small steps, so that long prompts are
     prefilled in several.
     """
-    (folder / "faulty").mkdir()
-    (folder / "faulty" / "faulty_vllm_worker.py").symlink_to(Path(__file__).parent / "faulty_vllm_worker.py")
     args, faulty = {"max-num-batched-tokens": 256}, "faulty_vllm_worker.FaultyWeightLoader"
-    with vllm_house(folder, path=(folder / "faulty",), worker_extension=faulty, args=args) as house:
+    with vllm_house(folder, worker_extension=faulty, args=args) as house:
         yield house
 
 

@@ -118,18 +118,17 @@ class VllmProcess(EngineProcess):
 
 
 @contextmanager
-def vllm_process(spec: dict[str, Any], folder: Path, *, path: tuple[Path, ...] = ()) -> Iterator[VllmProcess]:
+def vllm_process(spec: dict[str, Any], folder: Path) -> Iterator[VllmProcess]:
     """Start `asyncrl_servers.vllm` with `spec`; `folder` takes its spec file and log. Its whole group is
-    ended at the end.
-
-    `path`: more folders for its PYTHONPATH. It is not waited for: see wait_ready.
+    ended at the end. It is not waited for: see wait_ready.
     """
     python = vllm_python()
     folder.mkdir(parents=True, exist_ok=True)
     spec_file, log, packages = folder / "spec.json", folder / "engine.log", folder / "path"
-    packages.mkdir()  # our two packages and nothing else: vLLM's Python must not see our site-packages
+    packages.mkdir()  # our packages and nothing else: vLLM's Python must not see our site-packages
     (packages / "asyncrl").symlink_to(ROOT / "asyncrl")
     (packages / "asyncrl_servers").symlink_to(ROOT / "servers" / "asyncrl_servers")
+    (packages / "faulty_vllm_worker.py").symlink_to(ROOT / "tests" / "faulty_vllm_worker.py")
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
         fd = listener.fileno()
@@ -140,7 +139,7 @@ def vllm_process(spec: dict[str, Any], folder: Path, *, path: tuple[Path, ...] =
             stderr=output,
             pass_fds=[fd],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (packages, *path)))},
+            env={**os.environ, "PYTHONPATH": str(packages)},
             start_new_session=True,
         )
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

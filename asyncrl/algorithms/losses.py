@@ -2,34 +2,43 @@
 
 Surrogates, including user losses (algorithm.loss=module:function), have the signature
 
-    surrogate(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings) -> (loss_M, stats)
+    surrogate(tokens: LossTokens, settings: AlgorithmConfig) -> (loss_M, stats)
 
-`current_M`: logprobs by the trained weights, with gradient; `anchor_M`: by the policy in the ratio's
-denominator (algorithm.ratio); `behaviour_M`: by the engine; `sequence_M` int64, 0 to S-1, ascending;
-`settings`: asyncrl.config.AlgorithmConfig. loss_M is float32 [M], undivided: token_weights divides. stats
-are sums over the M tokens by name, without gradient; the caller divides them by the number of loss tokens.
+loss_M is float32 [M], undivided: token_weights divides. stats are sums over the M tokens by name, without
+gradient; the caller divides them by the number of loss tokens.
 
-Corrections weight each token's loss for data from another policy than the proximal one, without gradient:
-
-    correction(log_weight_M, advantage_M, sequence_M, settings) -> weight_M
-
-`log_weight_M` = proximal - behaviour; w = exp(log_weight) is the importance weight. All but m2po work on
-any subset of the sequences.
+Corrections weight each token's loss for data from another policy than the proximal one, without gradient.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.registry import ICEPOP_FLOOR
 from asyncrl.config import AlgorithmConfig
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
 
-ICEPOP_FLOOR = 0.5
-"""Smallest importance weight that icepop keeps."""
+
+@dataclass(frozen=True)
+class LossTokens:
+    """The M loss tokens of a micro-batch; logprobs in nats at the sampling temperature."""
+
+    current_M: Tensor
+    """Logprobs by the trained weights, with gradient."""
+    anchor_M: Tensor
+    """Logprobs by the policy in the ratio's denominator (algorithm.ratio)."""
+    behaviour_M: Tensor
+    """Logprobs by the engine."""
+    advantage_M: Tensor
+    sequence_M: Tensor
+    """int64, 0 to S-1, ascending."""
+
+
 M2_LIMIT = 0.04
 """Maximum second moment of the log ratio under m2po, in nats squared."""
 LARGEST_LOG_RATIO = 20.0
@@ -39,14 +48,7 @@ SMALLEST_LOG = math.log(1e-8)
 """Replaces the log of a weight of 0."""
 
 
-def ppo_clip(
-    current_M: Tensor,
-    anchor_M: Tensor,
-    behaviour_M: Tensor,
-    advantage_M: Tensor,
-    sequence_M: Tensor,
-    settings: AlgorithmConfig,
-) -> TokenLoss:
+def ppo_clip(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(current - anchor); with clip_delta
     -min(min(r, clip_delta) A, clip(...) A).
 
@@ -54,17 +56,10 @@ def ppo_clip(
     equation 7; unequal clips: DAPO, https://arxiv.org/abs/2503.14476, equation 10; clip_delta: two-sided
     clipping, INTELLECT-2, https://arxiv.org/abs/2505.07291.
     """
-    return _clipped(exp_ratio(current_M - anchor_M), advantage_M, settings)
+    return _clipped(exp_ratio(tokens.current_M - tokens.anchor_M), tokens.advantage_M, settings)
 
 
-def gspo(
-    current_M: Tensor,
-    anchor_M: Tensor,
-    behaviour_M: Tensor,
-    advantage_M: Tensor,
-    sequence_M: Tensor,
-    settings: AlgorithmConfig,
-) -> TokenLoss:
+def gspo(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
     """ppo_clip with one ratio per sequence, the geometric mean over its tokens: s = exp(mean(current -
     anchor)).
 
@@ -72,77 +67,52 @@ def gspo(
     https://arxiv.org/abs/2507.18071, equations 5 to 7. With aggregate=sequence_sum it is LUSPO,
     https://arxiv.org/abs/2602.05261.
     """
-    log_ratio_M = (current_M - anchor_M).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return _clipped(sequence_mean(log_ratio_M, sequence_M).exp(), advantage_M, settings)
+    log_ratio_M = (tokens.current_M - tokens.anchor_M).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return _clipped(sequence_mean(log_ratio_M, tokens.sequence_M).exp(), tokens.advantage_M, settings)
 
 
-def cispo(
-    current_M: Tensor,
-    anchor_M: Tensor,
-    behaviour_M: Tensor,
-    advantage_M: Tensor,
-    sequence_M: Tensor,
-    settings: AlgorithmConfig,
-) -> TokenLoss:
+def cispo(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
     """-min(r, 1 + clip_high) A current, r = exp(current - anchor) without gradient: clips the weight only.
 
     clip_fraction counts tokens with a clipped weight; clip_low is unused. MiniMax-M1,
     https://arxiv.org/abs/2506.13585, equations 4 and 5.
     """
-    ratio_M, largest = exp_ratio(current_M.detach() - anchor_M), 1.0 + settings.clip_high
-    return -ratio_M.clamp(max=largest) * advantage_M * current_M, {"clip_fraction": (ratio_M > largest).sum()}
+    ratio_M = exp_ratio(tokens.current_M.detach() - tokens.anchor_M)
+    largest = 1.0 + settings.clip_high
+    loss_M = -ratio_M.clamp(max=largest) * tokens.advantage_M * tokens.current_M
+    return loss_M, {"clip_fraction": (ratio_M > largest).sum()}
 
 
-def vespo(
-    current_M: Tensor,
-    anchor_M: Tensor,
-    behaviour_M: Tensor,
-    advantage_M: Tensor,
-    sequence_M: Tensor,
-    settings: AlgorithmConfig,
-) -> TokenLoss:
+def vespo(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
     """-phi(W) A current, phi(W) = W^k exp(lambda (1 - W)) without gradient; W = exp(sum(current - anchor)),
     the ratio of the whole sequence.
 
     k reduces small ratios, lambda large ones, both by the sign of A. A correction is part of W: the caller
     subtracts it from anchor. https://arxiv.org/abs/2602.10693; the bounds of log W are TRL's.
     """
-    log_w_M = sequence_sum(current_M.detach() - anchor_M, sequence_M).clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
-    is_negative_M = advantage_M < 0
+    log_ratio_M = tokens.current_M.detach() - tokens.anchor_M
+    log_w_M = sequence_sum(log_ratio_M, tokens.sequence_M).clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
+    is_negative_M = tokens.advantage_M < 0
     k_M = torch.where(is_negative_M, 3.0, 2.0)
     rate_M = torch.where(is_negative_M, 2.0, 3.0)
     phi_M = (k_M * log_w_M + rate_M * (1.0 - log_w_M.exp())).clamp(max=LARGEST_LOG_RATIO).exp()
-    return -phi_M * advantage_M * current_M, {"sequence_weight": phi_M.sum()}
+    return -phi_M * tokens.advantage_M * tokens.current_M, {"sequence_weight": phi_M.sum()}
 
 
-def reinforce(
-    current_M: Tensor,
-    anchor_M: Tensor,
-    behaviour_M: Tensor,
-    advantage_M: Tensor,
-    sequence_M: Tensor,
-    settings: AlgorithmConfig,
-) -> TokenLoss:
+def reinforce(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
     """-A current: the plain policy gradient. Stale data needs a correction (algorithm.loss=tis or mis).
 
     Williams 1992, https://doi.org/10.1007/BF00992696.
     """
-    return -advantage_M * current_M, {}
+    return -tokens.advantage_M * tokens.current_M, {}
 
 
-def importance_ratio(
-    current_M: Tensor,
-    anchor_M: Tensor,
-    behaviour_M: Tensor,
-    advantage_M: Tensor,
-    sequence_M: Tensor,
-    settings: AlgorithmConfig,
-) -> TokenLoss:
+def importance_ratio(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
     """-r A, r = exp(current - anchor), unclipped; m2po masks extreme tokens.
 
     https://arxiv.org/abs/2510.01161.
     """
-    return -exp_ratio(current_M - anchor_M) * advantage_M, {}
+    return -exp_ratio(tokens.current_M - tokens.anchor_M) * tokens.advantage_M, {}
 
 
 def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) -> TokenLoss:
@@ -155,56 +125,33 @@ def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) ->
     return -torch.minimum(plain_M, clipped_M), {"clip_fraction": is_clipped_M.sum()}
 
 
-def tis(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig) -> Tensor:
-    """Truncated importance sampling per token: min(w, importance_cap).
-
-    Ionides 2008, https://doi.org/10.1198/106186008X320456; Yao et al. 2025,
-    https://fengyao.notion.site/off-policy-rl; with a clipped loss it is decoupled PPO,
-    https://arxiv.org/abs/2505.24298.
-    """
-    return exp_ratio(log_weight_M).clamp(max=_cap(settings))
-
-
-def tis_sequence(
-    log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig
+def correct(
+    correction: str, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, cap: float
 ) -> Tensor:
-    """Truncated importance sampling per sequence: min(product of w over the sequence, importance_cap).
+    """Return each token's weight by algorithm.correction, float32 [M], without gradient.
 
-    https://arxiv.org/abs/2510.26788.
+    With log_weight = proximal - behaviour and w = exp(log_weight):
+
+        tis     min(w, cap)                     https://doi.org/10.1198/106186008X320456
+        mis     w, or 0 above cap               https://arxiv.org/abs/2510.26788
+        icepop  w, or 0 outside [floor, cap]    https://arxiv.org/abs/2510.18855
+        m2po    m2po()
+
+    _sequence takes the product of w over the sequence, https://arxiv.org/abs/2510.26788. tis with a clipped
+    loss is decoupled PPO, https://arxiv.org/abs/2505.24298. All but m2po work on any subset of sequences.
     """
-    return tis(sequence_sum(log_weight_M, sequence_M), advantage_M, sequence_M, settings)
-
-
-def mis(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig) -> Tensor:
-    """Masked importance sampling per token: w, or 0 above importance_cap.
-    https://arxiv.org/abs/2510.26788.
-    """
+    if correction == "m2po":
+        return m2po(log_weight_M, advantage_M)
+    if correction.endswith("_sequence"):
+        log_weight_M = sequence_sum(log_weight_M, sequence_M)
     weight_M = exp_ratio(log_weight_M)
-    return torch.where(weight_M <= _cap(settings), weight_M, 0.0)
+    if correction.startswith("tis"):
+        return weight_M.clamp(max=cap)
+    floor = ICEPOP_FLOOR if correction == "icepop" else 0.0
+    return torch.where((weight_M >= floor) & (weight_M <= cap), weight_M, 0.0)
 
 
-def mis_sequence(
-    log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig
-) -> Tensor:
-    """Masked importance sampling per sequence: the product of w, or 0 above importance_cap.
-
-    https://arxiv.org/abs/2510.26788.
-    """
-    return mis(sequence_sum(log_weight_M, sequence_M), advantage_M, sequence_M, settings)
-
-
-def icepop(
-    log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig
-) -> Tensor:
-    """Two-sided masking per token: w, or 0 below ICEPOP_FLOOR or above importance_cap.
-
-    Ring-1T, https://arxiv.org/abs/2510.18855; INTELLECT-3, https://arxiv.org/abs/2512.16144, equation 1.
-    """
-    weight_M = mis(log_weight_M, advantage_M, sequence_M, settings)
-    return torch.where(weight_M >= ICEPOP_FLOOR, weight_M, 0.0)
-
-
-def m2po(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig) -> Tensor:
+def m2po(log_weight_M: Tensor, advantage_M: Tensor) -> Tensor:
     """1 or 0: masks tokens of largest (log w)^2 until the mean of the rest is at most M2_LIMIT.
 
     Only tokens that moved in the direction of their advantage count: steps on the others revert their move.
@@ -220,11 +167,6 @@ def m2po(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings
     return weight_M
 
 
-def _cap(settings: AlgorithmConfig) -> float:
-    assert settings.importance_cap != "auto", "the objective puts a number there"
-    return settings.importance_cap
-
-
 def log_of_weight(weight_M: Tensor) -> Tensor:
     """Return the log of a correction, log 1e-8 for masked tokens, like TRL. float32 [M]."""
     return weight_M.log().clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
@@ -233,16 +175,14 @@ def log_of_weight(weight_M: Tensor) -> Tensor:
 # ---- masks: 0 excludes a token's surrogate from the loss. KL and divisors stay.
 
 
-def off_policy_mask(
-    current_M: Tensor, behaviour_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, limit: float
-) -> Tensor:
+def off_policy_mask(tokens: LossTokens, limit: float) -> Tensor:
     """Return 0 for tokens with negative advantage in sequences whose mean of behaviour - current exceeds
     `limit` nats.
 
     DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 9.
     """
-    distance_M = sequence_mean(behaviour_M - current_M.detach(), sequence_M)
-    return ((advantage_M >= 0) | (distance_M <= limit)).float()
+    distance_M = sequence_mean(tokens.behaviour_M - tokens.current_M.detach(), tokens.sequence_M)
+    return ((tokens.advantage_M >= 0) | (distance_M <= limit)).float()
 
 
 def top_entropy_mask(entropy_M: Tensor, share: float) -> Tensor:

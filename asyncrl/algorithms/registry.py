@@ -16,9 +16,6 @@ BUILT_IN_ADVANTAGES = {
     for name in "grpo grpo_sample lite_ppo dr_grpo rloo reinforce_pp reinforce_pp_baseline".split()
 } | {"leave_one_out": _ADVANTAGES + "rloo"}
 
-BUILT_IN_CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po")
-"""Values of algorithm.correction: functions of asyncrl/algorithms/losses.py."""
-
 WHOLE_BATCH = frozenset({"m2po"})
 """Corrections that need all tokens of an optimizer step."""
 
@@ -29,7 +26,7 @@ _CLIPPED = frozenset({_LOSSES + "ppo_clip", _LOSSES + "gspo"})
 _CAP, _CAPS = 2.0, {"icepop": 5.0}
 """importance_cap for auto, by correction."""
 ICEPOP_FLOOR = 0.5
-"""Same as in losses.py, which imports torch."""
+"""Smallest importance weight that icepop keeps."""
 
 
 @dataclass(frozen=True)

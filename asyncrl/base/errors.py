@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 
 def install_extra(name: str) -> str:
@@ -87,7 +88,7 @@ class CheckpointError(AsyncrlError):
 
 
 class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoint
-    pass
+    folder: Path
 
 
 class HubError(AsyncrlError):

@@ -254,8 +254,7 @@ def _leak_abandoned() -> None:
 
 
 def load_loss(spec: str) -> Callable[..., Any]:
-    usage = "loss(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings)"
-    return load_function(spec, "algorithm.loss", usage=usage, arguments=(None,) * 6)
+    return load_function(spec, "algorithm.loss", usage="loss(tokens, settings)", arguments=(None, None))
 
 
 def load_advantage(spec: str) -> Callable[..., Any]:

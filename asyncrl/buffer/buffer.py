@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from asyncrl.base.errors import TaskError, WouldWait
 from asyncrl.base.waits import note_span, waiting
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.staleness import StalenessRule, WaitCause
+from asyncrl.buffer.staleness import WAIT_CAUSES, StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
 from asyncrl.messages.records import (
     Batch,
@@ -18,33 +19,11 @@ from asyncrl.messages.records import (
     GroupId,
     Prompt,
     Ticket,
-    WaitReport,
     by_task,
 )
 
 MAX_FILTERED_GROUPS = 256
 """Consecutive filtered groups that end a run."""
-
-
-class WaitMeter:
-    """Seconds of one wait by cause (None: no wait)."""
-
-    def __init__(self, now_s: float, cause: WaitCause | None, batch: int = -1) -> None:
-        self._batch = batch
-        self._since_s, self._cause, self._began_s = now_s, cause, now_s
-        self._seconds: dict[WaitCause, float] = {"generation": 0.0, "stragglers": 0.0, "publishing": 0.0}
-
-    def change(self, now_s: float, cause: WaitCause | None) -> None:
-        if self._cause is not None:
-            self._seconds[self._cause] += now_s - self._since_s
-            if cause != self._cause and now_s > self._began_s:
-                note_span("trainer", f"wait for {self._cause}", self._began_s, now_s, self._batch)
-        if cause != self._cause:
-            self._began_s = now_s
-        self._since_s, self._cause = now_s, cause
-
-    def report(self) -> WaitReport:
-        return WaitReport(**{f"{cause}_s": seconds for cause, seconds in self._seconds.items()})
 
 
 OnRequeued = Callable[[GroupId, Group | None, str], None]
@@ -88,8 +67,9 @@ class Buffer:
         )
         self._ready: dict[GroupId, Group] = {}
         self._opened, self._formed = asyncio.Event(), asyncio.Event()
-        self._meter: WaitMeter | None = None
-        self.last_wait = WaitReport()
+        self._causes: list[tuple[float, WaitCause | None]] | None = None
+        """During wait_batch: times at which the cause of the wait changed, and causes."""
+        self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
         self._num_filtered, self._filtered_tokens = Counter[str](), 0
         self._filtered_in_a_row = 0
 
@@ -172,9 +152,9 @@ class Buffer:
     # ---- trainer
 
     async def wait_batch(self) -> Batch:
-        """Return the next batch once the rule allows it, and set `last_wait`."""
+        """Return the next batch once the rule allows it, and set `last_wait_s`."""
         clock = asyncio.get_running_loop().time
-        self._meter = meter = WaitMeter(clock(), self.rule.waits_for, self.rule.next_batch)
+        self._causes = causes = [(clock(), self.rule.waits_for)]
         self._note_load()
         try:
             with waiting(self._what_forms, on="the rollout that completes a group", who="train loop"):
@@ -185,8 +165,12 @@ class Buffer:
                     except WouldWait:
                         await self._formed.wait()
         finally:
-            self._meter = None
-        self.last_wait = meter.report()
+            self._causes = None
+        self.last_wait_s = dict.fromkeys(WAIT_CAUSES, 0.0)
+        for (start_s, cause), (end_s, _) in pairwise([*causes, (clock(), None)]):
+            if cause is not None and end_s > start_s:
+                self.last_wait_s[cause] += end_s - start_s
+                note_span("trainer", f"wait for {cause}", start_s, end_s, batch.version)
         if self._auto is not None:
             look_ahead = self._auto.batch_taken(clock(), self.rule.num_groups, self.rule.num_ready)
             self.rule.set_look_ahead(look_ahead)
@@ -212,7 +196,7 @@ class Buffer:
         return [group.prompt for group in self._ready.values()]
 
     def gauges(self) -> dict[str, float]:
-        rule, wait = self.rule, self.last_wait
+        rule = self.rule
         return {
             "buffer/ready": rule.num_ready,
             "buffer/running": rule.num_running,
@@ -222,37 +206,26 @@ class Buffer:
             "buffer/admitted": rule.num_issued,
             **by_task("rollout/filtered", self._num_filtered),
             "rollout/filtered_tokens": self._filtered_tokens,
-            "perf/wait_s": wait.total_s,
-            "perf/wait_generation_s": wait.generation_s,
-            "perf/wait_stragglers_s": wait.stragglers_s,
-            "perf/wait_publishing_s": wait.publishing_s,
+            "perf/wait_s": sum(self.last_wait_s.values()),
+            **{f"perf/wait_{cause}_s": seconds for cause, seconds in self.last_wait_s.items()},
         }
 
     # ---- how
 
     def _what_opens(self) -> str:
         rule = self.rule
-        return (
-            f"admission of a group ({rule.num_ready} ready, {rule.num_running} run, step "
-            f"{rule.next_batch + 1} is next, version {rule.served} is served)"
-        )
+        counts = f"{rule.num_ready} ready, {rule.num_running} run"
+        return f"admission of a group ({counts}, step {rule.next_batch + 1}, version {rule.served} is served)"
 
     def _what_forms(self) -> str:
         rule = self.rule
-        what = {
-            "publishing": "publishing, because no group may start before a newer version is served",
-            "stragglers": "stragglers that would become too old",
-        }.get(rule.waits_for or "", "generation")
-        batch = f"step {rule.next_batch + 1}: {rule.num_ready} of {rule.num_groups} groups are ready"
-        if rule.oldest_running is not None:
-            group_id, version = rule.oldest_running
-            batch += f", {rule.num_running} run; the oldest is group g{group_id}, start_version {version}"
-        return f"{what} ({batch})"
+        counts = f"{rule.num_ready} of {rule.num_groups} groups are ready, {rule.num_running} run"
+        return f"{rule.waits_for or 'generation'} (step {rule.next_batch + 1}: {counts})"
 
     def _changed(self) -> None:
         cause = self.rule.waits_for
-        if self._meter is not None:
-            self._meter.change(asyncio.get_running_loop().time(), cause)
+        if self._causes is not None and self._causes[-1][1] != cause:
+            self._causes.append((asyncio.get_running_loop().time(), cause))
         self._note_load()
         if cause is None:
             self._formed.set()
@@ -263,7 +236,7 @@ class Buffer:
 
     def _note_load(self) -> None:
         if self._auto is not None:
-            lacks = self._meter is not None and self.rule.lacks_groups
+            lacks = self._causes is not None and self.rule.lacks_groups
             self._auto.note(asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks)
 
     def _requeue(self, group_id: GroupId) -> None:

@@ -6,13 +6,17 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from asyncrl.base.errors import WouldWait
 from asyncrl.config.rollout_buffer import OnOverdue
 from asyncrl.messages.records import GroupId, Ticket
 
 WaitCause = Literal["generation", "stragglers", "publishing"]
+"""generation: too few ready groups. stragglers: taking the ready groups would have made a running group too
+old (on_overdue=wait). publishing: admission waits for a newer version to be served.
+"""
+WAIT_CAUSES: tuple[WaitCause, ...] = get_args(WaitCause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +108,6 @@ class StalenessRule:
     def num_open(self) -> int:
         limit = min(self.served + self.look_ahead + 1, self.num_batches) * self.num_groups
         return max(0, limit - self.admitted)
-
-    @property
-    def oldest_running(self) -> tuple[GroupId, int] | None:
-        for group_id, deadline in self._running.items():
-            return group_id, deadline - self.max_staleness
-        return None
 
     @property
     def waits_for(self) -> WaitCause | None:

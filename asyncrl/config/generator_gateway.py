@@ -96,9 +96,7 @@ class GeneratorConfig(FrozenConfig):
         kinds = (*HARNESSES, "remote")
         kind, *others = self.given(*kinds) or ["a single turn"]
         if others or self.command == []:
-            raise ValueError(
-                f"give at most one of {', '.join(kinds)}; a command is a program and its arguments"
-            )
+            raise ValueError(f"give at most one of {', '.join(kinds)}, and no empty command")
         for_kinds = {
             "stop": ["a single turn"],
             "env": ["command"],
@@ -113,13 +111,9 @@ class GeneratorConfig(FrozenConfig):
         }
         for name in self.given(*for_kinds):
             if kind not in for_kinds[name]:
-                raise ValueError(
-                    f"generator.{name}={getattr(self, name)} is for {' or '.join(for_kinds[name])}, and the "
-                    f"generator is {kind}; remove it"
-                )
-        of_sandbox = self.given("sandbox_paths", "max_memory_mb")
-        if self.sandbox == "none" and of_sandbox:
-            raise ValueError(f"generator.{of_sandbox[0]} needs generator.sandbox=bubblewrap")
+                raise ValueError(f"{name} is for {' or '.join(for_kinds[name])}, not for {kind}; remove it")
+        if self.sandbox == "none" and (given := self.given("sandbox_paths", "max_memory_mb")):
+            raise ValueError(f"{given[0]} needs generator.sandbox=bubblewrap")
         if both := sorted(set(self.env) & set(self.pass_env)):
             raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from either")
         return self

@@ -17,27 +17,6 @@ from pydantic.fields import FieldInfo
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.run_config import RunConfig
 
-OTHER_NAMES = {
-    "lr": "trainer.learning_rate",
-    "batch_size": "trainer.num_groups",
-    "steps": "trainer.num_steps",
-    "max_steps": "trainer.num_steps",
-    "num_generations": "rollout.group_size",
-    "max_new_tokens": "rollout.max_tokens",
-    "max_completion_length": "rollout.max_tokens",
-    "max_prompt_length": "rollout.max_prompt_tokens",
-    "max_off_policy_steps": "buffer.max_staleness",
-    "beta": "algorithm.kl_coefficient",
-    "clip_eps": "algorithm.clip_low",
-    "delta": "algorithm.clip_delta",
-    "off_policy_mask_threshold": "algorithm.off_policy_mask",
-    "top_entropy_quantile": "algorithm.top_entropy",
-    "use_bias_correction_kl": "algorithm.kl_weighted",
-    "save_steps": "checkpoint.every",
-    "eval_steps": "eval.every",
-    "output_dir": "--run-dir",
-}
-"""Other frameworks' names, by the last part of the key."""
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """2024-13-45 and 0x_ raise ValueError, [[[[... raises RecursionError."""
@@ -101,20 +80,12 @@ def _with(values: Any, override: str) -> Any:
     try:
         if not (separator and all(names)):
             raise ValueError("it is no key=value")
-        plain = ".".join([names[0], *names[2:]]) if _is_of_several(values, names) else key
-        is_free = plain not in all_keys()  # as in task.args
-        value = None if text == "none" and is_free else yaml.safe_load(text)
-        return _set(values, names, value)
+        return _set(values, names, yaml.safe_load(text))
     except (TypeError, *_NO_YAML) as error:
         raise ConfigError(
             f"override {override[:80]!r} is not a key of a section with a YAML value: {str(error)[:400]}",
             way_out="write it like buffer.max_staleness=4, and quote texts that YAML does not read.",
         ) from error
-
-
-def _is_of_several(values: Any, names: Sequence[str]) -> bool:
-    """Return True for one section of a list: task.0.size, or task.sums.size."""
-    return isinstance(values, dict) and isinstance(values.get(names[0]), list)
 
 
 def _set(section: Any, names: Sequence[str], value: Any) -> Any:
@@ -132,12 +103,11 @@ def _set(section: Any, names: Sequence[str], value: Any) -> Any:
 
 
 def _explain(problem: Mapping[str, Any], path: str) -> str:
-    found = [part for part in problem["loc"] if not OF_A_UNION.search(str(part))]
-    parts = [str(part) for part in found]
-    where, value = ".".join(parts) or "config", problem["input"]
+    parts = [str(part) for part in problem["loc"] if not OF_A_UNION.search(str(part))]
+    where = ".".join(parts) or "config"
+    value = problem["input"]
     if problem["type"] == "extra_forbidden":
-        is_of_several = len(found) > 1 and isinstance(found[1], int)
-        closest = _closest([found[0], *found[2:]] if is_of_several else found)
+        closest = _closest(".".join(part for part in parts if not part.isdigit()))
         return f"{where} in {path} is not a known key" + (f"; did you mean {closest}?" if closest else ".")
     if problem["type"] == "missing":
         return f"{where} is missing in {path}."
@@ -147,20 +117,12 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
     return f"{where}{'' if isinstance(value, dict) else f'={value!r}'} in {path}: {message}."
 
 
-def _closest(location: Sequence[str | int]) -> str | None:
-    known, wrong = all_keys(), ".".join(map(str, location))
-    section, _, name = wrong.rpartition(".")
-    other = OTHER_NAMES.get(name, "")
-    if other and (not section or section == other.rpartition(".")[0] or other.startswith("--")):
-        return other
-    if len(same := [key for key in known if key.rpartition(".")[2] == name]) == 1:
-        return same[0]
-    own = [key for key in known if key.rpartition(".")[0] == section]
-    others = [key for key in known if key != section and key not in own] if section in known else known
-    by_name = {key.rpartition(".")[2]: key for key in own}
-    if found := difflib.get_close_matches(name, by_name, n=1, cutoff=0.65):
-        return by_name[found[0]]
-    return next(iter(difflib.get_close_matches(wrong, others, n=1, cutoff=0.75)), None)
+def _closest(wrong: str) -> str | None:
+    """Return the only key with the same last part, else a similar key."""
+    known = all_keys()
+    same = [key for key in known if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
+    close = same if len(same) == 1 else difflib.get_close_matches(wrong, known, n=1, cutoff=0.85)
+    return next(iter(close), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +188,10 @@ def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
     if "." not in word:
         found = found or _chosen(lambda key: word in f"{key.name} {key.meaning}".lower())
     if not found:
-        closest = _closest((wanted,)) or next(
-            iter(difflib.get_close_matches(word, [name for name, _, _ in sections()], n=1)), None
-        )
+        closest = _closest(wanted)
+        hint = f"; did you mean {closest}?" if closest else ""
         raise ConfigError(
-            f"no setting, section or meaning has {wanted}"
-            + (f"; did you mean {closest}?" if closest else ""),
+            f"no setting, section or meaning has {wanted}{hint}",
             way_out="give a key like buffer.max_staleness, a section like buffer, a word, or --all.",
         )
     return _described(found)

@@ -33,7 +33,7 @@ class ModelConfig(FrozenConfig):
     """Architecture and alphabet of a random model, instead of `path`."""
     dtype: DType = "auto"
     """Dtype of the weights (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or amx_bf16, else
-    float32). A resumed run keeps the choice."""
+    float32)."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -123,25 +123,18 @@ class TaskConfig(FrozenConfig):
         return name if name[:1].isalpha() else f"task-{name}"
 
     @model_validator(mode="after")
-    def _digest_has_data(self) -> Self:
-        if self.digest is not None and self.files is None and self.dataset is None:
-            raise ValueError("task.digest is of the data of task.files or task.dataset; remove it")
-        return self
-
-    @model_validator(mode="after")
     def _one_source(self) -> Self:
         names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
         sources = self.given(*names)
         if len(sources) != 1:
             given = ", ".join(sources) or "none"
             raise ValueError(f"give exactly one of {', '.join(names)} (given: {given})")
+        if self.digest is not None and sources[0] not in ("files", "dataset"):
+            raise ValueError("task.digest is of the data of task.files or task.dataset; remove it")
         if self.scores_itself and self.reward is not None:
             raise ValueError(f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward")
         if self.verifiers and (given := ", ".join(self.given("args", "system_prompt"))):
-            raise ValueError(
-                f"{given} does not reach a verifiers environment; its settings are generator.args (the "
-                "system prompt: generator.args.taskset.system_prompt, a file)"
-            )
+            raise ValueError(f"{given} does not reach a verifiers environment; write generator.args.taskset")
         return self
 
 
@@ -186,21 +179,13 @@ class EvalConfig(FrozenConfig):
         return self.name or self.task.called
 
     @model_validator(mode="after")
-    def _its_task_is_only_evaluated(self) -> Self:
+    def _can_be_evaluated(self) -> Self:
         if given := self.task.given("name", "share", "sampling"):
-            raise ValueError(
-                f"eval.task.{given[0]} is not for evaluations, which sample the same prompts again; remove it"
-            )
+            raise ValueError(f"task.{given[0]} is not for evaluations; remove it")
         if self.called == "task":  # a task reports eval/task/NAME
             raise ValueError("an evaluation cannot be called task; set eval.name to another one")
-        return self
-
-    @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"eval.samples={self.samples} are all the same at eval.temperature=0; set either to 1"
-            )
+            raise ValueError(f"samples={self.samples} are all the same at temperature=0; set either to 1")
         return self
 
 

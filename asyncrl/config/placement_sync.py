@@ -54,16 +54,6 @@ def is_cpu(devices: Devices) -> bool:
     return devices == "cpu" or (isinstance(devices, NodesConfig) and devices.gpus == 0)
 
 
-def _is_nodes(value: Any) -> bool:
-    if isinstance(value, NodesConfig):
-        return True
-    if not isinstance(value, Mapping) or "nodes" not in value or not {*value} <= {"nodes", "gpus"}:
-        return False
-    nodes, gpus = value["nodes"], value.get("gpus", "auto")
-    is_number = (type(nodes) is int and nodes >= 1, type(gpus) is int and gpus >= 0)
-    return (is_number[0] or nodes == "all") and (is_number[1] or gpus in ("auto", "all"))
-
-
 class PlacementConfig(FrozenConfig):
     """Devices of each side. Equal CUDA devices, or rollout: trainer, mean colocation (docs/colocation.md)."""
 
@@ -86,11 +76,11 @@ class PlacementConfig(FrozenConfig):
     @classmethod
     def _is_a_form(cls, value: Any, info: ValidationInfo) -> Any:
         words = (*DEVICE_WORDS, "trainer") if info.field_name == "rollout" else DEVICE_WORDS
-        if not (_is_nodes(value) or device_numbers(value) is not None or value in words):
+        is_nodes = isinstance(value, NodesConfig) or (isinstance(value, Mapping) and "nodes" in value)
+        if not (is_nodes or device_numbers(value) is not None or value in words):
             raise ValueError(
-                f"give {', '.join(words)}, a device number like 0, a list like [0, 1] that names each once, "
-                "or a range like 0-3, of this machine; or nodes and the CUDA devices of each, as a mapping: "
-                "{nodes: 2, gpus: 8}, {nodes: all, gpus: all}, {nodes: 2, gpus: 0} for their CPUs"
+                f"give {', '.join(words)}, a device number, a list like [0, 1] that names each once, a range "
+                "like 0-3, or a mapping like {nodes: 2, gpus: 8}, {nodes: all, gpus: all}"
             )
         return value
 
@@ -168,8 +158,8 @@ class WeightSyncConfig(FrozenConfig):
     def _disk_has_a_place(self) -> Self:
         if self.facts.is_file_shared != (self.disk_dir is not None):
             raise ValueError(
-                f"transport={self.transport} with disk_dir={self.disk_dir}: disk writes each version there, "
-                "and no other does; give a folder that trainer and engines share, or none"
+                f"transport={self.transport} with disk_dir={self.disk_dir}: only disk writes "
+                "there, to a folder that trainer and engines share"
             )
         return self
 
@@ -213,50 +203,45 @@ def refuse_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> None:
     """Raise ConfigError if this transport cannot serve these engines. `is_turns`: colocated."""
-    facts, sync = config.weight_sync.facts, config.weight_sync
+    sync = config.weight_sync
+    facts = sync.facts
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
+    places = f"{name} from {', '.join(ranks)} to {', '.join(engines)}, {'in turns' if is_turns else 'apart'}"
+    is_on_cpu = "cpu" in (*ranks, *engines)
+    is_apart = not _used_twice([*ranks, *engines]) and ("cpu" in ranks) == ("cpu" in engines)
     _refuse_engine(config, name)
     if num_nodes > 1 and facts.bound and sync.transport != "auto":
-        raise ConfigError(
-            f"{name}, and the run is on {num_nodes} nodes: {facts.bound}",
-            way_out="set weight_sync.transport=stream, or disk with weight_sync.disk_dir on a file system of "
-            "all nodes.",
-        )
-    devices, way_out = {*ranks, *engines}, f"{TO_SHM}, which works on any devices."
+        what = f"{name}, and the run is on {num_nodes} nodes: {facts.bound}"
+        way_out = "set weight_sync.transport=stream, or disk with weight_sync.disk_dir shared by all nodes."
+        raise ConfigError(what, way_out=way_out)
     if is_turns and facts.sends_adapters:
         rule = "an engine that sleeps has freed the base weights that adapters are added to"
-        raise ConfigError(f"{name}, and trainer and engines take turns", rule=rule, way_out=way_out)
-    is_apart = not _used_twice([*ranks, *engines]) and ("cpu" in ranks) == ("cpu" in engines)
+        raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}.")
     if facts.is_collective and (is_turns or not is_apart):
-        what = f"{name} from {', '.join(ranks)} to {', '.join(engines)}"
         rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
-        raise ConfigError(what, rule=rule, way_out=f"{way_out} In turns: weight_sync.transport=ipc.")
-    if facts.shares_device and (not is_turns or "cpu" in devices):
-        raise ConfigError(
-            f"{name} on {', '.join(sorted(devices))}, {'in turns' if is_turns else 'apart'}",
-            rule="a CUDA IPC handle names memory of a CUDA device, on which both sides take turns",
-            way_out=f"{way_out} Or take turns (placement.rollout=trainer, buffer.max_staleness=0).",
-        )
+        raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}. In turns: weight_sync.transport=ipc.")
+    if facts.shares_device and (is_on_cpu or not is_turns):
+        rule = "a CUDA IPC handle names memory of a CUDA device, on which both sides take turns"
+        raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}, or placement.rollout=trainer.")
 
 
 def _refuse_engine(config: RunConfig, name: str) -> None:
-    facts, rollout, lora = config.weight_sync.facts, config.rollout, config.trainer.lora
+    facts = config.weight_sync.facts
+    rollout = config.rollout
+    lora = config.trainer.lora
     if facts.is_transfer and not rollout.facts.receives_transfers:
         what = f"{name} goes from device to device, and rollout.engine={rollout.engine} has no weights"
         raise ConfigError(what, way_out=f"{TO_SHM}, or rollout.engine=embedded (or vllm).")
     if facts.sends_adapters and (lora is None or not rollout.facts.has_model):
-        given = f"trainer.lora={lora}, rollout.engine={rollout.engine}"
-        what = f"{name} sends adapters for the weights of an engine, with {given}"
+        what = f"{name} sends adapters, with trainer.lora={lora} and rollout.engine={rollout.engine}"
         raise ConfigError(what, way_out="set trainer.lora={rank: 16}, and an engine with a model.")
     if rollout.urls is None or facts.is_file_shared:
         return
     if facts.is_transfer or facts.sends_adapters:
         what = f"{name} needs engines that the run itself starts, and rollout.urls names others"
         raise ConfigError(what, way_out=f"{TO_SHM} (disk on other machines), or remove rollout.urls.")
-    elsewhere = [url for url in rollout.urls if urlsplit(url).hostname not in LOOPBACK]
-    if elsewhere:
-        raise ConfigError(
-            f"{name} is in the memory of this machine, which {elsewhere[0]} cannot read",
-            way_out="set weight_sync.transport=disk and weight_sync.disk_dir to a folder that both machines "
-            "share (on this very machine, write the server as http://127.0.0.1:PORT).",
-        )
+    for url in rollout.urls:
+        if urlsplit(url).hostname not in LOOPBACK:
+            what = f"{name} is in the memory of this machine, which {url} cannot read"
+            way_out = "set weight_sync.transport=disk with a shared disk_dir (this machine is 127.0.0.1)."
+            raise ConfigError(what, way_out=way_out)

@@ -87,9 +87,7 @@ class EngineRange(FrozenConfig):
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
         if self.min > self.max:
-            raise ValueError(
-                f"{self.model_dump()} is no range: min must be at most max; write {{min: 1, max: {self.max}}}"
-            )
+            raise ValueError(f"min={self.min} is above max={self.max}")
         return self
 
 
@@ -170,24 +168,14 @@ class RolloutConfig(FrozenConfig):
     def _settings_fit_the_engine(self) -> Self:
         for engine, facts in ENGINES.items():
             if self.engine != engine and (given := self.given(*facts.settings)):
-                raise ValueError(
-                    f"rollout.{given[0]} is for rollout.engine={engine}, and rollout.engine={self.engine}; "
-                    "set that, or remove it"
-                )
-        if self.urls is not None and self.is_scaled:
-            raise ValueError(
-                f"rollout.num_engines is a range, and the run neither starts nor ends the servers of "
-                f"rollout.urls; set rollout.num_engines={len(self.urls)}, or remove rollout.urls"
-            )
-        if self.urls is not None and not len(self.urls) == len(set(self.urls)) == self.max_engines:
-            raise ValueError(
-                f"rollout.urls={self.urls} must name rollout.num_engines={self.max_engines} different "
-                f"servers; name each server once, or set rollout.num_engines={len(set(self.urls))}"
-            )
-        if self.urls is not None and (given := self.given("vllm", "tensor_parallel")):
-            raise ValueError(
-                f"rollout.{given[0]} is for servers that the run starts; remove it or rollout.urls"
-            )
+                raise ValueError(f"{given[0]} is for rollout.engine={engine}, not {self.engine}; remove it")
+        if self.urls is None:
+            return self
+        num = len(set(self.urls))
+        if self.is_scaled or not len(self.urls) == num == self.max_engines:
+            raise ValueError(f"urls={self.urls}: name each server once, and set rollout.num_engines={num}")
+        if given := self.given("vllm", "tensor_parallel"):
+            raise ValueError(f"{given[0]} is for servers that the run starts; remove it or rollout.urls")
         return self
 
 
@@ -208,7 +196,7 @@ class BufferConfig(FrozenConfig):
     def _look_ahead_fits(self) -> Self:
         if self.look_ahead != "auto" and self.look_ahead > self.max_staleness:
             raise ValueError(
-                f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}: "
-                f"a group could start that is too old in its turn; set it to auto or 0..{self.max_staleness}"
+                f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}; "
+                f"set it to auto or 0..{self.max_staleness}"
             )
         return self

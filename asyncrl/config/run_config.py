@@ -41,9 +41,7 @@ class CheckpointConfig(FrozenConfig):
     @model_validator(mode="after")
     def _multiples_exist(self) -> Self:
         if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
-            raise ValueError(
-                f"keep_every={self.keep_every} is not a multiple of every={self.every}; set it to one or none"
-            )
+            raise ValueError(f"keep_every={self.keep_every} is not a multiple of every={self.every}")
         return self
 
 
@@ -92,7 +90,7 @@ class ObserveConfig(FrozenConfig):
     """Address of the status port (0.0.0.0 = all of this machine, without TLS)."""
     samples_per_step: int = Field(default=3, ge=0, le=100)
     """Rollouts per batch in samples.jsonl: the best, the worst, and random ones (0 = none). Long files lose
-    middle parts."""
+    their oldest parts."""
     readable_by: Literal["owner", "group", "all"] = "owner"
     """Readers of the run directory, which contains the config, the logs and every conversation."""
     heartbeat_s: float = Field(default=60.0, gt=0)
@@ -103,14 +101,11 @@ class ObserveConfig(FrozenConfig):
     def _trackers_are_known(self) -> Self:
         for name in self.trackers:
             if name not in TRACKERS and ":" not in name:
-                known = f"{', '.join(TRACKERS)}, and your own as module:Class"
-                raise ValueError(f"trackers has {name!r}; there are {known} ([] for none)")
+                raise ValueError(f"trackers has {name!r}; there are {', '.join(TRACKERS)}, and module:Class")
         if twice := [name for name in dict.fromkeys(self.trackers) if self.trackers.count(name) > 1]:
             raise ValueError(f"trackers has {twice[0]} twice; name it once")
         if unused := [name for name in self.tracker_args if name not in self.trackers]:
-            raise ValueError(
-                f"observe.tracker_args has {unused[0]}, but observe.trackers does not; add or remove it"
-            )
+            raise ValueError(f"tracker_args has {unused[0]}, but trackers does not; add or remove it")
         return self
 
     @property
@@ -236,135 +231,86 @@ class RunConfig(FrozenConfig):
         return self
 
     def _batch_conflicts(self) -> Iterator[str]:
-        trainer, group_size = self.trainer, self.rollout.group_size
-        num_groups, num_steps = trainer.num_groups, trainer.mini_batches
+        num_groups = self.trainer.num_groups
+        num_steps = self.trainer.mini_batches
+        world_size = self.trainer.world_size
+        group_size = self.rollout.group_size
+        advantage = self.algorithm.advantage
+        compares = "compares the rollouts of a prompt; set rollout.group_size=2 or more"
         if num_groups % num_steps:
             yield f"trainer.mini_batches={num_steps} must divide trainer.num_groups={num_groups}"
-        sequences = num_groups * group_size // num_steps
-        if trainer.world_size > sequences:
-            yield (
-                f"trainer.world_size={trainer.world_size} is above the {sequences} sequences of an optimizer "
-                "step (num_groups * rollout.group_size / mini_batches); lower it"
-            )
-        if group_size == 1:
-            advantage = self.algorithm.advantage
-            if advantage in GROUP_ADVANTAGES and self.algorithm.reward_weight > 0:
-                yield (
-                    f"algorithm.advantage={advantage} compares the rollouts of a prompt; set "
-                    "rollout.group_size=2 or more, or algorithm.advantage=reinforce_pp"
-                )
-            if self.buffer.filter == "equal_rewards":
-                yield (
-                    "buffer.filter=equal_rewards compares the rollouts of a prompt; set rollout.group_size=2 "
-                    "or more, or buffer.filter=none"
-                )
-        if self.algorithm.overlong_tokens > self.rollout.max_tokens:
-            yield (
-                f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is above "
-                f"rollout.max_tokens={self.rollout.max_tokens}; lower it"
-            )
+        if world_size > (sequences := num_groups * group_size // num_steps):
+            yield f"trainer.world_size={world_size} is above the {sequences} sequences of an optimizer step"
+        if group_size == 1 and advantage in GROUP_ADVANTAGES and self.algorithm.reward_weight > 0:
+            yield f"algorithm.advantage={advantage} {compares}, or algorithm.advantage=reinforce_pp"
+        if group_size == 1 and self.buffer.filter == "equal_rewards":
+            yield f"buffer.filter=equal_rewards {compares}, or buffer.filter=none"
+        if (overlong := self.algorithm.overlong_tokens) > self.rollout.max_tokens:
+            yield f"algorithm.overlong_tokens={overlong} > rollout.max_tokens={self.rollout.max_tokens}"
 
     def _engine_conflicts(self) -> Iterator[str]:
-        trainer, rollout = self.trainer, self.rollout
-        if rollout.urls is not None and self.model.path is None:
-            yield (
-                "the servers of rollout.urls cannot have model.scratch, which is made at the start of the "
-                "run; give model.path, or remove rollout.urls"
-            )
-        if trainer.cpu_offload and is_cpu(self.placement.trainer):
-            yield f"trainer.cpu_offload needs a CUDA device, and placement.trainer={self.placement.trainer}"
+        engine = self.rollout.engine
+        if self.rollout.urls is not None and self.model.path is None:
+            yield "model.scratch is made at the start of the run; give model.path for rollout.urls"
+        if self.trainer.cpu_offload and is_cpu(self.placement.trainer):
+            yield f"trainer.cpu_offload needs a CUDA device; placement.trainer={self.placement.trainer}"
         for key, written in (("trainer", self.placement.trainer), ("rollout", self.placement.rollout)):
             num = written.nodes if isinstance(written, NodesConfig) else 1
             if self.launcher == "local" and num not in (1, "all"):
-                yield (
-                    f"placement.{key}={written} needs {num} nodes, but launcher=local starts all processes "
-                    f"on this machine; set launcher=ray, or placement.{key}.nodes=1"
-                )
-        if self.algorithm.router_replay and not rollout.facts.returns_routing:
-            yield (
-                f"algorithm.router_replay needs the experts of each token, which "
-                f"rollout.engine={rollout.engine} does not report; set rollout.engine=embedded or vllm"
-            )
+                yield f"placement.{key}={written} has {num} nodes; set launcher=ray, or {key}.nodes=1"
+        if self.algorithm.router_replay and not self.rollout.facts.returns_routing:
+            yield f"algorithm.router_replay needs rollout.engine=embedded or vllm, not {engine}"
         if self.algorithm.router_replay and self.generator.is_harness:
             yield "algorithm.router_replay is not available with a harness; set it to false"
 
     def _checkpoint_conflicts(self) -> Iterator[str]:
         best = self.best_eval
+        saved = self.checkpoint.every
         if best is not None and best not in self.evals:
             known = ", ".join(filter(None, self.evals)) or "there are none"
-            yield (f"checkpoint.keep_best={best} is no evaluation of this run; give true, or a name: {known}")
+            yield f"checkpoint.keep_best={best} is no evaluation of this run; give true, or a name: {known}"
             return
-        saved = self.checkpoint.every
         every = None if best is None else self.evals[best].every
         if self.checkpoint.keep_best and (not every or not saved or every % saved):
-            yield (
-                "checkpoint.keep_best needs evaluations of versions that have a checkpoint: "
-                f"checkpoint.every={saved} must divide eval.every={every}"
-            )
+            yield f"checkpoint.keep_best: checkpoint.every={saved} must divide eval.every={every}"
 
     def _eval_conflicts(self) -> Iterator[str]:
         engines = list(dict.fromkeys(one.engine for one in self.evals.values()))
         if len(engines) > 1:
-            yield (
-                f"eval.engine is {' and '.join(engines)}, but all evaluations must have the same; set it to "
-                f"{engines[0]} in each"
-            )
+            yield f"eval.engine is {' and '.join(engines)}; set it to {engines[0]} in each evaluation"
         if engines == ["rollout"] and self.placement.eval != "auto":
-            yield (
-                f"placement.eval={self.placement.eval} needs a separate eval engine; set "
-                "placement.eval=auto, or eval.engine=own"
-            )
+            yield "placement.eval is for an eval engine; set placement.eval=auto, or eval.engine=own"
 
     def _teacher_conflicts(self) -> Iterator[str]:
         weight = self.algorithm.distill_weight
         if (self.teacher is not None) != (weight > 0):
-            lacks = "without the section `teacher`" if self.teacher is None else "with a section `teacher`"
-            way_out = "set teacher.path and a weight above 0, or neither"
-            yield f"algorithm.distill_weight={weight} {lacks}: {way_out}"
+            yield "set both teacher.path and algorithm.distill_weight above 0, or neither"
         if weight > 0 and self.buffer.filter == "equal_rewards":
-            yield (
-                "buffer.filter=equal_rewards drops groups that algorithm.distill_weight could learn from; "
-                "set buffer.filter=none"
-            )
+            yield "buffer.filter=equal_rewards drops groups to learn from; set buffer.filter=none"
 
     def _task_conflicts(self) -> Iterator[str]:
         tasks = self.tasks
-        given = [task.share for task in tasks.values() if task.share is not None]
-        if len(given) not in (0, len(tasks)):
-            yield f"task.share is given for {len(given)} of {len(tasks)} tasks; give it for all, or for none"
+        num_given = sum(task.share is not None for task in tasks.values())
+        if num_given not in (0, len(tasks)):
+            yield f"task.share is given for {num_given} of {len(tasks)} tasks; give it for all, or for none"
             return
-        cycle = sum(self.shares.values())
-        if cycle > MAX_CYCLE:
-            shares = ", ".join(f"{share:g}" for share in given)
-            yield (
-                f"the shares {shares} repeat after {cycle} prompts, above the limit of {MAX_CYCLE}; give "
-                "fewer digits, like 7 and 3"
-            )
-        for name, task in tasks.items() if len(tasks) > 1 else ():
-            if task.verifiers:
-                yield f"task.{name}.verifiers needs a run with one task; remove it or the other tasks"
+        if (cycle := sum(self.shares.values())) > MAX_CYCLE:
+            yield f"the shares of `task` repeat after {cycle} prompts, {MAX_CYCLE} at most; give fewer digits"
+        if len(tasks) > 1 and any(task.verifiers for task in tasks.values()):
+            yield "task.verifiers needs a run with one task; remove it or the other tasks"
 
     def _reward_conflicts(self) -> Iterator[str]:
-        generator, verifiers = self.generator, any(task.verifiers for task in self.tasks.values())
-        if verifiers != (generator.verifiers is not None):
-            yield (
-                f"task.verifiers={str(verifiers).lower()} with generator.verifiers={generator.verifiers}: "
-                "a verifiers environment runs its own tasks and no others; set both, or none"
-            )
+        generator = self.generator
+        if any(task.verifiers for task in self.tasks.values()) != (generator.verifiers is not None):
+            yield "set both generator.verifiers and task.verifiers, or none"
         has_harness = generator.is_harness and generator.outcomes != "none"
         for name, task in self.tasks.items():
             if not task.has_score and not has_harness:
-                yield (
-                    f"{key_of('task', name)}.reward is missing, and no harness returns a reward; give "
-                    "module:function, or `math` for answers checked by math-verify"
-                )
+                yield f"{key_of('task', name)}.reward is missing; give module:function, or `math`"
         for name, one in self.evals.items():
             if not one.task.has_score and not (has_harness and self.evaluates_agent):
                 lacks = "verifiers cannot be evaluated" if one.task.verifiers else "reward is missing"
-                yield (
-                    f"{key_of('eval', name)}.task.{lacks}: nothing else scores its samples; give eval.task "
-                    "its own reward"
-                )
+                yield f"{key_of('eval', name)}.task.{lacks}; give eval.task its own reward"
 
 
 def key_of(section: str, name: str) -> str:

@@ -163,24 +163,12 @@ class AlgorithmConfig(FrozenConfig):
     off)."""
 
     @model_validator(mode="after")
-    def _reward_takes_k1(self) -> Self:
-        if self.kl_coefficient > 0 and self.kl_in == "reward" and self.kl_estimator != "k1":
-            raise ValueError(
-                f"kl_in=reward with kl_estimator={self.kl_estimator}: the penalty in the reward sums current "
-                "- reference, which is k1; set algorithm.kl_estimator=k1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _something_is_learnt(self) -> Self:
-        if self.reward_weight > 0:
-            return self
-        if self.distill_weight == 0:
-            raise ValueError(
-                "reward_weight=0 with distill_weight=0 leaves nothing to learn from; set "
-                "algorithm.distill_weight with a `teacher`, or remove algorithm.reward_weight"
-            )
-        if self.overlong_tokens > 0 or (self.kl_coefficient > 0 and self.kl_in == "reward"):
-            what = "overlong_tokens" if self.overlong_tokens > 0 else "kl_in=reward"
-            raise ValueError(f"reward_weight=0 with {what}: a penalty in the reward has no effect; remove it")
+    def _terms_agree(self) -> Self:
+        is_kl_in_reward = self.kl_coefficient > 0 and self.kl_in == "reward"
+        if is_kl_in_reward and self.kl_estimator != "k1":
+            raise ValueError(f"kl_in=reward is estimator k1, not {self.kl_estimator}; set kl_estimator=k1")
+        if self.reward_weight == self.distill_weight == 0:
+            raise ValueError("reward_weight=0 and distill_weight=0 leave nothing to learn from")
+        if self.reward_weight == 0 and (self.overlong_tokens > 0 or is_kl_in_reward):
+            raise ValueError("reward_weight=0: overlong_tokens and kl_in=reward have no effect")
         return self

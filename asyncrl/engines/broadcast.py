@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
-from asyncrl.base.errors import EngineError, RoomError, TrainerError, TrainerLost
+from asyncrl.base.errors import EngineError, RoomError, TrainerError, TrainerLost, WeightsLost
 from asyncrl.messages.engine_api import GroupMember
 from asyncrl.messages.trainer_api import BroadcastRequest
 
@@ -22,34 +22,25 @@ Take = Callable[[GroupMember], Awaitable[None]]
 _FAILS_ALL = "weights are sent once, to all engines; an early failure ends the broadcast for all"
 
 
-class SenderLost(EngineError):  # noqa: N818  a state of the trainer; a new one has other weights to send
-    """The trainer was lost before it had sent all weights."""
-
-
 @dataclass
 class Broadcast:
-    """A broadcast; the first of `members` asks the trainer to send.
-
-    `failure` stops the other members, until everything is sent. A broken group is not reused.
-    """
+    """A broadcast; the first of `ranks` asks the trainer to send. `outcome`: sent, or the first failure."""
 
     version: int
-    members: tuple[tuple[str, int], ...]
     ranks: dict[str, GroupMember]
     sender: GroupMember
-    failure: asyncio.Future[RoomError]
-    is_sent: bool = False
-    is_broken: bool = False
+    outcome: asyncio.Future[None]
 
     def fail_nowait(self, error: RoomError) -> None:
         """End the round for all members, unless everything was sent."""
-        self.is_broken = True
-        if not self.is_sent and not self.failure.done():
-            self.failure.set_result(error)
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+            self.outcome.exception()  # retrieved: a failed round may have no member left
 
-    def failed(self, name: str) -> EngineError:
-        why = self.failure.result()
-        kind = SenderLost if isinstance(why, TrainerLost) else EngineError
+    def failed(self, name: str) -> RoomError:
+        """WeightsLost if the trainer was lost: a new one has other weights to send."""
+        why = self.outcome.exception()
+        kind = WeightsLost if isinstance(why, TrainerLost) else EngineError
         what = f"was to be sent policy_version {self.version}: {why}"
         return kind(name, what, rule=_FAILS_ALL, way_out="read the logs of the engine and the trainer.")
 
@@ -82,6 +73,7 @@ class BroadcastGroup:
         self._expected: dict[str, int] = {}
         self._here: dict[str, asyncio.Future[Broadcast]] = {}
         self._last: Broadcast | None = None
+        """Its group is whole, and is used again by the same members."""
 
     def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
         if version != self._version:
@@ -95,15 +87,14 @@ class BroadcastGroup:
             what = f"left before policy_version {self._version} was sent"
             turn.set_exception(EngineError(name, what, rule="weights go only to engines that take part"))
         if self._last is not None and name in self._last.ranks:
-            self._last.is_broken = True
+            self._last = None
         self._begin_nowait()
 
     def sender_gone_nowait(self) -> None:
-        if self._last is not None:
-            self._last.is_broken = True
+        self._last = None
 
     async def receive(self, name: str, version: int, take: Take) -> None:
-        """Have `take` join and receive for this engine. Raises EngineError, SenderLost, and errors of
+        """Have `take` join and receive for this engine. Raises EngineError, WeightsLost, and errors of
         wait_up.
         """
         await self._wait_up()
@@ -118,58 +109,60 @@ class BroadcastGroup:
             if turn.cancelled():
                 self.leave_nowait(name)
             elif turn.exception() is None:
+                begun = turn.result()
+                if self._last is begun:
+                    self._last = None
                 why = "is gone" if isinstance(error, asyncio.CancelledError) else f"failed: {error}"
-                turn.result().fail_nowait(RoomError(name, why))
+                begun.fail_nowait(RoomError(name, why))
             raise
 
     def _begin_nowait(self) -> None:
         if not self._expected or self._here.keys() != self._expected.keys():
             return
-        members = tuple(sorted(self._expected.items()))
+        sizes = dict(sorted(self._expected.items()))
+        size = 1 + sum(sizes.values())
         last = self._last
-        is_kept = last is not None and last.members == members and not last.is_broken
+        is_kept = last is not None and [*last.ranks] == [*sizes] and last.sender.size == size
         sender = GroupMember(
             path=last.sender.path if last and is_kept else str(self._folder / f"group-{uuid.uuid4().hex}"),
             store=self._store(),
             is_new=not is_kept,
-            size=1 + sum(num for _, num in members),
+            size=size,
             rank=0,
             timeout_s=self._timeout_s,
         )
-        rank, ranks = 1, {}
-        for name, num_workers in members:
-            ranks[name] = sender.model_copy(update={"rank": rank})
-            rank += num_workers
-        failure = asyncio.get_running_loop().create_future()
-        self._last = Broadcast(self._version, members, ranks, sender, failure)
+        firsts = accumulate(sizes.values(), initial=1)
+        ranks = {
+            name: sender.model_copy(update={"rank": rank}) for name, rank in zip(sizes, firsts, strict=False)
+        }
+        outcome = asyncio.get_running_loop().create_future()
+        self._last = Broadcast(self._version, ranks, sender, outcome)
         for turn in self._here.values():
             turn.set_result(self._last)
         self._expected, self._here = {}, {}
 
     async def _take_part(self, begun: Broadcast, name: str, take: Take) -> None:
-        """Take part until done. An error of either side ends the other."""
-        works = [take(begun.ranks[name])]
-        if name == begun.members[0][0]:
-            works.append(self._send(begun, name))
-        parts = [asyncio.ensure_future(work) for work in works]
+        """Take part until all are sent, or one has failed."""
+        parts = [asyncio.ensure_future(take(begun.ranks[name]))]
+        if name == next(iter(begun.ranks)):
+            parts.append(asyncio.ensure_future(self._send(begun)))
         try:
-            while left := {part for part in parts if not part.done()}:
-                waits: set[asyncio.Future[Any]] = {*left, begun.failure}
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for part in parts:
-                    if part.done():
-                        part.result()
-                if begun.failure.done():
-                    raise begun.failed(name)
+            await asyncio.wait([begun.outcome, *parts], return_when=asyncio.FIRST_EXCEPTION)
+            for part in parts:
+                if part.done():
+                    part.result()
+            if begun.outcome.exception() is not None:
+                raise begun.failed(name)
         finally:
             for part in parts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
 
-    async def _send(self, begun: Broadcast, name: str) -> None:
+    async def _send(self, begun: Broadcast) -> None:
         try:
             await self._send_all(BroadcastRequest(version=begun.version, member=begun.sender))
         except TrainerError as error:
             begun.fail_nowait(error)
-            raise begun.failed(name) from error
-        begun.is_sent = True
+        else:
+            if not begun.outcome.done():
+                begun.outcome.set_result(None)

@@ -11,83 +11,49 @@ from typing import Protocol
 import numpy as np
 from pydantic import BaseModel
 
-from asyncrl.base.errors import EngineError, EngineLost, RequestRefused, WeightsLost
+from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.base.waits import waiting
-from asyncrl.engines.broadcast import BroadcastGroup, SenderLost
+from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.link import LOGPROB_SLACK, Link, OnChunk, OnInterrupted, OpenRequest, SegmentCheck
 from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
     EngineHealth,
     EnginePart,
-    GenerateRequest,
     GenerateResponse,
     GroupMember,
     Interrupt,
     LoadChunkRequest,
-    LoadChunkResponse,
+    Loaded,
     PrepareRequest,
-    PrepareResponse,
     ScoreRequest,
     ScoreResponse,
     SleepRequest,
     TransferStats,
     WakeRequest,
 )
-from asyncrl.messages.records import Rollout, Trajectory
+from asyncrl.messages.records import Rollout, SamplingRequest, Trajectory
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 _NEEDED = "a run needs its engine servers"
 _TWICE = "weights that the trainer sends are asked for twice, then the process is given up"
 
 
-class EngineClient(Protocol):
-    """Client of an engine server: EngineServer (ours) or VllmServer.
-
-    Calls raise EngineError, EngineLost if the process is gone or given up, and RequestRefused.
-    `policy_version` is the last confirmed version.
-
-    - disconnect_nowait: give the process up; all calls raise EngineLost. Idempotent.
-    - reset_nowait: use a new process with the initial weights. Idempotent.
-    - generate_segment: sample until the end, the budget or an interruption. `on_chunk` gets tokens early;
-      the answer is the rest. A server that can hold an interrupted request passes its tokens to
-      `on_interrupted` and continues if that returns true. Cancelling the call ends the request.
-    - abort: end these requests (None: all) with their tokens; return the ids found.
-    - prepare, load_chunk: load weights during serving, or a chunk into woken weights; return the digest.
-    - sleep, wake: interrupt requests and free these parts; allocate them again. Idempotent. Requests wait
-      until all parts are awake and a push is committed.
-    """
-
-    name: str
-
-    @property
-    def policy_version(self) -> int: ...
-    def disconnect_nowait(self) -> None: ...
-    def reset_nowait(self) -> None: ...
-    async def generate_segment(
-        self, request: GenerateRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
-    ) -> GenerateResponse: ...
-    async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]: ...
-    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth: ...
-    async def prepare(self, manifest: ExportResponse) -> str: ...
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse: ...
-    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats: ...
-    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats: ...
-    async def load_chunk(self, chunk: ExportChunkResponse) -> str: ...
-
-
 class CallScope:
-    """Ends all calls to a lost process; its successor gets a new CallScope.
+    """Ends all calls to a lost process; its successor gets a new CallScope. `version`: last confirmed.
 
     Life: whole -> cut: given up by the supervisor (disconnect_nowait), or broken (break_nowait).
     Waits: calls() sleeps in its block until a cut: a frozen process keeps its connections.
     """
 
-    def __init__(self, caller: Caller) -> None:
-        self.caller, self.name = caller, caller.name
-        self.is_cut = self.is_given_up = False
-        self._why_cut, self._rule = "was given up", _NEEDED
+    def __init__(self, caller: Caller, version: int = 0) -> None:
+        self.caller = caller
+        self.name = caller.name
+        self.version = version
+        self.is_given_up = False
+        self._why_cut = ""
+        self._rule = _NEEDED
         self._limits: set[asyncio.Timeout] = set()
 
     @contextlib.asynccontextmanager
@@ -105,48 +71,46 @@ class CallScope:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise self.lost(self._why_cut, rule=self._rule) from None
+            self.check_whole()
         except (CallLost, CallRefused) as failure:
             raise await self.error_of(failure) from failure
 
     def check_whole(self) -> None:
         """Raise EngineLost if the process is cut."""
-        if self.is_cut:
-            raise self.lost(self._why_cut, rule=self._rule)
+        if self._why_cut:
+            raise self.lost(self._why_cut, rule=self._rule) from None
 
     def disconnect_nowait(self) -> None:
         """Idempotent."""
         self.is_given_up = True
-        self._end_calls()
+        self.break_nowait("was given up")
 
-    def break_nowait(self, what: str, *, rule: str) -> None:
+    def break_nowait(self, what: str, *, rule: str = _NEEDED) -> None:
         """Mark the process as broken; calls report it to the supervisor. Idempotent."""
-        if not self.is_cut:
-            self._why_cut, self._rule = what, rule
-            self._end_calls()
+        if not self._why_cut:
+            self._why_cut = what
+            self._rule = rule
+        while self._limits:
+            self._limits.pop().reschedule(asyncio.get_running_loop().time())
 
     def lost(self, what: str, *, rule: str = _NEEDED) -> EngineLost:
         way_out = f"read {self.name}'s log for why, then start the run again."
         return EngineLost(self.name, what, rule=rule, way_out=way_out, is_told=self.is_given_up)
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
-        where, rule, way_out = f"({self.caller.url})", "", f"read {self.name}'s log."
+        where = f"({self.caller.url})"
+        way_out = f"read {self.name}'s log."
         if isinstance(failure, CallRefused):
-            what = f"answered {failure.status} to {failure.path}: {failure.body.error}"
-            rule, way_out = failure.body.rule, failure.body.way_out or way_out
-        elif isinstance(failure, CallGarbled):
-            what = f"gave an invalid answer to {failure.path}: {failure.why}"
-        else:
-            return self.lost(f"{where} gave no answer to {failure.path}: {failure.why}")
-        return EngineError(self.name, f"{where} {what}", rule=rule, way_out=way_out)
-
-    def _end_calls(self) -> None:
-        self.is_cut = True
-        while self._limits:
-            self._limits.pop().reschedule(asyncio.get_running_loop().time())
+            said = failure.body
+            what = f"{where} answered {failure.status} to {failure.path}: {said.error}"
+            return EngineError(self.name, what, rule=said.rule, way_out=said.way_out or way_out)
+        if isinstance(failure, CallGarbled):
+            what = f"{where} gave an invalid answer to {failure.path}: {failure.why}"
+            return EngineError(self.name, what, way_out=way_out)
+        return self.lost(f"{where} gave no answer to {failure.path}: {failure.why}")
 
 
-def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> RequestRefused:
+def refused(name: str, request: SamplingRequest, refusal: CallRefused) -> RequestRefused:
     said, sizes = refusal.body, f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
     what = f"{name} answered {refusal.status} to request {request.request_id} ({sizes}): {said.error}"
     way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
@@ -154,44 +118,96 @@ def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> Reques
     return RequestRefused(what, why=why, rule=said.rule, way_out=way_out)
 
 
-class EngineServer:
+class EngineClient(Protocol):
+    """Client of an engine server: EngineServer (ours) or VllmServer.
+
+    Calls raise EngineError, EngineLost if the process is gone or given up, and RequestRefused.
+    `policy_version` is the last confirmed version.
+
+    - disconnect_nowait: give the process up; all calls raise EngineLost. Idempotent.
+    - reset_nowait: use a new process with the initial weights. Idempotent.
+    - generate_segment: sample until the end, the budget or an interruption. `on_chunk` gets tokens early;
+      the answer is the rest. A server that can hold an interrupted request passes its tokens to
+      `on_interrupted` and continues if that returns true. Cancelling the call ends the request.
+    - abort: end these requests (None: all) with their tokens; return the ids found.
+    - prepare, load_chunk: load weights during serving, or a chunk into woken weights; return the digest.
+    - sleep, wake: interrupt requests and free these parts; allocate them again. Idempotent. Requests wait
+      until all parts are awake and a push is committed.
+
+    `broadcast_group`: for transport nccl.
+    """
+
+    name: str
+    _caller: Caller
+    _group: BroadcastGroup | None
+    _line: CallScope
+    _start_version: int
+
+    def __init__(
+        self, caller: Caller, *, policy_version: int = 0, broadcast_group: BroadcastGroup | None = None
+    ) -> None:
+        self._caller = caller
+        self.name = caller.name
+        self._start_version = policy_version
+        self._group = broadcast_group
+        self._begin_nowait()
+
+    def disconnect_nowait(self) -> None:
+        self._line.disconnect_nowait()
+        self._leave_group_nowait()
+
+    def reset_nowait(self) -> None:
+        self.disconnect_nowait()
+        self._begin_nowait()
+
+    def _leave_group_nowait(self) -> None:
+        if self._group is not None:
+            self._group.leave_nowait(self.name)
+
+    @property
+    def policy_version(self) -> int:
+        return self._line.version
+
+    def _begin_nowait(self) -> None: ...
+    async def generate_segment(
+        self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
+    ) -> GenerateResponse: ...
+    async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]: ...
+    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth: ...
+    async def prepare(self, manifest: ExportResponse) -> str: ...
+    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse: ...
+    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats: ...
+    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats: ...
+    async def load_chunk(self, chunk: ExportChunkResponse) -> str: ...
+
+
+class EngineServer(EngineClient):
     """EngineClient of an embedded or simulated engine.
 
     Life: connected -> disconnect_nowait() -> reset_nowait(): a new process.
     Waits: calls sleep until the server answers, is gone or is given up. The caller sets limits.
     Invariant: no token is older than the version confirmed at sending (SegmentCheck).
 
-    `broadcast_group`: for transport nccl. Sampling continues until all members wait; a failed commit
-    receives once more.
+    With a broadcast_group sampling continues until all members wait; a failed commit receives once more.
     """
 
-    def __init__(
-        self, caller: Caller, *, policy_version: int = 0, broadcast_group: BroadcastGroup | None = None
-    ) -> None:
-        self._caller, self.name, self._broadcast_group = caller, caller.name, broadcast_group
-        self._expected: ExportResponse | None = None
-        self.policy_version = self._offered_version = self._start_version = policy_version
-        self._line = CallScope(caller)
+    def _begin_nowait(self) -> None:
+        self._line = CallScope(self._caller, self._start_version)
         self._link: Link | None = None
+        self._offered_version = self._start_version
+        self._expected: ExportResponse | None = None
 
     def disconnect_nowait(self) -> None:
-        self._line.disconnect_nowait()
-        self._expected = None
-        if self._broadcast_group is not None:
-            self._broadcast_group.leave_nowait(self.name)
+        super().disconnect_nowait()
         if self._link is not None:
             self._link.close_nowait()
             self._link = None
 
-    def reset_nowait(self) -> None:
-        self.disconnect_nowait()
-        self._line = CallScope(self._caller)
-        self.policy_version = self._offered_version = self._start_version
-
     async def generate_segment(
-        self, request: GenerateRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
+        self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
     ) -> GenerateResponse:
-        check, line = SegmentCheck(self.name, request, oldest=self.policy_version), self._line
+        line = self._line
+        check = SegmentCheck(self.name, request, oldest=line.version)
         # calls() would set up a timeout per request.
         line.check_whole()
         if self._link is None or self._link.is_broken:
@@ -219,13 +235,13 @@ class EngineServer:
             return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
 
     async def prepare(self, manifest: ExportResponse) -> str:
-        if self._broadcast_group is not None and manifest.is_held:
+        if self._group is not None and manifest.is_held:
             self._line.check_whole()
-            self._broadcast_group.expect_nowait(self.name, manifest.version, 1)
+            self._group.expect_nowait(self.name, manifest.version, 1)
             self._expected = manifest
             return manifest.digest  # the server compares it on arrival
         request = PrepareRequest.model_validate(manifest, from_attributes=True)
-        return (await self._post("/prepare", request, PrepareResponse)).digest
+        return (await self._post("/prepare", request, Loaded)).digest
 
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
         expected, self._expected = self._expected, None
@@ -234,7 +250,7 @@ class EngineServer:
         self._offered_version = max(self._offered_version, version)
         request = CommitRequest(version=version, digest=digest, interrupt=interrupt)
         answer = await self._post("/commit", request, CommitResponse)
-        self.policy_version = version
+        self._line.version = version
         return answer
 
     async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
@@ -245,28 +261,26 @@ class EngineServer:
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         request = LoadChunkRequest.model_validate(chunk, from_attributes=True)
-        return (await self._post("/load_chunk", request, LoadChunkResponse)).digest
+        return (await self._post("/load_chunk", request, Loaded)).digest
 
     async def _receive(self, manifest: ExportResponse) -> None:
         """Raises EngineLost after two failures, and WeightsLost if the trainer is lost."""
-        assert self._broadcast_group is not None, "weights are expected only from a broadcast"
+        assert self._group is not None, "weights are expected only from a broadcast"
         announced = manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
         async def take(member: GroupMember) -> None:
-            await self._post("/prepare", PrepareRequest(path="", member=member, **announced), PrepareResponse)
+            await self._post("/prepare", PrepareRequest(path="", member=member, **announced), Loaded)
 
         for is_last in (False, True):
             try:
-                return await self._broadcast_group.receive(self.name, manifest.version, take)
-            except SenderLost as lost:
-                raise WeightsLost(self.name, lost.fault, rule=lost.rule, way_out=lost.way_out) from lost
+                return await self._group.receive(self.name, manifest.version, take)
             except EngineLost:
                 raise
             except EngineError as error:
                 if is_last:
                     self._line.break_nowait(error.fault, rule=_TWICE)
                     raise self._line.lost(error.fault, rule=error.rule or _TWICE) from error
-                self._broadcast_group.expect_nowait(self.name, manifest.version, 1)
+                self._group.expect_nowait(self.name, manifest.version, 1)
 
     async def _post(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
         async with self._line.calls():
@@ -292,11 +306,15 @@ class Teacher:
         timeout_s: float,
         on_lost: Callable[[EngineLost], None] | None,
     ) -> None:
-        self._caller, self.name, self._on_lost = caller, caller.name, on_lost
-        self._temperature, self._timeout_s = temperature, timeout_s
+        self._caller = caller
+        self.name = caller.name
+        self._on_lost = on_lost
+        self._temperature = temperature
+        self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(places)
         self._line = CallScope(caller)
-        self._is_up, self._changed = True, asyncio.Event()
+        self._up = asyncio.Event()
+        self._up.set()
         self._num_scored = 0
 
     def gauges(self) -> dict[str, float]:
@@ -304,7 +322,7 @@ class Teacher:
 
     def down_nowait(self) -> None:
         """Idempotent."""
-        self._is_up = False
+        self._up.clear()
         self._line.disconnect_nowait()
 
     def reset_nowait(self) -> None:
@@ -312,9 +330,7 @@ class Teacher:
         self._line = CallScope(self._caller)
 
     def up_nowait(self) -> None:
-        self._is_up = True
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._up.set()
 
     async def judge(self, rollout: Rollout) -> Rollout:
         """Return the rollout with teacher_logprobs in each branch. Raises RequestRefused (data) or
@@ -341,23 +357,19 @@ class Teacher:
 
     async def _score(self, request: ScoreRequest) -> ScoreResponse:
         while True:
-            while not self._is_up:
-                with waiting("a teacher that is up", on="supervisor", who="rollouts"):
-                    await self._changed.wait()
+            with waiting("a teacher that is up", on="supervisor", who="rollouts"):
+                await self._up.wait()
             try:
                 with waiting("teacher logprobs", on=self.name, who="rollouts"):
                     async with self._places, self._line.calls():
-                        return await self._post(request)
+                        post = self._caller.post
+                        return await post("/score", request, ScoreResponse, timeout_s=self._timeout_s)
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise
                 self._on_lost(lost)
-
-    async def _post(self, request: ScoreRequest) -> ScoreResponse:
-        try:
-            return await self._caller.post("/score", request, ScoreResponse, timeout_s=self._timeout_s)
-        except CallRefused as refusal:
-            if refusal.status != 400:
-                raise
-            what = f"{self.name} cannot score {len(request.token_ids)} tokens: {refusal.body.error}"
-            raise RequestRefused(what, rule=refusal.body.rule, way_out=refusal.body.way_out) from refusal
+            except EngineError as error:
+                refusal = error.__cause__
+                if not isinstance(refusal, CallRefused) or refusal.status != 400:
+                    raise
+                raise RequestRefused(error.what, rule=error.rule, way_out=error.way_out) from refusal

@@ -12,7 +12,8 @@ from asyncrl.base.errors import EngineError
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
 from asyncrl.base.waits import loop_turn
 from asyncrl.messages import codec
-from asyncrl.messages.engine_api import GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import GenerateResponse
+from asyncrl.messages.records import SamplingRequest
 
 OnChunk = Callable[[GenerateResponse], None] | None
 OnInterrupted = Callable[[GenerateResponse], bool] | None
@@ -40,7 +41,7 @@ class SegmentCheck:
         server.
     """
 
-    def __init__(self, name: str, request: GenerateRequest, *, oldest: int) -> None:
+    def __init__(self, name: str, request: SamplingRequest, *, oldest: int) -> None:
         self._name = name
         self._request = request
         self._num_accepted = 0
@@ -83,7 +84,7 @@ class SegmentCheck:
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    request: GenerateRequest
+    request: SamplingRequest
     check: SegmentCheck
     on_chunk: OnChunk = None
     on_interrupted: OnInterrupted = None

@@ -13,7 +13,7 @@ import numpy as np
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.engine_api import NO_EXPERT, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_api import NO_EXPERT, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest, TopLogprobs, VersionSpan
 
 ABORT_TIMEOUT_S = 2.0
@@ -298,24 +298,14 @@ class SegmentJoin:
     def is_finished(self) -> bool:
         return self._has_stopped or self.num_left <= 0
 
-    def next_request(self) -> GenerateRequest:
+    def next_request(self) -> SamplingRequest:
         """Continue after the last segment: the server draws by (seed, absolute position)."""
         request = self.request
-        prompt_ids = request.prompt_ids
-        if self.token_ids:
-            prompt_ids = np.concatenate([prompt_ids, self.token_ids], dtype=np.int32, casting="unsafe")
-        return GenerateRequest(
-            request_id=request.request_id,
-            prompt_ids=prompt_ids,
-            num_resumed=len(self.token_ids),
-            max_tokens=self.num_left,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            stop=request.stop,
-            seed=request.seed,
-            grammar=request.grammar,
-            top_logprobs=request.top_logprobs,
-        )
+        if not self.token_ids:
+            return request
+        prompt_ids = np.concatenate([request.prompt_ids, self.token_ids], dtype=np.int32, casting="unsafe")
+        num_resumed = len(self.token_ids)
+        return replace(request, prompt_ids=prompt_ids, num_resumed=num_resumed, max_tokens=self.num_left)
 
     def add(self, part: GenerateResponse, engine: int = -1) -> None:
         num_before = len(self.token_ids)

@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from urllib.parse import urlencode
 
-from asyncrl.base.errors import EngineError
+from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.http import Caller
-from asyncrl.base.waits import within
+from asyncrl.base.waits import uncut, within
 from asyncrl.engines.broadcast import BroadcastGroup
+from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.link import OnChunk, OnInterrupted
-from asyncrl.engines.vllm_process import LabelInfo, Segment, Text, VllmProcess, VllmRequirements, make_ready
-from asyncrl.engines.vllm_sampling import check_request, sample
-from asyncrl.engines.vllm_weights import Load, load_of
+from asyncrl.engines.vllm_process import Text, VllmProcess, VllmRequirements, make_ready
+from asyncrl.engines.vllm_sampling import Segment, check_request
+from asyncrl.engines.vllm_weights import CanaryError, ChunksLoad, Load, check_canary, load_of
 from asyncrl.messages.engine_api import (
     CommitResponse,
     EngineHealth,
     EnginePart,
-    GenerateRequest,
     GenerateResponse,
     Interrupt,
     LoadChunkRequest,
     TransferStats,
 )
-from asyncrl.messages.stop_watch import Decode
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
+RESUME_LIMIT_S = 10.0
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
+_RULE = "once a load has begun, the weights belong to no version until they are loaded and checked"
 
 
-class VllmServer:
-    """EngineClient of a vLLM server. See VllmProcess and Load.
+class VllmServer(EngineClient):
+    """EngineClient of a vLLM server. See VllmProcess.
 
     Life: made -> ready() -> disconnect_nowait(), or broken by a failed commit -> reset_nowait() ->
         ready().
-    Waits: generate_segment sleeps during commits and sleeps; the caller sets limits.
-    Invariant: as for EngineServer; versions come from vLLM's spans.
+    Waits: generate_segment sleeps during commits and sleeps; the caller sets limits. Resuming has
+        RESUME_LIMIT_S and ignores cancellation.
+    Invariant: as for EngineServer; versions come from vLLM's spans. A paused engine is resumed unless its
+        process was given up. Tokens wait for a good canary; otherwise the process is broken.
 
-    `decode`: for stop strings across two segments. `mark`: in all labels; other runs' tokens raise
-    EngineError.
     """
 
     def __init__(
@@ -50,36 +51,15 @@ class VllmServer:
         needed: VllmRequirements,
         *,
         policy_version: int = 0,
-        decode: Decode | None = None,
-        mark: str = "",
         broadcast_group: BroadcastGroup | None = None,
     ) -> None:
-        self._caller = caller
-        self.name = caller.name
         self.needed = needed
-        self._start_version = policy_version
-        self._decode = decode
-        self._mark = mark
-        self._group = broadcast_group
-        self._begin_nowait()
+        super().__init__(caller, policy_version=policy_version, broadcast_group=broadcast_group)
 
     def _begin_nowait(self) -> None:
-        self._process = VllmProcess(self._caller, self._start_version, self._mark)
+        self._line = self._process = VllmProcess(self._caller, self._start_version, self.needed.mark)
         self._staged: Load | None = None
-        self._num_chunks = 0
         self._unchecked: Load | None = None
-
-    @property
-    def policy_version(self) -> int:
-        return self._process.version
-
-    def disconnect_nowait(self) -> None:
-        self._process.disconnect_nowait()
-        self._leave_group_nowait()
-
-    def reset_nowait(self) -> None:
-        self.disconnect_nowait()
-        self._begin_nowait()
 
     async def ready(self, timeout_s: float) -> EngineHealth:
         """Wait until the server is configured and warmed up. Raises ConfigError, EngineError, or
@@ -90,20 +70,19 @@ class VllmServer:
         return await self.health(timeout_s=timeout_s)
 
     async def generate_segment(
-        self, request: GenerateRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
+        self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
     ) -> GenerateResponse:
         """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens."""
-        process = self._process
-        check_request(process, request, self.needed)
-        if process.segments([request.request_id]):
-            what = f"is sampling request {request.request_id} already"
-            raise EngineError(self.name, what, rule="request ids are unique among requests in flight")
-        wire_id = f"{uuid.uuid4().hex[:12]}-{request.request_id}"
-        return await sample(process, Segment(request, wire_id, on_chunk), self.needed, self._decode)
+        check_request(self._process, request, self.needed)
+        return await Segment(self._process, request, self.needed, on_chunk).sample()
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
         process = self._process
-        segments = process.segments(request_ids)
+        segments = [
+            segment
+            for segment in process.segments.values()
+            if request_ids is None or segment.request.request_id in request_ids
+        ]
         for segment in segments:
             segment.is_aborted = True
         process.change_nowait()
@@ -115,8 +94,9 @@ class VllmServer:
         process = self._process
         async with process.calls():
             await process.get("/health", Text, timeout_s)
-            label = (await process.get("/weight_info", LabelInfo, timeout_s)).weight_version
+            label = await process.served_label(timeout_s)
             counts = await process.counts(timeout_s=timeout_s)
+        num_waiting = sum(not segment.is_sent for segment in process.segments.values())
         return EngineHealth(
             name=self.name,
             kind="vllm",
@@ -124,7 +104,7 @@ class VllmServer:
             slots=self.needed.slots,
             max_length=self.needed.max_length,
             num_running=int(counts["num_running"]),
-            num_queued=int(counts["num_queued"]) + process.num_waiting,
+            num_queued=int(counts["num_queued"]) + num_waiting,
             tokens_generated=int(counts["tokens_generated"]),
             device=self.needed.device,
             decode_s=counts["decode_s"],
@@ -133,56 +113,50 @@ class VllmServer:
         )
 
     async def prepare(self, manifest: ExportResponse) -> str:
-        self._check_weights_awake(f"policy_version {manifest.version} cannot be prepared")
         self._staged = None
-        load = load_of(self._process, self.needed, manifest, self._group)
+        load = load_of(self._process, manifest, self._group)
         async with self._process.calls():
             digest = await load.stage()
         self._staged = load
         return digest
 
+    async def load_chunk(self, chunk: ExportChunkResponse) -> str:
+        process = self._process
+        self._staged = None
+        process.begin_load_nowait()
+        request = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
+        async with process.calls():
+            workers = await process.rpc("load_chunk", **request)
+        if chunk.is_last:
+            whole = chunk.model_dump(include={"version", "path", "num_tensors", "num_bytes", "canary"})
+            self._staged = ChunksLoad(process, ExportResponse(**whole, digest=chunk.whole_digest))
+        return str(workers[0]["digest"])
+
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
         """Return once the canary agrees, or a sleeping engine has the weights."""
         process, load = self._process, self._staged
-        self._check_weights_awake(f"policy_version {version} cannot be committed")
-        self._num_chunks = 0
+        self._staged = None
+        answer = CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
         if (version, digest) == (process.version, process.digest) and process.state == "serving":
             self._leave_group_nowait()
-            return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
-        is_staged = load is not None and (load.version, load.digest) == (version, digest)
-        is_other = version == process.version and process.digest not in ("", digest)
-        if (
-            load is None
-            or not is_staged
-            or is_other
-            or version < process.version
-            or process.state == "paused"
-        ):
+            return answer
+        if load is None or (load.version, load.digest) != (version, digest):
             staged = "nothing" if load is None else f"policy_version {load.version} with digest {load.digest}"
-            if type(load) is Load:
-                self._staged = None  # a push in chunks starts again
             raise EngineError(
                 self.name,
-                f"cannot serve policy_version {version} with digest {digest}: staged is {staged}, it serves "
-                f"{process.version} ({process.state})",
-                rule="staged weights are committed, one version at a time, and no older one",
+                f"cannot serve policy_version {version} with digest {digest}: staged is {staged}",
+                rule="staged weights are committed, one version at a time",
                 way_out="prepare this version first.",
             )
-        if process.state == "serving":
-            process.state = "paused"
-        try:
-            report = await load.commit(interrupt)
-        except BaseException:
-            self._leave_group_nowait()
-            raise
-        finally:
-            if process.state == "paused":
-                process.state = "serving"
-            process.change_nowait()
-        if process is self._process:
-            self._staged = None
-            self._unchecked = load if process.state == "loading" else None
-        return report
+        with self._all_or_broken(process, version):
+            async with process.calls():
+                if process.asleep:
+                    await self._load(process, load)
+                    self._unchecked = load
+                else:
+                    answer = await self._swap(process, load, interrupt)
+                    await self._confirm(process, load)
+        return answer
 
     async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
         """Put parts to sleep. vLLM sleeps as a whole; other parts are woken again.
@@ -201,11 +175,11 @@ class VllmServer:
             async with process.calls():
                 if self.needed.stays:
                     await process.tell("/pause?mode=abort&clear_cache=true")
-                    await process.end(process.sent)
                 else:
                     await self._wake(asleep_before)
                     await process.tell(f"/sleep?level={2 if 'weights' in process.asleep else 1}&mode=abort")
-                    await process.end(process.sent)
+                await process.end(process.sent)
+                if not self.needed.stays:
                     await self._wake(_TAGS.keys() - process.asleep)
         return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
@@ -217,39 +191,90 @@ class VllmServer:
                     await self._wake(woken)
                 elif woken == process.asleep:
                     await process.tell("/resume")
-            if process.asleep == woken and self._unchecked is not None:
+            if woken == process.asleep and self._unchecked is not None:
                 load, self._unchecked = self._unchecked, None
-                await load.check()
+                with self._all_or_broken(process, load.version):
+                    async with process.calls():
+                        await self._confirm(process, load)
             process.asleep -= woken
             process.change_nowait()
         return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
-    async def load_chunk(self, chunk: ExportChunkResponse) -> str:
-        process, num_loaded = self._process, self._num_chunks
-        what = f"chunk {chunk.index} of policy_version {chunk.version} cannot be loaded"
-        self._check_weights_awake(what)
-        self._num_chunks = 0
-        is_next = chunk.index in (0, num_loaded) and chunk.version >= process.version
-        if process.state in ("serving", "paused") or not is_next:
-            loaded = f"chunks 0..{num_loaded - 1}" if num_loaded else "nothing"
-            raise EngineError(
-                self.name,
-                f"{what}: loaded is {loaded}, it serves {process.version} ({process.state})",
-                rule="chunks come in order, of no older version, into weights that have slept",
-                way_out="sleep and wake the weights, then push from chunk 0.",
-            )
-        self._staged = None
-        if chunk.index == 0:
-            process.begin_load_nowait(chunk.version)
-        request = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
-        async with process.calls():
-            workers = await process.rpc("asyncrl_load_chunk", request)
-        if chunk.is_last:
-            whole = chunk.model_dump(include={"version", "path", "num_tensors", "num_bytes", "canary"})
-            self._staged = Load(process, self.needed, ExportResponse(**whole, digest=chunk.whole_digest))
-        else:
-            self._num_chunks = chunk.index + 1
-        return str(workers[0]["digest"])
+    async def _swap(self, process: VllmProcess, load: Load, interrupt: Interrupt) -> CommitResponse:
+        clock = asyncio.get_running_loop().time
+        keeps_kv = interrupt == "keep_kv"
+        pause = {"mode": "keep" if keeps_kv else interrupt, "clear_cache": str(not keeps_kv).lower()}
+        num_running = len(process.sent)
+        num_interrupted = {"abort": num_running, "wait": 0}.get(
+            interrupt, min(num_running, self.needed.slots)
+        )
+        started = clock()
+        if process.state == "serving":
+            process.state = "paused"
+        try:
+            await process.tell(f"/pause?{urlencode(pause)}")
+            if interrupt == "wait":
+                started = clock()
+            # End streams, whose tokens could not be reported early, and leave the canary a slot.
+            kept = [] if interrupt == "abort" else [one for one in process.sent if one.on_chunk is None]
+            if load.manifest.canary is not None:
+                kept = kept[: self.needed.slots - 1]
+            await process.end([segment for segment in process.sent if segment not in kept])
+            await self._load(process, load)
+        finally:
+            _, cancelled = await uncut(self._resume(process))
+            if process.state == "paused":
+                process.confirm_nowait()
+            if cancelled is not None:
+                raise cancelled
+        return CommitResponse(
+            version=load.version,
+            digest=load.digest,
+            pause_s=clock() - started,
+            num_interrupted=num_interrupted,
+        )
+
+    async def _load(self, process: VllmProcess, load: Load) -> None:
+        process.begin_load_nowait()
+        await load.load()
+        await process.set_label(process.label_of(load.version))
+
+    async def _resume(self, process: VllmProcess) -> None:
+        """Resume, with one retry: vLLM closes the connection after a 500 (uvicorn), losing a /resume sent on
+        it.
+        """
+        for is_last in (False, True):
+            try:
+                async with process.calls():
+                    return await process.tell("/resume", timeout_s=RESUME_LIMIT_S)
+            except EngineError as error:
+                if is_last:
+                    what = f"was paused and could not be resumed: {error.fault}"
+                    process.break_nowait(what, rule="a pause ends with its commit")
+
+    async def _confirm(self, process: VllmProcess, load: Load) -> None:
+        await check_canary(load, self.needed.canary_limit)
+        process.version = load.version
+        process.digest = load.digest
+        process.label = process.label_of(load.version)
+        process.model = load.model
+        process.confirm_nowait()
+
+    @contextmanager
+    def _all_or_broken(self, process: VllmProcess, version: int) -> Iterator[None]:
+        """Break the process on an error or cancellation while its weights are unknown."""
+        failed = f"failed in a swap from policy_version {process.version} to {version}"
+        try:
+            yield
+        except BaseException as error:
+            if process is self._process:
+                self._leave_group_nowait()
+            if process.state == "loading":
+                process.break_nowait(failed, rule=_RULE)
+                if isinstance(error, EngineError) and not isinstance(error, EngineLost | CanaryError):
+                    what = f"{failed}: {error.fault}"
+                    raise EngineLost(process.name, what, rule=_RULE, way_out=error.way_out) from error
+            raise
 
     async def _wake(self, parts: Iterable[EnginePart]) -> None:
         """After level 1 the weights are copied back."""
@@ -262,13 +287,3 @@ class VllmServer:
         process, what = self._process, f"({self._caller.url}) {what} within {timeout_s} s"
         async with within(timeout_s, lambda: process.lost(what)), process.calls():
             yield
-
-    def _leave_group_nowait(self) -> None:
-        if self._group is not None:
-            self._group.leave_nowait(self.name)
-
-    def _check_weights_awake(self, what: str) -> None:
-        if "weights" in self._process.asleep:
-            rule = "the memory of sleeping weights is in use by the trainer"
-            what = f"{what}: the weights are asleep"
-            raise EngineError(self.name, what, rule=rule, way_out="wake them first.")

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
     from asyncrl.agents.endpoint.work_queue import RolloutQueue
 
-NO_WORKER_S = 30.0
 GOODBYE_S = 5.0
 """Limit on waiting for remote workers after a run."""
 TASK_SEED_TURN = -1
@@ -120,47 +118,42 @@ def make_gateway(
 
 class WorkerSupervisor(Supervisor):
     """Keeps one agent worker running. Its lost rollouts are retried. A worker whose event loop blocks for
-    `lease_timeout_s` is also lost. `on_down` gets name and reason.
+    `lease_timeout_s` is also lost.
     """
 
     kind = "worker"
 
     def __init__(
-        self,
-        process: Server,
-        supervision: Supervision,
-        *,
-        lease_timeout_s: float,
-        on_down: Callable[[str, str], None],
+        self, process: Server, supervision: Supervision, queue: RolloutQueue, lease_timeout_s: float
     ) -> None:
         super().__init__([process], supervision)
+        self._queue = queue
         self._lease_timeout_s = lease_timeout_s
-        self._on_down = on_down
 
     def _down(self, lost: RoomError) -> None:
         self.is_up = False
-        self._on_down(self.name, summary_of(lost))
+        self._queue.worker_gone_nowait(self.name, summary_of(lost))
 
     async def _wait_unfit(self) -> None:
         """Raise RoomError after two answers with a blocked loop: after a pause of the whole machine one may
         precede recovery.
         """
-        health = None
-        was_stuck = False
+        first: object = None
         while True:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
-            previous = health
             health = self._processes[0].health
             lag_s = health.loop_lag_s if isinstance(health, WorkerHealth) else 0.0
-            is_stuck = lag_s > self._lease_timeout_s
-            if is_stuck and was_stuck and health is not previous:
+            if lag_s <= self._lease_timeout_s:
+                first = None
+            elif first is None:
+                first = health
+            elif first is not health:
                 raise RoomError(
                     self.name,
                     f"an agent has blocked its event loop for {lag_s:.0f} s",
                     rule=f"the limit is gateway.lease_timeout_s={self._lease_timeout_s}",
                     way_out="call blocking code with `await asyncio.to_thread(...)`, or use a plain `def`.",
                 )
-            was_stuck = is_stuck
 
 
 class AgentRuntime:
@@ -186,15 +179,10 @@ class AgentRuntime:
         write_whole(path, json.dumps(address) + "\n", is_private=True)
         num_workers = 0 if is_remote else job.config.generator.workers
         self.workers = tuple(self._worker(job, number) for number in range(num_workers))
-        self.supervisors = tuple(
-            WorkerSupervisor(
-                worker,
-                supervision,
-                lease_timeout_s=job.config.gateway.lease_timeout_s,
-                on_down=self.queue.worker_gone_nowait,
-            )
-            for worker in self.workers
-        )
+        lease_timeout_s = job.config.gateway.lease_timeout_s
+        self.supervisors = [
+            WorkerSupervisor(worker, supervision, self.queue, lease_timeout_s) for worker in self.workers
+        ]
 
     def _worker(self, job: Lifecycle, number: int) -> Server:
         """Create a worker whose secret differs from the run's."""
@@ -222,23 +210,9 @@ class AgentRuntime:
         await self.gateway.start()
         await start_all(self.workers)
         collect_less()
-        generator = job.config.generator
-        if generator.command and generator.outcomes == "returned":
-            job.log.info(
-                "generator.outcomes=returned: the last line of standard output is the reward, and every "
-                "process that the command starts can print it. Set it to none or posted to avoid that."
-            )
         if not self.workers:
             command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
             job.log.print_secret(f"gateway at {self.url}; start workers with: {command}")
-
-    def missing_workers(self) -> str | None:
-        work = self.queue.gauges()
-        if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
-            return None
-        command = f"asyncrl work {self.url} --key-file RUN_DIR/gateway.json --python AGENT"
-        way_out = "see logs/worker-0.log" if self.workers else f"start one with: {command}"
-        return f"{work['harness/queued']:.0f} rollouts wait, and no worker has been seen lately; {way_out}"
 
     async def aclose(self) -> None:
         await self.queue.aclose()

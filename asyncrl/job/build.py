@@ -25,14 +25,13 @@ from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.fleet import Fleet
 from asyncrl.job.lifecycle import Lifecycle, run_id
-from asyncrl.job.scale import EngineScale
+from asyncrl.job.scale import EngineScale, read_wanted
 from asyncrl.job.servers import Servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoints import Checkpoints, ControllerState
+from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.schema import FILE_NAME
 from asyncrl.launch.devices import Placement
-from asyncrl.launch.lease import ROUTINE
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.trainer_api import ExportResponse
@@ -49,8 +48,7 @@ from asyncrl.rollouts.rollout import (
     derive_seed,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.publisher import ColocatedPush, PushLoop, at_once
-from asyncrl.sync.push import Locate, in_place
+from asyncrl.sync.push import Locate, at_once, in_place
 from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
@@ -59,6 +57,7 @@ from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 
 if TYPE_CHECKING:
     from asyncrl.job.report import Reporter
+    from asyncrl.job.resume import ResumePoint
 
 logger = logging.getLogger("asyncrl.job.build")
 
@@ -91,31 +90,25 @@ class Components:
 
 
 async def build(
-    life: Lifecycle,
-    placement: Placement,
-    reporter: Reporter,
-    *,
-    is_new: bool,
-    may_change: tuple[bool, bool],
-    num_first: int,
+    life: Lifecycle, placement: Placement, reporter: Reporter, point: ResumePoint | None
 ) -> Components:
-    """Build and start all components; `life` closes them. `may_change`: (model, data)."""
+    """Build and start all components; `life` closes them."""
     config = life.config
-    log = life.log
+    rollout = config.rollout
     journal, staging_dir = await _open_journal(life)
     found = await check_everything(life)
-    tasks, eval_tasks = found.tasks, found.evals
-    pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in eval_tasks.items()}
+    tasks = found.tasks
+    pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in found.evals.items()}
     digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
-    data_pin = DataPin(life.run_dir, digests, is_free=may_change[1])
+    data_pin = DataPin(life.run_dir, digests, is_free=point is not None and point.may_change_data)
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
-    scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=log.warn)
+    scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=life.log.warn)
     life.closes("rewards", scorer.aclose)
-    log.activity("making the model" if config.model.scratch else "finding the model")
-    model_pin = ModelPin(life.run_dir, config.model.source, is_free=may_change[0])
+    life.log.activity("making the model" if config.model.scratch else "finding the model")
+    is_free = point is not None and point.may_change_model
+    model_pin = ModelPin(life.run_dir, config.model.source, is_free=is_free)
     model_path = await make_model_folder(config, life.run_dir, run_module, commit=model_pin.revision)
     tokenizer = await asyncio.to_thread(load_tokenizer, config, model_path)
-    special = special_tokens(config, tokenizer)
 
     async def wait_for_devices() -> None:
         await scheduler.wait_room_for_trainer()
@@ -125,17 +118,23 @@ async def build(
     await servers.hold(staging_dir)
     checkpoints = Checkpoints(life.run_dir, config.checkpoint)
     fleet = Fleet(life, servers, tokenizer, staging_dir, journal, checkpoints, wait_for_devices)
-    await fleet.start(num_first, asyncio.to_thread(model_pin.read, model_path), is_new=is_new)
+    num_engines = read_wanted(life.run_dir, rollout.engine_range) or rollout.engine_range.min
+    hash_model = asyncio.to_thread(model_pin.read, model_path)
+    if point is None:
+        await asyncio.gather(fleet.start(num_engines), hash_model)
+    else:
+        await hash_model  # may refuse
+        await fleet.start(num_engines)
 
     def requeued(*group: Any) -> None:
         producers.requeued(*group)
 
-    def resize(num_engines: int) -> None:
-        producers.resize_nowait(num_rollouts(config, num_engines))
-
-    num_groups = config.trainer.num_groups
-    num_steps = config.trainer.num_steps
-    buffer = Buffer(config.buffer, num_groups=num_groups, num_batches=num_steps, on_requeued=requeued)
+    buffer = Buffer(
+        config.buffer,
+        num_groups=config.trainer.num_groups,
+        num_batches=config.trainer.num_steps,
+        on_requeued=requeued,
+    )
     harnessing = None
     if config.generator.is_harness:
         harnessing = AgentRuntime(life, fleet.engines, tokenizer, fleet.supervision)
@@ -145,24 +144,23 @@ async def build(
     producers = Producers(
         buffer,
         feed,
-        RolloutRunner(generator, timeout_s=config.rollout.timeout_s, retries=config.rollout.retries),
+        RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
         spawn=life.spawn,
-        group_size=config.rollout.group_size,
-        capacity=num_rollouts(config, num_first),
-        max_failed_groups=config.rollout.max_failed_groups,
-        max_requeues=config.rollout.max_requeues,
+        group_size=rollout.group_size,
+        capacity=num_rollouts(config, num_engines),
+        max_failed_groups=rollout.max_failed_groups,
+        max_requeues=rollout.max_requeues,
         journal=journal,
         on_failed=partial(reporter.rollout_failed, tokenizer),
     )
-    limits = config.rollout.engine_range
-    scale = EngineScale(limits, life.run_dir, fleet.engines, log, on_change=resize, num_first=num_first)
     evaluation = None
-    if eval_tasks:
-        evaluation = _make_evaluation(life, fleet, eval_tasks, tokenizer, harnessing, checkpoints, reporter)
+    if found.evals:
+        evaluation = _make_evaluation(life, fleet, found.evals, tokenizer, harnessing, checkpoints, reporter)
     scheduler = _make_scheduler(life, fleet, journal, buffer, evaluation, reporter)
-    _supervise_engines(fleet, scale, scheduler)
+    scale = _make_scale(life, fleet, scheduler, producers, num_engines)
     if harnessing is not None:
         await harnessing.open(life)
+    state = partial(controller_state, feed, producers, buffer)
     return Components(
         fleet=fleet,
         journal=journal,
@@ -170,16 +168,14 @@ async def build(
         scorer=scorer,
         pins=(model_pin, data_pin),
         tokenizer=tokenizer,
-        special_tokens=special,
+        special_tokens=special_tokens(config, tokenizer),
         trainer=fleet.trainer,
         engines=fleet.engines,
         scale=scale,
         buffer=buffer,
         producers=producers,
         scheduler=scheduler,
-        checkpointer=Checkpointer(
-            checkpoints, fleet.trainer, journal, partial(controller_state, feed, producers, buffer), life
-        ),
+        checkpointer=Checkpointer(checkpoints, fleet.trainer, journal, state, life),
         evaluation=evaluation,
         harnessing=harnessing,
     )
@@ -222,7 +218,6 @@ def _make_evaluation(
     earlier = by_evaluation(read_evaluations(life.run_dir, []))
     for line in earlier.get(config.best_eval or "", []):
         checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
-    sets = list[HeldOut]()
 
     def generator_of(temperature: float, scorers: Scorers, broken: list[RoomError]) -> Generator:
         if harnessing is None or not config.evaluates_agent:
@@ -230,10 +225,14 @@ def _make_evaluation(
             sampling = config.model_copy(update={"seed": EVAL_SEED, "rollout": rollout})
             return make_generator(sampling, engine, tokenizer, scorers, None)
         host = harnessing.gateway.add_route(
-            engine, temperature=temperature, seed_of=_seed_of, on_broken=broken.append
+            engine,
+            temperature=temperature,
+            seed_of=lambda prompt, index, attempt, call: derive_seed(EVAL_SEED, prompt, index, call, attempt),
+            on_broken=broken.append,
         )
         return HarnessGenerator(host, harnessing.queue, scorers, on_overflow=config.generator.on_overflow)
 
+    sets = list[HeldOut]()
     for name, settings in config.evals.items():
         task, prompts = eval_tasks[name]
         broken = list[RoomError]()
@@ -261,18 +260,10 @@ def _make_evaluation(
             checkpoints.evaluated(result.version, result.metrics().get("eval/reward_mean", -math.inf))
         reporter.evaluated(result)
 
+    is_fetched = fleet.node_files is not None
     return Evaluation(
-        sets,
-        target,
-        fleet.staging_dir,
-        on_result=evaluated,
-        on_trouble=life.log.warn,
-        is_fetched=fleet.node_files is not None,
+        sets, target, fleet.staging_dir, on_result=evaluated, on_trouble=life.log.warn, is_fetched=is_fetched
     )
-
-
-def _seed_of(prompt: str, sample: int, attempt: int, call: int) -> int:
-    return derive_seed(EVAL_SEED, prompt, sample, call, attempt)
 
 
 def _make_scheduler(
@@ -286,48 +277,46 @@ def _make_scheduler(
     config = life.config
     sync = config.weight_sync
     files = fleet.node_files
+    locate: Locate = in_place if files is None else files.locate
+    wait_released = at_once if evaluation is None else evaluation.wait_released
 
-    async def fetched(manifest: ExportResponse) -> ExportResponse:
-        has_own_node = files is not None and fleet.eval_server is not None
-        return await files.locate(EVAL_ENGINE, manifest, "evaluation") if files and has_own_node else manifest
+    async def evaluate(manifest: ExportResponse) -> None:
+        if evaluation is not None and evaluation.wants(manifest.version):
+            if files is not None:
+                manifest = await files.locate(EVAL_ENGINE, manifest, "evaluation")
+            evaluation.published_nowait(manifest)
 
     async def published(manifest: ExportResponse) -> None:
         journal.published_nowait(manifest.version, manifest.digest)
         reporter.published(manifest.version, manifest.digest)
-        if evaluation is not None and fleet.eval_server is None:
+        if evaluation is not None and fleet.eval_client is None:
             evaluation.served_nowait(manifest.version)
-        elif evaluation is not None and manifest.path and evaluation.wants(manifest.version):
+        elif manifest.path:
             with suppress(WeightsLost):  # a later version is evaluated
-                evaluation.published_nowait(await fetched(manifest))
+                await evaluate(manifest)
 
     async def export_for_evaluation(version: int) -> None:
         if evaluation is not None and evaluation.wants(version):
-            manifest = await fetched(await fleet.trainer.export())
-            evaluation.published_nowait(manifest)
+            manifest = await fleet.trainer.export()
+            await evaluate(manifest)
             Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240
 
-    def handed_over(event: str, detail: Mapping[str, Any]) -> None:
-        journal.event_nowait(event, detail, keep=KEPT_HANDOVERS if event in ROUTINE else None)
-
-    locate: Locate = in_place if files is None else files.locate
-    wait_released = at_once if evaluation is None else evaluation.wait_released
-    num_steps = config.trainer.num_steps
-    if fleet.placement.mode != "colocated":
-        loop = PushLoop(
+    if fleet.placement.mode == "colocated":
+        return Colocated(
             fleet.trainer,
             fleet.clients,
             timeout_s=sync.timeout_s,
             on_served=buffer.set_served_nowait,
             on_published=published,
             on_lost=fleet.on_lost,
-            interrupt=config.interrupt,
-            is_collective=sync.facts.is_collective,
             locate=locate,
             wait_released=wait_released,
+            num_steps=config.trainer.num_steps,
+            on_event=partial(journal.event_nowait, keep=KEPT_HANDOVERS),
+            resident=fleet.placement.resident,
+            export_for_evaluation=export_for_evaluation,
         )
-        are_ours = config.rollout.urls is None
-        return Disaggregated(loop, num_steps=num_steps, spawn=life.spawn, are_ours=are_ours)
-    push = ColocatedPush(
+    return Disaggregated(
         fleet.trainer,
         fleet.clients,
         timeout_s=sync.timeout_s,
@@ -335,25 +324,32 @@ def _make_scheduler(
         on_published=published,
         on_lost=fleet.on_lost,
         locate=locate,
-    )
-    return Colocated(
-        fleet.clients,
-        fleet.trainer,
-        push,
-        num_steps=num_steps,
-        timeout_s=sync.timeout_s,
-        on_event=handed_over,
-        on_lost=fleet.on_lost,
-        resident=fleet.placement.resident,
         wait_released=wait_released,
-        export_for_evaluation=export_for_evaluation,
+        num_steps=config.trainer.num_steps,
+        interrupt=config.interrupt,
+        is_collective=sync.facts.is_collective,
+        spawn=life.spawn,
+        are_ours=config.rollout.urls is None,
     )
 
 
-def _supervise_engines(fleet: Fleet, scale: EngineScale, scheduler: WeightScheduler) -> None:
-    for server, client in zip(fleet.engine_servers, fleet.clients, strict=True):
-        supervisor = EngineSupervisor(server, client, scale, scheduler, fleet.supervision)
-        fleet.supervisors[server.name] = supervisor
+def _make_scale(
+    life: Lifecycle, fleet: Fleet, scheduler: WeightScheduler, producers: Producers, num_engines: int
+) -> EngineScale:
+    """Supervise the engines; the first `num_engines` work at first."""
+    engines = [
+        EngineSupervisor(server, client, fleet.engines, scheduler, fleet.supervision)
+        for server, client in zip(fleet.engine_servers, fleet.clients, strict=True)
+    ]
+    fleet.supervisors.update((engine.name, engine) for engine in engines)
+
+    def resize(num_engines: int) -> None:
+        producers.resize_nowait(num_rollouts(life.config, num_engines))
+
+    limits = life.config.rollout.engine_range
+    return EngineScale(
+        engines, limits, life.run_dir, life.log, wanted=num_engines, spawn=life.spawn, on_change=resize
+    )
 
 
 def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -> ControllerState:

@@ -26,6 +26,7 @@ from asyncrl.base.message import find_fatal
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.config.generator_gateway import kind_of
+from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import TEACHER_KEY
@@ -38,10 +39,9 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_voca
 from asyncrl.tasks.sources import (
     EvalTask,
     build_task,
-    look_at_eval_task,
     look_at_task,
     make_prompt_source,
-    read_eval_task,
+    take_prompts,
 )
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import (
@@ -107,7 +107,8 @@ async def check_everything(life: Lifecycle, *, is_needed: bool = True) -> Found:
     found.tasks = {name: found.tasks[name] for name in life.config.tasks}
     for name, eval_settings in life.config.evals.items():
         if name not in found.evals:
-            found.evals[name] = await asyncio.to_thread(read_eval_task, eval_settings, name)
+            task = await asyncio.to_thread(build_task, eval_settings.task, EVAL_SEED)
+            found.evals[name] = take_prompts(eval_settings, task, name)
     return found
 
 
@@ -148,10 +149,10 @@ def _check_tasks(config: RunConfig, found: Found, unchecked: list[str] | None) -
                 found.tasks[name] = task
     for name, eval_settings in config.evals.items():
         with may_lack_train(key_of("eval", name), unchecked):
-            eval_task, text = look_at_eval_task(eval_settings, name)
+            task, text = look_at_task(eval_settings.task, EVAL_SEED)
             found.lines.append(f"eval.{name} task: {text}" if name else f"eval task: {text}")
-            if eval_task is not None:
-                found.evals[name] = eval_task
+            if task is not None:
+                found.evals[name] = take_prompts(eval_settings, task, name)
 
 
 def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.base.errors import EngineLost, RoomError
@@ -15,37 +16,35 @@ from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.lease import Call, Lease, Side
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.rollouts.producers import Spawn
-from asyncrl.sync.publisher import ColocatedPush, PushLoop, at_once
+from asyncrl.sync.push import ColocatedPush, PushLoop, at_once
 
 T = TypeVar("T")
 
 
-class Disaggregated:
-    """Separate devices: the publisher runs in parallel with generation. External engines (not `are_ours`)
-    have unknown weights.
-    """
+@dataclass(eq=False)
+class Disaggregated(PushLoop):
+    """Separate devices: pushes run during generation. External engines, not `are_ours`, hold any weights."""
 
-    def __init__(self, publisher: PushLoop, *, num_steps: int, spawn: Spawn, are_ours: bool = True) -> None:
-        self.publisher = publisher
-        self._num_steps = num_steps
-        self._spawn = spawn
-        self._are_ours = are_ours
+    _: KW_ONLY
+    num_steps: int
+    spawn: Spawn
+    are_ours: bool = True
 
     async def start(self, version: int) -> None:
-        must_push = version > 0 or not self._are_ours
+        must_push = version > 0 or not self.are_ours
         if must_push:
-            self.publisher.start_before_nowait(version)
-        self._spawn(self.publisher.run(), name="publisher")
+            self.start_before_nowait(version)
+        self.spawn(self.run(), name="publisher")
         if must_push:
-            await self.publisher.wait_announced(version)
+            await self.wait_announced(version)
 
     async def to_trainer(self) -> None:
         """Return at once."""
 
     async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
         """Return once the copy of the weights has begun."""
-        if version < self._num_steps:
-            await self.publisher.wait_exported_or_busy(version)
+        if version < self.num_steps:
+            await self.wait_exported_or_busy(version)
 
     def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
         """Return a block in which a new engine may start."""
@@ -54,7 +53,7 @@ class Disaggregated:
     async def bring_up(self, name: str) -> None:
         """Send the announced weights to a new engine."""
         with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
-            await self.publisher.bring_up(name)
+            await super().bring_up(name)
 
     async def wait_room_for_trainer(self) -> None:
         """Return at once."""
@@ -62,11 +61,9 @@ class Disaggregated:
     def status(self) -> dict[str, Any]:
         return {}
 
-    def gauges(self) -> dict[str, float]:
-        return {}
 
-
-class Colocated:
+@dataclass(eq=False)
+class Colocated(ColocatedPush):
     """Trainer and engines time-share devices. Same methods as Disaggregated.
 
     Life: start() -> to_trainer() and to_engines() alternate; the trainer keeps the devices after the last
@@ -75,47 +72,36 @@ class Colocated:
     Waits: to_trainer for evaluations and a restarting trainer; each side for the end of the other's turn.
     Invariant: a version is announced after the handover that brought it. Between handovers only the lease
         holder uses the devices, unless both are resident. A dead engine takes no part.
+
+    `resident`: both sides stay in memory. `wait_released` waits for evaluations.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[EngineClient],
-        trainer: SupervisedTrainer,
-        publisher: ColocatedPush,
-        *,
-        num_steps: int,
-        timeout_s: float,
-        on_event: Callable[[str, Mapping[str, Any]], None],
-        on_lost: Callable[[EngineLost], None] | None,
-        resident: bool = False,
-        wait_released: Callable[[], Awaitable[None]] = at_once,
-        export_for_evaluation: Callable[[int], Awaitable[None]] | None = None,
-    ) -> None:
-        """Initialize. `on_lost`: skip a lost engine (None: fail). `resident`: both sides stay in memory.
-        `wait_released` waits for evaluations.
-        """
-        self._wait_released = wait_released
-        self._export_for_evaluation = export_for_evaluation
-        self.publisher = publisher
-        self._engines = tuple(engines)
-        self._trainer = trainer
-        self._num_steps = num_steps
-        self._on_event = on_event
-        self._on_lost = on_lost
-        self.lease = Lease(self._calls, timeout_s=timeout_s, on_event=self._lease_event, resident=resident)
+    trainer: SupervisedTrainer
+    _: KW_ONLY
+    num_steps: int
+    on_event: Callable[[str, Mapping[str, Any]], None]
+    resident: bool = False
+    wait_released: Callable[[], Awaitable[None]] = at_once
+    export_for_evaluation: Callable[[int], Awaitable[None]] = at_once
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.lease = Lease(
+            self._calls, timeout_s=self.timeout_s, on_event=self._lease_event, resident=self.resident
+        )
         self._handover = asyncio.Lock()
         self._num_needing = 0
         self._changed = asyncio.Event()
         self._num_phases = 0
-        self.last: dict[Side, TransferStats] = {}
+        self._last = dict[Side, TransferStats]()
 
     def status(self) -> dict[str, Any]:
         lease = self.lease
         return {"state": lease.state, "phase": lease.phase, "num_handovers": lease.num_handovers}
 
     def gauges(self) -> dict[str, float]:
-        seconds = {side: report.seconds for side, report in self.last.items()}
-        return {
+        seconds = {side: report.seconds for side, report in self._last.items()}
+        return super().gauges() | {
             "turns/phases": self._num_phases,
             "perf/handover_s": sum(seconds.values()),
             "perf/to_trainer_s": seconds.get("trainer", 0.0),
@@ -131,22 +117,20 @@ class Colocated:
 
     async def to_trainer(self) -> None:
         """Hand the devices to the trainer. Raises RoomError with the failed phase."""
-        await self._wait_released()
+        await self.wait_released()
         with waiting("the trainer's turn", on="trainer and engines"):
             async with self._handover:
                 if self.lease.owner != "trainer":
-                    self.last = {"trainer": await self._hand_to_trainer()}
+                    self._last = {"trainer": await self._hand_to_trainer()}
 
     async def to_engines(self, version: int, *, is_for_evaluation: bool = False) -> None:
         """Hand the devices to the engines and announce the weights."""
         with waiting("the engines' turn", on="trainer and engines"):
             async with self._handover:
-                if self._export_for_evaluation is not None:
-                    await self._export_for_evaluation(version)
-                if version >= self._num_steps and not is_for_evaluation:
-                    return
-                self.last["engines"] = await self.lease.hand_to("engines")
-                await self.publisher.announce()
+                await self.export_for_evaluation(version)
+                if version < self.num_steps or is_for_evaluation:
+                    self._last["engines"] = await self.lease.hand_to("engines")
+                    await self.announce()
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
@@ -164,7 +148,7 @@ class Colocated:
 
     async def bring_up(self, name: str) -> None:
         """Let all engines sleep and get the served weights again."""
-        self.publisher.up_nowait(name)
+        self.up_nowait(name)
 
         async def empty_turn() -> None:
             await self._hand_to_trainer()
@@ -181,30 +165,28 @@ class Colocated:
                 await self._changed.wait()
 
     async def _hand_to_trainer(self) -> TransferStats:
-        if not self._trainer.is_up:
+        if not self.trainer.is_up:
             await asyncio.gather(*self._calls(Call("engines", "sleep", ("kv", "weights"))).values())
-            await self._needing(self._trainer.wait_up())
+            await self._needing(self.trainer.wait_up())
         return await self.lease.hand_to("trainer")
 
     def _calls(self, call: Call) -> Mapping[str, Awaitable[TransferStats]]:
         if call.of == "engines":
-            return {engine.name: self._ask(engine, call) for engine in self._engines}
+            return {engine.name: self._ask(engine, call) for engine in self.targets}
         if call.of == "publisher":
-            return {"publisher": self._needing(self.publisher.push())}
-        ask = self._trainer.offload if call.verb == "offload" else self._trainer.onload
+            return {"publisher": self._needing(self.push())}
+        ask = self.trainer.offload if call.verb == "offload" else self.trainer.onload
         return {"trainer": self._needing(ask(call.parts))}
 
     async def _ask(self, engine: EngineClient, call: Call) -> TransferStats:
         """Call an engine; a lost one is skipped."""
-        if not self.publisher.is_down(engine.name):
-            try:
-                if call.verb == "sleep":
-                    return await engine.sleep(call.parts)
-                return await engine.wake(call.parts)
-            except EngineLost as lost:
-                if self._on_lost is None:
-                    raise
-                self._on_lost(lost)
+        try:
+            if not self.is_down(engine.name):
+                return await (engine.sleep if call.verb == "sleep" else engine.wake)(call.parts)
+        except EngineLost as lost:
+            if self.on_lost is None:
+                raise
+            self.on_lost(lost)
         return TransferStats(num_bytes=0, seconds=0.0)
 
     async def _needing(self, call: Awaitable[T]) -> T:
@@ -217,7 +199,7 @@ class Colocated:
 
     def _lease_event(self, what: str, detail: Mapping[str, Any]) -> None:
         self._num_phases += what == "handover phase"
-        self._on_event(what, detail)
+        self.on_event(what, detail)
         self._wake()
 
     def _wake(self) -> None:

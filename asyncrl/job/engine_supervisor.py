@@ -1,31 +1,28 @@
-"""Supervise the engines of a run."""
+"""Supervise one engine of a run."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Literal
 
-from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.errors import RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
-from asyncrl.job.scale import EngineScale
-from asyncrl.launch.supervise import NO_LOSS, Server, Supervision, Supervisor, cancel_all
+from asyncrl.launch.supervise import Server, Supervision, Supervisor
 
 logger = logging.getLogger("asyncrl.job.engine_supervisor")
 
 
 class EngineSupervisor(Supervisor):
-    """Supervise one engine while it is wanted.
+    """Supervise one engine, or keep it parked.
 
-    Life: parked -> wanted: started as after a loss -> supervised -> not wanted: its requests move to other
-        engines with their tokens, the current push ends, then its process -> parked.
-    Waits: for its requests and for a push.
+    Life: parked, without a process -> starting -> "": works or restarts -> leaving -> parked.
+    Waits: park() waits for its requests to move, and for a push.
     Invariant: the pool sends it work only while it serves the announced version, or a newer one. Parking is
-        no restart; an engine that never comes up after parking ends no run.
+        no restart.
     """
 
     kind = "engine"
@@ -34,56 +31,47 @@ class EngineSupervisor(Supervisor):
         self,
         process: Server,
         client: EngineClient,
-        scale: EngineScale,
+        pool: EnginePool,
         scheduler: WeightScheduler,
         supervision: Supervision,
     ) -> None:
         super().__init__([process], supervision)
         self._client = client
-        self._pool = scale.pool
-        self._scale = scale
+        self._pool = pool
         self._scheduler = scheduler
-        if not scale.wants(self.name):
-            self._leave_nowait()
+        self.state: Literal["parked", "starting", "", "leaving"] = ""
 
-    async def run(self) -> None:
-        while True:
-            await self._scale.wait_wanted(self.name)
-            try:
-                await _until_left(super().run(), self._scale.wait_leave(self.name), self.name)
-            except (RoomError, ConfigError) as error:
-                has_worked = self._scale.states[self.name] == ""
-                if has_worked or isinstance(error, NO_LOSS):
-                    raise
-                self._scale.give_up_nowait(self.name, error)
-            await self._park()
+    def park_nowait(self) -> None:
+        """Mark the engine as parked. It has no process."""
+        self._disconnect_nowait()
+        self._restarts.rests_nowait()
+        self.state = "parked"
 
-    async def _park(self) -> None:
+    async def park(self) -> None:
+        """Move the requests with their tokens, let the push end, and end the process. Call after run()."""
         if self.is_up and (lost := await self._until_lost(self._hand_over())) is not None:
             logger.warning("%s was lost while it was leaving: %s", self.name, lost)
-        self._leave_nowait()
+        self._disconnect_nowait()
         await self._end()
-        self._restarts.rests_nowait()
-        self._scale.enter_nowait(self.name, "parked")
-        self._on_event("engine parked", {"name": self.name, "wanted": self._scale.wanted})
+        self.park_nowait()
+        self._on_event("engine parked", {"name": self.name})
 
     async def _hand_over(self) -> None:
         with waiting("its requests to move, and a push to end", on="rollouts", who="supervisor"):
             await self._pool.drain(self.name)
-            await self._scheduler.publisher.leave(self.name)
+            await self._scheduler.leave(self.name)
 
-    def _leave_nowait(self) -> None:
+    def _disconnect_nowait(self) -> None:
         self.is_up = False
         self._client.disconnect_nowait()
         self._pool.down_nowait(self.name)
-        self._scheduler.publisher.down_nowait(self.name)
+        self._scheduler.down_nowait(self.name)
 
     def _is_dispensable(self) -> bool:
         return {*self._pool.load} - {*self._pool.down, self.name} != set()
 
     def _down(self, lost: RoomError) -> None:
-        self._leave_nowait()
-        self._scale.changed_nowait()
+        self._disconnect_nowait()
 
     def _room(self) -> AbstractAsyncContextManager[None]:
         return self._scheduler.room_for_engine(self.name)
@@ -96,19 +84,7 @@ class EngineSupervisor(Supervisor):
 
     async def _works_again(self) -> None:
         self._pool.up_nowait(self.name)
-        is_new = self._scale.states[self.name] != ""
-        self._scale.enter_nowait(self.name, "")
-        if is_new:
-            self._on_event("engine unparked", {"name": self.name, "wanted": self._scale.wanted})
+        if self.state:
+            self.state = ""
+            self._on_event("engine unparked", {"name": self.name})
         await self._pool.balance()
-
-
-async def _until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any, None], name: str) -> None:
-    working = asyncio.create_task(work, name=f"watch {name}")
-    leaving = asyncio.create_task(left, name=f"watch {name}")
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await cancel_all([working, leaving])
-    if not working.cancelled():
-        working.result()

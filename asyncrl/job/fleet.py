@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 from asyncrl.base.errors import EngineLost, RoomError
+from asyncrl.base.waits import within
 from asyncrl.config.placement_sync import fetches_files
 from asyncrl.config.trainer_algorithm import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
@@ -16,11 +17,11 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import Servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
-from asyncrl.journal.checkpoints import Checkpoints
+from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
-from asyncrl.launch.supervise import Server, Supervision, Supervisor, cancel_all, start_all
+from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.sync.push import NodeFiles
 from asyncrl.trainer.trainer_client import RENDEZVOUS
@@ -64,31 +65,34 @@ class Fleet:
         wait_for_devices: Callable[[], Awaitable[None]],
     ) -> None:
         config = life.config
-        supervision = config.supervision
-        self.life = life
+        self._life = life
         self.placement = servers.placement
         self.staging_dir = staging_dir
         self.supervisors = dict[str, Supervisor]()
         self.supervision = Supervision(
-            supervision, config.observe.heartbeat_s, life.log.warn, journal.event_nowait
+            config.supervision, config.observe.heartbeat_s, life.log.warn, journal.event_nowait
         )
         self.ranks = servers.trainers(staging_dir)
+        group: BroadcastGroup | None = None
+
+        async def before_start() -> None:
+            await wait_for_devices()
+            (staging_dir / RENDEZVOUS).unlink(missing_ok=True)
+            if group is not None:
+                group.sender_gone_nowait()
+
+        recover = partial(
+            recover_trainer, journal=journal, checkpoints=checkpoints, num_batches=config.trainer.num_steps
+        )
         self.trainer = SupervisedTrainer(
             self.ranks,
             self.supervision,
             timeout_s=config.trainer.timeout_s,
-            before_start=self._before_trainer_starts,
-            bring_back=partial(
-                recover_trainer,
-                journal=journal,
-                checkpoints=checkpoints,
-                num_batches=config.trainer.num_steps,
-            ),
+            before_start=before_start,
+            bring_back=recover,
         )
-        self._wait_for_devices = wait_for_devices
-        self._group = None
         if config.weight_sync.facts.is_collective:
-            self._group = BroadcastGroup(
+            group = BroadcastGroup(
                 self.trainer.broadcast,
                 staging_dir,
                 timeout_s=config.weight_sync.timeout_s,
@@ -96,83 +100,53 @@ class Fleet:
                 store=lambda: servers.weights_store,
             )
         self.engine_servers = servers.engines()
-        self.clients = [servers.client(server, tokenizer, self._group) for server in self.engine_servers]
-        # with scaling, aborted calls of a leaving engine must not end the run
-        self.on_lost = self._lost if supervision.max_restarts or config.rollout.is_scaled else None
+        self.clients = [servers.client(server, tokenizer, group) for server in self.engine_servers]
         self.engines = EnginePool(self.clients, slots=config.rollout.slots, on_lost=self.on_lost)
         self.node_files = _node_files(life, servers.placement, self.ranks[0])
+        self.servers = [*self.ranks, *self.engine_servers]
+        self.side_servers = list[Server]()
         self.eval_server: Server | None = None
         self.eval_client: EngineClient | None = None
         if servers.placement.evaluation is not None:
-            self.eval_server = servers.eval_engine()
+            self.eval_server = servers.eval_engine(servers.placement.evaluation)
             self.eval_client = servers.client(self.eval_server, tokenizer)
-        self.teacher_server: Server | None = None
+            self.side_servers.append(self.eval_server)
         self.teacher: Teacher | None = None
-        if servers.teacher_path is not None:
-            server = servers.teacher()
-            self.teacher_server = server
+        if servers.placement.teacher is not None:
+            server = servers.teacher(servers.placement.teacher)
             self.teacher = Teacher(
                 server.caller,
                 temperature=config.rollout.temperature,
                 places=2 * TEACHER_SLOTS,  # the next requests arrive early
                 timeout_s=TEACHER_TIMEOUT_S,
-                on_lost=self._lost if supervision.max_restarts else None,
+                on_lost=self.on_lost,
             )
             self.supervisors[server.name] = TeacherSupervisor(server, self.teacher, self.supervision)
+            self.side_servers.append(server)
 
-    def _lost(self, error: EngineLost) -> None:
+    def on_lost(self, error: EngineLost) -> None:
         self.supervisors[error.room].lost_nowait(error)
 
-    async def _before_trainer_starts(self) -> None:
-        await self._wait_for_devices()
-        self._forget_rendezvous()
-
-    def _forget_rendezvous(self) -> None:
-        (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
-        if self._group is not None:
-            self._group.sender_gone_nowait()
-
-    @property
-    def servers(self) -> list[Server]:
-        return [*self.ranks, *self.engine_servers]
-
-    @property
-    def side_servers(self) -> list[Server]:
-        return [server for server in (self.eval_server, self.teacher_server) if server is not None]
-
-    async def start(self, num_engines: int, hash_model: Awaitable[object], *, is_new: bool) -> None:
-        """Start the processes. A resumed run first awaits `hash_model`, which may refuse."""
-        for server in (*self.servers, *self.side_servers):
-            self.life.closes(server.name, partial(_close, server, self.life.log.warn))
-        engines = self.engine_servers[:num_engines]
-        started = [*self.ranks, *engines, *self.side_servers]
-        hashing = asyncio.ensure_future(hash_model)
-        try:
-            if not is_new:
-                await hashing
-            self.life.log.activity(f"loading the model in {', '.join(server.name for server in started)}")
-            await self._start_in_order(engines)
-            await hashing
-        finally:
-            await cancel_all([hashing])
-
-    async def _start_in_order(self, engines: Sequence[Server]) -> None:
-        """Start all processes. On shared devices the engines start first and sleep, so no device holds both
+    async def start(self, num_engines: int) -> None:
+        """Start the processes. On shared devices the engines start first and sleep, so no device holds both
         sides; resident engines too, because vLLM measures free memory at its start.
         """
+        for server in (*self.servers, *self.side_servers):
+            self._life.closes(server.name, partial(_close, server, self._life.log.warn))
+        engines = [*self.engine_servers[:num_engines], *self.side_servers]
+        names = ", ".join(server.name for server in (*self.ranks, *engines))
+        self._life.log.activity(f"loading the model in {names}")
         if not self.placement.moves and self.placement.memory_fraction is None:
-            await start_all([*self.ranks, *engines, *self.side_servers])
+            await start_all([*self.ranks, *engines])
             return
-        await start_all([*engines, *self.side_servers])
+        await start_all(engines)
         if self.placement.moves:
             limit_s = max(server.start_s for server in engines)
-            clients = self.clients[: len(engines)]
-            try:
-                async with asyncio.timeout(limit_s):
-                    await asyncio.gather(*(client.sleep(["kv", "weights"]) for client in clients))
-            except TimeoutError as error:
-                what = f"an engine did not free the trainer's device within {limit_s:g} s"
-                raise RoomError("placement", what, way_out="read the logs of the engines.") from error
+            what = f"an engine did not free the trainer's device within {limit_s:g} s"
+            late = RoomError("placement", what, way_out="read the logs of the engines.")
+            async with within(limit_s, lambda: late):
+                sleeps = (client.sleep(["kv", "weights"]) for client in self.clients[:num_engines])
+                await asyncio.gather(*sleeps)
         await start_all(self.ranks)
 
 

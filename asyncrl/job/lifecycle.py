@@ -18,8 +18,10 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
@@ -38,30 +40,6 @@ CLOSE_TIMEOUT_S = 15.0
 FEW_FILES = 256
 MAX_WARNINGS = 100
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Interrupts:
-    """Signals for a run outside the main thread. Any thread may call send(); signals are kept until
-    receive_by().
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may interrupt another
-        self._kept: list[int] = []
-        self._receive: Callable[[int], object] | None = None
-
-    def send(self, number: int) -> None:
-        with self._lock:
-            if self._receive is None:
-                self._kept.append(number)
-            else:
-                self._receive(number)
-
-    def receive_by(self, receive: Callable[[int], object] | None) -> None:
-        with self._lock:
-            self._receive = receive
-            while self._kept and receive is not None:
-                receive(self._kept.pop(0))
 
 
 class RunLog:
@@ -100,6 +78,7 @@ class RunLog:
             self.warn(text)
 
 
+@dataclass(eq=False)
 class Lifecycle:
     """Signals, tasks and shutdown of a command that starts processes. Owns the only TaskGroup.
 
@@ -112,32 +91,26 @@ class Lifecycle:
     `on_exit` is awaited last.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_dir: Path,
-        log: RunLog,
-        launcher: Launcher,
-        *,
-        ending: str = "ending",
-        on_end: Callable[[str, str, bool], None] = lambda *_: None,
-        on_exit: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        # other nodes have another working directory
-        self.run_dir = run_dir if config.launcher == "local" else run_dir.absolute()
-        self.config = config
-        self.log = log
-        self.launcher = launcher
-        self.servers: Sequence[Server] = ()
-        """Their deaths replace the failed calls that they cause."""
+    config: RunConfig
+    run_dir: Path
+    log: RunLog
+    launcher: Launcher
+    _: KW_ONLY
+    ending: str = "ending"
+    on_end: Callable[[str, str, bool], None] = lambda *_: None
+    on_exit: Callable[[], Awaitable[None]] | None = None
+    interrupts: SimpleQueue[int] | None = None
+    """Numbers of signals, for a run outside the main thread."""
+    servers: Sequence[Server] = ()
+    """Their deaths replace the failed calls that they cause."""
+
+    def __post_init__(self) -> None:
+        if self.config.launcher != "local":  # other nodes have another working directory
+            self.run_dir = self.run_dir.absolute()
         self.stack = AsyncExitStack()
         self.stop = asyncio.Event()
         self.can_stop = False
         self.signal: int | None = None
-        self.interrupts: Interrupts | None = None
-        self._ending = ending
-        self._on_end = on_end
-        self._on_exit = on_exit
         self._group: asyncio.TaskGroup | None = None
         self._tasks = weakref.WeakSet[asyncio.Task[None]]()
         self._broken: Future[None] = Future()
@@ -155,42 +128,44 @@ class Lifecycle:
                         raise
                     main.uncancel()
                     code = 128 + self.signal
-                return self._finish(code)
-            except BaseExceptionGroup as errors:
-                raise self._fail(first_cause(errors)) from errors
-            except Exception as error:  # outermost frame
+                if code > 128:
+                    self.on_end("interrupted", f"interrupted by {signal.Signals(code - 128).name}", True)
+                else:
+                    self.on_end("done", "", True)
+                return code
+            except (Exception, BaseExceptionGroup) as error:  # outermost frame
                 raise self._fail(error) from error
             finally:
                 self.can_stop = False  # a signal now cuts only this wait
-                if self._on_exit is not None:
+                if self.on_exit is not None:
                     with contextlib.suppress(asyncio.CancelledError):
-                        await self._on_exit()
+                        await self.on_exit()
 
     @contextlib.contextmanager
     def _listening(self, main: asyncio.Task[Any]) -> Iterator[None]:
-        """Handle signals, in the main thread or as `interrupts`."""
+        """Handle signals, in the main thread or from `interrupts`."""
+        if (interrupts := self.interrupts) is not None:
+
+            async def forward() -> None:
+                while number := await asyncio.to_thread(interrupts.get):
+                    self._on_signal(number, main)
+
+            forwarding = asyncio.ensure_future(forward())
+            try:
+                yield
+            finally:
+                interrupts.put(0)  # ends the thread
+                forwarding.cancel()
+            return
         loop = asyncio.get_running_loop()
         numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
-        if self.interrupts is not None:
-            numbers = ()
-            self.interrupts.receive_by(
-                lambda number: loop.call_soon_threadsafe(self._on_signal, number, main)
-            )
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number, main)
         try:
             yield
         finally:
-            if self.interrupts is not None:
-                self.interrupts.receive_by(None)
             for number in numbers:
                 loop.remove_signal_handler(number)
-
-    def _finish(self, code: int) -> int:
-        state = "interrupted" if code > 128 else "done"
-        why = f"interrupted by {signal.Signals(code - 128).name}" if code > 128 else ""
-        self._on_end(state, why, True)
-        return code
 
     async def _live(self, live: Callable[[], Awaitable[int]]) -> int:
         async with self.stack:
@@ -231,6 +206,8 @@ class Lifecycle:
         await asyncio.wrap_future(self._broken)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
+        if isinstance(error, BaseExceptionGroup):
+            error = first_cause(error)
         if isinstance(error, OSError):
             what = f"cannot use the run directory {self.run_dir}: {error}"
             error = RoomError("controller", what, way_out="free space on its disk, then start again.")
@@ -240,7 +217,7 @@ class Lifecycle:
             error = RoomError("controller", what, way_out=f"report it with the traceback in {log_path}.")
         logger.error("ended by %s", error, exc_info=error)
         with contextlib.suppress(OSError, CallbackError):
-            self._on_end("failed", str(error), not isinstance(error, ConfigError))
+            self.on_end("failed", str(error), not isinstance(error, ConfigError))
         return error
 
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
@@ -253,7 +230,7 @@ class Lifecycle:
             clear_own_staging()
             os._exit(128 + number)
         self.signal = number
-        self.log.activity(f"{self._ending} (press Ctrl-C again to end at once)")
+        self.log.activity(f"{self.ending} (press Ctrl-C again to end at once)")
         if self.can_stop:
             self.stop.set()
         else:

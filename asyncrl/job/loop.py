@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from asyncrl.agents.command import passed_env
 from asyncrl.algorithms.registry import resolve
@@ -22,7 +23,6 @@ from asyncrl.base.waits import computed, span
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.job.build import Components, build
 from asyncrl.job.lifecycle import (
-    Interrupts,
     Lifecycle,
     locked_run_dir,
     logging_to,
@@ -32,18 +32,17 @@ from asyncrl.job.lifecycle import (
     run_again,
     run_id,
 )
-from asyncrl.job.report import Reporter, engine_supervisors, processes, reported
-from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, resumed_dtype, settle_saved
-from asyncrl.job.scale import first_wanted
-from asyncrl.journal.checkpoints import set_aside
+from asyncrl.job.report import Reporter, processes, reported
+from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, settle_saved
+from asyncrl.journal.checkpoint_folders import set_aside
 from asyncrl.launch.devices import Placement
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.observe.trackers import Tracker, check_trackers
-from asyncrl.observe.watchdog import ChildState, Watchdog
+from asyncrl.observe.trackers import Callbacks, check_trackers
+from asyncrl.observe.watchdog import Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
 from asyncrl.tasks.sources import DATA_PIN
 from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
@@ -64,11 +63,11 @@ def run_job(
     name: str,
     resume: ResumeMode = "auto",
     allow_change: Sequence[str] = (),
-    trackers: Sequence[Tracker] = (),
-    interrupts: Interrupts | None = None,
+    callbacks: Callbacks | None = None,
+    interrupts: SimpleQueue[int] | None = None,
 ) -> int:
-    """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. `trackers` are added to the
-    config's. Raises AsyncrlError, leaving no child process and no shared memory.
+    """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. `callbacks` are called
+    too. Raises AsyncrlError, leaving no child process and no shared memory.
     """
     if config.generator.is_harness:
         hide_memory()  # protect keys and answers
@@ -77,15 +76,14 @@ def run_job(
     check_trackers(config.observe)
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
-        num_first = first_wanted(config, run_dir)  # once: `asyncrl scale` may change it
-        config, resolved = resolve_auto(config, launcher.nodes, begun=resumed_dtype(run_dir))
+        config, resolved = resolve_auto(config, launcher.nodes)
         fetch_architectures(config)
         plan, messages = plan_run(config, launcher.nodes)
         refuse_over_capacity(plan, config)
         with _opened_run_dir(config, run_dir or new_run_dir(name), resume, allow_change) as (folder, point):
             for text in (*resolved, *messages):
                 logger.info("%s", text)
-            reporter = Reporter(config, folder, name, trackers, goes_on=point is not None)
+            reporter = Reporter(config, folder, name, callbacks, goes_on=point is not None)
             life = Lifecycle(
                 config,
                 folder,
@@ -94,9 +92,9 @@ def run_job(
                 ending="stopping after this step",
                 on_end=reporter.finish,
                 on_exit=reporter.aclose,
+                interrupts=interrupts,
             )
-            life.interrupts = interrupts
-            job = Job(life, reporter, plan.placement, point, num_first)
+            job = Job(life, reporter, plan.placement, point)
             return asyncio.run(cancel_remaining(life.run(job.live)))
 
 
@@ -131,7 +129,6 @@ class Job:
     reporter: Reporter
     placement: Placement
     point: ResumePoint | None
-    num_first: int
 
     async def live(self) -> int:
         if (main := asyncio.current_task()) is not None:
@@ -142,17 +139,9 @@ class Job:
             life.closes("status server", server.aclose)
             await server.start()
         life.stack.callback(self.reporter.close_console)
-        point = self.point
-        for text in () if point is None else point.notes:
-            self.life.log.warn(text)
-        run = await build(
-            life,
-            self.placement,
-            self.reporter,
-            is_new=point is None,
-            may_change=(False, False) if point is None else (point.may_change_model, point.may_change_data),
-            num_first=self.num_first,
-        )
+        for text in () if self.point is None else self.point.notes:
+            life.log.warn(text)
+        run = await build(life, self.placement, self.reporter, self.point)
         life.servers = run.fleet.servers
         life.stack.enter_context(rare_collections())
         life.closes("producers", run.producers.aclose)
@@ -170,30 +159,32 @@ class Job:
         self.life.spawn(self._report_status(run, watchdog), name="status")
         self.life.spawn(run.journal.wait_failed(), name="watch journal")
         self.life.spawn(run.trainer.run(), name="watch trainer")
-        workers = () if run.harnessing is None else run.harnessing.supervisors
-        for supervisor in (*run.fleet.supervisors.values(), *workers):
-            self.life.spawn(supervisor.run(), name=f"watch {supervisor.name}")
+        run.scale.watch_nowait()
+        others = [one for one in run.fleet.supervisors.values() if one not in run.scale.engines]
         if run.harnessing is not None:
+            others += run.harnessing.supervisors
             self.life.spawn(self.life.wait_broken(), name="watch gateway")
+        for supervisor in others:
+            self.life.spawn(supervisor.run(), name=f"watch {supervisor.name}")
 
     def _make_watchdog(self, run: Components) -> Watchdog:
         log_path = self.life.run_dir / "logs" / "controller.log"
         command = run_again(self.life.run_dir, "--resume", "must")
 
-        async def ask_children() -> tuple[ChildState, ...]:
+        async def ask_children() -> dict[str, bool]:
             servers = processes(run)
             for server in servers:
                 server.child.dump_stacks_nowait()
             states = await asyncio.gather(*(server.state() for server in servers))
-            return tuple(
-                ChildState(server.name, server.child.seen(), text, is_well=is_well)
+            return {
+                f"{server.name}: {server.child.seen()}; {text}": is_well
                 for server, (text, is_well) in zip(servers, states, strict=True)
-            )
+            }
 
         async def restart_engines() -> None:
             why = f"the run made no progress; {log_path} lists the open waits"
-            for supervisor in engine_supervisors(run):
-                supervisor.lost_nowait(EngineLost(supervisor.name, why, rule="supervision.on_stuck=restart"))
+            for engine in run.scale.engines:
+                engine.lost_nowait(EngineLost(engine.name, why, rule="supervision.on_stuck=restart"))
 
         return Watchdog(
             self.life.config.supervision,

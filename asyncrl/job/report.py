@@ -7,7 +7,7 @@ import logging
 import math
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.base.files import LOST, write_whole
 from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
-from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.lifecycle import RunLog, run_again, run_id
-from asyncrl.journal.checkpoints import sync_records
+from asyncrl.journal.checkpoint_folders import sync_records
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Batch, GroupId, Prompt
@@ -29,9 +28,9 @@ from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, 
 from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, skipped_text
 from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter, write_trace
-from asyncrl.observe.trackers import TrackedRun, Tracker, make_trackers
-from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
-from asyncrl.observe.watchdog import Reported, Wait
+from asyncrl.observe.trackers import Background, Callbacks, TrackedRun
+from asyncrl.observe.verdict import judge, summary_panel
+from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -39,7 +38,7 @@ from asyncrl.trainer.step_report import GAP_WARNING
 
 if TYPE_CHECKING:
     from asyncrl.job.build import Components
-    from asyncrl.observe.web import StatusServer
+    from asyncrl.observe.web import WebServer
 
 logger = logging.getLogger("asyncrl.job.report")
 
@@ -57,7 +56,7 @@ class Reporter:
         config: RunConfig,
         run_dir: Path,
         name: str,
-        trackers: Sequence[Tracker] = (),
+        callbacks: Callbacks | None = None,
         *,
         goes_on: bool = False,
     ) -> None:
@@ -69,11 +68,10 @@ class Reporter:
             run_name=name,
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
-            shows_samples=config.observe.samples_per_step > 0,
             health_of=lambda steps: judge(steps, config).health,
         )
         self.log = RunLog(self._console.say, self._console.show_activity)
-        self._trackers = make_trackers(config.observe, self.log.warn, trackers)
+        self._trackers = Background(config.observe, self.log.warn, callbacks)
         self._recorder = Recorder(run_dir, self._trackers)
         self._timeline = TimelineWriter(run_dir)
         self._samples = SampleWriter(run_dir, seed=config.seed, per_step=config.observe.samples_per_step)
@@ -102,16 +100,16 @@ class Reporter:
         self._console.say(f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}")
         self._console.start()
 
-    def status_server(self) -> StatusServer | None:
+    def status_server(self) -> WebServer | None:
         """Raises ConfigError if the port is unavailable."""
         observe = self.config.observe
         if observe.status_port is None:
             return None
-        from asyncrl.observe.web import StatusServer
+        from asyncrl.observe.web import KEY_FILE, status_server
 
-        server = StatusServer(self.run_dir, observe, self._numbers)
+        server = status_server(self.run_dir, observe, self._numbers)
         self._status_url = server.url
-        self._console.say(f"{self._status_url}/metrics and /status; the key: {server.key_path}")
+        self._console.say(f"{self._status_url}/metrics and /status; the key: {self.run_dir / KEY_FILE}")
         return server
 
     def _numbers(self) -> dict[str, Any]:
@@ -226,12 +224,9 @@ class Reporter:
             logger.warning("%s", text)
             self.log.warn_once("skipped", text)
 
-    def status(self, run: Components, waits: Sequence[Wait]) -> None:
+    def status(self, run: Components, waits: Mapping[str, float]) -> None:
         self._note_slots(run)
         now = self._now = self._counted(gauges(run))
-        missing = run.harnessing.missing_workers() if run.harnessing is not None else None
-        if missing is not None:
-            self.log.warn_once("workers", missing)
         self._recorder.write_status(
             {
                 "state": "running",
@@ -240,13 +235,13 @@ class Reporter:
                 "step": run.trainer.policy_version,
                 "num_steps": self.config.trainer.num_steps,
                 "warnings": self.log.warnings or None,
-                "waits": list(map(asdict, waits)),
+                "waits": waits,
                 **status_of(run, now),
             }
         )
 
     def finish(self, state: str, why: str = "", can_go_on: bool = True) -> None:
-        """Write verdict, plot and summary.json. `state`: done, interrupted or failed. Raises OSError."""
+        """Write verdict and summary.json. `state`: done, interrupted or failed. Raises OSError."""
         try:
             self._finish(state, why)
             if state != "done" and can_go_on:
@@ -272,11 +267,9 @@ class Reporter:
         if (steps := Steps(read_metrics(self.run_dir, []))).values("reward/mean"):
             verdict = judge(steps, self.config)
             summary |= asdict(verdict)
-            plot = write_reward_plot(self.run_dir, steps, title=self.name, evaluations=self._evaluations)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
             for line in newest:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
-            self._console.say(f"reward plot: {plot}")
             folder = shlex.quote(str(self.run_dir))
             self._console.say(f"all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
@@ -327,15 +320,11 @@ def processes(run: Components) -> tuple[Server, ...]:
     return (*(server for server in servers if run.scale.states.get(server.name) != "parked"), *workers)
 
 
-def engine_supervisors(run: Components) -> list[EngineSupervisor]:
-    return [one for one in run.fleet.supervisors.values() if isinstance(one, EngineSupervisor)]
-
-
 def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     """Return all numbers by name, and by source if a new process restarts them."""
     harnessing = run.harnessing
-    sources: list[Any] = [run.buffer, run.producers, run.engines, run.scheduler.publisher, run.scorer]
-    sources += [run.trainer, run.scheduler, run.checkpointer, run.scale, run.evaluation, run.fleet.teacher]
+    sources: list[Any] = [run.buffer, run.producers, run.engines, run.scheduler, run.scorer, run.trainer]
+    sources += [run.checkpointer, run.scale, run.evaluation, run.fleet.teacher]
     if harnessing is not None:
         sources += [harnessing.gateway, harnessing.queue]
     found = dict[str, float | Mapping[str, float]]()
@@ -347,7 +336,7 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     found |= {
         "engine/tokens": sum(health.tokens_generated for health in engines.values()),
         "engine/decode_s": {name: engines[name].decode_s for name in engines if name in trained_on},
-        "engine/restarts": sum(one.num_restarts for one in engine_supervisors(run)),
+        "engine/restarts": sum(engine.num_restarts for engine in run.scale.engines),
         "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
     }
     if run.fleet.teacher is not None:

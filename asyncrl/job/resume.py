@@ -5,27 +5,23 @@ groups continue from their partial turns, and requeued prompts come first.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-import yaml
-
-from asyncrl.base.errors import AsyncrlError, ConfigError
+from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.rollout_buffer import ENGINES
 from asyncrl.config.run_config import key_of
-from asyncrl.job.build import Components
 from asyncrl.job.lifecycle import has_begun, run_again
 from asyncrl.job.report import Reporter
 from asyncrl.job.trainer_recovery import load_batches
-from asyncrl.journal.checkpoints import Checkpoints, ControllerState, Damaged, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState, Whole
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.journal.schema import FILE_NAME
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
@@ -33,6 +29,9 @@ from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import SUMMARY_FILE, read_object
 from asyncrl.trainer.model_folder import MODEL_PIN
+
+if TYPE_CHECKING:
+    from asyncrl.job.build import Components
 
 logger = logging.getLogger("asyncrl.job.resume")
 
@@ -57,8 +56,6 @@ end.
 """
 MODEL_KEYS = ("model.path", "model.revision")
 """May change if a ModelPin recorded the old files, which must match."""
-TRANSPORT = "weight_sync.transport"
-"""Only lora changes the engines' bits: vLLM then computes with unmerged adapters."""
 SAVED = ("final", "adapter")
 
 
@@ -70,7 +67,7 @@ class ResumePoint:
 
     checkpoint: Whole | None
     notes: tuple[str, ...] = ()
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[CheckpointDamaged, ...] = ()
     may_change_model: bool = False
     may_change_data: bool = False
 
@@ -83,13 +80,6 @@ def as_resume_mode(text: str) -> ResumeMode:
     if text not in get_args(ResumeMode):
         raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
     return cast(ResumeMode, text)
-
-
-def resumed_dtype(run_dir: Path | None) -> str | None:
-    with contextlib.suppress(AsyncrlError):
-        if run_dir is not None and (run_dir / "config.yaml").exists() and has_begun(run_dir):
-            return load_config(run_dir / "config.yaml").model.dtype
-    return None
 
 
 def settle_saved(folder: Path) -> bool:
@@ -122,11 +112,13 @@ def find_resume(
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
     _refuse_trained(run_dir, config, 0 if checkpoint is None else checkpoint.version)
-    notes = (*(found.why for found in damaged), *accepted)
-    may_change = (
-        any(_is_named(key, allow_change) for key in keys) for keys in (MODEL_KEYS, ("task.digest",))
+    return ResumePoint(
+        checkpoint,
+        (*(found.what for found in damaged), *accepted),
+        tuple(damaged),
+        may_change_model=any(_is_named(key, allow_change) for key in MODEL_KEYS),
+        may_change_data=_is_named("task.digest", allow_change),
     )
-    return ResumePoint(checkpoint, notes, tuple(damaged), *may_change)
 
 
 def _refused(
@@ -137,48 +129,49 @@ def _refused(
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return section.key -> (old, new); values compare as YAML."""
+    """Return section.key -> (old, new)."""
     then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
-    changed = [key for key in keys if yaml.safe_dump(then.get(key)) != yaml.safe_dump(new.get(key))]
-    return {key: (then.get(key), new.get(key)) for key in changed}
+    return {key: (then.get(key), new.get(key)) for key in keys if then.get(key) != new.get(key)}
 
 
 def _keys(config: RunConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in config.model_dump().items():
-        sections = {name: value}
-        if name in ("task", "eval") and isinstance(value, list):
-            several = config.tasks if name == "task" else config.evals
-            sections = {key_of(name, one): entry for one, entry in zip(several, value, strict=True)}
-        for key, section in sections.items():
-            is_section = isinstance(section, dict) and section
-            found |= {f"{key}.{k}": inner for k, inner in section.items()} if is_section else {key: section}
+    sections = config.model_dump(mode="json")
+    for name, several in (("task", config.tasks), ("eval", config.evals)):
+        if isinstance(sections[name], list):
+            entries = sections.pop(name)
+            sections |= {key_of(name, one): entry for one, entry in zip(several, entries, strict=True)}
+    found = dict[str, Any]()
+    for key, section in sections.items():
+        if isinstance(section, dict) and section:
+            found |= {f"{key}.{name}": value for name, value in section.items()}
+        else:
+            found[key] = section
     return found
 
 
 def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path) -> list[str]:
-    changes = changed_keys(before, now)
-    found = {
-        key: values
-        for key, values in changes.items()
-        if not (_is_free(key, now, run_dir) or (key == TRANSPORT and "lora" not in values))
+    changes = {
+        key: f"{key}: {values[0]!r} -> {values[1]!r}"
+        for key, values in changed_keys(before, now).items()
+        if not _is_free(key, values, now, run_dir)
     }
-    changed = {key: values for key, values in found.items() if not _is_named(key, allowed)}
-    if changed:
-        lines = "".join(f"\n    {key}: {then!r} -> {new!r}" for key, (then, new) in changed.items())
-        flags = " ".join(f"--allow-change {key}" for key in changed)
+    if refused := [key for key in changes if not _is_named(key, allowed)]:
+        lines = "".join(f"\n    {changes[key]}" for key in refused)
+        flags = " ".join(f"--allow-change {key}" for key in refused)
         raise ConfigError(
             f"the run in {run_dir} was started with other settings:{lines}\n ",
             rule="a resumed run computes what the killed one would have",
             way_out=f"restore them, accept the change with {flags}, or start a new run in another --run-dir.",
         )
-    return [f"resuming with {key}: {then!r} -> {new!r}" for key, (then, new) in found.items()]
+    return [f"resuming with {change}" for change in changes.values()]
 
 
-def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
+def _is_free(key: str, values: tuple[Any, Any], config: RunConfig, run_dir: Path) -> bool:
     if key in MODEL_KEYS:
         return (run_dir / MODEL_PIN).exists()
+    if key == "weight_sync.transport":  # with lora, vLLM computes with unmerged adapters
+        return "lora" not in values
     if key == "trainer.num_steps":  # another schedule uses it in every learning rate
         return config.trainer.schedule == "constant"
     section = key.partition(".")[0]  # seed, task.KEY or task.NAME.KEY
@@ -196,18 +189,13 @@ def _refuse_trained(run_dir: Path, config: RunConfig, num_saved: int) -> None:
         with reading(journal) as connection:
             query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
             num_trained = max(num_saved, *connection.execute(query).fetchone())
-    summary = read_object(run_dir / SUMMARY_FILE, [])
-    is_done = summary.get("state") == "done"
-    if is_done:
-        num_trained = max(num_trained, summary.get("num_steps", 0))
     num_steps = config.trainer.num_steps
+    is_done = read_object(run_dir / SUMMARY_FILE, []).get("state") == "done"
     if num_steps < num_trained or (is_done and num_steps == num_trained):
-        is_free = _is_free("trainer.num_steps", config, run_dir)
-        allowed = () if is_free else ("--allow-change", "trainer.num_steps")
-        command = run_again(run_dir, f"trainer.num_steps={2 * num_trained}", *allowed)
+        longer = f"trainer.num_steps={2 * num_trained}"
+        command = run_again(run_dir, longer, "--allow-change", "trainer.num_steps")
         raise ConfigError(
-            f"the run in {run_dir} {'is done, after' if is_done else 'has trained'} {num_trained} steps, and "
-            f"trainer.num_steps={num_steps}",
+            f"the run in {run_dir} has trained {num_trained} steps, and trainer.num_steps={num_steps}",
             rule="a resumed run keeps every trained step",
             way_out=f"train more steps with `{command}`, or choose another --run-dir.",
         )
@@ -228,13 +216,6 @@ async def restore(
         _from_checkpoint_alone(point.checkpoint, run)
     else:
         unfinished, ended = _from_journal(run, state)
-    before = {
-        "version": point.version,
-        "num_drawn": feed.num_drawn,
-        "out": feed.prompts_back(),
-        "next_group_id": run.buffer.next_group_id,
-        "memory": feed.memory(),
-    }
 
     @functools.cache
     def restored() -> None:
@@ -253,7 +234,14 @@ async def restore(
         await run.trainer.recover(folder, missed, trained_again)
     restored()
     if is_journal_new:
-        journal.note_nowait("began_at", before)
+        began_at = {
+            "version": point.version,
+            "num_drawn": feed.num_drawn,
+            "out": feed.prompts_back(),
+            "next_group_id": run.buffer.next_group_id,
+            "epochs": feed.epochs(),
+        }
+        journal.note_nowait("began_at", began_at)
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
         journal.group_ended_nowait(group_id, "requeued", why, requeued=prompt.num_requeued)
     return unfinished
@@ -264,7 +252,7 @@ def _from_journal(
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """Return (groups that continue, requeued prompts with the reason)."""
     feed, ready = run.feed, [group for _, group in state.ready]
-    feed.remember_nowait(state.memory, state.epochs, state.observed)
+    feed.remember_nowait(state.epochs, state.observed)
     first = {name: count for name, count in state.requeued.items() if name not in state.returning}
     feed.restore_nowait(state.num_drawn, first)
     prompts = {group.group_id: group.prompt for group in ready}

@@ -18,10 +18,10 @@ from asyncrl.base.errors import CheckpointDamaged, CheckpointError, ConfigError,
 from asyncrl.base.files import whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import RunConfig
-from asyncrl.journal.checkpoints import MANIFEST, TRAINER, Checkpoints, read_whole
+from asyncrl.journal.checkpoint_folders import MANIFEST, TRAINER, Checkpoints, read_whole
 from asyncrl.observe.run_dir import SUMMARY_FILE, read_config, read_evaluations, read_metrics, read_object
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.verdict import PLOT_FILE, write_reward_plot
+from asyncrl.observe.verdict import write_reward_plot
 from asyncrl.trainer.model_folder import TOKENIZER, ModelPin, find_model, hub_source
 
 MARK = "asyncrl.json"
@@ -277,8 +277,8 @@ model = {loader}.from_pretrained("{name}")
         text += f"\nEvaluation: {reward:.3f} at policy_version {line['policy_version']:.0f}.\n"
     if steps.values("reward/mean"):
         title = f"reward up to policy_version {export.version}"
-        write_reward_plot(folder, steps, title=title, evaluations=evaluations)
-        text += f"\n![Mean reward of the batches]({PLOT_FILE})\n"
+        write_reward_plot(folder / "reward.png", steps, title=title)
+        text += "\n![Mean reward of the batches](reward.png)\n"
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
 
 

@@ -5,141 +5,118 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from asyncrl.base.errors import AsyncrlError, ConfigError
+from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.files import write_whole
-from asyncrl.config import RunConfig
 from asyncrl.config.rollout_buffer import EngineRange
-from asyncrl.engines.pool import EnginePool
+from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.lifecycle import RunLog, run_again
-from asyncrl.launch.supervise import summary_of
+from asyncrl.launch.supervise import NO_LOSS, summary_of
 from asyncrl.observe.run_dir import judge_state, read_config, read_status
+from asyncrl.rollouts.producers import Spawn
 
 WANTED_FILE = "wanted.json"
 LOOK_PERIOD_S = 1.0
 KEY = "engines"
 
 
+@dataclass(eq=False)
 class EngineScale:
-    """Which engines work: the first `wanted`. The others are parked, without a process.
+    """Keep the first `wanted` engines working, and park the others.
 
-    Life of an engine: parked -> starting -> "" (works) -> leaving -> parked, the highest number first.
-    Invariant: an engine that is up leaves only while `wanted` others are up.
+    Invariant: an engine that is up is parked only while `wanted` others are up, the highest number first. A
+        new engine that never comes up ends no run.
+
+    `on_change` gets the number of engines that work.
     """
 
-    def __init__(
-        self,
-        limits: EngineRange,
-        run_dir: Path,
-        pool: EnginePool,
-        log: RunLog,
-        *,
-        on_change: Callable[[int], None],
-        num_first: int,
-    ) -> None:
-        """`on_change` gets the number of engines that work."""
-        self.range = limits
-        self.is_fixed = limits.min == limits.max
-        self.pool = pool
-        self.wanted = num_first
-        self._on_change = on_change
-        self._run_dir = run_dir
-        self._log = log
-        self._names = [server.name for server in pool.servers]
-        self._changed = asyncio.Event()
-        self.states = {name: "" if self.wants(name) else "parked" for name in self._names}
+    engines: Sequence[EngineSupervisor]
+    range: EngineRange
+    run_dir: Path
+    log: RunLog
+    _: KW_ONLY
+    wanted: int
+    spawn: Spawn
+    on_change: Callable[[int], None]
 
-    def wants(self, name: str) -> bool:
-        return name in self._names[: self.wanted]
+    def __post_init__(self) -> None:
+        self.is_fixed = self.range.min == self.range.max
+        self._num_working = self.wanted
+        self._watching = dict[str, asyncio.Task[None]]()
+        for engine in self.engines[self.wanted :]:
+            engine.park_nowait()
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {engine.name: engine.state for engine in self.engines}
 
     def gauges(self) -> dict[str, float]:
-        return {} if self.is_fixed else {"engine/up": len(self._names) - len(self.pool.down)}
+        return {} if self.is_fixed else {"engine/up": sum(engine.is_up for engine in self.engines)}
+
+    def watch_nowait(self) -> None:
+        """Supervise each wanted engine, in a task of its own."""
+        for engine in self.engines[: self.wanted]:
+            if engine.name not in self._watching:
+                engine.state = "starting" if engine.state else ""
+                self._watching[engine.name] = self.spawn(self._watch(engine), name=f"watch {engine.name}")
 
     async def follow(self) -> None:
+        """Start and park engines as RUN_DIR/wanted.json asks."""
         while True:
             await asyncio.sleep(LOOK_PERIOD_S)
-            try:
-                num = read_wanted(self._run_dir, self.range) or self.wanted
-            except ConfigError as error:
-                self._log.warn(str(error))
-                (self._run_dir / WANTED_FILE).unlink(missing_ok=True)
-                continue
-            if num != self.wanted:
-                self._log.info(f"scaling from {self.wanted} to {num} engines")
-                self.set_nowait(num)
+            wanted = read_wanted(self.run_dir, self.range) or self.wanted
+            if wanted != self.wanted:
+                self.log.info(f"scaling from {self.wanted} to {wanted} engines")
+                self.wanted = wanted
+            self.watch_nowait()
+            while (engine := self._next_to_park()) is not None:
+                if (task := self._watching.pop(engine.name, None)) is not None:
+                    task.cancel()
+                    await asyncio.wait({task})
+                engine.state = "leaving"
+                self._count()
+                await engine.park()
+            self._count()
 
-    def set_nowait(self, num: int) -> None:
-        self.wanted = num
-        self.changed_nowait()
+    async def _watch(self, engine: EngineSupervisor) -> None:
+        try:
+            await engine.run()
+        except (RoomError, ConfigError) as error:
+            if not engine.state or isinstance(error, NO_LOSS):
+                raise
+            num = self.engines.index(engine)
+            if num < self.wanted:
+                self.log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
+                write_wanted(self.run_dir, num)
+                self.wanted = num
+            await engine.park()
+            self._watching.pop(engine.name, None)
 
-    def give_up_nowait(self, name: str, error: AsyncrlError) -> None:
-        """Want only the engines before `name`."""
-        num = self._names.index(name)
-        if num < self.wanted:
-            self._log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
-            write_wanted(self._run_dir, num)
-            self.set_nowait(num)
+    def _next_to_park(self) -> EngineSupervisor | None:
+        up = [engine for engine in self.engines if engine.is_up]
+        for engine in reversed(self.engines[self.wanted :]):
+            may_leave = not engine.is_up or (engine is up[-1] and len(up) > self.wanted)
+            if engine.state != "parked" and may_leave:
+                return engine
+        return None
 
-    async def wait_wanted(self, name: str) -> None:
-        while not self.wants(name):
-            await self._changed.wait()
-        if self.states[name] == "parked":
-            self.enter_nowait(name, "starting")
-
-    async def wait_leave(self, name: str) -> None:
-        """Wait until this engine may leave."""
-        while self.wants(name) or not self._may_leave(name):
-            await self._changed.wait()
-        self.pool.down_nowait(name)
-        self.enter_nowait(name, "leaving")
-
-    def _may_leave(self, name: str) -> bool:
-        up = [other for other in self._names if other not in self.pool.down]
-        return name not in up or (name == up[-1] and len(up) > self.wanted)
-
-    def enter_nowait(self, name: str, state: str) -> None:
-        was_working = self.states[name] == ""
-        self.states[name] = state
-        if was_working != (state == ""):
-            self._on_change(list(self.states.values()).count(""))
-        self.changed_nowait()
-
-    def changed_nowait(self) -> None:
-        """Wake all waiters; also after a loss."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-def first_wanted(config: RunConfig, run_dir: Path | None) -> int:
-    """Return the engines at the start: as asked before, else from the config."""
-    asked = None
-    if config.rollout.is_scaled and run_dir is not None:
-        with contextlib.suppress(ConfigError):  # follow() warns
-            asked = read_wanted(run_dir, config.rollout.engine_range)
-    return asked or config.rollout.engine_range.min
+    def _count(self) -> None:
+        num = list(self.states.values()).count("")
+        if num != self._num_working:
+            self._num_working = num
+            self.on_change(num)
 
 
 def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:
-    """Return the number in RUN_DIR/wanted.json, if any. Raises ConfigError."""
-    path = run_dir / WANTED_FILE
-    try:
-        return _in_range(json.loads(path.read_text(encoding="utf-8"))[KEY], limits)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        what = f"{path} has no number of engines: {type(error).__name__} {error}"
-        raise ConfigError(what, way_out=f"write it with `asyncrl scale {run_dir} engines=N`.") from error
-
-
-def _in_range(asked: object, limits: EngineRange) -> int:
-    if type(asked) is int and limits.min <= asked <= limits.max:
-        return asked
-    raise ConfigError(
-        f"engines={asked!r} is outside rollout.num_engines={{min: {limits.min}, max: {limits.max}}}",
-        way_out="choose a number in this range (memory is planned for it), or restart with another range.",
-    )
+    """Return the number in RUN_DIR/wanted.json, if there is one in range."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        num = int(json.loads((run_dir / WANTED_FILE).read_text(encoding="utf-8"))[KEY])
+        if limits.min <= num <= limits.max:
+            return num
+    return None
 
 
 def write_wanted(run_dir: Path, num: int) -> None:
@@ -149,15 +126,16 @@ def write_wanted(run_dir: Path, num: int) -> None:
 def scale_run(run_dir: Path, asked: str) -> str:
     """Ask a run for `engines=N`; return an answer for the user. Raises ConfigError."""
     name, _, text = asked.partition("=")
-    if name != KEY or not text.isdecimal():
-        raise ConfigError(f"{asked!r} is not a number of engines", way_out=f"write {KEY}=4.")
-    rollout = read_config(run_dir).rollout
-    if not rollout.is_scaled:
-        wide = f"rollout.num_engines={{min: 1, max: {max(int(text), rollout.max_engines)}}}"
+    num = int(text) if name == KEY and text.isdecimal() else 0
+    limits = read_config(run_dir).rollout.engine_range
+    if not limits.min <= num <= limits.max:
+        wide = f"rollout.num_engines={{min: 1, max: {max(num, limits.max)}}}"
         again = run_again(run_dir, wide, "--allow-change", "rollout.num_engines")
-        what = f"the run in {run_dir} has a fixed rollout.num_engines={rollout.num_engines}"
-        raise ConfigError(what, way_out=f"stop it with Ctrl-C, and resume it with a range: `{again}`.")
-    num = _in_range(int(text), rollout.engine_range)
+        raise ConfigError(
+            f"{asked!r} is not {KEY}=N within rollout.num_engines={{min: {limits.min}, max: {limits.max}}}",
+            rule="memory is planned for this range",
+            way_out=f"choose a number in it; or stop the run, and resume it with another range: `{again}`.",
+        )
     state, why = judge_state(read_status(run_dir, []), run_dir)
     if state not in ("starting", "running", "unknown"):
         way_out = f"start it with `{run_again(run_dir)}`, then scale it."

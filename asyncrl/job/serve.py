@@ -141,7 +141,6 @@ async def _live_engine(life: Lifecycle) -> int:
         f"{engine.name} ready; logs in {life.run_dir / 'logs'}",
         f"  export ENGINE_URL={url} ENGINE_KEY={servers.secret}",
         '  curl -sS "$ENGINE_URL/health" -H "Authorization: Bearer $ENGINE_KEY"',
-        f"  {servers.kind.hint(url, servers.model_path)}",
     ):
         life.log.print_secret(line)
     life.can_stop = True  # Ctrl-C is a normal end
@@ -218,16 +217,24 @@ class UserKey:
 
     def close(self) -> None:
         self._session.end_nowait("the gateway was ended")
-        with contextlib.suppress(RolloutFailure):  # no sampled token
-            self._keep(self._session, None, self._session.rollout(0, Outcome(), 0.0))
+        self._keep_unrewarded(self._session)
 
     def _open(self, number: int) -> GatewaySession:
         name, prompt_id = f"{self._name}/{number}", self._name
         session = self._gateway.open_nowait(
             name, prompt_id=prompt_id, sample_index=number, attempt=0, route_key=name, user_key=self.key
         )
-        session.on_forgotten = partial(self._keep, session, None)
+        session.on_full = self._start_next
         return session
+
+    def _start_next(self) -> None:
+        session = self._session
+        self._session = self._open(session.sample_index + 1)
+        self._keep_unrewarded(session)
+
+    def _keep_unrewarded(self, session: GatewaySession) -> None:
+        with contextlib.suppress(RolloutFailure):  # no sampled token
+            self._keep(session, None, session.rollout(0, Outcome(), 0.0))
 
     def _take(self, outcome: Outcome) -> None:
         """Record a posted outcome. Raises RolloutFailure if it does not fit the samples."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.base.waits import waiting
-from asyncrl.journal.checkpoints import Checkpoints, set_aside
+from asyncrl.journal.checkpoint_folders import Checkpoints, set_aside
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
 from asyncrl.launch.supervise import GRACE_S, Server, Supervision, Supervisor
@@ -136,7 +136,7 @@ async def recover_trainer(
         stop = min(max(version, start), num_batches)
         folder = None if whole is None else whole.trainer_dir
         await client.catch_up(folder, load_batches(state, start, stop), lambda _batch, _report: None)
-        for text in [found.why for found in damaged] + await asyncio.to_thread(set_aside, damaged):
+        for text in [found.what for found in damaged] + await asyncio.to_thread(set_aside, damaged):
             logger.warning("%s", text)
 
 

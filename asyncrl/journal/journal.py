@@ -1,7 +1,7 @@
 """Journal of a run: records events before they take effect. Imports no torch.
 
-Each decision changes the tables in the writer's thread and transaction. It is refused (JournalError,
-sqlite3.IntegrityError) or done as a whole. Late decisions about a requeued group change nothing.
+Each decision changes the tables in the writer's thread and transaction. A refused decision (JournalError,
+sqlite3.IntegrityError) ends the journal. Late decisions about a requeued group change nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import partial
@@ -38,7 +38,7 @@ _decided_s: ContextVar[float] = ContextVar("decided_s")
 
 
 class _Job(NamedTuple):
-    """A queued decision. `answer` None: nobody waits, so a refusal ends the journal."""
+    """A queued decision. `answer` None: nobody waits."""
 
     decide: Callable[[sqlite3.Connection], Any]
     answer: Future[Any] | None
@@ -163,38 +163,24 @@ def _group_ended(
     _lose(connection, group_id)
 
 
-def _batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken", "replayed"]:
+def _batch_taken(connection: sqlite3.Connection, batch: Batch) -> None:
     version = batch.version
     group_ids = [group.group_id for group in batch.groups]
-    found = connection.execute(
-        "SELECT min_version, mask_older, json_group_array(group_id) FROM"
-        " (SELECT * FROM batches JOIN batch_groups USING (version) WHERE version = ? ORDER BY position)"
-        " GROUP BY version",
-        (version,),
-    ).fetchone()
-    this = (batch.min_version, int(batch.mask_older), json.dumps(group_ids, separators=(",", ":")))
-    if found == this:
-        return "replayed"
     (newest,) = connection.execute("SELECT max(version) FROM batches").fetchone()
-    among = "SELECT group_id, state FROM groups WHERE group_id IN (SELECT value FROM json_each(?))"
-    states = dict(connection.execute(among, (this[2],)))
-    unready = {group_id: states.get(group_id) for group_id in group_ids if states.get(group_id) != "ready"}
-    if unready or newest not in (None, version - 1):
-        raise JournalError(
-            f"batch {version} with groups {group_ids} cannot be taken: the newest batch is {newest}, the "
-            f"journal has {found} and groups {unready}",
-            rule="batches are consecutive, and each ready group is trained exactly once",
-            way_out="resume; the journal is whole, and its batches are trained again unchanged.",
-        )
     connection.execute(
         "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
-        (version, *this[:2], len(group_ids), _decided_s.get()),
+        (version, batch.min_version, int(batch.mask_older), len(group_ids), _decided_s.get()),
     )
     places = [(version, position, group_id) for position, group_id in enumerate(group_ids)]
     connection.executemany("INSERT INTO batch_groups VALUES (?, ?, ?)", places)
-    taken = ((group_id,) for group_id in group_ids)
-    connection.executemany("UPDATE groups SET state = 'taken' WHERE group_id = ?", taken)
-    return "taken"
+    taken = "UPDATE groups SET state = 'taken' WHERE group_id = ? AND state = 'ready'"
+    num_ready = connection.executemany(taken, [(group_id,) for group_id in group_ids]).rowcount
+    if num_ready != len(group_ids) or newest not in (None, version - 1):
+        raise JournalError(
+            f"batch {version} cannot be taken after batch {newest}: of {group_ids}, {num_ready} are ready",
+            rule="batches are consecutive, and each ready group is trained exactly once",
+            way_out="resume; the journal is whole, and its batches are trained again unchanged.",
+        )
 
 
 def _trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, float]) -> None:
@@ -210,18 +196,6 @@ def _trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str,
 def _published(connection: sqlite3.Connection, version: int, digest: str) -> None:
     row = (version, digest, _decided_s.get())
     connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", row)
-
-
-def _checkpointed(
-    connection: sqlite3.Connection, version: int, path: Path | str, beside: Sequence[int] = ()
-) -> None:
-    """Record a whole checkpoint; other checkpoints are gone, except these versions."""
-    row = (version, _text(path), _decided_s.get())
-    connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", row)
-    connection.execute(
-        "UPDATE checkpoints SET state = 'removed' WHERE version NOT IN (SELECT value FROM json_each(?))",
-        (json.dumps([version, *beside]),),
-    )
 
 
 def _event(
@@ -324,19 +298,17 @@ class Journal:
     group_ended_nowait = _later(_group_ended)
     trained_nowait = _later(_trained)
     published_nowait = _later(_published)
-    checkpointed_nowait = _later(_checkpointed)
     note_nowait = _later(_note)
     epoch_nowait = _later(_epoch)
     event_nowait = _later(_event)
 
-    async def batch_taken(self, batch: Batch) -> Literal["taken", "replayed"]:
+    async def batch_taken(self, batch: Batch) -> None:
         """Assign the groups to this batch for good; train only after this returns.
 
-        "replayed": a resumed run has taken the same batch before. Raises JournalError for groups that are
-        not ready, other groups, or a version that is not next.
+        Raises JournalError for groups that are not ready, or a version that is not next.
         """
         what = f"the batch of step {batch.version + 1} to be durable in the journal"
-        return await self._durable(partial(_batch_taken, batch=batch), what)
+        await self._durable(partial(_batch_taken, batch=batch), what)
 
     async def flush(self) -> None:
         """Wait until everything queued is durable. Raises JournalError."""
@@ -407,7 +379,10 @@ class Journal:
             return [self._failed.result()] * len(jobs)
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [self._apply(job) for job in jobs]
+            outcomes = []
+            for job in jobs:
+                _decided_s.set(job.decided_s)
+                outcomes.append(job.decide(self._connection))
             self._connection.execute("COMMIT")
         except Exception as error:  # a thread cannot raise; the waiters must
             with contextlib.suppress(sqlite3.Error):  # if the disk is gone, nothing was written
@@ -416,20 +391,6 @@ class Journal:
             return [self._failed.result()] * len(jobs)
         self.num_commits += 1
         return outcomes
-
-    def _apply(self, job: _Job) -> Any:
-        _decided_s.set(job.decided_s)
-        if job.answer is None:
-            return job.decide(self._connection)
-        self._connection.execute("SAVEPOINT decision")
-        try:
-            return job.decide(self._connection)
-        except (JournalError, sqlite3.IntegrityError) as error:
-            self._connection.execute("ROLLBACK TO decision")
-            return self._refusal(error)
-        finally:
-            if self._connection.in_transaction:
-                self._connection.execute("RELEASE decision")
 
     def _refusal(self, error: Exception) -> JournalError:
         if isinstance(error, JournalError):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,6 @@ class ResumeState:
     """(task, number, prompts) of each epoch by difficulty."""
     observed: Sequence[tuple[str, float, int]] = ()
     """(prompt_id, mean reward, start version) of finished groups."""
-    memory: Mapping[str, Any] = field(default_factory=dict)
-    """PromptSource.memory of a lost older journal."""
 
     def load_batch(self, version: int) -> Batch:
         """Load a batch. Blocks. Raises JournalError."""
@@ -89,7 +86,7 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
         next_version = _next_version(connection, checkpoint_version, began_at["version"])
         prompt_ids = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
         (num_issued,) = connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()
-        epochs, memory = _epochs(connection), began_at.get("memory", {})
+        epochs = (*map(tuple, began_at.get("epochs", ())), *_epochs(connection))
         requeued = _requeued(connection)
         ready, running = _alive(connection)
         return ResumeState(
@@ -106,8 +103,7 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             order=notes.get("order"),
             counted=_counted(connection),
             epochs=epochs,
-            observed=_observed(connection) if epochs or memory else (),
-            memory=memory,
+            observed=_observed(connection) if epochs else (),
         )
 
 
@@ -247,8 +243,6 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
         " (SELECT count(*) FROM batches) AS num_batches,"
         " (SELECT count(trained_s) FROM batches) AS num_trained,"
         " (SELECT max(version) FROM publishes) AS newest_published,"
-        " (SELECT coalesce(max(version) + 1, 0) FROM batch_groups JOIN groups USING (group_id)"
-        " WHERE messages IS NULL) AS tokens_deleted_before,"
         " coalesce(sum(num_failed), 0) AS failed_rollouts, coalesce(sum(lost_tokens), 0) AS retried,"
         " coalesce(sum(num_sampled + lost_tokens), 0) AS sampled_tokens FROM groups",
     )
@@ -262,41 +256,21 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
         **numbers,
         "groups": {state: num for state, (num, _) in states.items()},
         "wasted_tokens": wasted,
-        "checkpoints": _rows(connection, "SELECT version, path, state FROM checkpoints ORDER BY version"),
         "events": [event | {"detail": json.loads(event["detail"])} for event in reversed(events)],
     }
 
 
 def batch_story(connection: sqlite3.Connection, version: int) -> dict[str, Any] | None:
-    """Return the batch of one step, or None. `tokens_by_version`: None once deleted."""
+    """Return the batch of one step, or None."""
     found = _rows(
         connection,
         "SELECT version, min_version, local_time(taken_s) AS taken_at, local_time(trained_s) AS trained_at,"
         " (SELECT local_time(served_s) FROM publishes p WHERE p.version = b.version + 1) AS published_at,"
-        " loss, mask_older, EXISTS (SELECT 1 FROM batch_groups x JOIN groups USING (group_id)"
-        " WHERE x.version = b.version AND messages IS NULL) AS is_deleted FROM batches b WHERE version = ?",
+        " loss FROM batches b WHERE version = ?",
         version,
     )
-    if not found:
-        return None
-    (batch,) = found
-    groups = _rows(
-        connection,
-        f"SELECT {_GROUP} FROM batch_groups JOIN groups USING (group_id) WHERE version = ? ORDER BY position",
-        version,
-    )
-    tokens = Counter[int]()
-    for group in groups:
-        for rollout in rollouts_of(connection, group["group_id"]).values():
-            for span in (span for branch in rollout for span in branch.version_spans):
-                tokens[span.version] += span.end - span.start
-    masked = sum(num for sampled, num in tokens.items() if sampled < batch["min_version"])
-    is_deleted, mask_older = batch.pop("is_deleted"), batch.pop("mask_older")
-    return batch | {
-        "tokens_by_version": None if is_deleted else dict(sorted(tokens.items())),
-        "masked_tokens": (None if is_deleted else masked) if mask_older else 0,
-        "groups": groups,
-    }
+    query = f"SELECT {_GROUP} FROM batch_groups JOIN groups USING (group_id) WHERE version = ?"
+    return {**found[0], "groups": _rows(connection, f"{query} ORDER BY position", version)} if found else None
 
 
 def group_story(connection: sqlite3.Connection, group_id: int) -> dict[str, Any] | None:

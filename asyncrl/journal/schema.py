@@ -69,9 +69,6 @@ CREATE TABLE batch_groups (
     group_id INTEGER NOT NULL UNIQUE REFERENCES groups, PRIMARY KEY (version, position)
 ) WITHOUT ROWID;
 CREATE TABLE publishes (version INTEGER PRIMARY KEY, digest TEXT NOT NULL, served_s REAL NOT NULL);
-CREATE TABLE checkpoints (
-    version INTEGER PRIMARY KEY, path TEXT NOT NULL, done_s REAL NOT NULL, state TEXT NOT NULL
-);
 CREATE TABLE events (
     id INTEGER PRIMARY KEY AUTOINCREMENT, s REAL NOT NULL, what TEXT NOT NULL, detail TEXT NOT NULL
 );

@@ -32,8 +32,6 @@ from asyncrl.messages.engine_api import TransferStats
 Side = Literal["engines", "trainer"]
 State = Literal["idle", "generating", "training", "handover", "broken"]
 RESTING: dict[Side, State] = {"engines": "generating", "trainer": "training"}
-ROUTINE = frozenset({"handover", "handover phase", "handed over"})
-"""Events of every step; others are failures."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,9 +266,7 @@ TRAINER_FACTOR = 1.25
 """Safety factor alongside a paged KV cache."""
 
 
-def resolve_auto(
-    config: RunConfig, nodes: Sequence[Node], *, begun: str | None = None
-) -> tuple[RunConfig, tuple[str, ...]]:
+def resolve_auto(config: RunConfig, nodes: Sequence[Node]) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the config without `auto` in model.dtype and weight_sync.transport, and messages. Raises
     ConfigError.
     """
@@ -277,7 +275,7 @@ def resolve_auto(
     if config.model.dtype == "auto":
         used = [*placement.trainer, *placement.engine_devices]
         is_fast = all(nodes[one.node].machine.has_bfloat16 for one in used if one.name == "cpu")
-        dtype = begun if begun not in (None, "auto") else "bfloat16" if is_fast else "float32"
+        dtype = "bfloat16" if is_fast else "float32"
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
         messages.append(f"model.dtype: auto is {dtype}")
     if config.weight_sync.transport == "auto":

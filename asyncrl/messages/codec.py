@@ -1,7 +1,7 @@
 """Frames on the link between a controller and our engine servers, each with many requests or segments.
 
-A frame is its kind and the number of items of each of its arrays, as uint64, then these arrays in the order
-of LAYOUTS, little-endian, without gaps. `text` is JSON of everything else. The client numbers its requests.
+A frame is the length of its head as uint32, the head, and its arrays without gaps, little-endian. The head is
+JSON: [kind, [name, dtype, items] of each array, everything else]. The client numbers its requests.
 
     client to server   submit, resume, abort
     server to client   sampled, refused
@@ -10,42 +10,20 @@ of LAYOUTS, little-endian, without gaps. `text` is JSON of everything else. The 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, repeat, starmap
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.base.message import ErrorBody
-from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, GenerateRequest, GenerateResponse
-from asyncrl.messages.records import TopLogprobs, VersionSpan
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, GenerateResponse
+from asyncrl.messages.records import SamplingRequest, TopLogprobs, VersionSpan
 
 MAX_STOP = 16
-LAYOUTS = {
-    "submit": {"prompts": "<i8", "prompt_sizes": "<u4", "text": "u1"},
-    "resume": {"numbers": "<i8"},
-    "abort": {"numbers": "<i8"},
-    "sampled": {
-        "numbers": "<i8",
-        "token_ids": "<i4",
-        "logprobs": "<f4",
-        "spans": "<i4",
-        "sizes": "<u4",
-        "span_sizes": "<u4",
-        "routing_sizes": "<u4",
-        "then": "u1",
-        "routing": "u1",
-        "text": "u1",
-    },
-    "refused": {"numbers": "<i8", "text": "u1"},
-}
-_DTYPES = {kind: {name: np.dtype(code) for name, code in layout.items()} for kind, layout in LAYOUTS.items()}
-_HEADS = {kind: struct.Struct(f"<{1 + len(layout)}Q") for kind, layout in LAYOUTS.items()}
-_KINDS = list(LAYOUTS)
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
 """Event after sampled tokens. interrupted: by a weight update; resume or abort follows."""
 
@@ -54,7 +32,7 @@ class Asked(NamedTuple):
     """`is_streamed`: send tokens during sampling."""
 
     number: int
-    request: GenerateRequest
+    request: SamplingRequest
     is_streamed: bool
 
 
@@ -88,40 +66,34 @@ class Frame:
         return numbers
 
 
-def write_frame(kind: str, arrays: Mapping[str, Any], text: Any = None) -> bytes:
-    encoded = b"" if text is None else json.dumps(text).encode()
-    given = {**arrays, "text": np.frombuffer(encoded, np.uint8)}
-    parts = [np.asarray(given[name], dtype) for name, dtype in _DTYPES[kind].items()]
-    head = _HEADS[kind].pack(_KINDS.index(kind), *map(len, parts))
-    return b"".join((head, *(part.tobytes() for part in parts)))
+def write_frame(kind: str, arrays: Mapping[str, npt.NDArray[Any]], text: Any = None) -> bytes:
+    layout = [(name, array.dtype.str, len(array)) for name, array in arrays.items()]
+    head = json.dumps((kind, layout, text)).encode()
+    return b"".join((len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays.values())))
 
 
 def read_frame(data: bytes) -> Frame:
     """Decode a frame. Raises ValueError."""
     try:
-        kind = _KINDS[int.from_bytes(data[:8], "little")]
-        head = _HEADS[kind]
-        dtypes = _DTYPES[kind]
-        counts = head.unpack_from(data)[1:]
-        sizes = [count * dtype.itemsize for count, dtype in zip(counts, dtypes.values(), strict=True)]
-        ends = [*accumulate(sizes, initial=head.size)]
-        if ends[-1] != len(data):
-            raise TypeError(f"{kind} with arrays of {counts} items, which are {ends[-1]} bytes")
-        places = zip(dtypes.items(), counts, ends, strict=False)
-        arrays = {name: np.frombuffer(data, dtype, count, at) for (name, dtype), count, at in places}
-        text = arrays.pop("text", None)
-        has_text = text is not None and len(text) > 0
-        return Frame(kind, arrays, json.loads(text.tobytes()) if has_text else None)  # type: ignore[union-attr]
+        at = 4 + int.from_bytes(data[:4], "little")
+        kind, layout, text = json.loads(data[4:at])
+        arrays = {}
+        for name, dtype, count in layout:
+            arrays[name] = array = np.frombuffer(data, dtype, count, at)
+            at += array.nbytes
+        if at != len(data):
+            raise TypeError(f"{kind} of {layout} ends at byte {at}")
+        return Frame(kind, arrays, text)
     except Exception as error:
         raise ValueError(f"not a frame of {len(data)} bytes: {type(error).__name__}: {error}") from error
 
 
 def numbers_frame(kind: str, numbers: Sequence[int]) -> bytes:
-    return write_frame(kind, {"numbers": numbers})
+    return write_frame(kind, {"numbers": np.array(numbers, np.int64)})
 
 
 def refused_frame(number: int, status: int, body: ErrorBody) -> bytes:
-    return write_frame("refused", {"numbers": [number]}, [status, body.model_dump()])
+    return write_frame("refused", {"numbers": np.array([number])}, [status, body.model_dump()])
 
 
 def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
@@ -144,7 +116,7 @@ def submit_frame(asked: Sequence[Asked]) -> bytes:
     ]
     arrays = {
         "prompts": np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts.values()]),
-        "prompt_sizes": [len(prompt) for prompt in prompts.values()],
+        "prompt_sizes": np.array([len(prompt) for prompt in prompts.values()]),
     }
     return write_frame("submit", arrays, [rows, grammars])
 
@@ -157,7 +129,7 @@ def read_submit(frame: Frame) -> list[Asked]:
     for number, is_streamed, prompt, grammar, plain in rows:
         values = dict(zip(_PLAIN, plain, strict=True))
         values["stop"] = tuple(values["stop"])
-        request = GenerateRequest(prompt_ids=prompts[prompt], grammar=grammars[grammar], **values)
+        request = SamplingRequest(prompt_ids=prompts[prompt], grammar=grammars[grammar], **values)
         asked.append(Asked(number, request, is_streamed))
     return asked
 
@@ -165,15 +137,15 @@ def read_submit(frame: Frame) -> list[Asked]:
 def sampled_frame(rows: Sequence[Sampled]) -> bytes:
     numbers, token_ids, logprobs, spans, thens, tops, routings = zip(*rows, strict=True)
     arrays = {
-        "numbers": numbers,
+        "numbers": np.array(numbers),
         "token_ids": np.concatenate(token_ids, dtype=np.int32),
         "logprobs": np.concatenate(logprobs, dtype=np.float32),
-        "spans": [value for of_row in spans for span in of_row for value in span],
-        "sizes": [*map(len, token_ids)],
-        "span_sizes": [*map(len, spans)],
-        "then": [*map(SAMPLED.index, thens)],
+        "spans": np.array([value for of_row in spans for span in of_row for value in span], np.int32),
+        "sizes": np.array([*map(len, token_ids)]),
+        "span_sizes": np.array([*map(len, spans)]),
+        "then": np.array([*map(SAMPLED.index, thens)], np.uint8),
         "routing": np.frombuffer(b"".join(routings), np.uint8),
-        "routing_sizes": [*map(len, routings)],
+        "routing_sizes": np.array([*map(len, routings)]),
     }
     return write_frame("sampled", arrays, tops if any(tops) else None)
 
@@ -198,26 +170,16 @@ def read_sampled(frame: Frame) -> Iterable[Sampled]:
     return starmap(Sampled, zip(*columns, tops, routings, strict=True))
 
 
-def response(request_id: str, *rows: Sampled) -> GenerateResponse:
-    """Return a request's rows as one answer."""
-    num_tokens = 0
-    spans = list[VersionSpan]()
-    for row in rows:
-        for start, end, version in row.spans:
-            start += num_tokens
-            if spans and spans[-1].version == version:
-                start = spans.pop().start
-            spans.append(VersionSpan(start, end + num_tokens, version))
-        num_tokens += len(row.token_ids)
-    then = rows[-1].then
+def response(request_id: str, row: Sampled) -> GenerateResponse:
+    finish: Any = {"more": None, "interrupted": "abort"}.get(row.then, row.then)
     return GenerateResponse(
         request_id=request_id,
-        token_ids=[token for row in rows for token in row.token_ids.tolist()],
-        logprobs=[logprob for row in rows for logprob in row.logprobs.tolist()],
-        version_spans=spans,
-        finish_reason=cast(Any, {"more": None, "interrupted": "abort"}.get(then, then)),
-        top_logprobs=[top for row in rows for top in row.top],
-        routing=b"".join(row.routing for row in rows),
+        token_ids=row.token_ids.tolist(),
+        logprobs=row.logprobs.tolist(),
+        version_spans=[VersionSpan(*span) for span in row.spans],
+        finish_reason=finish,
+        top_logprobs=list(row.top),
+        routing=row.routing,
     )
 
 
@@ -240,7 +202,7 @@ def _parts(items: Any, sizes: Sequence[int]) -> list[Any]:
     return [items[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def request_fault(request: GenerateRequest, max_length: int, vocab_size: float) -> ErrorBody | None:
+def request_fault(request: SamplingRequest, max_length: int, vocab_size: float) -> ErrorBody | None:
     """Return why a slot of `max_length` tokens cannot serve the request, or None."""
     num_prompt = len(request.prompt_ids)
     total = num_prompt + request.max_tokens

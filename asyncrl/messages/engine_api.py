@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 
 from asyncrl.base.message import Message
 from asyncrl.messages.records import TopLogprobs, VersionSpan
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
 
@@ -130,27 +123,6 @@ class ScoreResponse(Message):
 MAX_TOP_LOGPROBS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """Sample up to `max_tokens` after `prompt_ids`, int [P].
-
-    The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
-    grammar. Each draw depends only on (`seed`, absolute position). `max_tokens` >= 1; `temperature` >= 0; 0 <
-    `top_p` <= 1; 0 <= `seed` < 2**63; 0 <= `top_logprobs` <= MAX_TOP_LOGPROBS.
-    """
-
-    request_id: str
-    prompt_ids: Sequence[int] | npt.NDArray[np.int32]
-    max_tokens: int
-    num_resumed: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    grammar: str | None = None
-    top_logprobs: int = 0
-
-
 class GenerateResponse(Message):
     """Sampled tokens of a request: its answer, or without `finish_reason` a streamed chunk.
 
@@ -197,10 +169,9 @@ class PrepareRequest(WeightsBody):
     member: GroupMember | None = None
 
 
-class PrepareResponse(Message):
+class Loaded(Message):
     """`digest` is computed by the server."""
 
-    version: int
     digest: str
 
 
@@ -240,12 +211,6 @@ class LoadChunkRequest(ChunkBody):
     def place(self) -> str:
         memory = self.memory
         return self.path if memory is None else f"chunk {self.index} in {memory.handles[0].kind} memory"
-
-
-class LoadChunkResponse(Message):
-    version: int
-    index: int
-    digest: str
 
 
 class EngineHealth(Message):

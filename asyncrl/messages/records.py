@@ -95,16 +95,18 @@ def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """Sample at most `max_tokens` tokens after the prompt ids.
+    """Sample at most `max_tokens` tokens after the prompt ids, int [P].
 
-    `route_key` keeps requests with a common prompt on one engine. `after`: the last span of the previous
-    turn, whose engine has the conversation in its cache.
+    The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
+    grammar. Each draw depends only on (`seed`, absolute position). Only the pool reads `route_key`, which
+    keeps requests with a common prompt on one engine, and `after`, the last span of the previous turn,
+    whose engine has the conversation in its cache. See codec.request_fault for the limits.
     """
 
     request_id: str
     prompt_ids: Sequence[int] | npt.NDArray[np.int32]
     max_tokens: int
-    temperature: float
+    temperature: float = 1.0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int = 0
@@ -112,6 +114,7 @@ class SamplingRequest:
     after: VersionSpan | None = None
     grammar: str | None = None
     top_logprobs: int = 0
+    num_resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,23 +237,6 @@ class Batch:
     groups: tuple[Group, ...]
     min_version: int
     mask_older: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WaitReport:
-    """Seconds that the trainer waited for one batch, by cause.
-
-    generation: too few ready groups. stragglers: taking the ready groups would have made a running group too
-    old (on_overdue=wait). publishing: admission waited for a newer version to be served.
-    """
-
-    generation_s: float = 0.0
-    stragglers_s: float = 0.0
-    publishing_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.generation_s + self.stragglers_s + self.publishing_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -100,7 +101,7 @@ class ExportResponse(WeightsBody):
 class SaveRequest(Message):
     """Write a Hugging Face folder; not `merged`: a peft folder with the adapters."""
 
-    path: str
+    path: Path
     merged: bool = True
 
 
@@ -109,7 +110,7 @@ class StateRequest(Message):
     may continue, /wait_save_state once the folder is written.
     """
 
-    path: str
+    path: Path
 
 
 class TrajectoryHeader(Message):

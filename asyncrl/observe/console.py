@@ -33,9 +33,9 @@ from asyncrl.observe.samples import ShownRollout, sample_text
 
 Kind = Literal["auto", "live", "plain", "none"]
 RECENT = slice(-20, None)
-LINE_EVERY_S = (5.0, 10.0)
+LINE_EVERY_S = 5.0
 SAMPLE_EVERY_S = (20.0, 300.0)
-"""Periods of plain lines and samples, before and after LATER_S."""
+"""Periods of samples, before and after LATER_S."""
 LATER_S = 60.0
 MAX_SAMPLE_CHARS = 300
 BY_TASK = "reward/mean/"
@@ -53,7 +53,6 @@ class Console:
     run_name: str
     num_steps: int
     max_staleness: int
-    shows_samples: bool = False
     health_of: Callable[[Steps], Sequence[str]] = lambda steps: ()
     file: TextIO | None = None
 
@@ -88,24 +87,19 @@ class Console:
         if self.kind == "live":
             self._health = self.health_of(self._steps)
         now_s = time.monotonic()
-        is_due = now_s - self._line_at_s >= self._every(now_s, LINE_EVERY_S)
-        if is_due or metrics["step"] >= self.num_steps:
+        if now_s - self._line_at_s >= LINE_EVERY_S or metrics["step"] >= self.num_steps:
             self._show_line(now_s)
-
-    def _every(self, now_s: float, periods_s: tuple[float, float]) -> float:
-        return periods_s[now_s - self._started_s >= LATER_S]
 
     def _show_line(self, now_s: float) -> None:
         if self.kind == "plain" and self._num_unshown:
-            limits = {"num_steps": self.num_steps, "max_staleness": self.max_staleness}
-            self.say(plain_line(self._steps, self._num_unshown, **limits))
+            self.say(plain_line(self._steps, self._num_unshown, self.num_steps, self.max_staleness))
         self._line_at_s = now_s
         self._num_unshown = 0
 
     def show_samples(self, samples: Sequence[ShownRollout]) -> None:
         now_s = time.monotonic()
-        is_due = now_s - self._sample_at_s >= self._every(now_s, SAMPLE_EVERY_S)
-        if self.shows_samples and samples and is_due:
+        every_s = SAMPLE_EVERY_S[now_s - self._started_s >= LATER_S]
+        if samples and now_s - self._sample_at_s >= every_s:
             self._sample_at_s = now_s
             text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
             encoding = self._rich.encoding  # of a terminal that may not know the model's characters
@@ -139,12 +133,9 @@ class Console:
             names = ("inflight", "interrupted", "retried", "failed", "dropped", "filtered")
             counts = {name: last[f"rollout/{name}"] for name in names if f"rollout/{name}" in last}
             rows += [
-                ("reward", reward_text(steps)),
-                ("by task", tasks_text(steps, RECENT)),
+                *metric_rows(steps, RECENT, self.max_staleness),
                 ("health", Text("\n".join(self._health), "red")),
                 ("speed", self._speed()),
-                ("time", shares_text(time_shares(lambda metric: steps.total(metric, RECENT)))),
-                ("staleness", staleness_text(last, self.max_staleness)),
                 ("rollouts", ", ".join(f"{num:.0f} {name}" for name, num in counts.items())),
             ]
         return numbers.boxed([row for row in rows if row[1]], f"asyncrl {self.run_name}")
@@ -163,7 +154,7 @@ class Console:
         return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s" + (f", MFU {mfu:.1%}" if mfu else "")
 
 
-def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) -> str:
+def plain_line(steps: Steps, num: int, num_steps: int, max_staleness: int) -> str:
     """Format as `step 12/300 reward 0.413 staleness 1.2 (max 3 of 4) 0.41 s/step train 71% wait 24% 1 min
     58 s left`.
     """
@@ -188,6 +179,16 @@ def plain_line(steps: Steps, num: int, *, num_steps: int, max_staleness: int) ->
     return "  ".join(parts)
 
 
+def metric_rows(steps: Steps, part: slice, max_staleness: int) -> list[tuple[str, RenderableType]]:
+    shares = time_shares(lambda metric: steps.total(metric, part))
+    return [
+        ("reward", reward_text(steps)),
+        ("by task", tasks_text(steps, part)),
+        ("time", numbers.shares_text(shares)),
+        ("staleness", staleness_text(steps.last, max_staleness)),
+    ]
+
+
 def reward_text(steps: Steps) -> Text:
     rewards = steps.values("reward/mean")
     if not rewards:
@@ -196,12 +197,6 @@ def reward_text(steps: Steps) -> Text:
     line = numbers.sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)  # the panel is drawn often
     ends = f"  from {rewards[0]:.3f}, last step {rewards[-1]:.3f}"
     return Text.assemble((f"{mean:.3f}  ", "bold"), (line, "cyan"), (ends, "dim"))
-
-
-def shares_text(shares: Mapping[str, float]) -> Text:
-    """Format as `training 71%, waiting for generation 17%`."""
-    shown = [(*numbers.SHARES[name][:2], share) for name, share in shares.items() if share >= 0.005]
-    return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
 
 
 def tasks_text(steps: Steps, part: slice) -> str:
@@ -219,8 +214,6 @@ def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:
     return text + (f", {masked:.1%} of the tokens masked" if masked > 0 else "")
 
 
-PATIENCE_S = 1.0
-"""Seconds to wait, once, for a slow reader."""
 PIECE = 1000
 """Characters per write: at most 4 KB, which a writable pipe takes whole (pipe(7), PIPE_BUF)."""
 
@@ -234,45 +227,40 @@ def outliving(file: TextIO | None = None) -> TextIO:
 
 @functools.lru_cache(maxsize=4)  # one object for each file
 class _Outliving:
-    """Drops text after an OSError, and while its reader is behind: the event loop calls write(), so it
-    waits PATIENCE_S once.
-    """
+    """Drops text after an OSError, and while its reader is behind: the event loop calls write()."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._is_lost = False
-        self._is_behind = False
-        self._has_warned = False
-        self._poll: select.poll | None = None
-        with contextlib.suppress(OSError):  # a file in memory has no descriptor and never blocks
-            descriptor = file.fileno()
-            self._poll = select.poll()
-            self._poll.register(descriptor, select.POLLOUT)
+        self._warned = set[str]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)  # encoding, isatty
 
     def write(self, text: str) -> int:
         for start in range(0, len(text), PIECE):
-            if not self._is_lost and self._has_room():
-                try:
+            try:
+                if self._has_room():
                     self._file.write(text[start : start + PIECE])
                     self._file.flush()
-                except OSError as error:
-                    self._is_lost = True
-                    logger.warning("no more output is shown, standard output fails: %s", error)
-                    # a flush at the end of the process cannot fail at /dev/null
-                    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
-                        os.dup2(nowhere.fileno(), self._file.fileno())
+                else:
+                    self._warn("standard output is not read: dropping lines that it does not take")
+            except OSError as error:
+                self._warn(f"no more output is shown, standard output fails: {error}")
+                # a flush at the end of the process cannot fail at /dev/null
+                with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
+                    os.dup2(nowhere.fileno(), self._file.fileno())
         return len(text)
 
     def flush(self) -> None:
         """Do nothing: each piece is flushed when written."""
 
     def _has_room(self) -> bool:
-        timeout_ms = 0 if self._is_behind else PATIENCE_S * 1000
-        self._is_behind = self._poll is not None and not self._poll.poll(timeout_ms)
-        if self._is_behind and not self._has_warned:
-            logger.warning("standard output is not read: dropping lines that it does not take")
-            self._has_warned = True
-        return not self._is_behind
+        try:
+            return bool(select.select([], [self._file], [], 0.0)[1])
+        except ValueError:  # a file in memory never blocks
+            return True
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)

@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 
 from asyncrl import __version__
-from asyncrl.base.errors import ConfigError, JournalError
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config.load import sections
-from asyncrl.journal.read import reading
-from asyncrl.journal.schema import FILE_NAME
 from asyncrl.observe.metrics import gauge_of
-from asyncrl.observe.run_dir import REPORT_FILE, SUMMARY_FILE, read_object
+from asyncrl.observe.run_dir import REPORT_FILE, SUMMARY_FILE, read_journal, read_object
 from asyncrl.observe.run_numbers import Steps, duration, recent, seconds_left
 from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.timeline import read_timeline, timeline_view, write_trace
@@ -46,6 +44,8 @@ _SECRET_TEXT = re.compile(
 """Keys of well-known services, and values after a secret's name."""
 Events = list[tuple[float, str, dict[str, Any]]]
 """Seconds since the epoch, name and detail."""
+FromJournal = tuple[Events, list[dict[str, Any]]]
+"""The newest events, oldest first, and failed rollouts by cause."""
 
 
 # ---- the report
@@ -101,7 +101,8 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     folder = files.run_dir
     config = files.config
     steps = files.columns
-    events, failures = _from_journal(folder, files.problems)
+    found = read_journal(folder, files.problems, _from_journal)
+    events, failures = found if found is not None else ([], [])
     shown_events = [
         (at_s, _event_text(what, detail))
         for at_s, what, detail in events
@@ -229,20 +230,11 @@ def _tiles(files: RunRecord) -> Iterator[tuple[str, str, str]]:
 # ---- the journal
 
 
-def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[dict[str, Any]]]:
-    """Return the newest events, oldest first, and failed rollouts by cause."""
-    if not (folder / FILE_NAME).is_file():
-        problems.append(f"there is no {FILE_NAME}: failures and restarts are unknown")
-        return [], []
-    try:
-        with reading(folder / FILE_NAME) as connection:
-            query = "SELECT s, what, detail FROM events ORDER BY id DESC LIMIT ?"
-            rows = connection.execute(query, (MAX_EVENTS,)).fetchall()
-            events = [(float(at_s), str(what), json.loads(detail)) for at_s, what, detail in reversed(rows)]
-            return events, _failures(connection)
-    except JournalError as error:
-        problems.append(str(error))
-        return [], []
+def _from_journal(connection: sqlite3.Connection) -> FromJournal:
+    query = "SELECT s, what, detail FROM events ORDER BY id DESC LIMIT ?"
+    rows = connection.execute(query, (MAX_EVENTS,)).fetchall()
+    events = [(float(at_s), str(what), json.loads(detail)) for at_s, what, detail in reversed(rows)]
+    return events, _failures(connection)
 
 
 def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:

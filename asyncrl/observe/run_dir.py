@@ -9,18 +9,21 @@ import json
 import math
 import os
 import socket
+import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.base.files import LOST, cut_at, lines_from_end
 from asyncrl.config import RunConfig, load_config
+from asyncrl.journal.read import reading
+from asyncrl.journal.schema import FILE_NAME
 from asyncrl.observe.metrics import is_total
 
 if TYPE_CHECKING:
@@ -48,10 +51,17 @@ QUIET_S = 30.0
 T = TypeVar("T")
 State = Literal["starting", "running", "done", "failed", "interrupted", "crashed", "unknown"]
 OBJECT = TypeAdapter(dict[str, Any])
-_KEYS = {"policy_version": int, "eval/version": int, "eval/seconds": float}
-EVALUATION: TypeAdapter[dict[str, Any]] = TypeAdapter(
-    with_config(ConfigDict(extra="allow"))(TypedDict("Evaluation", _KEYS))  # type: ignore[operator]
-)
+EVALUATION_KEYS = {"policy_version": int, "eval/version": int, "eval/seconds": float}
+STATUS_KEYS = {"updated_s": NotRequired[FiniteFloat], "waits": NotRequired[dict[str, float] | None]}
+
+
+def _open_form(name: str, keys: Mapping[str, Any]) -> TypeAdapter[dict[str, Any]]:
+    """Check these keys, and allow others."""
+    return TypeAdapter(with_config(ConfigDict(extra="allow"))(TypedDict(name, keys)))  # type: ignore[operator]
+
+
+EVALUATION = _open_form("Evaluation", EVALUATION_KEYS)
+STATUS = _open_form("Status", STATUS_KEYS)
 
 
 def tell(problems: list[str], problem: str) -> None:
@@ -83,16 +93,32 @@ def read_lines(
         tell(problems, f"{path.name} cannot be read: {error.strerror}")
 
 
-def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_journal(run_dir: Path, problems: list[str], read: Callable[[sqlite3.Connection], T]) -> T | None:
+    """Return what `read` finds in a snapshot; None, and a problem, without a whole journal."""
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        tell(problems, f"there is no {FILE_NAME}: groups, failures and restarts are unknown")
+        return None
+    try:
+        with reading(path) as connection:
+            return read(connection)
+    except JournalError as error:
+        tell(problems, str(error))
+        return None
+
+
+def read_object(
+    path: Path, problems: list[str], form: TypeAdapter[dict[str, Any]] = OBJECT
+) -> dict[str, Any]:
     """Return {} if the file is absent or invalid."""
     try:
-        return OBJECT.validate_json(path.read_bytes())
+        return form.validate_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:
         tell(problems, f"{path.name} cannot be read: {error.strerror}")
-    except ValidationError:
-        tell(problems, f"{path.name} is not a JSON object")
+    except ValidationError as error:
+        tell(problems, f"{path.name} is invalid: {error.errors(include_input=False)[0]['msg']}")
     return {}
 
 
@@ -119,11 +145,7 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:
-    status = read_object(folder / STATUS_FILE, problems)
-    if is_number(status.get("updated_s", 0.0)):
-        return status
-    tell(problems, f"{STATUS_FILE} has no number updated_s")
-    return {}
+    return read_object(folder / STATUS_FILE, problems, STATUS)
 
 
 def age_of(status: Mapping[str, Any]) -> float:
@@ -148,8 +170,7 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     seen = f"process {status.get('pid')} on host {host} last wrote {age_s:.0f} s ago"
     if is_held:
         return reported, seen
-    is_same_boot = age_s > QUIET_S or status.get("boot_id") == boot_id()
-    if host == here and is_same_boot and is_held is False:
+    if host == here and is_held is False:
         return "crashed", f"{seen} and is gone; see {folder / 'logs' / 'controller.log'}"
     state: State = "unknown" if age_s > QUIET_S else reported
     return state, f"{seen}; {here} cannot check it, so run `asyncrl status {folder}` on that host"
@@ -169,12 +190,6 @@ def _is_held(path: Path) -> bool | None:
     return False
 
 
-def boot_id() -> str:
-    """All containers of a machine share its kernel's id."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text(encoding="ascii").strip() if path.exists() else ""
-
-
 # ---- writing
 
 
@@ -185,6 +200,30 @@ def append_lines(path: Path, lines: Iterable[Any]) -> None:
         file.write("\n" if torn else "")
         for line in lines:
             file.write(json.dumps(line, default=methodcaller("item")) + "\n")
+
+
+def append_bounded(path: Path, lines: Sequence[Any], max_bytes: int) -> None:
+    """Append lines; a larger file then replaces older_of(path). Raises OSError."""
+    if lines:
+        append_lines(path, lines)
+        if path.stat().st_size > max_bytes:
+            path.replace(older_of(path))
+
+
+def older_of(path: Path) -> Path:
+    return path.with_suffix(f".1{path.suffix}")
+
+
+def read_bounded(path: Path, problems: list[str], form: TypeAdapter[T]) -> Iterator[T]:
+    for each in (older_of(path), path):
+        yield from read_lines(each, problems, form)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically, without a sync. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.new")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def cut_steps(path: Path, num_steps: int) -> tuple[float, dict[str, Any]]:
@@ -223,7 +262,7 @@ class Recorder:
         self.run_dir = Path(run_dir)
         self.trackers = trackers
         (self.run_dir / METRICS_FILE).touch()
-        self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
+        self._owner = {"pid": os.getpid(), "host": socket.gethostname()}
 
     def keep_steps(self, num_steps: int) -> Mapping[str, Any]:
         """Return the last kept line. Missing steps are recorded as {"lost": [first, last], "why": ...}."""
@@ -249,12 +288,10 @@ class Recorder:
             self.trackers.tell("evaluation", line["policy_version"], evaluation_metrics(line))
 
     def write_status(self, status: Mapping[str, Any]) -> None:
-        """Replace status.json atomically, adding pid, host, boot_id and `updated_s`."""
+        """Replace status.json atomically, adding pid, host and `updated_s`."""
         body = {**status, **self._owner, "updated_s": time.time()}
-        path = self.run_dir / STATUS_FILE
-        temporary = path.with_name(f".{STATUS_FILE}.new")
-        temporary.write_text(json.dumps(_finite(body), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        text = json.dumps(_finite(body), indent=2, allow_nan=False) + "\n"
+        replace_text(self.run_dir / STATUS_FILE, text)
 
 
 def _finite(value: Any) -> Any:

@@ -93,6 +93,12 @@ def time_shares(seconds_of: Callable[[str], float]) -> dict[str, float]:
     return shares | {"other": max(0.0, 1 - sum(shares.values()))}
 
 
+def shares_text(shares: Mapping[str, float]) -> Text:
+    """Format as `training 71%, waiting for generation 17%`."""
+    shown = [(*SHARES[name][:2], share) for name, share in shares.items() if share >= 0.005]
+    return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
+
+
 def waiting_share(shares: Mapping[str, float]) -> float:
     return shares["generation"] + shares["stragglers"] + shares["publishing"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -71,7 +71,7 @@ class RunRecord:
 
     @cached_property
     def steps(self) -> Table:
-        return table_of(read_metrics(self.run_dir, self.problems))
+        return {name: self.columns.column(name).tolist() for name in self.columns.names}
 
     @cached_property
     def evaluations(self) -> Table:
@@ -108,16 +108,11 @@ def read_run(run_dir: str | Path) -> RunRecord:
     return RunRecord(Path(run_dir))
 
 
-def table_of(rows: Iterable[Mapping[str, Any]]) -> Table:
+def table_of(lines: Iterable[Mapping[str, Any]]) -> Table:
     """Return columns in order of appearance."""
-    table: Table = {}
-    for number, row in enumerate(rows):
-        for name, value in row.items():
-            table.setdefault(name, [math.nan] * number).append(value)
-        for column in table.values():
-            if len(column) == number:
-                column.append(math.nan)
-    return table
+    rows = [*lines]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name, math.nan) for row in rows] for name in names}
 
 
 # ---- the trainer's record of all batches: step v + 1 turned policy_version v into v + 1
@@ -160,12 +155,12 @@ _FORM: TypeAdapter[Line | Restored] = TypeAdapter(Line | Restored)
 class _Step:
     """`data`: hash of what must repeat when the step is trained again; `faults`: broken promises."""
 
-    version: int
-    num_trajectories: int = 0
-    num_loss_tokens: int = 0
-    ages: Counter[int] = field(default_factory=Counter)
-    data: int = 0
-    faults: list[str] = field(default_factory=list)
+    groups: set[int]
+    num_trajectories: int
+    num_loss_tokens: int
+    ages: Counter[int]
+    data: int
+    faults: list[str]
 
 
 class TrainedRecord:
@@ -176,52 +171,32 @@ class TrainedRecord:
 
     def __init__(self, run_dir: Path, problems: list[str], max_staleness: int) -> None:
         self.path = run_dir / TRAINED_FILE
-        self.max_staleness = max_staleness
         self.restored: list[int] = []
-        self._steps: list[_Step] = []
+        self._steps: dict[int, _Step] = {}
+        """By version, in order."""
         self._why_lost: dict[int, str] = {}
         """Version -> why its line is missing."""
-        self._earlier: dict[int, int] = {}
-        """Version -> hash before the restore."""
-        self._trained_in: dict[int, int] = {}
-        """Group -> version."""
-        self._replay_faults: list[str] = []
+        self._faults: list[str] = []
+        voided = dict[int, int]()
         for line in read_lines(self.path, problems, _FORM):
-            if isinstance(line, Restored):
-                self._restore(line)
-            else:
-                self._add(line)
+            if isinstance(line, Line):
+                step = _step_of(line, max_staleness)
+                if (newest := next(reversed(self._steps), -1)) >= line.version:
+                    self._faults.append(f"step {line.version + 1} follows step {newest + 1}")
+                if voided.get(line.version, step.data) != step.data:
+                    what = f"step {line.version + 1} was trained again on other data than before a restore"
+                    self._faults.append(what)
+                self._steps[line.version] = step
+                continue
+            self.restored.append(line.restored)
+            for version in [version for version in self._steps if version >= line.restored]:
+                voided[version] = self._steps.pop(version).data
+            if line.lost is not None:
+                first, last = line.lost
+                self._why_lost |= dict.fromkeys(range(first, last + 1), line.why)
 
     def __len__(self) -> int:
         return len(self._steps)
-
-    def _restore(self, line: Restored) -> None:
-        self.restored.append(line.restored)
-        while self._steps and self._steps[-1].version >= line.restored:
-            dropped = self._steps.pop()
-            self._earlier[dropped.version] = dropped.data
-        self._trained_in = {group: step for group, step in self._trained_in.items() if step < line.restored}
-        if line.lost is not None:
-            first, last = line.lost
-            self._why_lost |= dict.fromkeys(range(first, last + 1), line.why)
-
-    def _add(self, line: Line) -> None:
-        step = _Step(line.version, len(line.trajectories), faults=[*_faults(line, self.max_staleness)])
-        what = f"step {line.version + 1}"
-        repeated = []
-        for entry in line.trajectories:
-            step.num_loss_tokens += entry["num_loss_tokens"]
-            if (age := _age(line.version, entry)) is not None:
-                step.ages[age] += 1
-            names = ("group_id", "sample_index", "branch", "reward", "tokens_sha")
-            repeated.append([entry.get(name) for name in names])
-        for group in sorted({entry["group_id"] for entry in line.trajectories}):
-            if (earlier := self._trained_in.setdefault(group, line.version)) != line.version:
-                step.faults.append(f"{what}, group {group}: already trained on in step {earlier + 1}")
-        step.data = hash(str(repeated))
-        if self._earlier.get(line.version, step.data) != step.data:
-            self._replay_faults.append(f"{what} was trained again on other data than before a restore")
-        self._steps.append(step)
 
     def violations(self) -> tuple[list[str], list[str]]:
         """Return the broken promises (too old, from the future, trained twice, wrong sums, missing
@@ -229,42 +204,57 @@ class TrainedRecord:
         """
         broken: list[str] = []
         lost: list[str] = []
+        trained_in = dict[int, int]()
         expected = 0
-        for step in self._steps:
-            if step.version < expected:
-                broken.append(f"step {step.version + 1} follows step {expected}")
-            elif step.version > expected:
-                missing = f"the record lacks steps {expected + 1}..{step.version}"
-                if self._why_lost.keys() >= {*range(expected, step.version)}:
+        for version, step in self._steps.items():
+            if version > expected:
+                missing = f"the record lacks steps {expected + 1}..{version}"
+                if self._why_lost.keys() >= {*range(expected, version)}:
                     lost.append(f"{missing} ({self._why_lost[expected]})")
                 else:
                     broken.append(missing)
             broken += step.faults
-            expected = step.version + 1
-        return broken + self._replay_faults, lost
+            for group in sorted(step.groups):
+                if (earlier := trained_in.setdefault(group, version)) != version:
+                    what = f"step {version + 1}, group {group}: already trained on in step {earlier + 1}"
+                    broken.append(what)
+            expected = version + 1
+        return broken + self._faults, lost
 
     def totals(self) -> dict[str, Any]:
-        ages = sum((step.ages for step in self._steps), Counter[int]())
+        steps = self._steps.values()
+        ages = sum((step.ages for step in steps), Counter[int]())
         return {
             "num_steps": len(self),
-            "num_trajectories": sum(step.num_trajectories for step in self._steps),
-            "num_loss_tokens": sum(step.num_loss_tokens for step in self._steps),
+            "num_trajectories": sum(step.num_trajectories for step in steps),
+            "num_loss_tokens": sum(step.num_loss_tokens for step in steps),
             "staleness_mean": fmean(ages, ages.values()) if ages else None,
             "staleness_max": max(ages, default=None),
         }
 
     def lines(self, step: int | None = None, group: int | None = None) -> list[Line]:
         """Read the lines of a step, of a group's step, or of the newest steps."""
-        wanted = {each.version for each in self._steps}
-        if step is not None:
-            wanted &= {step - 1}
+        versions = [*self._steps] if step is not None else [*self._steps][-SHOWN_STEPS:]
         if group is not None:
-            wanted &= {self._trained_in.get(group, -1)}
-        if step is None and group is None:
-            wanted = {each.version for each in self._steps[-SHOWN_STEPS:]}
+            versions = [version for version, each in self._steps.items() if group in each.groups]
+        wanted = {version for version in versions if step in (None, version + 1)}
         lines = (line for line in read_lines(self.path, [], _FORM) if isinstance(line, Line))
         found = {line.version: line for line in lines if line.version in wanted}
         return [found[version] for version in sorted(found)]
+
+
+def _step_of(line: Line, max_staleness: int) -> _Step:
+    entries = line.trajectories
+    ages = (_age(line.version, entry) for entry in entries)
+    names = ("group_id", "sample_index", "branch", "reward", "tokens_sha")
+    return _Step(
+        groups={entry["group_id"] for entry in entries},
+        num_trajectories=len(entries),
+        num_loss_tokens=sum(entry["num_loss_tokens"] for entry in entries),
+        ages=Counter(age for age in ages if age is not None),
+        data=hash(str([[entry.get(name) for name in names] for entry in entries])),
+        faults=[*_faults(line, max_staleness)],
+    )
 
 
 def _faults(line: Line, max_staleness: int) -> Iterator[str]:

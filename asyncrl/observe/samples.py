@@ -22,17 +22,15 @@ from typing_extensions import TypedDict
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout, Trajectory
 from asyncrl.observe.metrics import rollouts_of
-from asyncrl.observe.run_dir import append_lines, cut_steps, read_lines
+from asyncrl.observe.run_dir import append_bounded, cut_steps, older_of, read_bounded
 from asyncrl.observe.run_numbers import plain, several
 from asyncrl.rollouts.rollout import FailedRollout
 
 SampleKind = Literal["best", "worst", "random", "failed"]
 """Best and worst reward of the batch, random (seeded), or failed."""
-FIRST_FILE = "samples.1.jsonl"
-MIDDLE_FILE = "samples.2.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 MAX_BYTES = 20_000_000
-"""A larger file becomes the first free of FIRST_FILE and MIDDLE_FILE, or replaces MIDDLE_FILE."""
+"""A larger file replaces samples.1.jsonl."""
 MAX_TOKENS = 1024
 MAX_PARTS = 40
 MAX_CHARS = 4000
@@ -175,9 +173,9 @@ class SampleWriter:
     def resume_at(self, step: int) -> None:
         """Drop lines from `step` on, which is trained again."""
         self._next_step = step
-        for name in (SAMPLES_FILE, MIDDLE_FILE, FIRST_FILE):
-            if (self.run_dir / name).exists():
-                cut_steps(self.run_dir / name, step - 1)
+        for path in (self.run_dir / SAMPLES_FILE, older_of(self.run_dir / SAMPLES_FILE)):
+            if path.exists():
+                cut_steps(path, step - 1)
 
     def step(self, batch: Batch, gaps: Mapping[tuple[int, int], float], decode: Decode) -> list[ShownRollout]:
         """`gaps` by group and sample."""
@@ -213,12 +211,7 @@ class SampleWriter:
         return self._append([name | text])
 
     def _append(self, samples: list[Any]) -> list[ShownRollout]:
-        if samples:
-            path = self.run_dir / SAMPLES_FILE
-            append_lines(path, samples)
-            if path.stat().st_size > MAX_BYTES:
-                is_first = not (self.run_dir / FIRST_FILE).exists()
-                path.replace(self.run_dir / (FIRST_FILE if is_first else MIDDLE_FILE))
+        append_bounded(self.run_dir / SAMPLES_FILE, samples, MAX_BYTES)
         return samples
 
 
@@ -229,27 +222,21 @@ def read_samples(
     *,
     group: int | None = None,
     kinds: Sequence[str] = (),
-    newest: int | None = None,
 ) -> list[ShownRollout]:
-    """Return samples by step, at most the `newest` ones."""
-    files = (SAMPLES_FILE, MIDDLE_FILE, FIRST_FILE)
-    lines = (read_lines(run_dir / name, problems, _SHOWN, from_end=True) for name in files)
-    wanted = (
+    """Return samples by step."""
+    return [
         sample
-        for sample in itertools.chain.from_iterable(lines)
-        if step in (None, sample["step"]) and group in (None, sample["group_id"])
-        if not kinds or sample["kind"] in kinds
-    )
-    found = [*itertools.islice(wanted, newest)]
-    found.reverse()
-    return sorted(found, key=lambda sample: sample["step"])
+        for sample in read_bounded(run_dir / SAMPLES_FILE, problems, _SHOWN)
+        if step in (None, sample["step"])
+        and group in (None, sample["group_id"])
+        and (not kinds or sample["kind"] in kinds)
+    ]
 
 
 # ---- as text
 
 NEWEST = 10
-NEWEST_JSON = 1000
-"""Samples without --step and --group, as text and as JSON."""
+"""Samples shown as text without --step and --group."""
 LABEL = 12
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
@@ -319,17 +306,17 @@ def render_samples(
     kinds: Sequence[str] = (),
 ) -> str:
     """Raises ConfigError if there are no such samples."""
-    newest = None if (step, group) != (None, None) else NEWEST_JSON if as_json else NEWEST
-    found = read_samples(run_dir, problems, step, group=group, kinds=kinds, newest=newest)
+    found = read_samples(run_dir, problems, step, group=group, kinds=kinds)
     if as_json:
         return json.dumps({"run_dir": str(run_dir), "samples": found, "problems": problems})
-    if not found and newest is None:
+    if not found:
         raise ConfigError(
             f"{run_dir} has no such sample",
             rule="only observe.samples_per_step rollouts of a step are written",
             way_out=f"`asyncrl inspect {run_dir} --samples` shows the newest.",
         )
-    texts = [sample_text(sample) for sample in found] or [f"{run_dir} has no such sample yet"]
-    if newest == len(found):
-        texts.insert(0, f"the newest {newest}; --step N and --group N show others:")
-    return "\n\n".join([*texts, *(f"problem: {harmless(problem)}" for problem in problems)])
+    texts = [f"problem: {harmless(problem)}" for problem in problems]
+    if step is None and group is None and len(found) > NEWEST:
+        texts.append(f"the newest {NEWEST}; --step N and --group N show others:")
+        found = found[-NEWEST:]
+    return "\n\n".join([*texts, *map(sample_text, found)])

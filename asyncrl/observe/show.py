@@ -16,31 +16,29 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pydantic import TypeAdapter
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.base.errors import ConfigError, JournalError
-from asyncrl.journal.read import batch_story, group_story, reading, run_story
-from asyncrl.journal.schema import FILE_NAME
+from asyncrl.base.errors import ConfigError
+from asyncrl.journal.read import batch_story, group_story, run_story
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import VersionSpan
 from asyncrl.observe import run_numbers as numbers
-from asyncrl.observe.console import reward_text, shares_text, staleness_text, tasks_text
+from asyncrl.observe.console import metric_rows
 from asyncrl.observe.run_dir import (
     CONFIG_FILE,
     QUIET_S,
     STATUS_FILE,
     age_of,
     judge_state,
+    read_journal,
     read_metrics,
     read_status,
 )
 from asyncrl.observe.run_record import RunRecord, TrainedRecord, batch_summary, read_run, trajectory_summaries
-from asyncrl.observe.samples import harmless, read_samples, render_samples
-from asyncrl.observe.verdict import summary_panel, time_rows, verdict_rows
-from asyncrl.observe.watchdog import Wait
+from asyncrl.observe.samples import harmless, render_samples
+from asyncrl.observe.verdict import summary_panel, verdict_rows
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 RUNS = Path("runs")
@@ -51,7 +49,6 @@ SHOWN_ROWS = 30
 _COLORS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
 _ENDED = ("done", "failed", "interrupted")
 _NOT_DRAWN = ("version", "min_version", "group_ids", "tokens_sha")
-_WAITS = TypeAdapter(list[Wait])
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -122,11 +119,9 @@ def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: boo
         return json.dumps(_status_summary(files), indent=2)
     drawn = [numbers.boxed([row for row in _status_rows(files) if row[1]], str(files.run_dir))]
     if is_verbose and files.status:
-        details = {**files.status, "waits": [[str(wait)] for wait in _waits(files.status)]}
+        details = {**files.status, "waits": "\n".join(_waits(files.status))}
         texts = ((name, Text(harmless(numbers.plain(value)))) for name, value in details.items())
         drawn.append(numbers.boxed(texts, STATUS_FILE))
-    if is_verbose and files.verdict is not None:
-        drawn.append(numbers.boxed(time_rows(files.verdict), "time"))
     return to_text(*drawn)
 
 
@@ -163,15 +158,10 @@ def _status_rows(files: RunRecord) -> Iterator[tuple[str, RenderableType]]:
     yield "steps", progress
     if files.state in ("starting", "running"):
         yield "now", Text(str(files.status.get("activity") or ""))
-        oldest = max(_waits(files.status), key=lambda wait: wait.seconds, default=None)
-        if oldest is not None and oldest.seconds >= QUIET_S:
-            yield "waits", Text(str(oldest), style="yellow")
+        yield "waits", Text("".join(_waits(files.status, QUIET_S)[:1]), style="yellow")
     if files.verdict is not None:
-        yield "reward", reward_text(steps)
-        yield "by task", tasks_text(steps, numbers.recent(len(steps)))
         yield from verdict_rows(files.verdict)
-        yield "time", shares_text(files.verdict.shares)
-        yield "staleness", staleness_text(steps.last, files.config.buffer.max_staleness)
+        yield from metric_rows(steps, numbers.recent(len(steps)), files.config.buffer.max_staleness)
     for lines in numbers.by_evaluation(files.evaluation_lines).values():
         rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
         yield "eval", Text(f"{numbers.evaluation_text(lines[-1])}  {numbers.sparkline(rewards, width=16)}")
@@ -179,10 +169,9 @@ def _status_rows(files: RunRecord) -> Iterator[tuple[str, RenderableType]]:
     yield "problems", Text("\n".join(files.problems), style="red")
 
 
-def _waits(status: Mapping[str, Any]) -> list[Wait]:
-    with contextlib.suppress(ValueError):
-        return _WAITS.validate_python(status.get("waits") or [])
-    return []
+def _waits(status: Mapping[str, Any], min_s: float = 0.0) -> list[str]:
+    waits = (status.get("waits") or {}).items()
+    return [f"{wait}, since {seconds:.0f} s" for wait, seconds in waits if seconds >= min_s]
 
 
 # ---- inspect
@@ -223,13 +212,11 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
     """
     problems = files.problems
     record = TrainedRecord(files.run_dir, problems, files.config.buffer.max_staleness)
-    stories: dict[str, Any] = {}
-    try:
-        if (path := files.run_dir / FILE_NAME).is_file():
-            with reading(path) as connection:
-                stories = _stories(connection, files, step, group)
-    except JournalError as error:
-        problems.append(str(error))
+
+    def tell_stories(connection: sqlite3.Connection) -> dict[str, Any]:
+        return _stories(connection, files, step, group)
+
+    stories = read_journal(files.run_dir, problems, tell_stories) or {}
     lines = record.lines(step, group)
     is_whole = step is None and group is None
     if not lines and not stories and not is_whole:
@@ -280,57 +267,48 @@ def _stories(
 def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord) -> dict[str, Any] | None:
     if (story := group_story(connection, group_id)) is None:
         return None
-    if not story["has_tokens"]:
-        story["samples"] = len(read_samples(files.run_dir, [], group=group_id))
-    decode, source = _find_decoder(files)
+    decode = _decoder(files)
     rollouts: dict[int, dict[str, Any]] = {}
-    if story["state"] == "running" and story["has_tokens"]:
-        rollouts = {index: {"state": "running"} for index in range(files.config.rollout.group_size)}
     for index, (attempt, turn, partial) in partials_of(connection, group_id).items():
         rollouts[index] = {
             "state": "running",
             "attempt": attempt,
             "turn": turn,
-            "pieces": _pieces(partial.token_ids, partial.version_spans, decode),
             "num_sampled": len(partial.token_ids),
+            "branches": [{"pieces": _pieces(partial.token_ids, partial.version_spans, decode)}],
         }
     for index, (attempts, why) in failures_of(connection, group_id).items():
         rollouts[index] = {"state": "failed", "attempts": attempts, "why": why}
     for index, rollout in rollouts_of(connection, group_id).items():
-        branches = [
-            {
-                "branch": branch.branch,
-                "num_sampled": branch.num_sampled,
-                "num_interruptions": branch.num_interruptions,
-                "is_truncated": branch.is_truncated,
-                "pieces": _pieces(branch.token_ids.tolist(), branch.version_spans, decode),
-                "credits": [*map(asdict, branch.credits)],
-            }
-            for branch in rollout
-        ]
         rollouts[index] = {
             "state": "finished",
             "reward": rollout[0].reward,
             "metrics": dict(rollout[0].metrics),
             "num_sampled": sum(branch.num_sampled for branch in rollout),
-            "branches": branches,
+            "num_interruptions": sum(branch.num_interruptions for branch in rollout),
+            "is_truncated": any(branch.is_truncated for branch in rollout),
+            "branches": [
+                {
+                    "pieces": _pieces(branch.token_ids.tolist(), branch.version_spans, decode),
+                    "credits": [*map(asdict, branch.credits)],
+                }
+                for branch in rollout
+            ],
         }
     story["rollouts"] = [{"sample_index": index, **rollout} for index, rollout in sorted(rollouts.items())]
-    return story | {"text_from": source}
+    return story
 
 
-def _find_decoder(files: RunRecord) -> tuple[Decode | None, str]:
-    """Return a decoder and its folder, or None and a reason. Other formats would import torch."""
+def _decoder(files: RunRecord) -> Decode | None:
+    """Return None without a tokenizer.json. Other formats would import torch."""
     model = files.config.model
     folders = [files.run_dir / "model", files.run_dir / "final"]
     folders += [Path(model.path).expanduser()] if model.path else []
-    folder = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
-    if folder is None:
-        return None, f"no tokenizer.json in {', '.join(map(str, folders))}"
-    try:
-        return HFChatTokenizer(folder, chat_template=model.chat_template).decode, str(folder)
-    except ConfigError as error:
-        return None, str(error)
+    for folder in folders:
+        with contextlib.suppress(ConfigError):
+            if (folder / "tokenizer.json").is_file():
+                return HFChatTokenizer(folder, chat_template=model.chat_template).decode
+    return None
 
 
 def _pieces(
@@ -364,10 +342,10 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _rollout_text(rollouts: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
     for rollout in rollouts:
-        facts = {name: value for name, value in rollout.items() if name not in ("branches", "pieces")}
+        facts = {name: value for name, value in rollout.items() if name != "branches"}
         yield Text(harmless(numbers.plain(facts)), "green")
-        for branch in rollout.get("branches", (rollout,)):
-            for piece in branch.get("pieces", ()):
+        for branch in rollout.get("branches", ()):
+            for piece in branch["pieces"]:
                 place = f"  [v{piece['version']}, {piece['start']}..{piece['end'] - 1}] "
                 content = piece.get("text") or numbers.plain(piece.get("token_ids"))
                 yield Text.assemble((place, "magenta"), harmless(content))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +19,12 @@ from pydantic import FiniteFloat, NonNegativeFloat, TypeAdapter
 
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan
-from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE, append_lines, read_lines
+from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE, append_bounded, read_bounded
 
-OLDER_FILE = "timeline.1.jsonl"
 MAX_BYTES = 2**20
-"""A larger timeline.jsonl replaces OLDER_FILE."""
+"""A larger timeline.jsonl replaces timeline.1.jsonl."""
+MAX_ROWS = 10_000
+"""Rows kept in memory before open(), or when the file cannot be written."""
 SLOTS_PERIOD_S = 0.1
 KINDS = {
     "wait for generation": "the trainer waits for rollouts",
@@ -84,13 +86,12 @@ _ROW = TypeAdapter(Row)
 
 
 class TimelineWriter:
-    """Writes the timeline. Rows are kept until open(). An OSError stops the timeline, not the run."""
+    """Writes the timeline. Rows are kept until open(). An OSError is logged and ends no run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / TIMELINE_FILE
         self._is_open = False
-        self._is_refused = False
-        self._rows: list[Row] = []
+        self._rows = deque[Row](maxlen=MAX_ROWS)
         self._offset_s = time.time() - time.monotonic()
         self._busy_s: Mapping[str, float] = {}
         self._busy_at_s = time.monotonic()
@@ -120,28 +121,23 @@ class TimelineWriter:
         self._is_open = False
 
     def _add(self, lane: str, kind: str, start_s: float, end_s: float, number: int, text: Any) -> None:
-        if not self._is_refused:
-            at_s = round(start_s + self._offset_s, 6)
-            self._rows.append(Row(lane, kind, at_s, round(end_s - start_s, 6), number, text))
+        at_s = round(start_s + self._offset_s, 6)
+        self._rows.append(Row(lane, kind, at_s, round(end_s - start_s, 6), number, text))
 
     def _write(self) -> None:
         if not self._is_open:
             return
         try:
-            append_lines(self._path, self._rows)
-            if self._path.stat().st_size > MAX_BYTES:
-                self._path.replace(self._path.with_name(OLDER_FILE))
+            append_bounded(self._path, self._rows, MAX_BYTES)
         except OSError as error:
             logger.warning("no more timeline: cannot write %s: %s", self._path, error)
-            self._is_refused = True
             self._is_open = False
-        self._rows = []
+        self._rows.clear()
 
 
 def read_timeline(run_dir: Path, problems: list[str]) -> list[Row]:
     """Return all rows, in the order of their ends."""
-    files = (run_dir / OLDER_FILE, run_dir / TIMELINE_FILE)
-    return [row for path in files for row in read_lines(path, problems, _ROW)]
+    return [*read_bounded(run_dir / TIMELINE_FILE, problems, _ROW)]
 
 
 def spans_of(rows: Iterable[Row]) -> list[Row]:

@@ -11,7 +11,6 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from asyncrl.buffer.staleness import POLICIES
@@ -88,7 +87,7 @@ def judge(steps: Steps, config: RunConfig) -> Verdict:
     reward = _reward_of(steps)
     has_risen = reward is not None and reward.has_risen
     findings = [
-        *_gradient_findings(steps, config, has_risen),
+        *_gradient_findings(steps, has_risen),
         *_answer_findings(steps, config, has_risen),
     ]
     bottleneck = _bottleneck(steps, shares)
@@ -156,7 +155,12 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
     if reward.has_risen:
         words = {"rising": " and is still rising", "flat": " and is flat now", "falling": ", but falls again"}
         return f"Learned: reward rose from {first} to {last}{words.get(reward.trend, '')}."
-    reasons = [*(finding.clause for finding in findings), *_reasons(reward, steps, config)]
+    size = "large" if reward.was_lost or reward.has_fallen else "small"
+    reasons = [
+        *(finding.clause for finding in findings),
+        f"trainer.learning_rate={config.trainer.learning_rate:g} may be too {size}",
+        f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains",
+    ]
     why = f" Likeliest reasons: {'; '.join(reasons[:2])}."
     if reward.was_lost:
         peak = f"{reward.best:.3f} around step {reward.best_step}"
@@ -164,21 +168,6 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
     if reward.has_fallen:
         return f"Got worse: reward fell from {first} to {last}.{why}"
     return f"Learned nothing: {ends}.{why}"
-
-
-def _reasons(reward: Reward, steps: Steps, config: RunConfig) -> Iterator[str]:
-    """Likeliest first."""
-    learning_rate = f"trainer.learning_rate={config.trainer.learning_rate:g}"
-    gradients = steps.values("policy/grad_norm")
-    entropies = steps.values("policy/entropy")
-    if gradients and not any(gradients):
-        yield "no answer stood out: prompts may be too hard or too easy, or the reward is broken"
-    elif entropies and abs(entropies[-1] - entropies[0]) < 0.02 * abs(entropies[0]):
-        yield f"{learning_rate} hardly moved the model (entropy {entropies[0]:.3g}, then {entropies[-1]:.3g})"
-    elif reward.was_lost or reward.has_fallen:
-        yield f"{learning_rate} may be too large"
-    yield f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains"
-    yield f"{learning_rate} may be too small, or {several(len(steps), 'step')} are too few"
 
 
 # ---- is it healthy?
@@ -195,19 +184,13 @@ class _Finding(NamedTuple):
         return f"{self.clause[0].upper()}{self.clause[1:]}: {self.advice}."
 
 
-def _gradient_findings(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Finding]:
+def _gradient_findings(steps: Steps, has_risen: bool) -> Iterator[_Finding]:
     """Find steps that cannot move the weights, most serious first."""
     part = recent(len(steps))
     means = steps.values("reward/mean")
     is_constant = not any(steps.values("reward/std") or [1.0]) and len(set(means)) == 1
     equal = steps.mean("reward/equal_fraction", part) or 0.0
     has_gradient = any(steps.values("policy/grad_norm", part) or [1.0])
-    entropies = steps.values("policy/entropy")
-    last = set(entropies[part])
-    if not has_gradient and not has_risen and len(last) == 1 and entropies[0] not in last:
-        clause = f"the model is probably destroyed by trainer.learning_rate={config.trainer.learning_rate:g}"
-        clause += f" (entropy stays at exactly {entropies[-1]:.3g})"
-        yield _Finding(clause, "start again with a lower one", is_certain=True)
     if is_constant:
         clause = f"every answer earned {means[0]:.3g}, so no answer was better than another"
         advice = "read `asyncrl inspect RUN_DIR --samples` and check the reward function on a right answer"
@@ -219,7 +202,8 @@ def _gradient_findings(steps: Steps, config: RunConfig, has_risen: bool) -> Iter
         both = zip(steps.column("step"), steps.column("policy/grad_norm"), strict=True)
         moved = [step for step, gradient in both if gradient != 0]
         clause = f"the gradient is 0 since step {max(moved, default=0) + 1:.0f} although rewards differ"
-        yield _Finding(clause, "no step since then has changed the weights", is_certain=True)
+        advice = "no step since then has changed the weights; trainer.learning_rate may have destroyed them"
+        yield _Finding(clause, advice, is_certain=True)
     both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
     if skipped := [step for step, num in both if num > 0]:
         num = several(steps.total("trainer/skipped_steps"), "update")
@@ -285,38 +269,19 @@ def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
     bound = f"buffer.max_staleness (now {config.buffer.max_staleness})"
     if config.buffer.max_staleness == 0 and bottleneck in ("generation", "publishing"):
         return f"Raise {bound}: with 0, trainer and engines wait for each other."
-    if bottleneck == "generation":
-        return _generation_advice(steps, config)
+    slots = (steps.mean("engine/up") or config.rollout.max_engines) * config.rollout.slots
+    busy = f"{steps.mean('engine/busy_slots') or 0:.0f} of {slots:.0f} slots were busy"
+    held = f"{steps.mean('rollout/inflight') or 0:.0f} rollouts in flight"
     larger = f"Raise trainer.num_groups (now {config.trainer.num_groups}): larger batches cost fewer"
     return {
+        "generation": f"Raise rollout.slots or rollout.num_engines if slots were busy, {bound} if rollouts "
+        f"were few, else the number of agents or reward workers: {busy}, {held}.",
         "stragglers": f"Set buffer.on_overdue=mask, which never waits for a straggler, or raise {bound}.",
         "publishing": f"Raise {bound}: a push takes {steps.mean('perf/weight_sync_s') or 0.0:.2g} s.",
         "training": f"Only a faster trainer would help (placement.trainer={config.placement.trainer}).",
         "handovers": f"{larger} handovers.",
         "other": f"{larger} pauses for the journal and samples.",
     }[bottleneck]
-
-
-def _generation_advice(steps: Steps, config: RunConfig) -> str:
-    """Rollouts in flight may wait for their agent or reward instead of an engine."""
-    engines = steps.mean("engine/up") or config.rollout.max_engines
-    slots = engines * config.rollout.slots
-    busy = steps.mean("engine/busy_slots")
-    held = steps.mean("rollout/inflight") or 0.0
-    task = next(iter(config.tasks.values()))
-    if busy is None or busy >= 0.5 * slots:
-        setting = f"rollout.slots (now {config.rollout.slots}) or rollout.num_engines (now {engines:.3g})"
-    elif held <= 2 * busy:
-        setting = f"buffer.max_staleness (now {config.buffer.max_staleness})"
-    elif config.generator.remote:
-        setting = "the number of workers (`asyncrl work`)"
-    elif config.generator.is_harness:
-        setting = f"generator.workers (now {config.generator.workers})"
-    else:
-        setting = f"task.reward_workers (now {task.reward_workers}), or set task.reward_pool=thread"
-    if busy is None:
-        return f"Raise {setting}."
-    return f"Raise {setting}: {busy:.0f} of {slots:.0f} slots were busy, {held:.0f} rollouts in flight."
 
 
 def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
@@ -345,7 +310,8 @@ def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     """Draw the verdict and the shares of time. Fits 80 columns."""
     pace = f"{verdict.num_steps} in {numbers.duration(verdict.wall_s)}"
     steps = f"{pace}, {verdict.wall_s / verdict.num_steps:.2f} s each"
-    return numbers.boxed([*verdict_rows(verdict), ("steps", steps), *time_rows(verdict)], title)
+    time = numbers.shares_text(verdict.shares)
+    return numbers.boxed([*verdict_rows(verdict), ("steps", steps), ("time", time)], title)
 
 
 def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
@@ -354,44 +320,17 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
     return [("learning", Text(verdict.headline, "bold")), ("health", health), ("speed", speed)]
 
 
-def time_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
-    bars = Table.grid(padding=(0, 1))
-    for name, share in verdict.shares.items():
-        words, colour, _ = numbers.SHARES[name]
-        if share >= 0.005:
-            bars.add_row(words, Text(f"{share:4.0%}"), Text("█" * round(share * 30), colour))
-    return [("time", bars)]
-
-
-PLOT_FILE = "reward.png"
-
-
-def write_reward_plot(
-    run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[dict[str, Any]] = ()
-) -> Path:
-    """Write RUN_DIR/reward.png: reward/mean, its running mean, and evaluations with standard error."""
+def write_reward_plot(path: Path, steps: Steps, *, title: str) -> None:
+    """Plot reward/mean and its running mean."""
     from matplotlib.figure import Figure
 
-    columns = zip(steps.column("step"), steps.column("reward/mean"), strict=True)
-    places, rewards = zip(*(point for point in columns if not math.isnan(point[1])), strict=True)
-    window = max(1, min(25, len(rewards) // 20))
+    window = max(1, min(25, len(steps) // 20))
+    parts = (slice(max(0, end - window), end) for end in range(1, len(steps) + 1))
+    means: list[Any] = [steps.mean("reward/mean", part) for part in parts]
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.plot(places, rewards, alpha=0.4, label="each step")
-    axes.plot(places, running_mean(rewards, window=window), label=f"mean of the last {window} steps")
-    done = numbers.by_evaluation([line for line in evaluations if "eval/reward_mean" in line])
-    for name, lines in done.items():
-        versions = [line["policy_version"] for line in lines]
-        means = [line["eval/reward_mean"] for line in lines]
-        errors = [line.get("eval/standard_error", 0.0) for line in lines]
-        axes.errorbar(versions, means, errors, fmt="o", label=f"eval/{name}/reward_mean".replace("//", "/"))
+    axes.plot(steps.column("step"), steps.column("reward/mean"), alpha=0.4, label="each step")
+    axes.plot(steps.column("step"), means, label=f"mean of the last {window} steps")
     axes.set(xlabel="optimizer step", ylabel="reward/mean", title=title)
     axes.legend()
-    figure.savefig(run_dir / PLOT_FILE)
-    return run_dir / PLOT_FILE
-
-
-def running_mean(values: Sequence[float], *, window: int) -> list[float]:
-    """Return the mean of the last `window` values (fewer at the start)."""
-    parts = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
-    return [sum(part) / len(part) for part in parts]
+    figure.savefig(path)

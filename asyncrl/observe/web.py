@@ -195,37 +195,34 @@ async def watch(
 # ---- the status port
 
 
-class StatusServer(WebServer):
-    """Serves /metrics and /status of a run to bearers of its key."""
+def status_server(
+    run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, Any]]
+) -> WebServer:
+    """Serve /metrics and /status of a run to bearers of its key."""
+    path = run_dir / STATUS_FILE
+    info = {"run_dir": run_dir.resolve().name, "version": __version__}
 
-    def __init__(
-        self, run_dir: Path, observe: ObserveConfig, numbers: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        self.key_path = run_dir / KEY_FILE
-        self._status_path = run_dir / STATUS_FILE
-        self._numbers = numbers
-        self._info = {"run_dir": run_dir.resolve().name, "version": __version__}
-        host = observe.status_host
-        port = observe.status_port or 0
-        routes = {"/metrics": self._metrics, "/status": self._status}
-        setting = f"observe.status_host={host}, observe.status_port={port}"
-        super().__init__(host, port, routes, key=self._read_key(), setting=setting)
-
-    def _read_key(self) -> str:
-        """Return the user's key, or the key of the file, kept over resumes."""
-        if given := os.environ.get(KEY_ENV):
-            return given
-        if not self.key_path.exists():
-            write_whole(self.key_path, secrets.token_hex(24), is_private=True)
-        return self.key_path.read_text(encoding="utf-8").strip()
-
-    async def _metrics(self, _: Request) -> Response:
-        state = json.loads(self._status_path.read_bytes())["state"]
-        text = openmetrics(self._numbers(), state=state, info=self._info)
+    async def metrics(_: Request) -> Response:
+        text = openmetrics(numbers(), state=json.loads(path.read_bytes())["state"], info=info)
         return Response(text, headers={"Content-Type": exposition.CONTENT_TYPE_LATEST})
 
-    async def _status(self, _: Request) -> Response:
-        return Response(self._status_path.read_bytes(), media_type="application/json")
+    async def status(_: Request) -> Response:
+        return Response(path.read_bytes(), media_type="application/json")
+
+    host = observe.status_host
+    port = observe.status_port or 0
+    setting = f"observe.status_host={host}, observe.status_port={port}"
+    routes = {"/metrics": metrics, "/status": status}
+    return WebServer(host, port, routes, key=_status_key(run_dir / KEY_FILE), setting=setting)
+
+
+def _status_key(path: Path) -> str:
+    """Return the user's key, or the key of the file, kept over resumes."""
+    if given := os.environ.get(KEY_ENV):
+        return given
+    if not path.exists():
+        write_whole(path, secrets.token_hex(24), is_private=True)
+    return path.read_text(encoding="utf-8").strip()
 
 
 def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, str]) -> bytes:
@@ -253,19 +250,17 @@ def family_of(name: str) -> tuple[str, str, Gauge] | None:
     perf/step_s is asyncrl_perf_step_seconds; reward/mean/sums is
     asyncrl_reward_mean_by_name{name="sums"}.
     """
-    stem = name
-    label = ending = ""
-    if (several := re.fullmatch("eval/([^/]+)/(.+)", name)) and f"eval/{several[2]}" in GAUGES:
-        stem = f"eval/{several[2]}"
-        label = several[1]
-    elif name.startswith("task/"):
-        stem, _, label = name.partition("/")
-    elif name.count("/") > 1:
-        first, second, label = name.split("/", 2)
-        stem = f"{first}/{second}"
-        ending = "_by_name" if gauge_of(stem) is not None else ""
-    gauge = gauge_of(stem) or gauge_of(name)
-    if gauge is None:
+    if (gauge := gauge_of(name)) is None:
         return None
-    family = re.sub("(?<!_per)_s$", "_seconds", re.sub("[^a-z0-9_]", "_", stem.lower()))
-    return f"asyncrl_{family}{ending}", label, gauge
+    first, *rest = name.split("/")
+    label = ""
+    if first == "eval" and len(rest) > 1 and f"eval/{rest[1]}" in GAUGES:
+        label = rest.pop(0)
+    elif first == "task":
+        label = "/".join(rest)
+        rest = []
+    elif len(rest) > 1:
+        label = "/".join(rest[1:])
+        rest = [rest[0], "by_name"]
+    family = re.sub("[^a-z0-9_]", "_", "_".join(["asyncrl", first, *rest]).lower())
+    return re.sub("(?<!_per)_s(?=_by_name$|$)", "_seconds", family), label, gauge

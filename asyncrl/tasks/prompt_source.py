@@ -6,7 +6,7 @@ import base64
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -27,7 +27,6 @@ UNIT = 10**9
 """Unit of rewards: integer sums do not depend on order."""
 
 
-@dataclass(eq=False)
 class Epochs:
     """Order of one task's prompts.
 
@@ -40,21 +39,18 @@ class Epochs:
     timing has no influence.
     """
 
-    num_prompts: int
-    seed: int
-    shuffle: bool
-    by_difficulty: bool = False
-
-    def __post_init__(self) -> None:
-        self.order = {
-            name: getattr(self, name) for name in ("num_prompts", "seed", "shuffle", "by_difficulty")
-        }
+    def __init__(self, num_prompts: int, seed: int, *, shuffle: bool, by_difficulty: bool = False) -> None:
+        self.num_prompts = num_prompts
+        self.seed = seed
+        self.shuffle = shuffle
+        self.by_difficulty = by_difficulty
+        self.texts = list[str]()
+        """Prompts of each epoch sampled by difficulty."""
         self._places = lru_cache(maxsize=4)(self._make_places)
-        self._sums = np.zeros(self.num_prompts, np.int64)
-        self._counts = np.zeros(self.num_prompts, np.int32)
+        self._sums = np.zeros(num_prompts, np.int64)
+        self._counts = np.zeros(num_prompts, np.int32)
         self._later = dict[int, list[tuple[int, int]]]()
         """Later observations: start version -> (index, reward in UNITs)."""
-        self._epochs = list[str]()
         self._ends = list[int]()
 
     def reach_nowait(self, draw: int, version: int | None) -> tuple[int, str] | None:
@@ -69,8 +65,9 @@ class Epochs:
                 self._counts[index] += 1
         if self._ends and draw < self._ends[-1]:
             return None
-        epoch = len(self._epochs)
-        text = _as_text(np.packbits(self._choose(epoch)))
+        epoch = len(self.texts)
+        packed = np.packbits(self._choose(epoch)).tobytes()
+        text = base64.b64encode(zlib.compress(packed, 1)).decode("ascii")
         self.load_epoch(epoch, text)
         return epoch, text
 
@@ -93,29 +90,10 @@ class Epochs:
     def load_epoch(self, epoch: int, text: str) -> None:
         """Raises ValueError or zlib.error if it does not fit."""
         size = int(np.count_nonzero(self._has(text)))
-        if epoch != len(self._epochs) or not size:
-            raise ValueError(f"epoch {epoch} cannot follow {len(self._epochs)} epochs")
-        self._epochs.append(text)
+        if epoch != len(self.texts) or not size:
+            raise ValueError(f"epoch {epoch} cannot follow {len(self.texts)} epochs")
+        self.texts.append(text)
         self._ends.append(self._start(epoch) + size)
-
-    def memory(self) -> dict[str, Any]:
-        if not self.by_difficulty:
-            return {}
-        return {
-            "epochs": list(self._epochs),
-            "sums": _as_text(self._sums),
-            "counts": _as_text(self._counts),
-            "later": [(version, *entry) for version, entries in self._later.items() for entry in entries],
-        }
-
-    def load_memory(self, memory: Mapping[str, Any]) -> None:
-        # an assignment to a slice raises ValueError for another number of prompts
-        self._sums[:] = np.frombuffer(_from_text(memory["sums"]), np.int64)
-        self._counts[:] = np.frombuffer(_from_text(memory["counts"]), np.int32)
-        for version, index, reward in memory["later"]:
-            self._later.setdefault(version, []).append((index, reward))
-        for epoch, text in enumerate(memory["epochs"]):
-            self.load_epoch(epoch, text)
 
     def _choose(self, epoch: int) -> Bools:
         """Choose the epoch's prompts, bool [num_prompts]; at least one."""
@@ -132,7 +110,7 @@ class Epochs:
         return self._ends[epoch - 1] if epoch else 0
 
     def _has(self, text: str) -> Bools:
-        bits = np.frombuffer(_from_text(text), np.uint8)
+        bits = np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), np.uint8)
         if len(bits) != -(-self.num_prompts // 8):
             raise ValueError(f"the epoch's number of prompts is not {self.num_prompts}")
         return np.unpackbits(bits, count=self.num_prompts).astype(np.bool_)
@@ -143,18 +121,10 @@ class Epochs:
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(order)
         if self.by_difficulty:
-            order = order[self._has(self._epochs[epoch])[order]]
+            order = order[self._has(self.texts[epoch])[order]]
         places = np.full(self.num_prompts, -1, np.int64)
         places[order] = np.arange(len(order))
         return order, places
-
-
-def _as_text(values: npt.NDArray[Any]) -> str:
-    return base64.b64encode(zlib.compress(values.tobytes(), 1)).decode("ascii")
-
-
-def _from_text(text: str) -> bytes:
-    return zlib.decompress(base64.b64decode(text, validate=True))
 
 
 class TaskPrompts:
@@ -167,11 +137,10 @@ class TaskPrompts:
         seed: int,
         shuffle: bool,
         system_prompt: str | None = None,
-        name: str | None = None,
         label: str = "",
         by_difficulty: bool = False,
     ) -> None:
-        self._name = name or repr(task)
+        self._name = type(task).__name__
         if len(task) == 0:
             what = f"the task {self._name} has no prompts"
             raise ConfigError(what, way_out="give it data, or task.size >= 1.")
@@ -179,7 +148,7 @@ class TaskPrompts:
         self._system_prompt = system_prompt
         self.label = label
         self._prefix = f"{label}/" if label else ""
-        self.epochs = Epochs(len(task), seed, shuffle, by_difficulty)
+        self.epochs = Epochs(len(task), seed, shuffle=shuffle, by_difficulty=by_difficulty)
 
     def prompt_id(self, draw: int) -> str:
         return self._prefix + "{}/{}".format(*self.epochs.place(draw))
@@ -266,7 +235,8 @@ class PromptSource:
     def order(self) -> dict[str, Any]:
         order: dict[str, Any] = {"shares": self._rota.shares}
         for name, task in self._tasks.items():
-            order |= {f"{name or 'task'}.{key}": value for key, value in task.epochs.order.items()}
+            for key in ("num_prompts", "seed", "shuffle", "by_difficulty"):
+                order[f"{name or 'task'}.{key}"] = getattr(task.epochs, key)
         return order
 
     def check_order(self, saved: Mapping[str, Any]) -> None:
@@ -285,15 +255,12 @@ class PromptSource:
             raise _other_task(f"prompt {prompt_id} is not among the first {num_drawn} draws") from error
 
     def remember_nowait(
-        self,
-        memory: Mapping[str, Any],
-        epochs: Sequence[tuple[str, int, str]],
-        observed: Sequence[tuple[str, float, int]],
+        self, epochs: Sequence[tuple[str, int, str]], observed: Sequence[tuple[str, float, int]]
     ) -> None:
-        """Restore memory(), later epochs and finished groups, before restore_nowait. Raises TaskError."""
+        """Restore the epochs sampled by difficulty and finished groups, before restore_nowait. Raises
+        TaskError.
+        """
         try:
-            for name, saved in memory.items():
-                self._tasks[name].epochs.load_memory(saved)
             for name, epoch, text in epochs:
                 self._tasks[name].epochs.load_epoch(epoch, text)
             for group in observed:
@@ -308,21 +275,23 @@ class PromptSource:
             counts[self._tasks[name].prompt_id(number)] = count
         return counts
 
-    def memory(self) -> dict[str, Any]:
-        memories = {name: task.epochs.memory() for name, task in self._tasks.items()}
-        return {name: memory for name, memory in memories.items() if memory}
+    def epochs(self) -> list[tuple[str, int, str]]:
+        """Return (task, number, prompts) of each epoch sampled by difficulty."""
+        tasks = self._tasks.items()
+        return [(name, *epoch) for name, task in tasks for epoch in enumerate(task.epochs.texts)]
 
     def state(self) -> dict[str, Any]:
         return {
             "order": self.order,
             "num_drawn": self.num_drawn,
             "requeued": self.prompts_back(),
-            "memory": self.memory(),
+            "epochs": self.epochs(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore state(), without the rewards observed for `by_difficulty`."""
         self.check_order(state["order"])
-        self.remember_nowait(state["memory"], (), ())
+        self.remember_nowait(state["epochs"], ())
         self.restore_nowait(state["num_drawn"], state["requeued"])
 
 

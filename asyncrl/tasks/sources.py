@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def look_at_task(
         _reward_function(config)
         return None, f"dataset {config.dataset}, split {config.split}; not checked: it is on the hub"
     task = build_task(config, seed)
-    TaskPrompts(task, seed=seed, shuffle=config.shuffle, name=task_name(config))
+    TaskPrompts(task, seed=seed, shuffle=config.shuffle)
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
     source = config.python or gym or config.dataset or ", ".join(config.files or [])
     digest = f", digest {whole_digest(task.digests)}" if isinstance(task, RowTask) else ""
@@ -99,7 +98,6 @@ def make_prompt_source(
             seed=config.seed,
             shuffle=settings.shuffle and not in_order,
             system_prompt=settings.system_prompt,
-            name=task_name(settings),
             label=name,
             by_difficulty=settings.sampling == "by_difficulty",
         )
@@ -109,26 +107,11 @@ def make_prompt_source(
     return PromptSource(*sources, shares=shares, on_epoch=on_epoch)
 
 
-def task_name(config: TaskConfig) -> str | None:
-    return f"task.python={config.python}" if config.python is not None else None
-
-
 # ---- tasks of evaluations
 
 
-def read_eval_task(config: EvalConfig, label: str = "") -> EvalTask:
-    """`label`: prefix of its prompt ids. Raises ConfigError."""
-    with _named_eval(label):
-        return _take_prompts(config, build_task(config.task, EVAL_SEED), label)
-
-
-def look_at_eval_task(config: EvalConfig, label: str = "") -> tuple[EvalTask | None, str]:
-    with _named_eval(label):
-        task, text = look_at_task(config.task, EVAL_SEED)
-        return (None if task is None else _take_prompts(config, task, label)), text
-
-
-def _take_prompts(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
+def take_prompts(config: EvalConfig, task: PromptTask, label: str = "") -> EvalTask:
+    """`label`: prefix of their ids. Raises ConfigError."""
     if len(task) < config.num_prompts:
         what = f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task"
         raise ConfigError(what, way_out=f"set eval.num_prompts={len(task)}, or give a larger task.")
@@ -137,19 +120,12 @@ def _take_prompts(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
         seed=EVAL_SEED,
         shuffle=False,
         system_prompt=config.task.system_prompt,
-        name=task_name(config.task),
         label=label or config.name or "",
     )
-    return task, tuple(map(prompts.make, range(config.num_prompts)))
-
-
-@contextlib.contextmanager
-def _named_eval(label: str) -> Iterator[None]:
     try:
-        yield
-    except (ConfigError, TaskError) as error:  # all its prompts are made before the start
-        what = error.fault if isinstance(error, TaskError) else error.what
-        what = f"in the section {key_of('eval', label)}, {what}"
+        return task, tuple(map(prompts.make, range(config.num_prompts)))
+    except TaskError as error:  # before the start
+        what = f"{key_of('eval', label)}: {error.fault}"
         raise ConfigError(what, rule=error.rule, way_out=error.way_out) from error
 
 
@@ -197,8 +173,7 @@ def _reward_function(config: TaskConfig) -> RewardFunction:
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
     if settings:
         raise ConfigError(f"task.args={settings}, and files have no settings", way_out="remove task.args.")
-    rows: list[Mapping[str, Any]] = []
-    places: list[str] = []
+    rows: dict[str, Mapping[str, Any]] = {}
     digests: dict[str, str] = {}
     for path in map(Path, paths):
         reader = READERS.get(path.suffix)
@@ -208,12 +183,10 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
         try:
             with path.open("rb", buffering=0) as file:
                 digests[str(path)] = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-            found = reader(path)
+            rows |= reader(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"task.files: {path} cannot be read: {error}") from error
-        rows += found.values()
-        places += found
-    return rows, places.__getitem__, digests
+    return [*rows.values()], [*rows].__getitem__, digests
 
 
 def _read_jsonl(path: Path) -> dict[str, Mapping[str, Any]]:
@@ -292,15 +265,11 @@ class DataPin:
         saved: dict[str, dict[str, str]] = {}
         if not is_free and self.path.exists():
             saved = json.loads(self.path.read_bytes())
-        changed = list[str]()
-        for name in sorted(saved.keys() & self._digests.keys()):
-            first, current = saved[name], self._digests[name]
-            if list(first.values()) != list(current.values()):  # only file names may change
-                files = sorted({file for file, _ in first.items() ^ current.items()})
-                changed.append(", ".join(files) or f"the order of {', '.join(current)}")
-        if changed:
+        for name in saved.keys() & self._digests.keys():
+            if [*saved[name].values()] == [*self._digests[name].values()]:  # file names may change
+                continue
             raise ConfigError(
-                f"the task's data have changed since this run began: {'; '.join(changed)}",
+                f"the data of {key_of('task', name)} have changed since this run began: {saved[name]}",
                 rule="a resumed run continues with its data",
                 way_out="restore the files, or accept them with --allow-change task.digest.",
             )
@@ -328,11 +297,7 @@ class GymTask:
         except (TypeError, ValueError, AssertionError) as error:
             what = f"task.reasoning_gym={name} with task.args={dict(settings)}: {error}"
             raise ConfigError(what, way_out="choose a task and settings of reasoning-gym.") from error
-        self._name = name
         self._extract = extract_answer
-
-    def __repr__(self) -> str:
-        return f"<GymTask {self._name}, {len(self)} prompts>"
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -357,18 +322,14 @@ class VerifiersTask:
     """
 
     def __init__(self, taskset: Any, *, size: int) -> None:
-        self._name = type(taskset).__name__
         self._items: list[Item] = []
         try:
             with user_code():
                 for task in itertools.islice(taskset, None if taskset.bounded else size):
                     self._items.append(_verifiers_item(task.data))
         except UserCodeFailed as failure:
-            what = f"task {len(self._items)} of {self._name}: making it {failure}"
+            what = f"task {len(self._items)} of {type(taskset).__name__}: making it {failure}"
             raise ConfigError(what, way_out="correct it, or generator.args.taskset.") from failure
-
-    def __repr__(self) -> str:
-        return f"<VerifiersTask {self._name}, {len(self)} prompts>"
 
     def __len__(self) -> int:
         return len(self._items)

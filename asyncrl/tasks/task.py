@@ -99,9 +99,6 @@ class RowTask:
                     raise ConfigError(what, way_out=way_out)
             as_messages(row[self.prompt_column], f"{place}, column {self.prompt_column}")
 
-    def __repr__(self) -> str:
-        return f"<RowTask {len(self)} prompts, {self.prompt_column} -> {self.answer_column}>"
-
     def __len__(self) -> int:
         return len(self.rows)
 

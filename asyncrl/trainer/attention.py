@@ -31,11 +31,10 @@ TILE_SIZES = (32, 64)
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Short paths in B rows of Q queries with K keys; `mask` [B, 1, Q, K] is added to the scores."""
+    """Short paths, one per row of Q queries and K keys; `mask` [B, 1, Q, K] is added to the scores."""
 
     num_rows: int
     query_R: Tensor
-    key_R: Tensor
     real_queries: Tensor
     no_queries: Tensor
     mask: Tensor
@@ -67,7 +66,7 @@ def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
     for smallest, size in zip((0, *TILE_SIZES), TILE_SIZES, strict=False):
         short = [path for path in left if smallest < path.num_queries <= size >= _num_keys(left[path])]
         if len(short) > 1:
-            calls.append(_tiled_call(short, [left[path] for path in short], size))
+            calls.append(_tiled_call({path: left[path] for path in short}))
             for path in short:
                 is_short_N[path.query : path.query + path.num_queries] = True
     for part in layout.passes:
@@ -92,57 +91,32 @@ def _num_keys(stretches: Iterable[Stretch]) -> int:
     return sum(length for _, length in stretches)
 
 
-def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> KernelCall:
-    number = {one: len(paths) + index for index, one in enumerate(dict.fromkeys(sum(left, [])))}
-    sees = np.eye(len(paths), len(paths) + len(number), dtype=np.bool_)
-    stretches, num_queries = list[list[tuple[int, int, int]]](), list[int]()
-    for row in _rows_of(paths, left, size):
-        own = [(paths[index].query, paths[index].num_queries, index) for index in row]
-        for index in row:
-            sees[index, [number[one] for one in left[index]]] = True
-        others = [(*one, number[one]) for one in dict.fromkeys(one for index in row for one in left[index])]
-        stretches.append([*own, *others])
-        num_queries.append(sum(length for _, length, _ in own))
-    num_keys = np.array([sum(length for _, length, _ in row) for row in stretches])
-    starts, lengths, owners = np.array([one for row in stretches for one in row]).T
-    key_BK, owner_BK = np.zeros((2, len(stretches), num_keys.max()), np.int64)
-    index_K = np.arange(key_BK.shape[1])
-    is_key_BK, is_own_BK = (index_K < np.array(numbers)[:, None] for numbers in (num_keys, num_queries))
-    key_BK[is_key_BK] = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
-    owner_BK[is_key_BK] = np.repeat(owners, lengths)
-    width = max(num_queries)
-    index_QK = index_K[:width, None] >= index_K
-    seen_BQK = sees[np.minimum(owner_BK[:, :width], len(paths) - 1)[:, :, None], owner_BK[:, None]]
-    seen_BQK &= is_key_BK[:, None] & (index_QK | ~is_own_BK[:, None])
-    seen_BQK[~is_own_BK[:, :width], 0] = True  # softmax needs a key
-    query_R, is_query_R = (torch.from_numpy(one[:, :width].flatten()) for one in (key_BK, is_own_BK))
+def _tiled_call(left: dict[Piece, list[Stretch]]) -> KernelCall:
+    """Attend from each path to itself and to the stretches `left` of it."""
+    num_queries = np.array([path.num_queries for path in left])
+    num_left = np.array([_num_keys(stretches) for stretches in left.values()])
+    width = num_queries.max()
+    key_BK = np.zeros((len(left), width + num_left.max()), np.int64)
+    for row_K, (path, stretches) in zip(key_BK, left.items(), strict=True):
+        row_K[: path.num_queries] = np.arange(path.query, path.query + path.num_queries)
+        end = width
+        for start, length in stretches:
+            row_K[end : end + length] = np.arange(start, start + length)
+            end += length
+    seen_BQK = np.zeros((len(left), width, key_BK.shape[1]), np.bool_)
+    seen_BQK[:, :, :width] = np.tri(width, dtype=np.bool_)
+    seen_BQK[:, :, width:] = (np.arange(num_left.max()) < num_left[:, None])[:, None]
+    query_R = torch.from_numpy(key_BK[:, :width].flatten())
+    is_query_R = torch.from_numpy((np.arange(width) < num_queries[:, None]).flatten())
     tiles = Tiles(
-        num_rows=len(stretches),
+        num_rows=len(left),
         query_R=query_R,
-        key_R=torch.from_numpy(key_BK.flatten()),
         real_queries=is_query_R.nonzero()[:, 0],
         no_queries=is_query_R.logical_not().nonzero()[:, 0],
         mask=torch.where(torch.from_numpy(seen_BQK)[:, None], 0.0, -torch.inf),
     )
-    return KernelCall(query_R[is_query_R], tiles.key_R, (), (), is_causal=True, tiles=tiles)
-
-
-def _rows_of(paths: list[Piece], left: list[list[Stretch]], size: int) -> list[list[int]]:
-    rows, rooms, lefts = list[list[int]](), list[int](), list[set[Stretch]]()
-    for index in sorted(range(len(paths)), key=lambda index: -paths[index].num_queries):
-        length, own = paths[index].num_queries, set(left[index])
-        for row, room in enumerate(rooms):
-            if room >= length and _num_keys(lefts[row] | own) <= 2 * size:
-                break
-        else:
-            row = len(rows)
-            rows.append([])
-            rooms.append(size)
-            lefts.append(set())
-        rows[row].append(index)
-        rooms[row] -= length
-        lefts[row] |= own
-    return rows
+    key_R = torch.from_numpy(key_BK.flatten())
+    return KernelCall(query_R[is_query_R], key_R, (), (), is_causal=True, tiles=tiles)
 
 
 def _call(pieces: list[Piece], device: torch.device, *, is_causal: bool) -> KernelCall:
@@ -351,12 +325,9 @@ def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) ->
         query, key, value = _at(query, call.queries), _at(key, call.keys), _at(value, call.keys)
         return _flash(query, key, value, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
     query = _at(query, tiles.query_R, tiles.num_rows)
-    key, value = (_at(tensor, tiles.key_R, tiles.num_rows) for tensor in (key, value))
+    key, value = (_at(tensor, call.keys, tiles.num_rows) for tensor in (key, value))
     found = _flash(query, key, value, 0.0, False, attn_mask=tiles.mask.to(query.dtype), scale=scale)
-    output, logsum = (
-        rows.transpose(1, 2).flatten(0, 1).index_select(0, tiles.real_queries).transpose(0, 1)[None]
-        for rows in found
-    )
+    output, logsum = (_by_place(rows).index_select(2, tiles.real_queries) for rows in found)
     return output, logsum
 
 
@@ -364,20 +335,23 @@ def _backward_cpu(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
     tiles = call.tiles
+    own = call.queries if tiles is None else tiles.query_R
+    num_rows = 1 if tiles is None else tiles.num_rows
+    places = zip(tensors, (own, own, call.keys, call.keys, own), strict=True)
+    chosen = [_at(tensor, place, num_rows) for tensor, place in places]
     if tiles is None:
-        own, keys = call.queries, call.keys
-        places = zip(tensors, (own, own, keys, keys, own), strict=True)
-        chosen = [_at(tensor, place) for tensor, place in places]
         return _flash_backward(*chosen, _at(logsum, own), 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
-    own, keys = tiles.query_R, tiles.key_R
-    places = zip(tensors, (own, own, keys, keys, own), strict=True)
-    chosen = [_at(tensor, place, tiles.num_rows) for tensor, place in places]
     # exp(score - logsum) and the gradient are 0 for missing queries.
-    logsum_R = logsum[0].t().index_select(0, own).index_fill_(0, tiles.no_queries, torch.inf)
-    seen = {"attn_mask": tiles.mask.to(chosen[1].dtype), "scale": scale}
-    found = _flash_backward(*chosen, _by_row(logsum_R, tiles.num_rows), 0.0, False, **seen)
-    query, key, value = (rows.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for rows in found)
+    logsum_R = logsum[0].t().index_select(0, tiles.query_R).index_fill_(0, tiles.no_queries, torch.inf)
+    mask = tiles.mask.to(chosen[1].dtype)
+    found = _flash_backward(*chosen, _by_row(logsum_R, num_rows), 0.0, False, attn_mask=mask, scale=scale)
+    query, key, value = (_by_place(rows) for rows in found)
     return query.index_select(2, tiles.real_queries), key, value
+
+
+def _by_place(rows: Tensor) -> Tensor:
+    """Return [1, H, B * T, ...] of [B, H, T, ...]."""
+    return rows.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
 
 def _forward_cuda(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:

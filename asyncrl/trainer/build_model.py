@@ -106,14 +106,7 @@ def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) ->
             else:
                 source = sources[name.removeprefix("model.")].detach()
                 source = source.to(mesh.device_type, parameter.dtype, copy=True)
-            sharded = DTensor.from_local(
-                distribute_tensor(source, mesh, parameter.placements).to_local().to(device),
-                mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            sharded = distribute_tensor(source, mesh, parameter.placements).to(device)
             made[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
         state[name] = made[id(parameter)]
     for name, tensor in policy.state_dict(keep_vars=True).items():
@@ -141,9 +134,9 @@ def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
 
 
-def sharded_policy(
+def shard_policy(
     policy: Policy, ranks: Ranks, dtype: torch.dtype, whole: nn.Module | None, *, is_offloaded: bool
-) -> Policy:
+) -> None:
     """Shard a policy on `meta` in place, and fill it from rank 0's `whole` model. Shards and gradient sums
     are float32; layers are gathered in the run's dtype.
     """
@@ -167,7 +160,6 @@ def sharded_policy(
     if set_unused is not None:
         set_unused(True)
     scatter(policy, whole, torch.device("cpu" if is_offloaded else ranks.mesh.device_type))
-    return policy
 
 
 def _float32_modules(model: nn.Module) -> list[nn.Module]:
@@ -213,12 +205,17 @@ class TrainedModel:
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
         self.device, self.dtype = resolve_device(spec)
         limit_memory(self.device, spec.share)
-        if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        model, whole, self.adapters = _load(spec, ranks, self.device, self.dtype)
         if self.device.type == "cuda":
-            flash = choose_flash(torch.cuda.get_device_capability())
-            log.info("attention on CUDA: %s", flash)
+            if ALLOCATOR_ENV.isdisjoint(os.environ):
+                torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+            log.info("attention on CUDA: %s", choose_flash(torch.cuda.get_device_capability()))
+        is_sharded = ranks.mesh is not None
+        whole: Any = load_model(spec, self.dtype) if ranks.is_first or not is_sharded else None
+        model = meta_model(spec, self.dtype) if is_sharded else whole.to(self.device)
+        lora = spec.trainer.lora
+        self.adapters = None if lora is None else Adapters(model, lora, self.dtype)
+        if lora is not None and is_sharded and whole is not None:
+            Adapters(whole, lora, self.dtype)
         with loading(spec.model_path):
             plan = find_plan(probe_model(model.config, self.device, self.dtype))
         compiles = should_compile(spec, model, plan, self.device)
@@ -229,41 +226,23 @@ class TrainedModel:
 
         def policy_of(model: Any) -> Policy:
             policy = Policy(model, plan, is_compiled=compiles)
-            if ranks.mesh is None:
-                return policy
-            return sharded_policy(policy, ranks, self.dtype, whole, is_offloaded=spec.trainer.cpu_offload)
+            if is_sharded:
+                shard_policy(policy, ranks, self.dtype, whole, is_offloaded=spec.trainer.cpu_offload)
+            return policy
 
         self.reference = None if frozen is None else policy_of(frozen)
-        if ranks.mesh is None:  # before layers are compiled or fused
+        if not is_sharded:  # before layers are compiled or fused
             self.masters = MasterWeights(model, self.dtype)
         self.policy = policy_of(model)
-        if ranks.mesh is not None:
+        if is_sharded:
             self.masters = MasterWeights(model, torch.float32)
-        if self.adapters is not None and spec.trainer.keeps_merged and ranks.mesh is None:
-            self.masters.then = self.adapters.keep_merged
-            self.adapters.keep_merged()
+        if self.adapters is not None and spec.trainer.keeps_merged and not is_sharded:
+            self.masters.then = self.adapters.note_change
+            self.policy.before_pass = self.adapters.keep_merged
         if spec.algorithm.router_replay:
             self.policy.replay = RouterReplay(model)
         if spec.trainer.gradient_checkpointing:
             self.policy.enable_gradient_checkpointing()
-
-
-def _load(
-    spec: TrainerSpec, ranks: Ranks, device: torch.device, dtype: torch.dtype
-) -> tuple[Any, Any, Adapters | None]:
-    """Return the model (on `meta` if sharded), rank 0's whole model, adapters."""
-    whole: Any = None
-    if ranks.mesh is None or ranks.is_first:
-        whole = load_model(spec, dtype)
-    model = whole if ranks.mesh is None else meta_model(spec, dtype)
-    if ranks.mesh is None:
-        model.to(device)
-    if spec.trainer.lora is None:
-        return model, whole, None
-    adapters = Adapters(model, spec.trainer.lora, dtype)
-    if whole is not None and whole is not model:
-        Adapters(whole, spec.trainer.lora, dtype)
-    return model, whole, adapters
 
 
 class RouterReplay:

@@ -56,11 +56,7 @@ class MergedLinear(lora.Linear):
     the engine.
     """
 
-    kept: Tensor | None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.register_buffer("kept", None, persistent=False)
+    kept: Tensor | None = None
 
     def pair(self) -> tuple[Tensor, Tensor]:
         """Return A [rank, in] and B [out, rank]."""
@@ -113,7 +109,7 @@ class Adapters:
         self._model = model
         self._dtype = dtype
         self.scale = config.alpha / config.rank
-        self.is_forgotten = False
+        self.is_merged = False
         # With a transformers config, peft would rename names and move dense adapters to experts.
         holder = nn.Module()
         holder.model = model
@@ -138,19 +134,20 @@ class Adapters:
 
     @torch.no_grad()
     def keep_merged(self) -> None:
-        """Merge until an adapter changes."""
-        self.is_forgotten = False
-        for layer in self.layers.values():
+        """Merge, unless no adapter has changed."""
+        for layer in () if self.is_merged else self.layers.values():
             lora_A, lora_B = layer.pair()
             merged = merge(layer.get_base_layer().weight, lora_A, lora_B, self.scale)
-            if layer.kept is None:
-                layer.register_buffer("kept", merged, persistent=False)
-            else:
-                layer.kept.copy_(merged)
+            layer.kept = merged if layer.kept is None else layer.kept.copy_(merged)
+        self.is_merged = True
+
+    def note_change(self) -> None:
+        self.is_merged = False
 
     def forget_merged(self) -> None:
+        """Free the merged weights until the next pass."""
+        self.is_merged = False
         for layer in self.layers.values():
-            self.is_forgotten |= layer.kept is not None
             layer.kept = None
 
     def tensors(self) -> dict[str, Tensor]:

@@ -174,16 +174,12 @@ def _check_folder(folder: Path, name: str) -> None:
         raise ConfigError(f"{name} has no weights (*.safetensors)", rule=rule, way_out="give a hub id.")
 
 
-class PinnedFile(BaseModel, frozen=True, extra="forbid"):
-    size: int
-    mtime_ns: int
-    xxh3: str
-
-
 class PinnedModel(BaseModel, frozen=True, extra="forbid"):
+    """`files`: digests by name."""
+
     given: str | None
     revision: str | None
-    files: dict[str, PinnedFile]
+    files: dict[str, str]
 
 
 class ModelPin:
@@ -204,21 +200,20 @@ class ModelPin:
         return pinned.revision if pinned is not None and pinned.given == self._given else None
 
     def read(self, folder: Path) -> None:
-        """Hash changed files. Raises ConfigError that lists them."""
-        before = {} if self._pinned is None else self._pinned.files
+        """Hash the files. Raises ConfigError that lists changed ones."""
         paths = sorted({path for pattern in PINNED for path in folder.glob(pattern) if path.is_file()})
-        now = {path.name: _hash(path, before.get(path.name)) for path in paths}
+        files = {path.name: _hash(path) for path in paths}
         revision = folder.name if folder.parent.name == "snapshots" else None
-        self._found = PinnedModel(given=self._given, revision=revision, files=now)
-        contents = ({(name, file.xxh3) for name, file in files.items()} for files in (before, now))
-        differing = sorted({name for name, _ in set.symmetric_difference(*contents)})
-        if self._pinned is not None and differing:
-            back = "restore the files" if self._given else f"remove {folder}: it is made again from the seed"
-            raise ConfigError(
-                f"the model in {folder} is not the one that this run began with: {', '.join(differing)}",
-                rule="a run keeps the base weights and the tokenizer that it was started with",
-                way_out=f"{back}, or accept these with --allow-change model.path.",
-            )
+        self._found = PinnedModel(given=self._given, revision=revision, files=files)
+        if self._pinned is None or self._pinned.files == files:
+            return
+        differing = sorted({name for name, _ in self._pinned.files.items() ^ files.items()})
+        back = "restore the files" if self._given else f"remove {folder}: it is made again from the seed"
+        raise ConfigError(
+            f"the model in {folder} is not the one that this run began with: {', '.join(differing)}",
+            rule="a run keeps the base weights and the tokenizer that it was started with",
+            way_out=f"{back}, or accept these with --allow-change model.path.",
+        )
 
     def write(self) -> None:
         if self._found is not None and self._found != self._pinned:
@@ -226,10 +221,6 @@ class ModelPin:
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")
 
 
-def _hash(path: Path, known: PinnedFile | None) -> PinnedFile:
-    stat = path.stat()
-    if known is not None and (known.size, known.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
-        return known
+def _hash(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    return PinnedFile(size=stat.st_size, mtime_ns=stat.st_mtime_ns, xxh3=digest)
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -22,7 +22,7 @@ from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.messages.records import Credit
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
-from asyncrl.trainer.packing import MicroBatch
+from asyncrl.trainer.packing import AllowedSets, MicroBatch
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN, IntN, to_device
 
@@ -121,6 +121,7 @@ class BatchNumbers:
     proximal_N: Float32N | None = None
     reference_N: Float32N | None = None
     entropy_N: Float32N | None = None
+    allowed: AllowedSets | None = None
     advantage_N: Float32N = field(init=False)
 
 
@@ -133,22 +134,23 @@ class StepNumbers:
 
 class Objective:
     def __init__(self, spec: TrainerSpec) -> None:
-        self.spec, self._recipe = spec, resolve(spec.algorithm)
-        cap = importance_cap(spec.algorithm, self._recipe)
-        self.settings = spec.algorithm.model_copy(update={"importance_cap": cap})
+        self.spec = spec
+        self.settings = spec.algorithm
+        self._recipe = resolve(spec.algorithm)
+        self._cap = importance_cap(spec.algorithm, self._recipe)
         self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
-        correction = self._recipe.correction
-        self._correction = None if correction == "none" else getattr(losses, correction)
-        self._is_whole_batch = correction in WHOLE_BATCH
+        self._is_corrected = self._recipe.correction != "none"
+        self._is_whole_batch = self._recipe.correction in WHOLE_BATCH
         self.needs_reference = self.settings.kl_coefficient > 0
         self._is_penalised = self.needs_reference and self.settings.kl_in == "reward"
 
     @property
     def needs_proximal(self) -> bool:
         """True if the first step's own logprobs or entropies come too late."""
-        is_used = self._recipe.ratio == "proximal" or self._correction is not None
-        is_recomputed = is_used and self.spec.steps_per_batch > 1 and self.settings.proximal == "recompute"
+        is_used = self._recipe.ratio == "proximal" or self._is_corrected
+        has_later_steps = self.spec.trainer.mini_batches * self.spec.trainer.epochs > 1
+        is_recomputed = is_used and has_later_steps and self.settings.proximal == "recompute"
         is_masked = self.settings.top_entropy < 1
         return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
 
@@ -211,21 +213,20 @@ class Objective:
             mask_N = np.zeros(len(has_loss), np.float32)
             entropy_M = torch.from_numpy(batch.entropy_N[has_loss])
             mask_N[has_loss] = losses.top_entropy_mask(entropy_M, self.settings.top_entropy)
-        return StepNumbers(weight_S, self._whole_correction(batch, has_loss, tokens_S), mask_N)
+        correction_N = None
+        if self._is_whole_batch:
+            assert batch.proximal_N is not None
+            log_weight_N = batch.proximal_N - batch.arrays.behaviour_logprobs
+            sequence_M = torch.repeat_interleave((tokens_S > 0).cumsum(0) - 1, tokens_S)
+            values = (log_weight_N, batch.advantage_N)
+            log_weight_M, advantage_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
+            correction_N = np.zeros(len(has_loss), np.float32)
+            correction_N[has_loss] = self._correct(log_weight_M, advantage_M, sequence_M)
+        return StepNumbers(weight_S, correction_N, mask_N)
 
-    def _whole_correction(self, batch: BatchNumbers, has_loss: BoolN, tokens_S: Tensor) -> Float32N | None:
-        """Return float32 [N] of a correction that needs all tokens, else None."""
-        if self._correction is None or not self._is_whole_batch:
-            return None
-        assert batch.proximal_N is not None
-        weight_N = np.zeros(len(has_loss), np.float32)
-        weight_N[has_loss] = self._correction(
-            torch.from_numpy((batch.proximal_N - batch.arrays.behaviour_logprobs)[has_loss]),
-            torch.from_numpy(batch.advantage_N[has_loss]),
-            torch.repeat_interleave((tokens_S > 0).cumsum(0) - 1, tokens_S),
-            self.settings,
-        )
-        return weight_N
+    def _correct(self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor) -> Tensor:
+        correction = self._recipe.correction
+        return losses.correct(correction, log_weight_M, advantage_M, sequence_M, self._cap)
 
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
@@ -242,20 +243,19 @@ class Objective:
         correction_M = None
         if step.correction_N is not None:
             correction_M = over_tokens(step.correction_N)
-        elif self._correction is not None:
-            log_weight_M = proximal_M - behaviour_M
-            correction_M = self._correction(log_weight_M, advantage_M, micro.sequence_M, self.settings)
-        of_tokens = (behaviour_M, advantage_M, micro.sequence_M)
+        elif self._is_corrected:
+            correction_M = self._correct(proximal_M - behaviour_M, advantage_M, micro.sequence_M)
         is_within = self._recipe.surrogate in WITHIN_RATIO
         denominator_M = anchor_M
         if correction_M is not None and is_within:
             denominator_M = anchor_M - losses.log_of_weight(correction_M)
-        loss_M, stats = self._call_surrogate(current_M, denominator_M, *of_tokens)
+        tokens = losses.LossTokens(current_M, denominator_M, behaviour_M, advantage_M, micro.sequence_M)
+        loss_M, stats = self._call_surrogate(tokens)
         if correction_M is not None:
             stats["importance_weight"] = correction_M.sum()
             loss_M = loss_M if is_within else loss_M * correction_M
         if (limit := self.settings.off_policy_mask) is not None:
-            mask_M = losses.off_policy_mask(current_M, *of_tokens, limit)
+            mask_M = losses.off_policy_mask(tokens, limit)
             loss_M = loss_M * mask_M
             stats["off_policy_fraction"] = (mask_M == 0).sum()
         if step.mask_N is not None:
@@ -289,11 +289,11 @@ class Objective:
         kl_M = losses.weighted_kl(current_M, reference_M, anchor_M, estimator)
         return kl_M if correction_M is None else kl_M * correction_M
 
-    def _call_surrogate(self, current_M: Tensor, *others_M: Tensor) -> tuple[Tensor, Stats]:
-        answer = self._surrogate(current_M, *others_M, self.settings)
+    def _call_surrogate(self, tokens: losses.LossTokens) -> tuple[Tensor, Stats]:
+        answer = self._surrogate(tokens, self.settings)
         match answer:
             case (Tensor(ndim=1, requires_grad=True) as loss_M, dict() as stats) if (
-                loss_M.shape == current_M.shape and all(map(_is_number, stats.values()))
+                loss_M.shape == tokens.current_M.shape and all(map(_is_number, stats.values()))
             ):
                 return loss_M, {
                     name: value.detach() if isinstance(value, Tensor) else value
@@ -301,7 +301,7 @@ class Objective:
                 }
         raise ConfigError(
             f"algorithm.loss={self.settings.loss} returned {answer!r}"[:500],
-            rule=f"it returns (a tensor [{len(current_M)}] with gradient, dict of one number each)",
+            rule=f"it returns (a tensor [{len(tokens.current_M)}] with gradient, dict of one number each)",
             way_out="correct the function; asyncrl/algorithms/losses.py has some that fit.",
         )
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,28 +24,25 @@ from asyncrl.messages.trainer_api import TrainerPart
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.weights.ipc import ALIGNMENT
 
+T = TypeVar("T")
 PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 
 Copies = list[tuple[torch.UntypedStorage, Tensor]]
 
 
 class HostMemory:
-    """Reusable host memory, pinned at its exact size; torch's allocator rounds up."""
+    """Reusable host memory, pinned at its exact size for CUDA; torch's allocator rounds up."""
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._data = torch.empty(0, dtype=torch.uint8)
-        self._cuda = cuda if device.type == "cuda" else None
-        self._ordinal = 0 if self._cuda is None else self._cuda.current_device()
-
-    def __len__(self) -> int:
-        return len(self._data)
+        self._ordinal = torch.cuda.current_device() if device.type == "cuda" else None
 
     def __del__(self) -> None:
         self.free()
 
     def of(self, num_bytes: int) -> Tensor:
         """Return uint8 of this size; growing loses the content. Raises MemoryError and RuntimeError."""
-        if num_bytes > len(self):
+        if num_bytes > len(self._data):
             self.free()
             available = available_memory()
             if num_bytes > available:
@@ -56,24 +53,26 @@ class HostMemory:
         return self._data[:num_bytes]
 
     def free(self) -> None:
-        if len(self):
+        if len(self._data):
             self._call("cudaHostUnregister", self._data.data_ptr())
         self._data = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def is_short(self) -> bool:
-        return available_memory() < len(self)
+    def free_if_short(self) -> None:
+        if available_memory() < len(self._data):
+            self.free()
 
     def _call(self, name: str, *arguments: int) -> None:
-        if self._cuda is not None:
-            with self._cuda.device(self._ordinal):  # else a context is created on the first device
-                try:
-                    self._cuda.check_error(getattr(self._cuda.cudart(), name)(*arguments))
-                except RuntimeError:
-                    # CUDA reports the refusal again at the next launch.
-                    with suppress(RuntimeError):
-                        self._cuda._sleep(1)
-                    raise
+        if self._ordinal is None:
+            return
+        cuda: Any = torch.cuda
+        with cuda.device(self._ordinal):  # else a context is created on the first device
+            try:
+                cuda.check_error(getattr(cuda.cudart(), name)(*arguments))
+            except RuntimeError:
+                # CUDA reports the refusal again at the next launch.
+                with suppress(RuntimeError):
+                    cuda._sleep(1)
+                raise
 
 
 class Offload:
@@ -95,24 +94,21 @@ class Offload:
         self._tensors_of = tensors_of
         self._pinned = {part: HostMemory(device) for part in PARTS if device.type == "cuda"}
         self._copies: dict[TrainerPart, Copies] = {}
-        self.away: frozenset[TrainerPart] = frozenset()
+
+    @property
+    def away(self) -> frozenset[TrainerPart]:
+        return frozenset(self._copies)
 
     def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
         """Move `parts`. Raises Refused and moves nothing."""
         started_s = time.perf_counter()
         moving = [part for part in PARTS if part in set(parts) - self.away]
-        is_cpu = self._device.type == "cpu"
-        way_out = f"free space on the disk of {self._folder}." if is_cpu else "free host memory."
-
-        def copy() -> dict[TrainerPart, Copies]:
-            with self._moving(f"offload {', '.join(moving)}", way_out):
-                return {part: self._copied(part) for part in moving}
-
-        copies = self._ranks.agree(copy)
+        what = f"offload {', '.join(moving)}"
+        way_out = f"free host memory; on a CPU, space on the disk of {self._folder}."
+        copies = self._together(what, way_out, lambda: {part: self._copied(part) for part in moving})
         num_bytes = sum(_free(copied) for copied in copies.values())
         self._copies |= copies
-        self.away |= set(moving)
-        if not is_cpu:
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return self._moved(num_bytes, started_s)
 
@@ -123,20 +119,18 @@ class Offload:
         copied = [entry for part in moving for entry in self._copies[part]]
 
         def bring_back() -> None:
-            way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
-            with self._moving(f"onload {', '.join(moving)}", way_out):
-                for storage, data in copied:
-                    storage.resize_(len(data))
-                    _bytes_of(storage).copy_(data, non_blocking=True)
+            for storage, data in copied:
+                storage.resize_(len(data))
+                _bytes_of(storage).copy_(data, non_blocking=True)
 
         try:
-            self._ranks.agree(bring_back)
+            way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
+            self._together(f"onload {', '.join(moving)}", way_out, bring_back)
         except Refused:
             _free(copied)
             raise
         for part in moving:
             del self._copies[part]
-        self.away -= set(moving)
         return self._moved(sum(len(data) for _, data in copied), started_s)
 
     def need(self, what: str, *parts: TrainerPart) -> None:
@@ -155,25 +149,21 @@ class Offload:
                 return content.as_strided(local.shape, local.stride(), start)
         return local
 
-    def _storages(self, part: TrainerPart) -> list[torch.UntypedStorage]:
-        found: dict[int, torch.UntypedStorage] = {}
+    def _copied(self, part: TrainerPart) -> Copies:
+        found = dict[int, torch.UntypedStorage]()
         for tensor in self._tensors_of(part):
             local = local_of(tensor)
             storage = local.untyped_storage()
             is_here = local.device.type == self._device.type and storage.nbytes() > 0
             if local.ndim and is_here and storage.resizable():
                 found[storage._cdata] = storage
-        return list(found.values())
-
-    def _copied(self, part: TrainerPart) -> Copies:
-        storages = self._storages(part)
-        sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages]
+        sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in found.values()]
         pieces = torch.split(self._host_memory(part, sum(sizes)), sizes) if sizes else ()
-        copies = [
-            (storage, piece[: storage.nbytes()]) for storage, piece in zip(storages, pieces, strict=True)
-        ]
-        for storage, piece in copies:
-            piece.copy_(_bytes_of(storage), non_blocking=True)
+        copies = list[tuple[torch.UntypedStorage, Tensor]]()
+        for storage, piece in zip(found.values(), pieces, strict=True):
+            copy = piece[: storage.nbytes()]
+            copy.copy_(_bytes_of(storage), non_blocking=True)
+            copies.append((storage, copy))
         return copies
 
     def _host_memory(self, part: TrainerPart, num_bytes: int) -> Tensor:
@@ -188,16 +178,22 @@ class Offload:
         finally:
             path.unlink(missing_ok=True)
 
-    @contextmanager
-    def _moving(self, what: str, way_out: str) -> Iterator[None]:
-        try:
-            yield
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-        except (OSError, MemoryError, RuntimeError) as error:
-            what = f"cannot {what} on rank {self._ranks.rank}: {type(error).__name__}: {str(error)[:500]}"
-            rule = "if a part cannot be moved on one rank, it stays where it was on all ranks"
-            raise Refused(507, what, rule=rule, way_out=way_out) from error
+    def _together(self, what: str, way_out: str, move: Callable[[], T]) -> T:
+        """Call `move` on all ranks. Raises Refused on all if it fails on one."""
+
+        def moved() -> T:
+            try:
+                result = move()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                return result
+            except (OSError, MemoryError, RuntimeError) as error:
+                reason = f"{type(error).__name__}: {str(error)[:500]}"
+                failed = f"cannot {what} on rank {self._ranks.rank}: {reason}"
+                rule = "if a part cannot be moved on one rank, it stays where it was on all ranks"
+                raise Refused(507, failed, rule=rule, way_out=way_out) from error
+
+        return self._ranks.agree(moved)
 
     def _moved(self, num_bytes: int, started_s: float) -> TransferStats:
         all_bytes = sum(self._ranks.gather(num_bytes))

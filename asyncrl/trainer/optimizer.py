@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from asyncrl.config import TrainerConfig
 from asyncrl.weights.tensor_files import float32_names
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 def make_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.Optimizer:
     """Return fused AdamW with weight decay on matrices only."""
@@ -24,11 +22,6 @@ def make_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.op
     decayed = {"params": matrices, "weight_decay": config.weight_decay}
     groups = [group for group in (decayed, {"params": others, "weight_decay": 0.0}) if group["params"]]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
-
-
-def new_state(weight: Tensor) -> dict[str, Tensor]:
-    moments = {moment: torch.zeros_like(weight).detach() for moment in MOMENTS}
-    return {"step": torch.zeros((), device=weight.device), **moments}
 
 
 def learning_rate_at(config: TrainerConfig, step: int) -> float:

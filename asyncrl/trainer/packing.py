@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
-from asyncrl.trainer.ranks import ONE_RANK, Ranks
+from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
+from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.tree import BoolN, IntN, Layout, TokenRange, in_tree_order, lay_out, places_of, to_device
 
 log = logging.getLogger("asyncrl.trainer")
@@ -69,41 +69,36 @@ def find_allowed(
     """Return the sets of loss tokens with a grammar, or None. Forbidden tokens lose their loss."""
     if not any(entry.grammars for entry in header.trajectories):
         return None
-    set_N, known = np.full(len(has_loss), ANY, np.int32), dict[bytes, int]()
-    num_lost, reason = 0, ""
+    set_N = np.full(len(has_loss), ANY, np.int32)
+    known = dict[bytes, int]()
+    num_lost = 0
     for entry in header.trajectories:
         for start, end, number in entry.grammars:
-            span = slice(entry.start + start, entry.start + end)
-            places = np.flatnonzero(has_loss[span]) + span.start
+            first = at = entry.start + start
+            places = first + np.flatnonzero(has_loss[first : entry.start + end])
             if not len(places):
                 continue
             try:
-                matcher, at = make().begin(header.grammars[number]), span.start
-                for at in range(span.start, int(places[-1]) + 1):
+                matcher = make().begin(header.grammars[number])
+                for at in range(first, int(places[-1]) + 1):
                     if has_loss[at]:
                         set_N[at] = known.setdefault(matcher.allowed_bits(), len(known))
                     matcher.take(int(arrays.token_ids[at]))
             except GrammarError as error:
-                reason, lost = str(error), places[places >= at]
-                set_N[lost], has_loss[lost] = ANY, False
+                reason = str(error)
+                lost = places[places >= at]
+                set_N[lost] = ANY
+                has_loss[lost] = False
                 num_lost += len(lost)
     if num_lost:
-        log.warning(
-            "%d tokens are not trained: their grammar does not allow them here (%s)", num_lost, reason
-        )
+        what = "%d tokens are not trained: their grammar does not allow them here (%s)"
+        log.warning(what, num_lost, reason)
     if not known:
         return None
     return AllowedSets(np.stack([np.frombuffer(bits, np.uint8) for bits in known]), set_N)
 
 
 BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
-
-
-@dataclass(frozen=True)
-class PassSize:
-    num_tokens: int
-    num_pairs: int
-    num_targets: int
 
 
 @dataclass(frozen=True)
@@ -119,12 +114,12 @@ class Costs:
         num_pairs = (length * (length + 1) - shared * (shared + 1)) / 2
         return length - shared + self.key * num_pairs + self.loss_token * num_loss
 
-    def flops(self, size: PassSize, *, has_backward: bool) -> float:
+    def flops(self, num_tokens: int, num_pairs: int, num_targets: int, *, has_backward: bool) -> float:
         """Return a pass's model FLOPs after PaLM (https://arxiv.org/abs/2204.02311, appendix B), counting
         the causal half of the pairs, and recomputation once.
         """
-        linear = size.num_tokens + self.loss_token * size.num_targets
-        attention = self.key * size.num_pairs
+        linear = num_tokens + self.loss_token * num_targets
+        attention = self.key * num_pairs
         if has_backward:
             linear, attention = (2 + self.trained) * linear, 3 * attention
         return 2 * self.num_weights * (linear + attention)
@@ -173,97 +168,89 @@ class Bundle:
     common_cost: float
 
 
-@dataclass
-class Bin:
-    sequences: list[TokenRange] = field(default_factory=list)
-    cost: float = 0.0
-
-
 Tree = list[tuple[TokenRange, int]]
 """Sequences of a group in tree order, and the tokens that each shares with the one before."""
-
-
-def _cut(trees: list[Tree], costs: Costs, max_tokens: float, max_cost: float) -> list[Bundle]:
-    bundles = list[Bundle]()
-    for group, tree in enumerate(trees):
-        common = min((shared for _, shared in tree[1:]), default=0)
-        is_full = True
-        for one, shared in tree:
-            if not is_full:
-                last = bundles[-1]
-                num_tokens = last.num_tokens + one.length - shared
-                cost = last.cost + costs.of(one.length, shared, one.num_loss)
-                is_full = num_tokens > max_tokens or cost > max_cost
-            if is_full:
-                cost = costs.of(one.length, 0, one.num_loss)
-                bundles.append(Bundle(group, [one], one.length, cost, common, costs.of(common, 0, 0)))
-                is_full = False
-            else:
-                last.sequences.append(one)
-                last.num_tokens = num_tokens
-                last.cost = cost
-    return bundles
+Bin = tuple[float, list[TokenRange]]
+"""Cost and sequences of a micro-batch."""
 
 
 def assign(
-    groups: Sequence[Sequence[TokenRange]],
+    sequences: Sequence[TokenRange],
     token_ids: npt.NDArray[np.int32],
     costs: Costs,
     max_tokens: int,
     num_ranks: int,
 ) -> list[list[list[TokenRange]]]:
     """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
-    if not groups:
+    if not sequences:
         return []
-    trees = [in_tree_order(group, token_ids) for group in groups]
+    groups = groupby(sequences, key=lambda one: one.group)
+    trees = [in_tree_order([*group], token_ids) for _, group in groups]
     if num_ranks == 1:
-        return [[one.sequences] for one in _first_fit(_cut(trees, costs, max_tokens, math.inf), max_tokens)]
-    nodes = [
-        (one.length - shared, costs.of(one.length, shared, one.num_loss))
-        for tree in trees
-        for one, shared in tree
-    ]
-    num_tokens, cost = map(sum, zip(*nodes, strict=True))
+        bins = _place(_cut(trees, costs, max_tokens, math.inf), max_tokens)
+        return [[sequences] for _, sequences in bins]
+    nodes = [pair for tree in trees for pair in tree]
+    num_tokens = sum(one.length - shared for one, shared in nodes)
+    cost = sum(costs.of(one.length, shared, one.num_loss) for one, shared in nodes)
     share = cost / (num_ranks * math.ceil(num_tokens / (num_ranks * max(max_tokens, 1))))
-    plans = [
-        _plan(_cut(trees, costs, max_tokens, share / size), max_tokens, num_ranks) for size in BUNDLE_SIZES
-    ]
-    steps = min(plans, key=lambda plan: sum(step[0].cost for step in plan))
-    return [[one.sequences for one in step] for step in steps]
+    cuts = [_cut(trees, costs, max_tokens, share / size) for size in BUNDLE_SIZES]
+    plans = [_steps(bundles, max_tokens, num_ranks) for bundles in cuts]
+    best = min(plans, key=lambda steps: sum(step[0][0] for step in steps))
+    return [[sequences for _, sequences in step] for step in best]
 
 
-def _plan(bundles: list[Bundle], max_tokens: int, num_ranks: int) -> list[list[Bin]]:
-    bins = _first_fit(bundles, max_tokens)
+def _cut(trees: list[Tree], costs: Costs, max_tokens: float, max_cost: float) -> list[Bundle]:
+    bundles = list[Bundle]()
+    for group, tree in enumerate(trees):
+        common = min((shared for _, shared in tree[1:]), default=0)
+        last: Bundle | None = None
+        for one, shared in tree:
+            num_tokens = one.length - shared
+            cost = costs.of(one.length, shared, one.num_loss)
+            if last and last.num_tokens + num_tokens <= max_tokens and last.cost + cost <= max_cost:
+                last.sequences.append(one)
+                last.num_tokens += num_tokens
+                last.cost += cost
+            else:
+                cost = costs.of(one.length, 0, one.num_loss)
+                last = Bundle(group, [one], one.length, cost, common, costs.of(common, 0, 0))
+                bundles.append(last)
+    return bundles
+
+
+def _steps(bundles: list[Bundle], max_tokens: int, num_ranks: int) -> list[list[Bin]]:
+    """Return one bin per rank for each step, the most expensive first."""
+    bins = _place(bundles, max_tokens)
     num_bins = num_ranks * math.ceil(len(bins) / num_ranks)
-    bins = _place(bundles, num_bins, max_tokens, by_cost=True) or bins
-    bins.sort(key=lambda one: -one.cost)
-    bins += [Bin() for _ in range(num_bins - len(bins))]
+    bins = _place(bundles, max_tokens, num_bins) or bins
+    bins.sort(key=lambda one: -one[0])
+    bins += [(0.0, []) for _ in range(num_bins - len(bins))]
     return [bins[first : first + num_ranks] for first in range(0, num_bins, num_ranks)]
 
 
-def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
-    most = 2 * sum(bundle.num_tokens for bundle in bundles) // max(max_tokens, 1) + 1
-    bins = _place(bundles, min(most, len(bundles)), max_tokens, by_cost=False)
-    assert bins is not None
-    return bins
-
-
-def _place(bundles: list[Bundle], num_bins: int, max_tokens: int, *, by_cost: bool) -> list[Bin] | None:
-    tokens_B, cost_B = np.zeros(num_bins, np.int64), np.zeros(num_bins)
+def _place(bundles: list[Bundle], max_tokens: int, num_bins: int = 0) -> list[Bin]:
+    """Return bins of about equal cost, or none if there is no room; without `num_bins` few, by first fit."""
+    by_cost = num_bins > 0
+    if not by_cost:
+        most = 2 * sum(bundle.num_tokens for bundle in bundles) // max(max_tokens, 1) + 1
+        num_bins = min(most, len(bundles))
+    tokens_B = np.zeros(num_bins, np.int64)
+    cost_B = np.zeros(num_bins)
     is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)
-    bins = [Bin() for _ in range(num_bins)]
+    bins: list[list[TokenRange]] = [[] for _ in range(num_bins)]
     for bundle in sorted(bundles, key=lambda one: -one.cost if by_cost else -one.num_tokens):
         is_there_B = is_there_GB[bundle.group]
         tokens_then_B = tokens_B + bundle.num_tokens - is_there_B * bundle.common_tokens
         cost_then_B = cost_B + bundle.cost - is_there_B * bundle.common_cost
         has_room_B = (tokens_then_B <= max_tokens) | (tokens_B == 0)
         if not has_room_B.any():
-            return None
+            return []
         best = int(np.argmin(np.where(has_room_B, cost_then_B, np.inf)) if by_cost else np.argmax(has_room_B))
-        bins[best].sequences += bundle.sequences
-        tokens_B[best], cost_B[best], is_there_B[best] = tokens_then_B[best], cost_then_B[best], True
-        bins[best].cost = float(cost_then_B[best])
-    return [one for one in bins if one.sequences]
+        bins[best] += bundle.sequences
+        tokens_B[best] = tokens_then_B[best]
+        cost_B[best] = cost_then_B[best]
+        is_there_B[best] = True
+    return [(float(cost), bin) for cost, bin in zip(cost_B, bins, strict=True) if bin]
 
 
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
@@ -292,9 +279,10 @@ class MicroBatch:
     """int32 [N, E]: each token's experts at sampling."""
 
     @property
-    def size(self) -> PassSize:
+    def size(self) -> tuple[int, int, int]:
+        """Numbers of tokens, pairs of query and key, and targets."""
         num_pairs = sum(one.num_pairs for one in self.layout.passes)
-        return PassSize(self.layout.num_tokens, num_pairs, len(self.target_U))
+        return self.layout.num_tokens, num_pairs, len(self.target_U)
 
 
 def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
@@ -307,10 +295,6 @@ def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
     return ranges
 
 
-def by_group(sequences: Iterable[TokenRange]) -> list[list[TokenRange]]:
-    return [list(group) for _, group in groupby(sequences, key=lambda sequence: sequence.group)]
-
-
 def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN]:
     """Return each step's loss tokens: whole groups in admission order."""
     num_groups = header.trajectories[-1].group_index + 1
@@ -321,7 +305,7 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
     return [chosen for step in range(count) if (chosen := has_loss & (step_of_N == step)).any()]
 
 
-def rank_micro_batches(
+def micro_batches(
     header: BatchHeader,
     arrays: BatchArrays,
     has_loss: BoolN,
@@ -336,11 +320,10 @@ def rank_micro_batches(
     """
     max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     sequences = token_ranges(header, has_loss)
-    steps = assign(by_group(sequences), arrays.token_ids, costs, max_tokens, ranks.size)
-    shares = [step[ranks.rank] for step in steps]
+    steps = assign(sequences, arrays.token_ids, costs, max_tokens, ranks.size)
     micros = []
-    for share in shares:
-        if share:
+    for step in steps:
+        if share := step[ranks.rank]:
             micros.append((_assemble(share, arrays, has_loss, max_tokens, device, allowed), True))
             continue
         shortest = min(sequences, key=lambda sequence: sequence.first)
@@ -351,29 +334,20 @@ def rank_micro_batches(
     return micros
 
 
-def pack(
-    header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device
-) -> list[MicroBatch]:
-    micros = rank_micro_batches(header, arrays, has_loss, max_tokens, device, ONE_RANK, Costs(0.0, 0.0))
-    return [micro for micro, _ in micros]
-
-
-def pack_texts(texts: list[list[npt.NDArray[np.int64]]], device: torch.device) -> MicroBatch:
-    """Return one micro-batch of texts by group, with every token but the first predicted."""
-    entries, end = list[TrajectoryHeader](), 0
-    for group, of_group in enumerate(texts):
-        for text in of_group:
-            start, end = end, end + len(text)
-            place = {"group_index": group, "group_id": group, "start": start, "end": end}
-            entries.append(TrajectoryHeader(**place, sample_index=0, prompt_id="", reward=0.0))
-    token_ids = np.concatenate([text for of_group in texts for text in of_group]).astype(np.int32)
+def pack_texts(texts: list[npt.NDArray[np.int64]], device: torch.device) -> MicroBatch:
+    """Return one micro-batch of texts, with every token but the first predicted."""
+    sequences = list[TokenRange]()
+    end = 0
+    for index, text in enumerate(texts):
+        num_read = len(text) - 1
+        sequences.append(TokenRange(index, end, num_read, group=0, first=1, num_loss=num_read))
+        end += len(text)
     has_loss = np.ones(end, np.bool_)
-    has_loss[[entry.start for entry in entries]] = False
+    has_loss[[one.start for one in sequences]] = False
     nothing = {"behaviour_logprobs": np.zeros(end, np.float32), "versions": np.zeros(end, np.int32)}
+    token_ids = np.concatenate(texts).astype(np.int32)
     arrays = BatchArrays(token_ids=token_ids, loss_mask=has_loss, **nothing)
-    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries)
-    (micro,) = pack(header, arrays, has_loss, end, device)
-    return micro
+    return _assemble(sequences, arrays, has_loss, end, device)
 
 
 def _assemble(

@@ -178,6 +178,7 @@ class Policy(nn.Module):
         self.plan = find_plan(model) if plan is None else plan
         self.costs = costs_of(model)
         self.replay: Callable[[Tensor | None], None] = lambda _: None
+        self.before_pass: Callable[[], None] = lambda: None
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
         self.is_compiled = is_compiled
@@ -190,6 +191,7 @@ class Policy(nn.Module):
             log.warning("%s is trained sequence by sequence, which is slower: %s", name, self.plan.reason)
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
+        self.before_pass()
         if self.plan.packs(micro.layout.longest):
             inputs = packed_inputs(micro)
             if self.is_compiled:
@@ -198,31 +200,26 @@ class Policy(nn.Module):
             assert len(micro.layout.rows) == 1, "sequences that cannot be packed run one by one"
             inputs = {"input_ids": micro.token_ids_N[None]}
         self.replay(micro.routing_N)
-        scores = self._scores(inputs, micro.predict_U, micro.target_U, temperature, micro.allowed_U)
+        scores = self._scores(inputs, micro, temperature)
         return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
 
-    def _scores(
-        self,
-        inputs: dict[str, Any],
-        column_M: Tensor,
-        target_M: Tensor,
-        temperature: float,
-        allowed_M: AllowedRows | None,
-    ) -> Scores:
+    def _scores(self, inputs: dict[str, Any], micro: MicroBatch, temperature: float) -> Scores:
+        """Return the scores of the U pairs."""
+        target_U = micro.target_U
         if self.plan.has_plain_head:
             hidden_TD = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
             head = self.model.get_output_embeddings()
-            chosen_MD = hidden_TD.index_select(0, column_M)
-            return head_scores(chosen_MD, head.weight, head.bias, target_M, temperature, allowed_M)
-        logits_MV = self.model(**inputs, use_cache=False).logits[0, column_M].float() / temperature
-        if allowed_M is not None:
-            logits_MV = logits_MV.clone()
-            allowed_M.mask(logits_MV, slice(0, logits_MV.shape[1]))
-        logprob_MV = torch.log_softmax(logits_MV, dim=-1)
+            chosen_UD = hidden_TD.index_select(0, micro.predict_U)
+            return head_scores(chosen_UD, head.weight, head.bias, target_U, temperature, micro.allowed_U)
+        logits_UV = self.model(**inputs, use_cache=False).logits[0, micro.predict_U].float() / temperature
+        if micro.allowed_U is not None:
+            logits_UV = logits_UV.clone()
+            micro.allowed_U.mask(logits_UV, slice(0, logits_UV.shape[1]))
+        logprob_UV = torch.log_softmax(logits_UV, dim=-1)
         with torch.no_grad():
-            entropy_M = torch.special.entr(logprob_MV.exp()).sum(dim=-1)
-        logprob_M = logprob_MV.gather(-1, target_M[:, None])[:, 0]
-        return Scores(logprob_M, entropy_M, logprob_MV.detach().amax(dim=-1))
+            entropy_U = torch.special.entr(logprob_UV.exp()).sum(dim=-1)
+        logprob_U = logprob_UV.gather(-1, target_U[:, None])[:, 0]
+        return Scores(logprob_U, entropy_U, logprob_UV.detach().amax(dim=-1))
 
     def enable_gradient_checkpointing(self) -> None:
         model = self.model
@@ -280,9 +277,9 @@ def find_plan(model: Any) -> ForwardPlan:
     device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     random = np.random.default_rng(0)
     prefix = random.integers(0, vocab_size, PREFIX)
-    family = [np.concatenate([prefix, random.integers(0, vocab_size, own)]) for own in OWN]
-    texts = [*family, random.integers(0, vocab_size, PREFIX)]
-    micro = pack_texts([family, texts[-1:]], device)
+    texts = [np.concatenate([prefix, random.integers(0, vocab_size, own)]) for own in OWN]
+    texts.append(random.integers(0, vocab_size, PREFIX))
+    micro = pack_texts(texts, device)
     sequences = [torch.from_numpy(text).to(device)[None] for text in texts]
     plain = (model.base_model(input_ids=ids_1T, use_cache=False) for ids_1T in sequences)
     expected = [output.last_hidden_state[0, :-1].float() for output in plain]

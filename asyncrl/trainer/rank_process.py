@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -41,21 +40,9 @@ from asyncrl.base.http import (
     serve,
 )
 from asyncrl.base.message import SECRET_ENV, ErrorBody, fatal_line
-from asyncrl.messages.trainer_api import (
-    BroadcastRequest,
-    BroadcastResponse,
-    ExportChunkRequest,
-    ExportChunkResponse,
-    ExportResponse,
-    OffloadRequest,
-    SaveRequest,
-    StateRequest,
-    TrainerHealth,
-    TrainResponse,
-    unpack_batch,
-)
+from asyncrl.messages import trainer_api as api
 from asyncrl.trainer.build_model import resolve_device
-from asyncrl.trainer.ranks import BEATS, Command, join_ranks, loss_behind
+from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import hold_record
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerSpec
@@ -65,12 +52,14 @@ log = logging.getLogger("asyncrl.trainer")
 
 ENDPOINTS = ("train", "begin_export", "export", "export_chunk", "broadcast", "wait_save_state")
 CALLS: dict[str, type[BaseModel]] = {
-    "save": SaveRequest,
-    "begin_save_state": StateRequest,
-    "load_state": StateRequest,
-    "offload": OffloadRequest,
-    "onload": OffloadRequest,
+    "save": api.SaveRequest,
+    "begin_save_state": api.StateRequest,
+    "load_state": api.StateRequest,
+    "offload": api.OffloadRequest,
+    "onload": api.OffloadRequest,
 }
+"""Methods of TrainStep that a request calls on all ranks, with the fields of its body."""
+BODIES = CALLS | {"begin_export": api.StateRequest, "export_chunk": api.ExportChunkRequest}
 KEPT_EXPORTS = 2
 GRACE_S = 10.0
 """Exit delay after another rank was lost, whose error is the run's."""
@@ -85,7 +74,7 @@ class TrainerService:
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
         self.num_waiting = 0
         self._failure: Refused | None = None
-        self._begun: Callable[[], ExportResponse] | None = None
+        self._begun: Callable[[], api.ExportResponse] | None = None
         # torch's number of CPU threads belongs to the calling thread.
         self.step = self._torch_thread.submit(
             lambda: TrainStep(spec, join_ranks(spec, *resolve_device(spec)))
@@ -102,18 +91,18 @@ class TrainerService:
         finally:
             self.num_waiting -= 1
 
-    def together(self, name: str, body: bytes = b"", **arguments: Any) -> Any:
+    def together(self, name: str, body: BaseModel | bytes) -> Any:
         """Call this method on all ranks, from rank 0's torch thread. Raises its errors, and Refused."""
         if self._failure is not None:
             raise self._failure
-        command = Command(name, arguments, body)
+        content = body if isinstance(body, bytes) else body.model_dump_json().encode()
         try:
-            self.step.ranks.send(command)
-            return _perform(self.step, command)
+            self.step.ranks.send(name, content)
+            return _perform(self.step, name, content)
         except Refused:
             raise
         except (OSError, SafetensorError) as error:  # file errors do not desynchronize the ranks
-            raise _cannot_write(name, arguments.get("path", "its file"), error) from error
+            raise _cannot_write(name, error) from error
         except Exception as error:
             if self.step.ranks.size > 1:
                 self._failure = self._refusal_after(error)
@@ -122,9 +111,10 @@ class TrainerService:
             raise
 
     def _refusal_after(self, error: Exception) -> Refused:
-        if (lost := loss_behind(error, self._spec)) is not None:
-            return Refused(LOST_STATUS, lost.error, rule=lost.rule, way_out=lost.way_out)
-        return Refused(409, f"the trainer's ranks are out of step: {error}", way_out="restart the trainer.")
+        out_of_step = Refused(
+            409, f"the trainer's ranks are out of step: {error}", way_out="restart the trainer."
+        )
+        return loss_behind(error, self._spec) or out_of_step
 
     def _beat(self) -> None:
         never = threading.Event()
@@ -138,7 +128,7 @@ class TrainerService:
 
         async def handle(request: web.Request) -> web.Response:
             message = read_message(CALLS[name], await request.read())
-            answer = await self.run(lambda: self.together(name, **message.model_dump()))
+            answer = await self.run(lambda: self.together(name, message))
             return json_answer(answer if isinstance(answer, BaseModel) else await self.health())
 
         return handle
@@ -147,22 +137,22 @@ class TrainerService:
         """Send an exported file or a Range of it."""
         return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
 
-    async def health(self) -> TrainerHealth:
+    async def health(self) -> api.TrainerHealth:
         if self._failure is not None and self._failure.status == LOST_STATUS:
             raise self._failure
-        return TrainerHealth(
+        return api.TrainerHealth(
             policy_version=self.step.policy_version,
             device=self.step.device.type,
             is_busy=self.num_waiting > 0,
             offloaded=self.step.offloaded,
         )
 
-    async def train(self, body: bytes) -> TrainResponse:
+    async def train(self, body: bytes) -> api.TrainResponse:
 
-        def work() -> TrainResponse:
+        def work() -> api.TrainResponse:
             metrics = self.together("train", body)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            return TrainResponse(
+            return api.TrainResponse(
                 policy_version=self.step.policy_version,
                 metrics=finite,
                 not_finite=[name for name in metrics if name not in finite],
@@ -171,86 +161,73 @@ class TrainerService:
 
         return await self.run(work)
 
-    async def begin_export(self) -> TrainerHealth:
+    async def begin_export(self) -> api.TrainerHealth:
         version, self._begun = await self.run(self._begin_export)
         return (await self.health()).model_copy(update={"policy_version": version})
 
-    async def export(self) -> ExportResponse:
+    async def export(self) -> api.ExportResponse:
         begun, self._begun = self._begun, None
         finish = begun or (await self.run(self._begin_export))[1]
-        return await asyncio.to_thread(self._finish_export, finish)
-
-    def _begin_export(self) -> tuple[int, Callable[[], ExportResponse]]:
-        version = self.step.policy_version
-        path = self._spec.staging_dir / f"v{version}.safetensors"
-        return version, self.together("begin_export", path=str(path))
-
-    def _finish_export(self, begun: Callable[[], ExportResponse]) -> ExportResponse:
-        folder = self._spec.staging_dir
         try:
-            answer = begun()
+            answer = await asyncio.to_thread(finish)
         except OSError as error:
-            raise _cannot_write("export", folder, error) from error
-        exports = sorted(folder.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
-        for old in exports[:-KEPT_EXPORTS]:
+            raise _cannot_write("export", error) from error
+        exports = self._spec.staging_dir.glob("v*.safetensors")
+        for old in sorted(exports, key=lambda file: int(file.stem[1:]))[:-KEPT_EXPORTS]:
             old.unlink(missing_ok=True)
         return answer
 
-    async def export_chunk(self, message: ExportChunkRequest) -> ExportChunkResponse:
+    def _begin_export(self) -> tuple[int, Callable[[], api.ExportResponse]]:
+        version = self.step.policy_version
+        path = self._spec.staging_dir / f"v{version}.safetensors"
+        return version, self.together("begin_export", api.StateRequest(path=path))
 
-        def work() -> ExportChunkResponse:
-            names = self.step.chunk_names(message.version, message.index)
-            answer: ExportChunkResponse = self.together("export_chunk", index=message.index, names=names)
-            return answer
+    async def export_chunk(self, message: api.ExportChunkRequest) -> api.ExportChunkResponse:
+        answer: api.ExportChunkResponse = await self.run(lambda: self.together("export_chunk", message))
+        return answer
 
-        return await self.run(work)
-
-    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
+    async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
         transport = self.step.transport
         if transport.version != request.version == self.step.policy_version:
             await self.export()
         return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
 
-    async def wait_save_state(self) -> TrainerHealth:
+    async def wait_save_state(self) -> api.TrainerHealth:
         await asyncio.to_thread(self.step.wait_save_state)
         return await self.health()
 
     def _follow(self) -> NoReturn:
         try:
             while True:
-                command = self.step.ranks.wait_command()
+                name, body = self.step.ranks.wait_command()
                 self.num_waiting = 1
                 try:
-                    _perform(self.step, command)
+                    _perform(self.step, name, body)
                 except Refused as refused:
-                    log.warning("%s was refused: %s", command.name, refused)
+                    log.warning("%s was refused: %s", name, refused)
                 self.num_waiting = 0
         except Exception as error:
             log.exception("rank %d has failed", self.step.ranks.rank)
             lost = loss_behind(error, self._spec)
             if lost is not None:
                 threading.Event().wait(GRACE_S)
-            print(fatal_line(lost or _words(error)), file=sys.stderr, flush=True)
+            print(fatal_line(lost.body if lost else _words(error)), file=sys.stderr, flush=True)
             os._exit(1)
 
 
-def _perform(step: TrainStep, command: Command) -> Any:
-    if command.name == "train":
+def _perform(step: TrainStep, name: str, body: bytes) -> Any:
+    if name == "train":
         try:
-            header, arrays = unpack_batch(command.body)
+            batch = api.unpack_batch(body)
         except ValueError as error:
             raise Refused(422, str(error), rule="the body is what pack_batch makes") from error
-        return step.train(header, arrays)
-    arguments = dict(command.arguments)
-    if "path" in arguments:
-        arguments["path"] = Path(arguments["path"])
-    return getattr(step, command.name)(**arguments)
+        return step.train(*batch)
+    return getattr(step, name)(**dict(BODIES[name].model_validate_json(body)))
 
 
-def _cannot_write(name: str, path: object, error: Exception) -> Refused:
-    what = f"/{name} cannot write {path}: {error}"
+def _cannot_write(name: str, error: Exception) -> Refused:
     way_out = "free space on the disk of the run directory (exports: /dev/shm), then start again."
-    return Refused(507, what, way_out=way_out)
+    return Refused(507, f"/{name} cannot write: {error}", way_out=way_out)
 
 
 def _words(error: Exception) -> ErrorBody:
@@ -279,9 +256,12 @@ def make_service(service: TrainerService, secret: str) -> web.Application:
 def main() -> None:
     text, fd = child_arguments()
     spec = TrainerSpec.model_validate_json(text)
-    # on several nodes, rank 0's parent counts
-    orphaned = partial(shutil.rmtree, spec.staging_dir, ignore_errors=True)
-    die_with_parent(*([orphaned] if spec.rank == 0 else []))
+
+    def orphaned() -> None:
+        if spec.rank == 0:  # on several nodes, rank 0's parent counts
+            shutil.rmtree(spec.staging_dir, ignore_errors=True)
+
+    die_with_parent(orphaned)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -23,20 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
-from asyncrl.base.message import ErrorBody
-from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
+from asyncrl.trainer.trainer_client import LOST_STATUS, RENDEZVOUS, TrainerSpec
 from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interface
 
 T = TypeVar("T")
 BEATS = 2
 MESH_DIMENSIONS = ("shard",)
-
-
-@dataclass(frozen=True)
-class Command:
-    name: str
-    arguments: dict[str, Any]
-    body: bytes
 
 
 @dataclass(frozen=True)
@@ -89,17 +81,17 @@ class Ranks:
         for array in arrays if self.size > 1 else ():
             dist.all_reduce(torch.from_numpy(array))
 
-    def send(self, command: Command) -> None:
+    def send(self, name: str, body: bytes) -> None:
         if self.size > 1:
-            head = json.dumps({"name": command.name, "arguments": command.arguments}).encode()
-            dist.broadcast(torch.tensor([len(head), len(command.body)]), 0, group=self.commands)
-            dist.broadcast(_bytes_tensor(head + command.body), 0, group=self.commands)
+            head = name.encode()
+            dist.broadcast(torch.tensor([len(head), len(body)]), 0, group=self.commands)
+            dist.broadcast(_bytes_tensor(head + body), 0, group=self.commands)
 
     def beat(self) -> None:
         dist.broadcast(torch.zeros(2, dtype=torch.int64), 0, group=self.commands)
         dist.all_reduce(torch.zeros(1), group=self.commands)
 
-    def wait_command(self) -> Command:
+    def wait_command(self) -> tuple[str, bytes]:
         lengths = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(lengths, 0, group=self.commands)
         while not lengths[0]:
@@ -108,7 +100,7 @@ class Ranks:
         head, body = lengths.tolist()
         text = torch.zeros(head + body, dtype=torch.uint8)
         dist.broadcast(text, 0, group=self.commands)
-        return Command(**json.loads(_to_bytes(text[:head])), body=_to_bytes(text[head:]))
+        return _to_bytes(text[:head]).decode(), _to_bytes(text[head:])
 
 
 ONE_RANK = Ranks()
@@ -128,7 +120,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
     def select_device() -> None:  # of the calling thread
         if is_cuda:
-            torch.cuda.set_device(spec.rank if spec.local_rank is None else spec.local_rank)
+            torch.cuda.set_device(spec.local_rank)
 
     def connect(store: Any) -> Any:
         select_device()
@@ -180,12 +172,13 @@ def _open_store(spec: TrainerSpec, where: str) -> Any:
     return dist.TCPStore(host, int(port), timeout=timedelta(seconds=spec.meet_s), **options)  # type: ignore[attr-defined]
 
 
-def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:
+def loss_behind(error: Exception, spec: TrainerSpec) -> Refused | None:
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
     why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])
-    return ErrorBody(
-        error=f"rank {spec.rank} ({spec.address}) has lost the other ranks of the trainer: {why[:500]}",
+    return Refused(
+        LOST_STATUS,
+        f"rank {spec.rank} ({spec.address}) has lost the other ranks of the trainer: {why[:500]}",
         rule=f"trainer.timeout_s={spec.trainer.timeout_s:g} is how long one rank waits for another",
         way_out="read the logs of the other ranks, and check the network between their nodes.",
     )

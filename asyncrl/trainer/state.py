@@ -2,7 +2,7 @@
 
     __R_N.distcp    shards of rank R: float32 master weights, optimizer state, random generators
     .metadata       index of torch.distributed.checkpoint (DCP), a pickle
-    state.json      tensors and Progress
+    state.json      SavedState
 
 N ranks save, M ranks load. Load only checkpoints that you trust: DCP unpickles the index.
 """
@@ -10,9 +10,9 @@ N ranks save, M ranks load. Load only checkpoints that you trust: DCP unpickles 
 from __future__ import annotations
 
 import json
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
@@ -38,14 +38,13 @@ from asyncrl.config import LoraConfig
 from asyncrl.trainer.build_model import load_tokenizer, loading
 from asyncrl.trainer.lora import ADAPTER, save_adapter
 from asyncrl.trainer.offload import HostMemory, local_of
-from asyncrl.trainer.optimizer import MOMENTS, MasterWeights, new_state
+from asyncrl.trainer.optimizer import MasterWeights
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.adapters import merge
 from asyncrl.weights.export import (
     LazyWeights,
     after_what_was_begun,
-    cut,
     entries_of,
     in_export_dtype,
     named_weights,
@@ -53,24 +52,17 @@ from asyncrl.weights.export import (
 from asyncrl.weights.ipc import lay_out, views
 from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules, dtype_name
 
-READ_BYTES = 2**30
 STATE = "state.json"
-FLAT: dict[str, Any] = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class Progress(BaseModel, frozen=True):
     policy_version: int = 0
-    num_optimizer_steps: int = 0
     num_skipped_in_a_row: int = 0
 
 
 class SavedState(BaseModel, frozen=True):
     model_path: str
     lora: dict[str, Any] | None
-    world_size: int
-    shapes: dict[str, list[int]]
-    optimizer_names: list[str]
-    has_cuda_rng: bool
     progress: Progress
 
 
@@ -94,20 +86,18 @@ class TrainerState:
         self._device = device
         self._model_path = spec.model_path
         lora = spec.trainer.lora
-        self._lora = None if lora is None else lora.model_dump(mode="json", exclude={"merge"})
+        self._lora = None if lora is None else lora.model_dump(mode="json")
         self._ranks = ranks.with_own_group()
         self._group: dict[str, Any] = {
             "process_group": self._ranks.group,
             "no_dist": self._ranks.group is None,
         }
-        self._host: dict[str, Tensor] = {}
         self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
         self._is_lent = False
-        self.copying: Future[None] | None = None
+        self.copying: Future[dict[str, Tensor]] | None = None
         self.pending: Future[None] | None = None
-        self._copier = ThreadPoolExecutor(1, "copy state")
-        self._writer = ThreadPoolExecutor(1, "state")
-        # DCP warns without a process group. Not on the writing thread: filters are global.
+        self._thread = ThreadPoolExecutor(1, "state")
+        # DCP warns without a process group. Not on the thread: filters are global.
         warnings.filterwarnings(
             "ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning
         )
@@ -120,23 +110,12 @@ class TrainerState:
         """
         if self.pending is not None:
             wait([self.pending])
-        stepped = {
-            name: state
-            for name, master in self._masters.named.items()
-            if (state := self._optimizer.state.get(master))
-        }
-        live = self._live(stepped, self._own_rng())
-        self.copying = self._copier.submit(self._copy, live, content_of, after_what_was_begun(self._device))
-        manifest = SavedState(
-            model_path=self._model_path,
-            lora=self._lora,
-            world_size=self._ranks.size,
-            shapes=self._shapes(),
-            optimizer_names=sorted(stepped),
-            has_cuda_rng=self._device.type == "cuda",
-            progress=progress,
-        )
-        self.pending = self._writer.submit(self._write, path, live, manifest, self.copying)
+        states = {name: self._optimizer.state.get(one, {}) for name, one in self._masters.named.items()}
+        live = self._live(states)
+        reading = after_what_was_begun(self._device)
+        saved = SavedState(model_path=self._model_path, lora=self._lora, progress=progress)
+        self.copying = self._thread.submit(self._copy, live, content_of, reading)
+        self.pending = self._thread.submit(self._write, path, live, saved, self.copying)
         return self.pending
 
     def wait_lent(self) -> None:
@@ -146,61 +125,41 @@ class TrainerState:
 
     def load(self, path: Path) -> Progress:
         """Restore the state and return the counts. Raises Refused."""
-        manifest = self._ranks.agree(lambda: self._fitting_manifest(path))
-        rng = self._own_rng() if self._ranks.rank < manifest.world_size else {}
-        if not manifest.has_cuda_rng:
-            rng.pop("cuda", None)
-        moments = dict[str, dict[str, Tensor]]()
-        for name in manifest.optimizer_names:
-            master = self._masters.named[name]
-            moments[name] = dict(self._optimizer.state.get(master) or new_state(master))
-        live = self._live(moments, rng)
+        saved, index = self._ranks.agree(lambda: self._fitting(path))
+        states = defaultdict[str, dict[str, Tensor]](dict)
+        for key, stored in index.state_dict_metadata.items():
+            if key.startswith("optimizer."):
+                _, kind, name = key.split(".", 2)
+                master = self._masters.named[name]
+                present = self._optimizer.state.get(master, {}).get(kind)
+                if present is None:
+                    is_scalar = not getattr(stored, "size", ())
+                    present = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
+                states[name][kind] = present.detach()
+        # Other numbers of ranks and kinds of devices have other generators.
+        live = {key: one for key, one in self._live(states).items() if key in index.state_dict_metadata}
         with _errors(path):
-            reader = FileSystemReader(path)
-            dcp_load(live, storage_reader=reader, planner=DefaultLoadPlanner(**FLAT), **self._group)
-        for name, steps_taken in zip(sorted(moments), live["optimizer.step"].tolist(), strict=True):
-            moments[name]["step"].fill_(steps_taken)
+            dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
         for name, master in self._masters.named.items():
             self._optimizer.state.pop(master, None)
-            if name in moments:
-                self._optimizer.state[master] = moments[name]
+            if name in states:
+                self._optimizer.state[master] = states[name]
         self._masters.write_back()
-        if rng:
-            torch.set_rng_state(live[f"rng.cpu.{self._ranks.rank}"])
-        if "cuda" in rng:
-            torch.cuda.set_rng_state(live[f"rng.cuda.{self._ranks.rank}"], self._device)
-        return manifest.progress
+        if (cpu := live.get(f"rng.cpu.{self._ranks.rank}")) is not None:
+            torch.set_rng_state(cpu)
+        if (cuda := live.get(f"rng.cuda.{self._ranks.rank}")) is not None:
+            torch.cuda.set_rng_state(cuda, self._device)
+        return saved.progress
 
-    def _write(
-        self, path: Path, live: dict[str, Tensor], manifest: SavedState, copying: Future[None]
-    ) -> None:
-        try:
-            # a rank without a copy would let the others wait in DCP
-            self._ranks.agree(lambda: _wait_copied(copying))
-            with _errors(path):
-                writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
-                dcp_save(live, storage_writer=writer, planner=_HostPlanner(self._host), **self._group)
-                if self._ranks.is_first:
-                    _refuse_incomplete(path)
-                    (path / STATE).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        finally:
-            if self._memory.is_short:
-                self._host = {}
-                self._memory.free()
-
-    def _own_rng(self) -> dict[str, Tensor]:
-        states = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self._device)
-        return states
-
-    def _live(self, moments: dict[str, dict[str, Tensor]], rng: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _live(self, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return everything that a checkpoint holds, under its names there."""
         live = {f"weights.{name}": master.detach() for name, master in self._masters.named.items()}
-        for name, state in moments.items():
-            live |= {f"optimizer.{moment}.{name}": state[moment] for moment in MOMENTS}
-        steps = [moments[name]["step"] for name in sorted(moments)]
-        live["optimizer.step"] = torch.stack(steps).float() if steps else torch.zeros(0)
-        return live | {f"rng.{kind}.{self._ranks.rank}": state for kind, state in rng.items()}
+        for name, state in states.items():
+            live |= {f"optimizer.{kind}.{name}": tensor for kind, tensor in state.items()}
+        live[f"rng.cpu.{self._ranks.rank}"] = torch.get_rng_state()
+        if self._device.type == "cuda":
+            live[f"rng.cuda.{self._ranks.rank}"] = torch.cuda.get_rng_state(self._device)
+        return live
 
     @torch.no_grad()
     def _copy(
@@ -208,36 +167,65 @@ class TrainerState:
         live: dict[str, Tensor],
         content_of: Callable[[Tensor], Tensor],
         reading: AbstractContextManager[Any],
-    ) -> None:
-        is_cuda = self._device.type == "cuda"
+    ) -> dict[str, Tensor]:
+        """Return the content of this rank's shards in host memory."""
+        host = dict[str, Tensor]()
         with reading:
             locals_ = {name: local_of(tensor) for name, tensor in live.items()}
             contents = {name: content_of(local) for name, local in locals_.items()}
             here = {name: local for name, local in locals_.items() if contents[name] is local}
             self._is_lent = len(here) < len(locals_)
-            self._host = {}
             placed, num_bytes = lay_out(entries_of(LazyWeights(here), None))
             places = views(placed, self._memory.of(num_bytes))
             for name, content in contents.items():
                 # DCP copies parts of larger tensors again
-                self._host[name] = torch.from_numpy(places.get(name, content).numpy())
+                host[name] = torch.from_numpy(places.get(name, content).numpy())
                 if name in places:
-                    self._host[name].copy_(content, non_blocking=is_cuda)
-            if is_cuda:
+                    host[name].copy_(content, non_blocking=self._device.type == "cuda")
+            if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
+        return host
 
-    def _shapes(self) -> dict[str, list[int]]:
-        return {name: list(master.shape) for name, master in self._masters.named.items()}
+    def _write(
+        self, path: Path, live: dict[str, Tensor], saved: SavedState, copying: Future[dict[str, Tensor]]
+    ) -> None:
+        try:
+            # a rank without a copy would let the others wait in DCP
+            host = self._ranks.agree(lambda: _copied(copying))
+            with _errors(path):
+                writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
+                dcp_save(live, storage_writer=writer, planner=_HostPlanner(host), **self._group)
+                if self._ranks.is_first:
+                    _refuse_incomplete(path)
+                    (path / STATE).write_text(saved.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        finally:
+            self._memory.free_if_short()
 
-    def _fitting_manifest(self, path: Path) -> SavedState:
-        manifest = read_state(path)
-        _read_index(path)
-        if manifest.lora != self._lora:
-            what = f"{path} has trainer.lora={manifest.lora}, and this run {self._lora}"
+    def _fitting(self, path: Path) -> tuple[SavedState, Metadata]:
+        saved = read_state(path)
+        index = _read_index(path)
+        if saved.lora != self._lora:
+            what = f"{path} has trainer.lora={saved.lora}, and this run {self._lora}"
             way_out = "start with the configuration of the run that wrote it."
             raise Refused(422, what, rule="a run trains the same weights", way_out=way_out)
-        _refuse_other_model(path, manifest.shapes, self._shapes())
-        return manifest
+        there = _shapes_of(index)
+        ours = {name: list(master.shape) for name, master in self._masters.named.items()}
+        for name in sorted({*there, *ours}):
+            if there.get(name) != ours.get(name):
+                what = f"the weight {name} is {there.get(name)} in {path} and {ours.get(name)} in the model"
+                raise Refused(422, what, way_out="start with the model that the run began with.")
+        return saved, index
+
+
+class _HostPlanner(DefaultSavePlanner):
+    """Writes the copies of the tensors that the state consists of."""
+
+    def __init__(self, host: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._host = host
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._host[write_item.index.fqn]
 
 
 def read_state(path: Path) -> SavedState:
@@ -247,28 +235,6 @@ def read_state(path: Path) -> SavedState:
         what = f"{path / STATE} cannot be read: {error}"
         way_out = "give the folder of a whole checkpoint, which all nodes of the trainer see."
         raise Refused(422, what, way_out=way_out) from error
-
-
-def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole float32 master weights by name. Raises Refused."""
-    sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
-    _read_index(path)
-    for names in cut(sizes, READ_BYTES):
-        some = {f"weights.{name}": torch.empty([*shapes[name]]) for name in names}
-        with _errors(path), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            reader = FileSystemReader(path)
-            dcp_load(some, storage_reader=reader, planner=DefaultLoadPlanner(**FLAT), no_dist=True)
-        yield from ((name, some.pop(f"weights.{name}")) for name in names)
-
-
-class _HostPlanner(DefaultSavePlanner):
-    def __init__(self, host: dict[str, Tensor]) -> None:
-        super().__init__(**FLAT)
-        self._host = host
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._host[write_item.index.fqn]
 
 
 @contextmanager
@@ -287,9 +253,15 @@ def _errors(path: Path) -> Iterator[None]:
 
 
 def _read_index(path: Path) -> Metadata:
-    """Read the index. Raises Refused with the reason, which DCP hides."""
     with _errors(path):
         return FileSystemReader(path).read_metadata()
+
+
+def _shapes_of(index: Metadata) -> dict[str, list[int]]:
+    sizes = {name: getattr(stored, "size", ()) for name, stored in index.state_dict_metadata.items()}
+    return {
+        name.removeprefix("weights."): [*size] for name, size in sizes.items() if name.startswith("weights.")
+    }
 
 
 def _refuse_incomplete(path: Path) -> None:
@@ -301,15 +273,15 @@ def _refuse_incomplete(path: Path) -> None:
         raise Refused(507, what, rule=rule, way_out=way_out)
 
 
-def _wait_copied(copying: Future[None]) -> None:
+def _copied(copying: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
     try:
-        copying.result()
+        return copying.result()
     except (OSError, MemoryError, RuntimeError) as error:
         what = f"cannot copy the state to host memory: {type(error).__name__}: {str(error)[:300]}"
         raise Refused(507, what, way_out="free host memory; the next checkpoint tries again.") from error
 
 
-Shapes = Mapping[str, list[int]]
+# ---- model folders
 
 
 def save_folder(
@@ -333,28 +305,21 @@ def save_model(
     SafetensorError.
     """
     disable_progress_bar()
-    saved = read_state(state)
     of_dtype = getattr(torch, dtype)
     tell(f"loading the model that the run began with, in {dtype}")
     with loading(base):
         model = AutoModelForCausalLM.from_pretrained(base, dtype=of_dtype)
         tokenizer = load_tokenizer(base, chat_template)
-    parameters = dict(model.named_parameters())
-    shapes = {name: list(one.shape) for name, one in parameters.items()}
-    if saved.lora is None:
-        _refuse_other_model(state, saved.shapes, shapes)
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    if (lora := read_state(state).lora) is None:
         tell(f"reading {sum(4 * one.numel() for one in parameters.values()) / 1e9:.2f} GB of weights")
-        for name, tensor in read_weights(state, saved.shapes):
-            parameters[name].data = tensor.to(parameters[name].dtype)
+        _read_weights(state, parameters)
     else:
-        adapters = _adapters(state, saved.shapes, of_dtype)
-        lora = LoraConfig(**saved.lora)
+        adapters = _read_adapters(state, of_dtype)
         for module in adapted_modules(adapters):
-            name = f"{module}.weight"
+            base_weight = parameters[f"{module}.weight"]
             lora_A, lora_B = (adapters[module + suffix] for suffix in SUFFIXES)
-            wanted = {name: [len(lora_B), lora_A.shape[1]]}
-            _refuse_other_model(state, wanted, {name: shapes[name]} if name in shapes else {})
-            parameters[name].data = merge(parameters[name].data, lora_A, lora_B, lora.alpha / lora.rank)
+            base_weight.copy_(merge(base_weight, lora_A, lora_B, lora["alpha"] / lora["rank"]))
     tell("writing the model")
     save_folder(model, in_export_dtype(named_weights(model), of_dtype), tokenizer, of_dtype, path)
 
@@ -370,21 +335,23 @@ def save_peft(
     chat_template: str | None,
 ) -> None:
     """Write adapters as a peft folder on the model `name`. Raises like save_model."""
-    saved = read_state(state)
-    assert saved.lora is not None, "the run trains adapters"
-    adapters = _adapters(state, saved.shapes, getattr(torch, dtype))
-    save_adapter(path, adapters, LoraConfig(**saved.lora), name, revision)
+    lora = read_state(state).lora
+    assert lora is not None, "the run trains adapters"
+    save_adapter(path, _read_adapters(state, getattr(torch, dtype)), LoraConfig(**lora), name, revision)
     with loading(base):
         load_tokenizer(base, chat_template).save_pretrained(path)
 
 
-def _adapters(state: Path, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tensor]:
-    named = read_weights(state, shapes)
-    return {name.replace(f".{ADAPTER}.weight", ".weight"): tensor.to(dtype) for name, tensor in named}
+def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
+    """Fill tensors of any dtype with the master weights of these names. Raises Refused."""
+    named: dict[str, Any] = {f"weights.{name}": tensor for name, tensor in into.items()}
+    with _errors(path), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp_load(named, storage_reader=FileSystemReader(path), no_dist=True)
 
 
-def _refuse_other_model(state: Path, saved: Shapes, there: Shapes) -> None:
-    for name in sorted({*saved, *there}):
-        if saved.get(name) != there.get(name):
-            what = f"the weight {name} is {saved.get(name)} in {state} and {there.get(name)} in the model"
-            raise Refused(422, what, way_out="start with the model that the run began with.")
+def _read_adapters(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    shapes = _shapes_of(_read_index(path))
+    adapters = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    _read_weights(path, adapters)
+    return {name.replace(f".{ADAPTER}.weight", ".weight"): tensor for name, tensor in adapters.items()}

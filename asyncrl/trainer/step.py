@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,56 +23,23 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
+from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
-from asyncrl.messages.trainer_api import (
-    BatchArrays,
-    BatchHeader,
-    Canary,
-    ExportChunkResponse,
-    ExportResponse,
-    TrainerPart,
-    pack_batch,
-)
-from asyncrl.trainer import objective, step_report
-from asyncrl.trainer.build_model import (
-    TrainedModel,
-    load_tokenizer,
-    reshard,
-)
+from asyncrl.trainer import objective, packing, step_report
+from asyncrl.trainer.build_model import TrainedModel, load_tokenizer, reshard
 from asyncrl.trainer.lora import save_adapter
 from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.optimizer import learning_rate_at, make_optimizer
-from asyncrl.trainer.packing import (
-    AllowedSets,
-    MicroBatch,
-    find_allowed,
-    mini_batches,
-    pack_texts,
-    rank_micro_batches,
-)
 from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.state import Progress, TrainerState, save_folder
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN
+from asyncrl.weights import export as exports
 from asyncrl.weights.adapters import AdapterTransport
-from asyncrl.weights.export import (
-    ChunkPlace,
-    Chunks,
-    Exported,
-    LazyWeights,
-    TrainerEnd,
-    Transport,
-    chunks_of,
-    digest_of,
-    entries_of,
-    gather_along,
-    in_export_dtype,
-    named_weights,
-)
 from asyncrl.weights.ipc import ChunkFile, SharedChunk
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import Pieces, stored_pieces
@@ -83,20 +50,26 @@ CHUNK_FILE = "chunk.safetensors"
 TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport}
 """Transports that write no file of all weights, by name."""
 
-Output = tuple[MicroBatch, Scores, Tensor | float, Stats]
+Output = tuple[packing.MicroBatch, Scores, Tensor | float, Stats]
 
 
 @dataclass
 class StepSums:
+    """Sums of an optimizer step. `grad_norm` is NaN for a skipped step; `gap` is of the batch's first."""
+
     logprobs_N: Float32N
     entropies_N: Float32N
+    num_tokens: int
     loss: float = 0.0
     stats: Counter[str] = field(default_factory=Counter)
+    gap: dict[str, float] = field(default_factory=dict)
+    grad_norm: float = math.nan
 
 
-def add_up(outputs: list[Output], num_tokens: int, ranks: Ranks) -> StepSums:
+def add_up(outputs: list[Output], chosen: BoolN, ranks: Ranks) -> StepSums:
     """Read micro-batches from the device, and sum over all ranks."""
-    sums = StepSums(*np.zeros((2, num_tokens), np.float32))
+    logprobs_N, entropies_N = np.zeros((2, len(chosen)), np.float32)
+    sums = StepSums(logprobs_N, entropies_N, int(chosen.sum()))
     loss = 0.0
     stats = Counter[str]()
     for micro, scores, micro_loss, micro_stats in outputs:
@@ -111,21 +84,8 @@ def add_up(outputs: list[Output], num_tokens: int, ranks: Ranks) -> StepSums:
     return sums
 
 
-@dataclass
-class BatchTotals:
-    logprobs_N: Float32N
-    entropies_N: Float32N
-    steps: list[tuple[float, float]] = field(default_factory=list)
-    stats: Counter[str] = field(default_factory=Counter)
-    gap: dict[str, float] = field(default_factory=dict)
-    num_tokens: int = 0
-    num_skipped: int = 0
-
-
 class TrainStep:
-    """Weights, optimizer and step counts, owned by one thread. A refused batch leaves policy_version
-    unchanged.
-    """
+    """Weights and optimizer, owned by one thread. A refused batch leaves policy_version unchanged."""
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         torch.set_num_threads(spec.threads)
@@ -133,12 +93,9 @@ class TrainStep:
         self.spec = spec
         self.ranks = ranks
         self.policy_version = 0
-        self.num_optimizer_steps = 0
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
-        self._schedule_ahead = 0
         self._has_recorded = False
-        self._allowed: AllowedSets | None = None
         self._objective = Objective(spec)
         parts = TrainedModel(spec, ranks, needs_reference=self._objective.needs_reference)
         self.device = parts.device
@@ -155,10 +112,8 @@ class TrainStep:
         folder = spec.failed_dir.parent / "offload"
         self._offload = Offload(ranks, self.device, folder, self._tensors_of)
         self._pieces: Pieces | None = None
-        self._chunks = Chunks(
-            self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=spec.chunks == "memories"
-        )
-        end = TrainerEnd(
+        self._chunks = exports.Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
+        end = exports.TrainerEnd(
             self.device,
             self.dtype,
             spec.chunk_bytes,
@@ -166,29 +121,32 @@ class TrainStep:
             is_file_wanted=spec.is_file_wanted,
             store=spec.weights_store,
         )
-        self.transport = TRANSPORTS.get(spec.transport, Transport)(end)
-        self._exporting: Future[ExportResponse] | None = None
+        self.transport = TRANSPORTS.get(spec.transport, exports.Transport)(end)
+        self._exporting: Future[api.ExportResponse] | None = None
 
     # ---- training
 
-    def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
+    def train(self, header: api.BatchHeader, arrays: api.BatchArrays) -> dict[str, float]:
         """Train on a batch; return metrics by full name, NaN without a value. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
         self._meter.start()
         objective.check_batch(header, arrays, self.policy_version, self._vocab_size)
         has_loss = objective.loss_tokens(header, arrays)
-        self._allowed = find_allowed(header, arrays, has_loss, lambda: self._grammars)
+        allowed = packing.find_allowed(header, arrays, has_loss, lambda: self._grammars)
         objective.check_any_loss(header, arrays, has_loss)
-        batch = self._numbers(header, arrays, has_loss)
-        taken = BatchTotals(*np.zeros((2, len(has_loss)), np.float32))
-        parts = mini_batches(header, has_loss, self.spec.trainer.mini_batches)
-        for epoch in range(self.spec.trainer.epochs):
-            for chosen in parts:
-                self._optimizer_step(batch, chosen, taken, is_first=epoch == 0)
-            # Empty parts count as steps, so that the schedule ends.
-            self.num_optimizer_steps += self.spec.trainer.mini_batches - len(parts)
+        batch = self._numbers(BatchNumbers(header, arrays, has_loss, allowed=allowed))
+        loop = self.spec.trainer
+        parts = packing.mini_batches(header, has_loss, loop.mini_batches)
+        steps = list[StepSums]()
+        for epoch in range(loop.epochs):
+            for number, chosen in enumerate(parts):
+                # Masked parts and skipped steps count too, so that the schedule ends.
+                index = (self.policy_version * loop.epochs + epoch) * loop.mini_batches + number
+                for group in self._optimizer.param_groups:
+                    group["lr"] = learning_rate_at(loop, index)
+                steps.append(self._optimizer_step(batch, chosen, is_first=not steps))
         self.policy_version += 1
-        metrics = self._metrics(batch, taken)
+        metrics = self._metrics(batch, steps)
         if self.ranks.is_first:
             if not self._has_recorded:  # earlier lines are repeated
                 self._note_restored(header.version)
@@ -197,24 +155,30 @@ class TrainStep:
         self._state.wait_lent()  # charge a slow disk to a step, not to a handover
         return metrics
 
-    def _metrics(self, batch: BatchNumbers, taken: BatchTotals) -> dict[str, float]:
+    def _metrics(self, batch: BatchNumbers, steps: list[StepSums]) -> dict[str, float]:
         has_loss = batch.has_loss
         num_loss_tokens = int(has_loss.sum())
-        loss, grad_norm = np.mean(taken.steps or [(math.nan, math.nan)], axis=0).tolist()
-        distances = step_report.policy_metrics(
-            taken.logprobs_N[has_loss], batch.arrays.behaviour_logprobs[has_loss], taken.entropies_N[has_loss]
-        )
+        taken = [(one.loss, one.grad_norm) for one in steps if math.isfinite(one.grad_norm)]
+        loss, grad_norm = np.mean(taken or [(math.nan, math.nan)], axis=0).tolist()
+        num_tokens = sum(one.num_tokens for one in steps)
+        stats = Counter[str]()
+        for one in steps:
+            stats.update(one.stats)
+        first_epoch = steps[: len(steps) // self.spec.trainer.epochs]
+        logprobs_N = np.sum([one.logprobs_N for one in first_epoch], axis=0)
+        entropies_N = np.sum([one.entropies_N for one in first_epoch], axis=0)
+        behaviour_M = batch.arrays.behaviour_logprobs[has_loss]
         return {
             "policy/clip_fraction": 0.0,
-            **{f"policy/{name}": value / taken.num_tokens for name, value in taken.stats.items()},
+            **{f"policy/{name}": value / num_tokens for name, value in stats.items()},
             "policy/loss": loss,
             "policy/grad_norm": grad_norm,
-            **distances,
-            **taken.gap,
+            **step_report.policy_metrics(logprobs_N[has_loss], behaviour_M, entropies_N[has_loss]),
+            **steps[0].gap,
             "sample/masked_fraction": 1.0 - num_loss_tokens / int(batch.arrays.loss_mask.sum()),
             "tokens/trained": float(num_loss_tokens),
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
-            "trainer/skipped_steps": float(taken.num_skipped),
+            "trainer/skipped_steps": float(len(steps) - len(taken)),
             **self._meter.numbers(),
         }
 
@@ -223,8 +187,7 @@ class TrainStep:
         tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
         return TokenGrammars(tokenizer, self._vocab_size)
 
-    def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
-        batch = BatchNumbers(header, arrays, has_loss)
+    def _numbers(self, batch: BatchNumbers) -> BatchNumbers:
         if self._objective.needs_proximal:
             batch.proximal_N, batch.entropy_N = self._forward(self.policy, batch)
         if self._reference is not None:
@@ -245,48 +208,47 @@ class TrainStep:
         for micro, counts in micros:
             scores = policy(micro, self.spec.temperature)
             if counts:
-                self._meter.count(policy.costs.flops(micro.size, has_backward=False))
+                self._meter.count(policy.costs.flops(*micro.size, has_backward=False))
                 outputs.append((micro, scores, 0.0, {}))
-        sums = add_up(outputs, len(batch.has_loss), self.ranks)
+        sums = add_up(outputs, batch.has_loss, self.ranks)
         reshard(policy)
         self._meter.enter("")
         return sums.logprobs_N, sums.entropies_N
 
-    def _micro_batches(self, batch: BatchNumbers, chosen: BoolN) -> list[tuple[MicroBatch, bool]]:
+    def _micro_batches(self, batch: BatchNumbers, chosen: BoolN) -> list[tuple[packing.MicroBatch, bool]]:
         self._meter.enter("pack")
         longest = max(entry.end - entry.start for entry in batch.header.trajectories)
         max_tokens = self.spec.trainer.micro_batch_tokens if self.policy.plan.packs(longest) else 0
         costs = self.policy.costs
-        return rank_micro_batches(
-            batch.header, batch.arrays, chosen, max_tokens, self.device, self.ranks, costs, self._allowed
+        return packing.micro_batches(
+            batch.header, batch.arrays, chosen, max_tokens, self.device, self.ranks, costs, batch.allowed
         )
 
-    def _optimizer_step(
-        self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool
-    ) -> None:
-        """Take one step, or skip and count a non-finite gradient."""
+    def _optimizer_step(self, batch: BatchNumbers, chosen: BoolN, *, is_first: bool) -> StepSums:
+        """Take one step, or skip a non-finite gradient."""
         try:
             sums = self._accumulate(batch, chosen)
-            if is_first:
-                taken.logprobs_N[chosen] = sums.logprobs_N[chosen]
-                taken.entropies_N[chosen] = sums.entropies_N[chosen]
-            if taken.num_tokens == 0:  # later steps would start from other weights than the samples
-                taken.gap = self._check_gap(batch, chosen, sums)
+            if is_first:  # later steps start from other weights than the samples
+                sums.gap = self._check_gap(batch, chosen, sums)
             self._meter.enter("optimizer")
             grad_norm = self._clip_gradient()
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
-                self._skip(batch, taken, f"loss {sums.loss} and gradient norm {grad_norm}")
+                self._skip(batch, f"loss {sums.loss} and gradient norm {grad_norm}")
             elif unfit := {name: value for name, value in sums.stats.items() if not math.isfinite(value)}:
                 rule = "metrics are finite numbers, including those of algorithm.loss"
                 raise self._refused_saved(batch, f"statistics {unfit}", rule)
             else:
-                self._step()
-                taken.steps.append((sums.loss, grad_norm))
+                self._meter.enter("blocked")
+                self.before_change()
+                self._meter.enter("optimizer")
+                self._optimizer.step()
+                self._masters.write_back()
+                self.num_skipped_in_a_row = 0
+                sums.grad_norm = grad_norm
         finally:
             self._optimizer.zero_grad(set_to_none=True)
         self._meter.enter("")
-        taken.num_tokens += int(chosen.sum())
-        taken.stats.update(sums.stats)
+        return sums
 
     def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
         numbers = self._objective.step_numbers(batch, chosen)
@@ -301,30 +263,15 @@ class TrainStep:
             loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, numbers)
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
-            outputs.append(
-                (micro, scores._replace(logprob_M=scores.logprob_M.detach()), loss.detach(), stats)
-            )
-            flops = self.policy.costs.flops(micro.size, has_backward=True)
-            self._meter.count(flops, micro.size.num_tokens)
+            detached = scores._replace(logprob_M=scores.logprob_M.detach())
+            outputs.append((micro, detached, loss.detach(), stats))
+            flops = self.policy.costs.flops(*micro.size, has_backward=True)
+            self._meter.count(flops, micro.layout.num_tokens)
         self._meter.enter("")
-        return add_up(outputs, len(chosen), self.ranks)
+        return add_up(outputs, chosen, self.ranks)
 
-    def _step(self) -> None:
-        learning_rate = learning_rate_at(self.spec.trainer, self.num_optimizer_steps + self._schedule_ahead)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._meter.enter("blocked")
-        self.before_change()
-        self._meter.enter("optimizer")
-        self._optimizer.step()
-        self._masters.write_back()
-        self.num_optimizer_steps += 1
-        self.num_skipped_in_a_row = 0
-
-    def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
+    def _skip(self, batch: BatchNumbers, what: str) -> None:
         self.num_skipped_in_a_row += 1
-        self.num_optimizer_steps += 1
-        taken.num_skipped += 1
         if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
             rule = f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row"
             raise self._refused_saved(batch, what, rule)
@@ -360,7 +307,7 @@ class TrainStep:
         path = self.spec.failed_dir / f"step_{batch.header.version + 1}.safetensors"
         if self.ranks.is_first:
             self.spec.failed_dir.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(pack_batch(batch.header, batch.arrays))
+            path.write_bytes(api.pack_batch(batch.header, batch.arrays))
         return path
 
     def _refused_saved(self, batch: BatchNumbers, error: str, rule: str, way_out: str = "") -> Refused:
@@ -386,9 +333,9 @@ class TrainStep:
         adapters = None if merged else self._adapters
         weights = dict(self._lazy_weights()) if adapters is None else adapters.tensors()
         if not self.ranks.is_first:
-            gather_along(weights, self.dtype)
+            exports.gather_along(weights, self.dtype)
             return
-        gathered = in_export_dtype(weights, self.dtype)
+        gathered = exports.in_export_dtype(weights, self.dtype)
         if adapters is None:
             tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
             save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
@@ -411,111 +358,94 @@ class TrainStep:
         self.before_change()
         self._chunks.forget()
         vars(self).update(self._state.load(path))
-        self._schedule_ahead = self.policy_version * self.spec.steps_per_batch - self.num_optimizer_steps
         self._note_restored(self.policy_version)
 
     # ---- exports
 
-    def begin_export(self, path: Path) -> Callable[[], ExportResponse]:
+    def begin_export(self, path: Path) -> Callable[[], api.ExportResponse]:
         """Begin an export. The returned function waits, in any thread, and raises OSError, or Refused for
         NaN.
         """
         self._offload.need("export", "weights")
         canary = self._canary()
         adapters = None if self._adapters is None else self._adapters.export_tensors
-        exported = Exported(self.policy_version, self._lazy_weights, adapters)
+        exported = exports.Exported(self.policy_version, self._lazy_weights, adapters)
         exporting = self._exporting = self.transport.begin(exported, path)
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
 
-    def export(self, path: Path) -> ExportResponse:
+    def export(self, path: Path) -> api.ExportResponse:
         return self.begin_export(path)()
 
     def weights_digest(self) -> str:
-        return digest_of(self._masters.named)
+        return exports.digest_of(self._masters.named)
 
-    def chunk_names(self, version: int, index: int) -> list[str]:
-        """Return the tensors of this chunk, on rank 0. Raises Refused."""
+    def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
+        """Write a chunk; the last has the canary. Return None on other ranks. Raises OSError or Refused."""
         self._offload.need("export a chunk", "weights")
         assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora when colocated"
         if version != self.policy_version:
             what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
             rule = "chunks are of the newest version"
             raise Refused(409, what, rule=rule, way_out="begin again with chunk 0 of that.")
-        return self._chunks.names(self._lazy_weights(), version, index)
-
-    def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
-        """Write a chunk; the last has the canary. Raises OSError or Refused."""
-        weights = self._lazy_weights()
-        canary = self._canary() if self._chunks.is_last(weights, index) else None
-        if not self.ranks.is_first:
-            self._chunks.write_along(weights, index, list(names))
-            return None
-        return self._chunks.write(weights, index).model_copy(update={"canary": _checked(canary)})
+        self._chunks.check(version, index)
+        canary = self._canary() if self._chunks.is_last(index) else None
+        is_first = self.ranks.is_first
+        chunk = self._chunks.write(self._lazy_weights(), version, index, is_first=is_first)
+        return chunk.model_copy(update={"canary": _checked(canary)}) if chunk and is_first else None
 
     @torch.no_grad()
-    def _canary(self) -> Canary | None:
+    def _canary(self) -> api.Canary | None:
         if not self.spec.canary_tokens:
             return None
         ids = np.random.default_rng(0).integers(0, self._vocab_size, self.spec.canary_tokens)
-        scores = self.policy(pack_texts([[np.append(ids, 0)]], self.device))
+        scores = self.policy(packing.pack_texts([np.append(ids, 0)], self.device))
         reshard(self.policy)
         logprobs = scores.logprob_M[:-1].tolist()
-        return Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=float(scores.highest_M[-1]))
+        return api.Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=float(scores.highest_M[-1]))
 
-    def _chunk_place(self) -> ChunkPlace:
+    def _chunk_place(self) -> exports.ChunkPlace:
         spec = self.spec
         if spec.chunks == "file" or (spec.chunks == "memory" and not self.ranks.is_first):
             return ChunkFile(spec.staging_dir / CHUNK_FILE)
-        chunks = chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
-        entries = [entries_of(chunk, self.dtype) for chunk in chunks]
+        gather = self.ranks.gather if spec.chunks == "memories" else ONE_RANK.gather
+        chunks = exports.chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
+        entries = [exports.entries_of(chunk, self.dtype) for chunk in chunks]
         try:
-            if spec.chunks == "memories":
-                ranks = self.ranks
-                return SharedChunk(spec.staging_dir, entries, self.device, ranks.rank, ranks.gather)
-            return SharedChunk(spec.staging_dir, entries, self.device)
+            return SharedChunk(spec.staging_dir, entries, self.device, self.ranks.rank, gather)
         except OSError as error:
             what = f"no memory on {self.device.type} for a chunk that both trainer and engines open: {error}"
             way_out = "lower weight_sync.chunk_bytes, or give trainer and engines separate devices."
             raise ConfigError(what, way_out=way_out) from error
 
-    def _lazy_weights(self) -> LazyWeights:
+    def _lazy_weights(self) -> exports.LazyWeights:
         merges: dict[str, Callable[[], Tensor]] = {}
         if self._adapters is None:
-            weights = named_weights(self.policy.model)
+            weights = exports.named_weights(self.policy.model)
         else:
             weights, merges = self._adapters.merging()
         if self._pieces is None:
             self._pieces = stored_pieces(self.policy.model, weights)
-        return LazyWeights(weights, merges, self._pieces)
+        return exports.LazyWeights(weights, merges, self._pieces)
 
     # ---- colocation
 
     @property
-    def offloaded(self) -> list[TrainerPart]:
+    def offloaded(self) -> list[api.TrainerPart]:
         return sorted(self._offload.away)
 
-    def offload(self, parts: Iterable[TrainerPart]) -> TransferStats:
+    def offload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
         self.before_change()
         self._state.wait_lent()
         parts = frozenset(parts)
         if self._adapters is not None and "weights" in parts:
             self._adapters.forget_merged()
-        try:
-            return self._offload.offload(parts)
-        finally:
-            self._merge_again()
+        return self._offload.offload(parts)
 
-    def onload(self, parts: Iterable[TrainerPart]) -> TransferStats:
+    def onload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
         self.before_change()
-        moved = self._offload.onload(parts)
-        self._merge_again()
-        return moved
+        return self._offload.onload(parts)
 
-    def _merge_again(self) -> None:
-        if self._adapters is not None and self._adapters.is_forgotten and "weights" not in self.offloaded:
-            self._adapters.keep_merged()
-
-    def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
+    def _tensors_of(self, part: api.TrainerPart) -> list[Tensor]:
         if part == "gradients":
             return []
         models = [self.policy] if self._reference is None else [self.policy, self._reference]
@@ -533,7 +463,7 @@ def _name(batch: BatchNumbers) -> str:
     return f"step {batch.header.version + 1} (groups {', '.join(map(str, ids))})"
 
 
-def _checked(canary: Canary | None) -> Canary | None:
+def _checked(canary: api.Canary | None) -> api.Canary | None:
     if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
         return canary
     num_bad = sum(not math.isfinite(one) for one in canary.logprobs)

@@ -104,24 +104,23 @@ class StepMeter:
     def numbers(self) -> dict[str, float]:
         self.enter("")
         seconds = dict.fromkeys(PHASES, 0.0)
-        memory = dict[str, int]()
+        peak_bytes = 0
         if self._cuda is not None:
             self._stamps[-1][1].synchronize()
-            memory["perf/device_memory_bytes"] = self._cuda.max_memory_allocated()
+            peak_bytes = self._cuda.max_memory_allocated()
             self._cuda.reset_peak_memory_stats()
         for (phase, start), (_, end) in pairwise(self._stamps):
             if phase:
                 seconds[phase] += end - start if self._cuda is None else start.elapsed_time(end) / 1e3
-        parts = self._ranks.gather([self._num_tokens, self._flops, _peak_host_bytes(), memory])
-        num_tokens, flops, host_bytes, memories = zip(*parts, strict=True)
+        parts = self._ranks.gather([self._num_tokens, self._flops, _peak_host_bytes(), peak_bytes])
+        num_tokens, flops, host_bytes, device_bytes = zip(*parts, strict=True)
         train_s = time.perf_counter() - self._started_s
         device_s = train_s * self._ranks.size
         metrics = {f"perf/{phase}_s": spent_s for phase, spent_s in seconds.items()}
-        metrics |= {
-            "perf/train_s": train_s,
-            "perf/device_tokens_per_s": sum(num_tokens) / device_s,
-            **{name: float(max(of_rank[name] for of_rank in memories)) for name in memory},
-        }
+        metrics["perf/train_s"] = train_s
+        metrics["perf/device_tokens_per_s"] = sum(num_tokens) / device_s
+        if self._cuda is not None:
+            metrics["perf/device_memory_bytes"] = float(max(device_bytes))
         if all(host_bytes):
             metrics["perf/host_memory_bytes"] = float(sum(host_bytes))
         if self._peak_flops is not None:

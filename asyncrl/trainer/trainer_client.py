@@ -16,29 +16,13 @@ from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.waits import computed, waiting
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
+from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import NO_EXPERT, TransferStats, TransportName
 from asyncrl.messages.records import Batch, Trajectory
-from asyncrl.messages.trainer_api import (
-    BatchArrays,
-    BatchHeader,
-    BroadcastRequest,
-    BroadcastResponse,
-    ExportChunkRequest,
-    ExportChunkResponse,
-    ExportResponse,
-    OffloadRequest,
-    SaveRequest,
-    StateRequest,
-    TrainerHealth,
-    TrainerPart,
-    TrainResponse,
-    TrajectoryHeader,
-    pack_batch,
-)
 
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound=BaseModel)
-OnStep = Callable[[Batch, TrainResponse], None]
+OnStep = Callable[[Batch, api.TrainResponse], None]
 
 LOST_STATUS = 503
 """Status after other ranks are lost."""
@@ -55,8 +39,8 @@ class TrainerSpec(FrozenConfig):
     threads: int = Field(default=1, ge=1)
     """On CPU the same number gives the same bits."""
     rank: int = Field(default=0, ge=0)
-    local_rank: int | None = Field(default=None, ge=0)
-    """Rank within its node, and CUDA device (none = rank)."""
+    local_rank: int = Field(default=0, ge=0)
+    """Rank within its node, and CUDA device."""
     address: str = "127.0.0.1"
     store: str = Field(default="", pattern=_STORE)
     """ADDRESS:PORT of rank 0's store ('' = a staging file)."""
@@ -85,10 +69,6 @@ class TrainerSpec(FrozenConfig):
     """Folder for batches that give NaN."""
     chat_template: Path | None = None
 
-    @property
-    def steps_per_batch(self) -> int:
-        return self.trainer.mini_batches * self.trainer.epochs
-
 
 class TrainerClient:
     """Calls the trainer and tracks its policy_version, which never decreases.
@@ -103,7 +83,7 @@ class TrainerClient:
         self.policy_version = policy_version
         self._version_changed = asyncio.Event()
 
-    async def train(self, batch: Batch) -> TrainResponse:
+    async def train(self, batch: Batch) -> api.TrainResponse:
         with waiting(f"optimizer step {batch.version + 1}", on=self._caller.name):
             report = await self._retried(lambda: self._train(batch))
         self._reached(report.policy_version)
@@ -116,36 +96,36 @@ class TrainerClient:
 
     async def begin_export(self) -> int:
         """Begin to export the newest weights; return their version."""
-        return (await self._call("/begin_export", b"", TrainerHealth)).policy_version
+        return (await self._call("/begin_export", b"", api.TrainerHealth)).policy_version
 
-    async def export(self) -> ExportResponse:
-        return await self._call("/export", b"", ExportResponse)
+    async def export(self) -> api.ExportResponse:
+        return await self._call("/export", b"", api.ExportResponse)
 
-    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        request = ExportChunkRequest(version=version, index=index)
-        return await self._call("/export_chunk", request, ExportChunkResponse)
+    async def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse:
+        request = api.ExportChunkRequest(version=version, index=index)
+        return await self._call("/export_chunk", request, api.ExportChunkResponse)
 
-    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
+    async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
         """Send the weights to the engines. Never repeated."""
         self._check_up()
-        return await self._post("/broadcast", request, BroadcastResponse)
+        return await self._post("/broadcast", request, api.BroadcastResponse)
 
-    async def offload(self, parts: Sequence[TrainerPart]) -> TransferStats:
+    async def offload(self, parts: Sequence[api.TrainerPart]) -> TransferStats:
         """Idempotent. After an error nothing has moved."""
-        return await self._call("/offload", OffloadRequest(parts=list(parts)), TransferStats)
+        return await self._call("/offload", api.OffloadRequest(parts=list(parts)), TransferStats)
 
-    async def onload(self, parts: Sequence[TrainerPart]) -> TransferStats:
-        return await self._call("/onload", OffloadRequest(parts=list(parts)), TransferStats)
+    async def onload(self, parts: Sequence[api.TrainerPart]) -> TransferStats:
+        return await self._call("/onload", api.OffloadRequest(parts=list(parts)), TransferStats)
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
         """Write a Hugging Face folder; not `merged`: a peft folder."""
-        await self._call("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
+        await self._call("/save", api.SaveRequest(path=path, merged=merged), api.TrainerHealth)
 
     async def begin_save_state(self, path: Path) -> int:
         """Begin to save the state; return its version. Never repeated. Raises CheckpointError,
         TrainerLost.
         """
-        return (await self._post_state("/begin_save_state", StateRequest(path=str(path)))).policy_version
+        return (await self._post_state("/begin_save_state", api.StateRequest(path=path))).policy_version
 
     async def wait_save_state(self) -> None:
         await self._post_state("/wait_save_state", b"")
@@ -158,7 +138,7 @@ class TrainerClient:
         """
         reported = -1
 
-        def once(batch: Batch, report: TrainResponse) -> None:
+        def once(batch: Batch, report: api.TrainResponse) -> None:
             nonlocal reported
             if batch.version > reported:
                 reported = batch.version
@@ -171,7 +151,7 @@ class TrainerClient:
         version = self.policy_version
         with waiting("the journaled batches to be trained on again", on=self._caller.name, who="catching up"):
             if state is not None:
-                loaded = await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
+                loaded = await self._post("/load_state", api.StateRequest(path=state), api.TrainerHealth)
                 version = max(version, loaded.policy_version)
             async for batch in batches:
                 report = await self._train(batch)
@@ -207,11 +187,11 @@ class TrainerClient:
             way_out = "read its log in the run directory; if it was killed, lower trainer.micro_batch_tokens."
             raise TrainerLost("trainer", what, rule="the run needs its trainer", way_out=way_out) from error
 
-    async def _post_state(self, path: str, body: BaseModel | bytes) -> TrainerHealth:
+    async def _post_state(self, path: str, body: BaseModel | bytes) -> api.TrainerHealth:
         self._check_up()
         try:
             with waiting(f"{path} at policy_version {self.policy_version}", on=self._caller.name):
-                return await self._post(path, body, TrainerHealth)
+                return await self._post(path, body, api.TrainerHealth)
         except TrainerLost:
             raise
         except TrainerError as error:
@@ -219,9 +199,9 @@ class TrainerClient:
             rule = error.rule or "the last whole checkpoint stays, and the run continues"
             raise CheckpointError(what, rule=rule, way_out=error.way_out) from error
 
-    async def _train(self, batch: Batch) -> TrainResponse:
-        body = await computed(lambda: pack_batch(*pack_groups(batch)))
-        report = await self._post("/train", body, TrainResponse)
+    async def _train(self, batch: Batch) -> api.TrainResponse:
+        body = await computed(lambda: api.pack_batch(*pack_groups(batch)))
+        report = await self._post("/train", body, api.TrainResponse)
         assert report.policy_version == batch.version + 1, report
         return report
 
@@ -231,10 +211,10 @@ class TrainerClient:
         self._version_changed = asyncio.Event()
 
 
-def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
+def pack_groups(batch: Batch) -> tuple[api.BatchHeader, api.BatchArrays]:
     """Return a batch ordered by group, sample and branch. Raises TrainerError for contradictory spans."""
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-    headers = list[TrajectoryHeader]()
+    headers = list[api.TrajectoryHeader]()
     grammars = dict[str, int]()
     end = 0
     for group_index, group in enumerate(batch.groups):
@@ -242,7 +222,7 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
             start = end
             end += len(trajectory.token_ids)
             headers.append(
-                TrajectoryHeader(
+                api.TrajectoryHeader(
                     group_index=group_index,
                     group_id=group.group_id,
                     sample_index=trajectory.sample_index,
@@ -264,7 +244,7 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
     def joined(name: str) -> Any:
         return np.concatenate([getattr(one, name) for one in trajectories])
 
-    arrays = BatchArrays(
+    arrays = api.BatchArrays(
         token_ids=joined("token_ids"),
         loss_mask=joined("loss_mask"),
         behaviour_logprobs=joined("behaviour_logprobs"),
@@ -273,7 +253,7 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
         teacher_logprobs=np.concatenate(taught) if len(taught) == len(trajectories) else None,
         routing=_routing(trajectories),
     )
-    header = BatchHeader(
+    header = api.BatchHeader(
         version=batch.version,
         min_version=batch.min_version,
         mask_older=batch.mask_older,

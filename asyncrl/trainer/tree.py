@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -111,22 +112,18 @@ class TreeNode:
 def in_tree_order(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
 ) -> list[tuple[TokenRange, int]]:
-    """Sort sequences by common prefix; return each with its number of shared tokens."""
-    nodes, number = _trie(sequences, token_ids), dict[TreeNode, int]()
-    for node in reversed(nodes):
-        below = [*(number[child] for child in node.children), *(one.trajectory for one in node.ends)]
-        number[node] = min(below)
-        node.children.sort(key=number.__getitem__)
-    roots = sorted((node for node in nodes if node.parent is None), key=number.__getitem__)
-    ordered, todo, shared = list[tuple[TokenRange, int]](), roots[::-1], 0
-    while todo:
-        node = todo.pop()
-        shared = min(shared, node.first)
-        for one in sorted(node.ends, key=lambda one: one.trajectory):
-            ordered.append((one, shared))
-            shared = node.end
-        todo += reversed(node.children)
-    return ordered
+    """Sort sequences by their tokens; return each with the number that it shares with the one before."""
+
+    def tokens_of(one: TokenRange) -> npt.NDArray[np.int32]:
+        return token_ids[one.start : one.start + one.length]
+
+    ordered = sorted(sequences, key=lambda one: tokens_of(one).astype(">i4").tobytes())
+    pairs = [(ordered[0], 0)]
+    for one, other in pairwise(ordered):
+        most = min(one.length, other.length)
+        differs = tokens_of(one)[:most] != tokens_of(other)[:most]
+        pairs.append((other, int(np.argmax(differs)) if differs.any() else most))
+    return pairs
 
 
 def lay_out(
@@ -148,15 +145,9 @@ def lay_out(
 
 
 def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> list[TreeNode]:
-
-    def sort_key(one: TokenRange) -> bytes:
-        return token_ids[one.start : one.start + one.length].astype(">i4").tobytes()
-
-    ordered, shared = sorted(sequences, key=sort_key), np.zeros(len(sequences), np.int64)
-    for index, (one, other) in enumerate(zip(ordered, ordered[1:], strict=False)):
-        most = min(one.length, other.length)
-        differs = token_ids[one.start : one.start + most] != token_ids[other.start : other.start + most]
-        shared[index + 1] = np.argmax(differs) if differs.any() else most
+    pairs = in_tree_order(sequences, token_ids)
+    ordered = [one for one, _ in pairs]
+    shared = np.array([num_shared for _, num_shared in pairs])
     nodes = list[TreeNode]()
     todo: list[tuple[int, int, int, TreeNode | None]] = [(0, len(ordered), 0, None)]
     while todo:

@@ -1,11 +1,12 @@
 """Transport lora: only the adapters, as one safetensors file in shared memory.
 
 It contains `<module>.lora_A.weight` [rank, in], `<module>.lora_B.weight` [out, rank], and the scalar
-`scale`, alpha / rank. An embedded engine merges it; vLLM gets a peft folder.
+`scale`, alpha / rank. An embedded engine merges it; vLLM's worker makes a peft folder.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from asyncrl.base.http import Refused
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.weights.export import Exported, Transport, done, export_weights
 from asyncrl.weights.tensor_files import SCALE, SUFFIXES, adapted_modules
@@ -56,35 +57,28 @@ def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
 
 
 @torch.no_grad()
-def merge_adapters(
-    tensors: Mapping[str, Tensor], base: Mapping[str, Tensor], linear: set[str], path: str
-) -> dict[str, Tensor]:
-    """Merge a file's adapters into `base`, in its dtypes. Raises Refused (409)."""
-    modules = adapted_modules(tensors)
-    expected = {SCALE, *(module + suffix for module in modules for suffix in SUFFIXES)}
-    missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-    if missing or unknown or not modules:
-        raise _wrong(f"{path}: {len(modules)} layers, lacks {missing[:3]}, has unknown tensors {unknown[:3]}")
-    scale = tensors[SCALE]
-    if scale.numel() != 1 or not bool(torch.isfinite(scale).all()):
-        raise _wrong(f"{SCALE} in {path} is {scale.tolist()}")
+def merge_adapters(tensors: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Merge a file's adapters into `base`, in its dtypes."""
     merged = dict(base)
-    for module in modules:
-        name = f"{module}.weight"
-        shape = tuple(base[name].shape) if name in linear else None
-        a, b = (tensors[module + suffix] for suffix in SUFFIXES)
-        if not a.ndim == b.ndim == 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != shape:
-            shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
-            raise _wrong(f"the adapter of {module} in {path} is {shapes}, a linear layer there is {shape}")
-        a, b = (one.to(base[name].device) for one in (a, b))
-        merged[name] = merge(base[name], a, b, float(scale))
+    for module in adapted_modules(tensors):
+        weight = base[f"{module}.weight"]
+        a, b = (tensors[module + suffix].to(weight.device) for suffix in SUFFIXES)
+        merged[f"{module}.weight"] = merge(weight, a, b, float(tensors[SCALE]))
     return merged
 
 
-def _wrong(what: str) -> Refused:
-    return Refused(
-        409,
-        what,
-        rule="adapters are A [rank, in] and B [out, rank] of linear layers [out, in], and one finite scale",
-        way_out="use the same model in trainer and engine, and publish what asyncrl's own trainer exports.",
-    )
+def write_peft(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a file's adapters as a peft folder."""
+    modules = adapted_modules(tensors)
+    rank = len(tensors[modules[0] + SUFFIXES[0]])
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "r": rank,
+        "lora_alpha": float(tensors[SCALE]) * rank,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights = {f"base_model.model.{name}": one for name, one in tensors.items() if name != SCALE}
+    save_file(weights, folder / "adapter_model.safetensors")

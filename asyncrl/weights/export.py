@@ -9,7 +9,6 @@ requested at any time, even from a restarted trainer.
 from __future__ import annotations
 
 import itertools
-import queue
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.digest import joint_digest
 from asyncrl.messages.trainer_api import (
     BroadcastRequest,
     BroadcastResponse,
@@ -35,6 +33,7 @@ from asyncrl.weights.tensor_files import (
     digest_of_tensor,
     dtype_name,
     float32_names,
+    joint_digest,
     pieces_of,
     weights_of,
     write_tensors,
@@ -157,7 +156,7 @@ def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> No
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
-    """Return weights_digest (asyncrl.messages.digest); of sharded weights on rank 0 only."""
+    """Return the digest of all tensors; of sharded weights on rank 0 only."""
     return joint_digest(digest_of_tensor(name, tensor) for name, tensor in whole_tensors(weights))
 
 
@@ -166,61 +165,34 @@ def export_weights(
 ) -> ExportResponse:
     """Write a safetensors file atomically. Raises OSError."""
     weights = weights if isinstance(weights, LazyWeights) else LazyWeights(weights)
-    with gathered(weights, dtype) as tensors:
-        return _write_export(weights, tensors, path, version, dtype)
-
-
-def begin_export(
-    writer: ThreadPoolExecutor, weights: LazyWeights, path: Path, version: int, dtype: torch.dtype
-) -> Future[ExportResponse]:
-    """Run export_weights on the thread of `writer`.
-
-    Whole local weights must not change before the Future ends; others are gathered here.
-    """
-    if weights.are_plain:
-        reading = after_what_was_begun(next((one.device for one in weights.like.values()), None))
-
-        def read_and_write() -> ExportResponse:
-            with reading:
-                return export_weights(weights, path, version, dtype)
-
-        return writer.submit(read_and_write)
-    handed: queue.Queue[tuple[str, Tensor] | None] = queue.Queue(maxsize=1)
-
-    def write() -> ExportResponse:
-        tensors: Iterator[Any] = iter(handed.get, None)
-        try:
-            return _write_export(weights, tensors, path, version, dtype)
-        finally:
-            for _ in tensors:
-                pass
-
-    writing = writer.submit(write)
-    try:
-        for pair in whole_tensors(weights, dtype):
-            handed.put(pair)
-    finally:
-        handed.put(None)
-    return writing
-
-
-def _write_export(
-    weights: LazyWeights,
-    tensors: Iterator[tuple[str, Tensor]],
-    path: Path,
-    version: int,
-    dtype: torch.dtype | None,
-) -> ExportResponse:
     unfinished = path.with_name(path.name + ".unfinished")
+    entries = entries_of(weights, dtype)
     try:
-        entries = entries_of(weights, dtype)
-        with unfinished.open("wb") as file:
+        with gathered(weights, dtype) as tensors, unfinished.open("wb") as file:
             digests = write_tensors(file, entries, tensors)
         assert len(digests) == len(entries), f"{len(digests)} of {len(entries)} tensors were gathered"
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
     return manifest_of(weights, dtype, version, digests, str(path))
+
+
+def begin_export(
+    writer: ThreadPoolExecutor, weights: LazyWeights, path: Path, version: int, dtype: torch.dtype
+) -> Future[ExportResponse]:
+    """Run export_weights on the thread of `writer`, or here if weights must be gathered.
+
+    Whole local weights must not change before the Future ends.
+    """
+    if not weights.are_plain:
+        return done(version, export_weights(weights, path, version, dtype))
+    reading = after_what_was_begun(next((one.device for one in weights.like.values()), None))
+
+    def read_and_write() -> ExportResponse:
+        with reading:
+            return export_weights(weights, path, version, dtype)
+
+    return writer.submit(read_and_write)
 
 
 def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[Any]:
@@ -277,55 +249,65 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
 class ChunkPlace(Protocol):
     """Destination of chunks: ChunkFile, or SharedChunk of ipc.py.
 
-    `device`: required device of tensors. put overwrites the place and returns digests; it raises OSError.
-    `told()` returns fields of an ExportChunkResponse.
+    `device`: required device of tensors. `on_all`: each rank writes to its own place. put overwrites the
+    place and returns digests; it raises OSError. `told()` returns fields of an ExportChunkResponse.
     """
 
     device: torch.device
+    on_all: bool
 
     def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]: ...
     def told(self) -> dict[str, Any]: ...
 
 
 class Chunks:
-    """Chunks of a trainer's weights, version after version. `on_all`: each rank writes to its own place."""
+    """Chunks of a trainer's weights, version after version. All ranks make the same calls."""
 
-    def __init__(
-        self, place: ChunkPlace, chunk_bytes: int, dtype: torch.dtype, *, on_all: bool = False
-    ) -> None:
-        self._place, self._chunk_bytes, self._dtype, self._on_all = place, chunk_bytes, dtype, on_all
-        self._chunks: list[list[str]] = []
+    def __init__(self, place: ChunkPlace, like: LazyWeights, chunk_bytes: int, dtype: torch.dtype) -> None:
+        self._place = place
+        self._chunks = cut(sizes_of(like, dtype), chunk_bytes)
+        self._dtype = dtype
         self.forget()
 
     def forget(self) -> None:
         self._version = -1
+        self._gathered: set[str] = set()
         self._digests: dict[str, bytes] = {}
 
-    def names(self, weights: LazyWeights, version: int, index: int) -> list[str]:
-        """Return the tensors that all ranks gather for this chunk; before the last chunk also tensors
-        without a digest. Raises Refused.
+    def check(self, version: int, index: int) -> None:
+        if index >= len(self._chunks):
+            what = f"chunk {index} was asked for, and version {version} has {len(self._chunks)} of them"
+            raise Refused(422, what, rule="chunks are numbered from 0 to the one with is_last")
+
+    def is_last(self, index: int) -> bool:
+        return index + 1 == len(self._chunks)
+
+    def write(
+        self, weights: LazyWeights, version: int, index: int, *, is_first: bool = True
+    ) -> ExportChunkResponse | None:
+        """Write the chunk over the previous one; before the last chunk also hash tensors without a digest.
+        Return None on other ranks, which only gather or write to their own place. Raises OSError.
         """
         if version != self._version:
-            self._version, self._digests = version, {}
-        chunks = self._cut(weights)
-        if index >= len(chunks):
-            what = f"chunk {index} was asked for, and version {version} has {len(chunks)} of them"
-            raise Refused(422, what, rule="chunks are numbered from 0 to the one with is_last")
-        before = itertools.chain(*chunks[:index]) if index + 1 == len(chunks) else ()
-        hashed = self._digests.keys()
-        without = [name for name in before if hashed.isdisjoint(weights.pieces.get(name, {name: None}))]
-        return [*without, *chunks[index]]
-
-    def is_last(self, weights: LazyWeights, index: int) -> bool:
-        return index + 1 == len(self._cut(weights))
-
-    def write(self, weights: LazyWeights, index: int) -> ExportChunkResponse:
-        """Write the chunk over the previous one. Raises OSError."""
-        chunk = weights.only(self._cut(weights)[index])
-        digests = self._put(chunk, weights.only(self.names(weights, self._version, index)))
-        is_last = self.is_last(weights, index)
+            self.forget()
+            self._version = version
+        names, is_last = self._chunks[index], self.is_last(index)
+        before = itertools.chain(*self._chunks[:index]) if is_last else ()
+        gathering = weights.only([*(name for name in before if name not in self._gathered), *names])
+        self._gathered.update(gathering)
+        if not (is_first or self._place.on_all):
+            gather_along(gathering, self._dtype)
+            return None
+        chunk = weights.only(names)
+        entries = entries_of(chunk, self._dtype)
+        num_before = len(entries_of(gathering, self._dtype)) - len(entries)
+        with gathered(gathering, self._dtype, self._place.device, on_all=self._place.on_all) as tensors:
+            for name, tensor in itertools.islice(tensors, num_before):
+                self._digests[name] = digest_of_tensor(name, tensor)
+            digests = self._place.put(entries, tensors)
+        self._digests.update(digests)
         return ExportChunkResponse(
-            version=self._version,
+            version=version,
             index=index,
             **self._place.told(),
             digest=joint_digest(digests.values()),
@@ -334,28 +316,6 @@ class Chunks:
             is_last=is_last,
             whole_digest=joint_digest(self._digests.values()) if is_last else "",
         )
-
-    def write_along(self, weights: LazyWeights, index: int, names: list[str]) -> None:
-        """Take part on another rank: write the chunk too, or only gather `names`."""
-        if self._on_all:
-            self._put(weights.only(self._cut(weights)[index]), weights.only(names))
-        else:
-            gather_along(weights.only(names), self._dtype)
-
-    def _put(self, chunk: LazyWeights, gathering: LazyWeights) -> dict[str, bytes]:
-        """The chunk's tensors come last; return their digests."""
-        entries = entries_of(chunk, self._dtype)
-        num_before = len(entries_of(gathering, self._dtype)) - len(entries)
-        with gathered(gathering, self._dtype, self._place.device, on_all=self._on_all) as tensors:
-            for name, tensor in itertools.islice(tensors, num_before):
-                self._digests[name] = digest_of_tensor(name, tensor)
-            digests = self._place.put(entries, tensors)
-        self._digests.update(digests)
-        return digests
-
-    def _cut(self, weights: LazyWeights) -> list[list[str]]:
-        self._chunks = self._chunks or cut(sizes_of(weights, self._dtype), self._chunk_bytes)
-        return self._chunks
 
 
 def chunks_of(weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int) -> list[LazyWeights]:

@@ -22,12 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import ChunkMemory, LoadChunkRequest, MemoryHandle, PlacedTensor
 from asyncrl.weights.export import Entries
 from asyncrl.weights.tensor_files import (
-    DTYPES,
-    RESEND,
     begin_digest,
     finish_digests,
     read_or_refuse,
@@ -68,9 +65,7 @@ def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemor
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
-    """Raises OSError, and ValueError for another device's handle."""
-    if (handle.kind == "cuda") != (device.type == "cuda"):
-        raise ValueError(f"{handle.kind} memory cannot be opened for tensors on {device}")
+    """Raises OSError."""
     return open_file(handle) if handle.kind == "file" else open_cuda_memory(handle, device)
 
 
@@ -186,7 +181,9 @@ class CudaDriver:
 
 class ChunkFile:
     def __init__(self, path: Path) -> None:
-        self.path, self.device = path, torch.device("cpu")
+        self.path = path
+        self.device = torch.device("cpu")
+        self.on_all = False
 
     def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
@@ -209,14 +206,16 @@ class SharedChunk:
         chunks: Iterable[Entries],
         device: torch.device,
         rank: int = 0,
-        gather: Callable[[Any], list[Any]] = lambda own: [own],
+        gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         """`folder`: of the shared-memory file, on CPU. `gather`: JSON values of all ranks. Raises OSError."""
         for old in folder.glob(f"chunk-{rank}-*.bin"):
             old.unlink()
         size = max(lay_out(entries)[1] for entries in chunks)
         self._memory = make_memory(size, device, folder / f"chunk-{rank}-{os.getpid()}.bin")
-        self.device, self._gather = device, gather
+        self.device = device
+        self.on_all = gather is not None
+        self._gather = gather or (lambda own: [own])
         self._placed: list[PlacedTensor] = []
         self._handles: list[MemoryHandle] = []
 
@@ -255,18 +254,11 @@ def copy_placed(
 
 
 def views(placed: Iterable[PlacedTensor], data: Tensor) -> dict[str, Tensor]:
-    """Raises Refused (400) for an impossible place."""
     tensors: dict[str, Tensor] = {}
-    sizes = dict(DTYPES.values())
     for one in placed:
-        size = sizes.get(one.dtype, 0)
-        end = one.start + math.prod(one.shape) * size
-        is_placed = size and one.start % size == 0 and min(one.shape, default=0) >= 0 and end <= len(data)
-        if not is_placed or one.name in tensors:
-            what = f"{one.name}, {one.dtype} {one.shape} at byte {one.start}, cannot be in a chunk"
-            rule = f"each tensor of weights lies once in its {len(data)} bytes"
-            raise Refused(400, what, rule=rule, way_out=RESEND)
-        tensors[one.name] = data[one.start : end].view(getattr(torch, one.dtype)).view(one.shape)
+        dtype = getattr(torch, one.dtype)
+        end = one.start + math.prod(one.shape) * dtype.itemsize
+        tensors[one.name] = data[one.start : end].view(dtype).view(one.shape)
     return tensors
 
 
@@ -279,25 +271,19 @@ class TrainerMemory:
 
     @contextmanager
     def chunk(self, request: LoadChunkRequest) -> Iterator[dict[str, Tensor]]:
-        """Yield a chunk's tensors in place, valid inside the context. Raises Refused (400)."""
+        """Yield a chunk's tensors in place, valid inside the context. Raises Refused (400) or OSError."""
         if request.memory is None:
-            yield {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
+            yield read_or_refuse(request.path)
             return
         handles = request.memory.handles
         if self._memory is None or self._memory.handle not in handles:
-            self._memory = None
-            try:
-                here = name_of(self._device)
-                own = [handle for handle in handles if handle.device == here]
-                if not own:
-                    there = ", ".join(handle.device or "the host" for handle in handles)
-                    raise OSError(f"it is on {there}, and this engine on {here or 'the CPU'}")
-                self._memory = open_memory(own[0], self._device)
-            except (OSError, ValueError) as error:
-                what = f"cannot open the {handles[0].kind} memory of {handles[0].num_bytes} bytes: {error}"
-                rule = "trainer and engine take turns on the same devices, and share a piece of their memory"
-                way_out = "give them the same devices (placement) and one container, or separate devices."
-                raise Refused(400, what, rule=rule, way_out=way_out) from error
+            here = name_of(self._device)
+            own = [handle for handle in handles if handle.device == here]
+            if not own:
+                there = ", ".join(handle.device or "the host" for handle in handles)
+                raise OSError(f"the trainer's memory is on {there}, and this engine on {here or 'the CPU'}")
+            self._memory = None  # before the next one is opened
+            self._memory = open_memory(own[0], self._device)
         memory = self._memory
         try:
             yield views(request.memory.tensors, memory.data)

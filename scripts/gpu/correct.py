@@ -17,8 +17,9 @@ from asyncrl.algorithms.registry import RECIPES
 from asyncrl.job.servers import CANARY_LIMITS, CANARY_TOKENS
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.objective import BatchNumbers, Objective
-from asyncrl.trainer.packing import pack, pack_texts
+from asyncrl.trainer.packing import Costs, micro_batches, pack_texts
 from asyncrl.trainer.policy import Policy, find_plan, head_scores, probe_model
+from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import GAP_WARNING
 from gpu.models import Trainer, architecture, make_batch, make_folder, make_model, make_spec
@@ -91,7 +92,8 @@ def all_losses(bench: Bench) -> None:
 def _loss_on(
     device: torch.device, objective: Objective, batch: BatchNumbers, current_N: np.ndarray, numbers: Any
 ) -> tuple[float, Tensor]:
-    (micro,) = pack(batch.header, batch.arrays, batch.has_loss, 10**6, device)
+    given = (batch.header, batch.arrays, batch.has_loss)
+    ((micro, _),) = micro_batches(*given, 10**6, device, ONE_RANK, Costs(0.0, 0.0))
     current_M = torch.from_numpy(current_N[micro.source_M]).to(device).requires_grad_()
     loss, _ = objective.micro_loss(micro, current_M, batch, numbers)
     loss.backward()
@@ -174,7 +176,7 @@ def _logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.n
 
 
 def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, Tensor]:
-    step._accumulate(step._numbers(header, arrays, arrays.loss_mask), arrays.loss_mask)
+    step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
     grads = {name: master.grad for name, master in step._masters.named.items()}
     return {name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None}
 
@@ -214,4 +216,4 @@ def distances(bench: Bench, shape: str) -> None:
 
 
 def _packed_logprobs(policy: Policy, ids: np.ndarray, device: torch.device) -> Tensor:
-    return policy(pack_texts([[ids]], device)).logprob_M
+    return policy(pack_texts([ids], device)).logprob_M

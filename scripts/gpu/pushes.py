@@ -83,7 +83,7 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
 def _make_chunks(weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype) -> Chunks:
     """Return chunks as a colocated trainer makes them."""
     entries = [entries_of(chunk, dtype) for chunk in chunks_of(weights, dtype, CHUNK_BYTES)]
-    return Chunks(SharedChunk(staging, entries, device), CHUNK_BYTES, dtype)
+    return Chunks(SharedChunk(staging, entries, device), weights, CHUNK_BYTES, dtype)
 
 
 async def push_file(server: EngineClient, weights: LazyWeights, staging: Path, version: int) -> Times:
@@ -118,8 +118,8 @@ async def push_chunks(server: EngineClient, weights: LazyWeights, cut: Chunks, v
     index = 0
     while not is_last:
         started = time.perf_counter()
-        cut.names(weights, version, index)
-        chunk = await asyncio.to_thread(cut.write, weights, index)
+        chunk = await asyncio.to_thread(cut.write, weights, version, index)
+        assert chunk is not None
         writing_s += time.perf_counter() - started
         assert await server.load_chunk(chunk) == chunk.digest
         is_last = chunk.is_last

@@ -24,16 +24,15 @@ from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
     EngineHealth,
-    GenerateRequest,
     GenerateResponse,
     LoadChunkRequest,
-    LoadChunkResponse,
+    Loaded,
     PrepareRequest,
-    PrepareResponse,
     SleepRequest,
     TransferStats,
     WakeRequest,
 )
+from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.weight_state import WeightState
 
 MAX_QUEUED = 1_000_000
@@ -226,33 +225,27 @@ def check_queue(num_queued: int) -> None:
 
 
 class OneAnswer:
-    """Listener of one request, across weight updates."""
+    """Listener of one request. A weight update ends it with its tokens."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Sampled | Refused] = asyncio.Queue()
 
-    async def answer(self, engine: ServedEngine, request: GenerateRequest) -> GenerateResponse:
+    async def answer(self, engine: ServedEngine, request: SamplingRequest) -> GenerateResponse:
         """Abort if the client leaves. Raises Refused."""
         check_queue(engine.num_queued)
         run = engine.run(Asked(0, request, is_streamed=False), self)
-        rows: list[Sampled] = []
         engine.submit([run])
         try:
-            while not rows or rows[-1].then == "interrupted":
-                if rows:
-                    engine.resume([run])
-                row = await self._arrived.get()
-                if isinstance(row, Refused):
-                    raise row
-                rows.append(row)
+            row = await self._arrived.get()
         finally:
             engine.abort([run])
-        return codec.response(request.request_id, *rows)
+        if isinstance(row, Refused):
+            raise row
+        return codec.response(request.request_id, row)
 
     def sampled(self, rows: Sequence[Sampled]) -> None:
-        for row in rows:
-            self._put(row)
+        self._put(rows[0])
 
     def refused(self, number: int, refusal: Refused) -> None:
         self._put(refusal)
@@ -291,12 +284,12 @@ def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Applicat
         return engine.health()
 
     async def generate(body: GenerateBody) -> GenerateResponse:
-        return await OneAnswer().answer(engine, GenerateRequest(**dict(body)))
+        return await OneAnswer().answer(engine, SamplingRequest(**dict(body)))
 
-    async def prepare(body: PrepareRequest) -> PrepareResponse:
+    async def prepare(body: PrepareRequest) -> Loaded:
         return await asyncio.to_thread(engine.weights.prepare, body)
 
-    async def load_chunk(body: LoadChunkRequest) -> LoadChunkResponse:
+    async def load_chunk(body: LoadChunkRequest) -> Loaded:
         return await asyncio.to_thread(engine.weights.load_chunk, body)
 
     async def commit(body: CommitRequest) -> CommitResponse:

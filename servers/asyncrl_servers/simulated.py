@@ -16,11 +16,9 @@ from pydantic import Field
 from asyncrl.base.http import Refused, die_with_parent
 from asyncrl.messages import engine_api
 from asyncrl.messages.codec import Asked, Sampled, spans_of
-from asyncrl.messages.digest import tensor_digest
 from asyncrl.messages.engine_api import CommitResponse, LatencyModel, TransferStats
-from asyncrl.weights.tensor_files import read_or_refuse
 from asyncrl_servers import engine_routes
-from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
+from asyncrl_servers.weight_state import ChunkedPush, WeightState
 
 EPSILON = 1e-9
 
@@ -35,13 +33,24 @@ class SimulatedSpec(LatencyModel, engine_routes.EngineSpec):
         return max(1, round(self.mean_tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)))
 
 
-class SimulatedWeights(WeightState):
-    def read(self, request: engine_api.PrepareRequest) -> dict[str, bytes]:
-        check_arrived(request.path, _arrived(request.path), request)
-        return {}
+class BelievedPush(ChunkedPush):
+    def load(self, request: engine_api.LoadChunkRequest, read: object = None) -> str:
+        self.version = request.version
+        return request.digest
 
-    def load(self, request: engine_api.LoadChunkRequest) -> Arrived:
-        return _arrived(request.path)
+    def take(self, version: int, digest: str, names: object = ()) -> None:
+        self.clear()
+
+
+class SimulatedWeights(WeightState):
+    """Only a version: what is announced is believed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.push = BelievedPush()
+
+    def read(self, request: engine_api.PrepareRequest) -> dict[str, bytes]:
+        return {}
 
 
 class SimulatedRun(engine_routes.Run):
@@ -263,12 +272,6 @@ class SimulatedEngine:
         self._results.setdefault(run.listener, []).append(sampled)
         run.num_told = end
         self._num_tokens += end - start
-
-
-def _arrived(path: str) -> Arrived:
-    tensors = read_or_refuse(path)
-    digests = {name: tensor_digest(name, raw.dtype, raw.shape, raw.data) for name, raw in tensors.items()}
-    return digests, sum(len(raw.data) for raw in tensors.values())
 
 
 def main() -> None:

@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.digest import joint_digest
 from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
     EnginePart,
     LoadChunkRequest,
-    LoadChunkResponse,
+    Loaded,
     PrepareRequest,
-    PrepareResponse,
 )
-from asyncrl.weights.tensor_files import RESEND
+from asyncrl.weights.tensor_files import RESEND, joint_digest
 
 PUSH_AGAIN = "push this version again, from chunk 0."
 Arrived = tuple[dict[str, bytes], int]
@@ -71,14 +69,13 @@ class ChunkedPush:
     def clear(self) -> None:
         self.version = -1
         self.num_chunks = 0
-        self.is_whole = False
         self.digests: dict[str, bytes] = {}
 
     def load(self, request: LoadChunkRequest, read: Callable[[LoadChunkRequest], Arrived]) -> str:
         """Load a chunk with `read` and return its digest; an error ends the push. Raises Refused (409)."""
         if request.index == 0:
             self.clear()
-        elif self.is_whole or (request.version, request.index) != (self.version, self.num_chunks):
+        elif (request.version, request.index) != (self.version, self.num_chunks):
             what = f"chunk {request.index} of policy_version {request.version} came, loaded are "
             what += f"{self.num_chunks} of version {self.version}"
             raise Refused(409, what, rule="the chunks of one version come in order", way_out=PUSH_AGAIN)
@@ -90,7 +87,6 @@ class ChunkedPush:
             raise
         self.version = request.version
         self.num_chunks = request.index + 1
-        self.is_whole = request.is_last
         self.digests |= arrived[0]
         return digest
 
@@ -98,13 +94,13 @@ class ChunkedPush:
         """Raises Refused (409) for an incomplete push, missing `names`, or another digest."""
         missing = sorted(set(names) - self.digests.keys())
         loaded = joint_digest(self.digests.values())
-        is_whole = self.is_whole and self.version == version
+        is_other = (self.version, loaded) != (version, digest)
         what = (
             f"commit of policy_version {version} with digest {digest}: loaded are {self.num_chunks} chunks "
             f"of {self.version} with digest {loaded}, which lack {len(missing)} tensors {missing[:3]}"
         )
         self.clear()
-        if not is_whole or missing or loaded != digest:
+        if missing or is_other:
             rule = "an engine serves a version only if it loaded all chunks that were sent"
             raise Refused(409, what, rule=rule, way_out=PUSH_AGAIN)
 
@@ -181,48 +177,36 @@ class WeightState:
         self.staged = None
         self.swapping = None
 
-    def prepare(self, request: PrepareRequest) -> PrepareResponse:
+    def prepare(self, request: PrepareRequest) -> Loaded:
         """Stage during generation. Raises Refused (400, 409)."""
         with self.lock:
-            self._check_awake(request.version)
             self.staged = None
             self.staged = Staged(request, self.read(request))
-        return PrepareResponse(version=request.version, digest=request.digest)
+        return Loaded(digest=request.digest)
 
-    def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
+    def load_chunk(self, request: LoadChunkRequest) -> Loaded:
         """Load into weights without content. Raises Refused (400, 409) and drops all chunks."""
         with self.lock:
-            self._check_awake(request.version)
-            if self.has_content:
-                what = f"a chunk of policy_version {request.version} cannot be loaded over serving weights"
-                rule = "chunks are loaded into weights that have slept"
+            if self.has_content or "weights" in self._asleep:
+                what = f"a chunk of policy_version {request.version} cannot be loaded here"
+                rule = "chunks are loaded into weights that have slept, and are awake"
                 raise Refused(409, what, rule=rule, way_out="use /prepare.")
             digest = self.push.load(request, self.load)
-        return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
+        return Loaded(digest=digest)
 
     def begin_commit(self, request: CommitRequest) -> CommitResponse | None:
         """Return the answer if this version serves, else set `swapping`. Raises Refused (409)."""
         version, digest = request.version, request.digest
-        if self.swapping is not None:
-            what = f"a commit of policy_version {self.swapping[0].version} waits for running requests already"
-            raise Refused(409, what, rule="one swap at a time", way_out="wait for its answer.")
-        self._check_awake(version)
         # Compare the digest last: the initial digest takes long to compute.
-        is_served = version == self.version and self.has_content and digest == self.digest
-        is_again = version == self.version and not self.has_content and self.digest in ("", digest)
-        if version <= self.version and not is_served and not is_again:
+        is_same = version == self.version and self.digest in ({digest} if self.has_content else {"", digest})
+        if version <= self.version and not is_same:
             what = f"policy_version {version} with digest {digest} cannot be committed over {self.version}"
             rule = "versions only grow, and the serving one is accepted again only with its own digest"
             raise Refused(409, what, rule=rule, way_out="commit a newer version.")
         if not self.has_content and self.push.version == version:
             self.push.take(version, digest, self.names)
             self.settle(version, digest)
-        elif not is_served:
+        elif not (is_same and self.has_content):
             self.swapping = request, the_staged(self.staged, version, digest)
             return None
         return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
-
-    def _check_awake(self, version: int) -> None:
-        if "weights" in self._asleep:
-            what = f"policy_version {version} cannot be taken: the weights are asleep"
-            raise Refused(409, what, rule="sleeping weights have no memory", way_out="wake them first.")

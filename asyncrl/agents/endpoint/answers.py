@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import InitVar, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, num_until, overlap
 from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, ParsedAnswer, ToolFormat, Tools
@@ -31,7 +31,7 @@ class GatewayTokenizer(ChatRenderer, Protocol):
 class AnswerText:
     """Visible text of an answer, cut before the first stop string.
 
-    Special tokens are omitted unless `shows_special` or in `keep_special`.
+    Special tokens are omitted unless `shows_special` or in `keep_special`. No stop string spans a shown one.
 
     Invariant: the joined pieces do not depend on the split into feeds.
     """
@@ -46,67 +46,66 @@ class AnswerText:
     ) -> None:
         """`keep_special`: marks of tool calls and thoughts."""
         self._texts = texts
-        self._stop = [text for text in stop if text]
-        self._kept, self._stop_ids = self._special(keep_special), self._special(self._stop)
+        self._stop = stop
+        self._stop_ids = self._special(stop)
+        self._marks = self._special(keep_special) | self._stop_ids
         if shows_special:
-            self._kept |= texts.special_ids - texts.end_ids
-        self._held = ""  # unmarked text that may begin a stop string
-        self._marks: list[tuple[int, str]] = []  # by position in the held text
+            self._marks |= texts.special_ids - texts.end_ids
+        self._held = ""
+        """It may begin a stop string."""
         self._context: list[int] = []
         self._run: list[int] = []
-        self._has_unsure = False  # context ends in an unreturned replacement character
+        self._has_unsure = False
+        """The context ends in a replacement character that was not returned."""
         self.stopped_by: str | None = None
 
-    @property
-    def is_stopped(self) -> bool:
-        return self.stopped_by is not None
-
     def feed(self, token_ids: Sequence[int]) -> str:
-        text, run = "", list[int]()
+        text = ""
+        run: list[int] = []
         for token in token_ids:
-            if self.is_stopped:
+            if token not in self._marks:
+                run.append(token)
+                continue
+            text += self._add(run) + self.finish()
+            run = []
+            if self.stopped_by is not None:
                 return text
+            mark = self._texts.decode([token], skip_special_tokens=False)
             if token in self._stop_ids:
-                text += self._add(run) + self.finish()
-                self.stopped_by = self.stopped_by or self._texts.decode([token], skip_special_tokens=False)
+                self.stopped_by = mark
                 return text
-            run.append(token)
-            if token in self._kept:
-                mark = self._texts.decode([token], skip_special_tokens=False)
-                text, run = text + self._add(run, mark), []
+            text += mark
+            self._context = [token]
         return text + self._add(run)
 
-    def _add(self, token_ids: Sequence[int], mark: str = "") -> str:
-        if self.is_stopped:
-            return ""
-        text = self._decode(self._whole_runs([token for token in token_ids if self._is_shown(token)]))
+    def _add(self, token_ids: Sequence[int]) -> str:
+        texts = self._texts
+        shown = [token for token in token_ids if token in texts.text_ids and token not in texts.end_ids]
+        text = self._decode(self._whole_runs(shown))
         self._has_unsure = text.endswith(REPLACEMENT)
-        return self._until_stop(text[:-1] if self._has_unsure else text, mark)
+        return self._until_stop(text[:-1] if self._has_unsure else text)
 
     def finish(self) -> str:
-        if self.is_stopped:
-            return ""
-        text = self._until_stop(self._decode(self._run))
-        return text if self.is_stopped else text + self._hand_out(len(self._held))
-
-    def _until_stop(self, text: str, mark: str = "") -> str:
-        """Return the text before a possible stop string, and before `mark`."""
-        held = self._held = self._held + text.removesuffix(mark)
-        if mark:
-            self._marks.append((len(held), mark))
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
-        keep = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
-        _, end, self.stopped_by = min(found) if found else (0, keep, None)
-        return self._hand_out(end)
-
-    def _hand_out(self, end: int) -> str:
-        text, at = "", 0
-        while self._marks and self._marks[0][0] <= end:
-            place, mark = self._marks.pop(0)
-            text, at = text + self._held[at:place] + mark, place
-        text += self._held[at:end]
-        self._held, self._marks = self._held[end:], [(place - end, mark) for place, mark in self._marks]
+        run = self._run
+        self._run = []
+        text = self._until_stop(self._decode(run))
+        self._has_unsure = False
+        if self.stopped_by is None:
+            text += self._held
+            self._held = ""
         return text
+
+    def _until_stop(self, text: str) -> str:
+        if self.stopped_by is not None:
+            return ""
+        held = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
+        if found:
+            _, end, self.stopped_by = min(found)
+        else:
+            end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
+        self._held = held[end:]
+        return held[:end]
 
     def _special(self, names: Iterable[str]) -> set[int]:
         return {
@@ -117,9 +116,6 @@ class AnswerText:
             and self._texts.decode([token], skip_special_tokens=False) == name
         }
 
-    def _is_shown(self, token: int) -> bool:
-        return (token in self._texts.text_ids and token not in self._texts.end_ids) or token in self._kept
-
     def _whole_runs(self, tokens: list[int]) -> list[int]:
         end = len(tokens)
         while end > 0 and tokens[end - 1] in self._texts.byte_ids:
@@ -127,7 +123,8 @@ class AnswerText:
         if end == 0:
             self._run += tokens
             return []
-        ready, self._run = self._run + tokens[:end], tokens[end:]
+        ready = self._run + tokens[:end]
+        self._run = tokens[end:]
         return ready
 
     def _decode(self, tokens: list[int]) -> str:
@@ -139,70 +136,49 @@ class AnswerText:
         return self._texts.decode(together, skip_special_tokens=False)[known:]
 
 
+Kind = Literal["thought", "text"]
+
+
 @dataclass(eq=False, repr=False)
 class Answer:
-    """A completion: feed() and take(), then finish() and take() the rest.
+    """A completion in pieces: feed(), then finish().
 
-    Invariant: joined take() results are `content`, take_thought() results `thought`; no possible tool call or
-        mark is shown as text.
+    Invariant: `thought` and `shown` only grow; `shown` ends as `content`, and never has a possible tool call
+        or mark.
     """
 
     index: int
     tokenizer: GatewayTokenizer
     tool_format: ToolFormat
     asked: InitVar[CallRequest]
-    """Released after init, to save memory."""
-    _: KW_ONLY
     prefill: str
     name: str
     thoughts: ReasoningSplitter | None = None
-    shows_special: bool = True
+    shows_special: InitVar[bool] = True
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
     thought: str = ""
     num_thought_tokens: int = 0
-    stopped_by: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] | None = None
+    completion: Completion = field(default_factory=Completion)
+    """Once finished."""
 
-    def __post_init__(self, asked: CallRequest) -> None:
+    def __post_init__(self, asked: CallRequest, shows_special: bool) -> None:
         self.has_logprobs = asked.logprobs
         self._has_one_call = asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
-        self._answer = AnswerText(
-            self.tokenizer,
-            asked.stop,
-            keep_special=(*self.tool_format.opens, *marks),
-            shows_special=self.shows_special,
-        )
+        kept = (*self.tool_format.opens, *marks)
+        self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=kept, shows_special=shows_special)
         self._text = ""
         self._shown = ""
         self._held_from = 0
-        self._completion: Completion | None = None
-        self._logged: Completion | None = None
-        self._logprobs: list[dict[str, Any]] | None = None
 
     @property
-    def logprobs(self) -> list[dict[str, Any]] | None:
-        """Build the requested logprobs (10 us a token; 20 times larger than their source)."""
-        if self._logprobs is None and self._logged is not None:
-            texts: dict[int, dict[str, Any]] = {}
-            logged = self._logged
-            tops = logged.top_logprobs or [()] * len(logged.token_ids)
-            self._logprobs = [
-                {
-                    **self._token(token, logprob, texts),
-                    "top_logprobs": [self._token(other, value, texts) for other, value in others],
-                }
-                for token, logprob, others in zip(
-                    logged.token_ids, logged.behaviour_logprobs, tops, strict=True
-                )
-            ]
-        return self._logprobs
-
-    def drop_logprobs(self) -> None:
-        self._logprobs = None
+    def stopped_by(self) -> str | None:
+        return self._answer.stopped_by
 
     @property
     def message(self) -> dict[str, Any]:
@@ -217,25 +193,22 @@ class Answer:
         self.num_tokens += len(token_ids)
         self._add(self._answer.feed(token_ids))
 
-    def take_thought(self, start: int) -> str:
-        return self.thought[start:]
-
-    def take(self, start: int) -> str:
+    @property
+    def shown(self) -> str:
         if self.finish_reason:
-            return (self.content or "")[start:]
+            return self.content or ""
         if not self.prefill:
             piece, self._held_from = self.tool_format.show(self._text, self._held_from)
             self._shown += piece
-        return self._shown[start:]
+        return self._shown
 
     def finish(self, completion: Completion) -> None:
         self.feed(completion.token_ids[self.num_tokens :])
         self._add(self._answer.finish())
         if self.thoughts is not None:
             self._end_thought(self.thoughts, completion)
-        self._completion = completion
+        self.completion = completion
         self.finish_reason = completion.finish_reason or ""
-        self.stopped_by = self._answer.stopped_by
         text = self.prefill + self._text
         parsed = self.tool_format.parse(text, self._tools)
         if len(parsed.tool_calls) > MAX_TOOLS:  # the harness could not send them back
@@ -246,17 +219,21 @@ class Answer:
             self.tool_calls.append({"id": f"{self.name}-{number}", "type": "function", "function": function})
         if self.tool_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
-        if self.has_logprobs:
-            self._logged = completion
 
-    def take_completion(self) -> Completion:
-        completion = self._completion
-        assert completion is not None, "a completion is recorded once, after it is finished"
-        self._completion = None
-        self._text = ""
-        self._shown = ""
-        self._tools = ()
-        return completion
+    def build_logprobs(self) -> None:
+        """Takes 10 us a token and alternative."""
+        texts: dict[int, dict[str, Any]] = {}
+        completion = self.completion
+        tops = completion.top_logprobs or [()] * len(completion.token_ids)
+        self.logprobs = [
+            {
+                **self._token(token, logprob, texts),
+                "top_logprobs": [self._token(other, value, texts) for other, value in others],
+            }
+            for token, logprob, others in zip(
+                completion.token_ids, completion.behaviour_logprobs, tops, strict=True
+            )
+        ]
 
     def _add(self, text: str) -> None:
         if self.thoughts is not None:

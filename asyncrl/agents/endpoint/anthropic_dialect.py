@@ -1,23 +1,21 @@
-"""Anthropic's messages; errors and models of all dialects."""
+"""Anthropic's messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from pydantic_core import from_json, to_json
 
 from asyncrl.agents.endpoint.dialects import (
-    NOT_KEPT,
-    Block,
-    BlockWriter,
     Dialect,
-    Event,
-    KeptAnswer,
     KeptAnswers,
     Read,
+    Writer,
+    anthropic_error,
+    blocks,
+    encoded,
 )
 from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.agents.endpoint.requests import (
@@ -28,10 +26,12 @@ from asyncrl.agents.endpoint.requests import (
     Settings,
     Stops,
     invalid,
+    present,
     shown,
 )
 
 if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 BILLING = "x-anthropic-billing-header:"
@@ -45,7 +45,6 @@ class MessagesRequest(CallParameters):
     tools: list[dict[str, Any]] = []
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] = {}
-    thread: dict[str, Any] | None = None
     stop_sequences: Stops = []
     output_config: dict[str, Any] = {}
     output_format: dict[str, Any] | None = None
@@ -54,13 +53,8 @@ class MessagesRequest(CallParameters):
 
 def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
     asked = reader.checked(body, MessagesRequest)
-    messages = _messages(asked)
-    tools = [_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)]
-    before = _continued(asked, kept)
-    if before is not None:
-        tools = [dict(tool) for tool in before.tools]
-    chat = asked.common() | {"tools": tools, "stop": asked.stop_sequences}
-    chat["messages"] = [*(before.history() if before else ()), *messages]
+    chat = asked.common() | {"messages": _messages(asked), "stop": asked.stop_sequences}
+    chat["tools"] = [_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)]
     if asked.tool_choice is not None:
         chat["tool_choice"] = _choice(asked.tool_choice)
         chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
@@ -68,11 +62,10 @@ def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Rea
         chat["chat_template_kwargs"] = {"enable_thinking": False} | asked.chat_template_kwargs
     if (form := asked.output_format or asked.output_config.get("format")) is not None:
         chat["response_format"] = _response_format(form)
-    thread = KeptAnswer(before, messages, tools) if asked.thread else None
-    return reader.chat(chat), partial(MessageWriter, thread=thread)
+    return reader.chat(chat), MessageWriter()
 
 
-MESSAGES = Dialect("msg", True, _read)
+MESSAGES = Dialect("msg", "messages", True, _read)
 
 
 def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
@@ -96,12 +89,10 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
         raise invalid(f"{where}: it must be a text or a list of blocks, not {shown(blocks)}.", where)
-    messages: list[dict[str, Any]] = []
-    message: dict[str, Any] = {}
+    message: dict[str, Any] = {"role": role, "content": ""}
+    results: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
-        if not message:
-            message = {"role": role, "content": ""}
         match role, block:
             case _, {"type": "text", "text": str(text)}:
                 message["content"] += text
@@ -117,182 +108,110 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
                 message.setdefault("tool_calls", []).append(call)
             case "user", {"type": "tool_result", "tool_use_id": str(name)}:
                 (result,) = _turn("system", block.get("content") or "", f"{place}.content")
-                text = result["content"]
-                has_error = text.lstrip("<").lower().startswith(("error", "tool_use_error"))
-                if block.get("is_error") and not has_error:
-                    text = f"Error: {text}"
-                messages.append({"role": "tool", "tool_call_id": name, "content": text})
-                message = {}
-                continue
+                text = f"Error: {result['content']}" if block.get("is_error") else result["content"]
+                results.append({"role": "tool", "tool_call_id": name, "content": text})
             case _:
                 kind = block.get("type") if isinstance(block, dict) else block
                 why = "use text, thinking, tool_use and tool_result, whole and in their places"
                 raise invalid(f"{place}: a block of type {shown(kind)} is not supported: {why}.", place)
-        if not messages or messages[-1] is not message:
-            messages.append(message)
-    return messages or [{"role": role, "content": ""}]
-
-
-def _continued(asked: MessagesRequest, kept: KeptAnswers) -> KeptAnswer | None:
-    """Raises ApiError: 404 if the answer is gone."""
-    match asked.thread:
-        case None | {"type": "create"}:
-            return None
-        case {"type": "continue", "previous_message_id": str(name)}:
-            if asked.system or asked.tools:
-                raise invalid("A continued thread keeps its system and tools: omit them.", "thread")
-            return kept.get(name, "thread.previous_message_id")
-    raise invalid("thread: its type is create, or continue with a previous_message_id.", "thread")
+    return results if results and not message["content"] else [*results, message]
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if (kind := tool.get("type")) not in (None, "custom"):
         why = "Give a tool with a name and an input_schema"
         raise invalid(f"{where}: this server has no tool of type {shown(kind)}. {why}.", where)
-    given = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("input_schema", {}),
-        "strict": tool.get("strict"),
-    }
-    return {
-        "type": "function",
-        "function": {name: value for name, value in given.items() if value is not None},
-    }
+    function = present(tool, "name", "description") | {"parameters": tool.get("input_schema", {})}
+    return {"type": "function", "function": function | present(tool, "strict")}
 
 
 def _choice(choice: Mapping[str, Any]) -> Any:
     match choice:
         case {"type": "tool", "name": str(name)}:
-            return {"type": "function", "function": {"name": name}}
-        case {"type": "auto" | "none" as kind}:
-            return kind
+            return {"type": "function", "name": name}
         case {"type": "any"}:
             return "required"
-    raise invalid("tool_choice: its type is auto, any, none, or tool with a name.", "tool_choice")
+    return choice.get("type")
 
 
-def _response_format(form: Any) -> dict[str, Any]:
-    match form:
-        case {"type": "json_schema", "schema": dict(schema)}:
-            wanted = {"name": "output", "schema": schema, "strict": True}
-            return {"type": "json_schema", "json_schema": wanted}
-    raise invalid("output_config.format: it is of type json_schema, with a schema.", "output_config.format")
+def _response_format(form: Any) -> Any:
+    if not isinstance(form, dict):
+        return form
+    schema = {"name": "output", "strict": True} | present(form, "schema")
+    return {"type": form.get("type"), "json_schema": schema}
 
 
 # ---- answers
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-_KINDS = {"thought": "thinking", "text": "text"}
 
 
-class MessageWriter(BlockWriter):
-    def __init__(self, call: GatewayCall, model: str, *, thread: KeptAnswer | None) -> None:
-        super().__init__(call, model)
-        self._thread = thread
+class MessageWriter(Writer):
+    def body(self, call: GatewayCall) -> dict[str, Any]:
+        (choice,) = call.choices
+        content = [_thinking(choice)] if choice.thought else []
+        if choice.content or not (content or choice.tool_calls):
+            content.append({"type": "text", "text": choice.content or ""})
+        for each in choice.tool_calls:
+            content.append(_use(each) | {"input": from_json(each["function"]["arguments"])})
+        usage = _usage(call, choice.num_tokens)
+        return {**_head(call), "content": content, "usage": usage, **_ending(choice)}
+
+    async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
+        (choice,) = call.choices
+        ending = {"stop_reason": None, "stop_sequence": None}
+        message = {**_head(call), "content": [], "usage": _usage(call, 0), **ending}
+        yield encoded({"type": "message_start", "message": message}, {"type": "ping"})
+        index = 0
+        async for step, kind, text in blocks(call):
+            name = "thinking" if kind == "thought" else "text"
+            if step == "open":
+                signature = {"signature": ""} if kind == "thought" else {}
+                yield _event("start", index, content_block={"type": name, name: "", **signature})
+            elif step == "delta":
+                yield _event("delta", index, delta={"type": f"{name}_delta", name: text})
+            else:
+                if kind == "thought":
+                    signature = {"signature": signature_of(choice.thought)}
+                    yield _event("delta", index, delta={"type": "signature_delta", **signature})
+                yield _event("stop", index)
+                index += 1
+        for each in choice.tool_calls:
+            arguments = each["function"]["arguments"]
+            yield _event("start", index, content_block=_use(each) | {"input": {}})
+            yield _event("delta", index, delta={"type": "input_json_delta", "partial_json": arguments})
+            yield _event("stop", index)
+            index += 1
+        usage = _usage(call, choice.num_tokens)
+        last = {"type": "message_delta", "delta": _ending(choice), "usage": usage}
+        yield encoded(last, {"type": "message_stop"})
 
     def failed(self, error: ApiError) -> bytes:
-        return self.encoded([anthropic_error(error)])
-
-    def keep(self, kept: KeptAnswers) -> None:
-        if self._thread is not None:
-            kept.add(self.call.name, self._thread.with_answer(self.choice))
-
-    def begin(self) -> list[Event]:
-        message = self.answer() | {"content": [], "usage": self._usage(0)}
-        message |= {"stop_reason": None, "stop_sequence": None}
-        return [{"type": "message_start", "message": message}, {"type": "ping"}]
-
-    def open(self, block: Block) -> list[Event]:
-        kind = _KINDS[block]
-        signature = {"signature": ""} if block == "thought" else {}
-        return [self._event("start", content_block={"type": kind, kind: "", **signature})]
-
-    def delta(self, block: Block, text: str) -> list[Event]:
-        kind = _KINDS[block]
-        return [self._event("delta", delta={"type": f"{kind}_delta", kind: text})]
-
-    def close(self, block: Block) -> list[Event]:
-        events: list[Event] = []
-        if block == "thought":
-            signature = {"signature": signature_of(self.choice.thought)}
-            events.append(self._event("delta", delta={"type": "signature_delta", **signature}))
-            finished = {"type": "thinking", "thinking": self.choice.thought, **signature}
-        else:
-            finished = {"type": "text", "text": self.choice.content or ""}
-        events.append(self._event("stop"))
-        self.blocks.append(finished)
-        return events
-
-    def tool_call(self, number: int, call: Mapping[str, Any]) -> list[Event]:
-        arguments = call["function"]["arguments"]
-        block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
-        events = [
-            self._event("start", content_block={**block, "input": {}}),
-            self._event("delta", delta={"type": "input_json_delta", "partial_json": arguments}),
-            self._event("stop"),
-        ]
-        self.blocks.append({**block, "input": from_json(arguments)})
-        return events
-
-    def finish(self) -> list[Event]:
-        usage = self._usage(self.choice.num_tokens)
-        return [{"type": "message_delta", "delta": self._ending(), "usage": usage}, {"type": "message_stop"}]
-
-    def answer(self) -> dict[str, Any]:
-        head = {"id": self.call.name, "type": "message", "role": "assistant", "model": self.model}
-        usage = self._usage(self.choice.num_tokens)
-        return {**head, "content": self.blocks, "usage": usage, **self._ending()}
-
-    def _event(self, name: str, **fields: Any) -> Event:
-        return {"type": f"content_block_{name}", "index": len(self.blocks), **fields}
-
-    def _ending(self) -> dict[str, Any]:
-        reason = self.choice.finish_reason
-        stop = self.choice.stopped_by
-        if reason == "stop" and stop is not None:
-            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        return {"stop_reason": _REASONS.get(reason, "end_turn"), "stop_sequence": None}
-
-    def _usage(self, num_output: int) -> dict[str, int]:
-        usage = {"input_tokens": self.call.num_prompt_tokens, "output_tokens": num_output}
-        return usage | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        return encoded(anthropic_error(error))
 
 
-# ---- errors and models
-
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
-"""Others are invalid requests."""
+def _head(call: GatewayCall) -> dict[str, Any]:
+    return {"id": call.name, "type": "message", "role": "assistant", "model": call.model}
 
 
-def anthropic_error(error: ApiError) -> dict[str, Any]:
-    kind = ERROR_TYPES.get(error.status, "invalid_request_error")
-    body: dict[str, Any] = {"type": kind, "message": error.error["message"]}
-    if error.error["code"] == NOT_KEPT:  # the client starts a new thread
-        body["details"] = {"error_code": "thread_not_found"}
-    return {"type": "error", "error": body, "request_id": None}
+def _usage(call: GatewayCall, num_output: int) -> dict[str, int]:
+    usage = {"input_tokens": call.num_prompt_tokens, "output_tokens": num_output}
+    return usage | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
-def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
-    is_anthropics = "/v1/messages" in path or "anthropic-version" in headers
-    return to_json(anthropic_error(error), inf_nan_mode="null") if is_anthropics else error.body()
+def _thinking(choice: Answer) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": choice.thought, "signature": signature_of(choice.thought)}
 
 
-def model_body(model: str, name: str | None) -> dict[str, Any]:
-    """None: the list. Raises ApiError."""
-    if name not in (None, model):
-        why = f"This server has one model, {model}."
-        raise ApiError(404, why, code="model_not_found", param="model")
-    body = {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
-    body |= {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
-    if name is not None:
-        return body
-    return {"object": "list", "data": [body], "has_more": False, "first_id": model, "last_id": model}
+def _use(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+
+
+def _ending(choice: Answer) -> dict[str, Any]:
+    if choice.finish_reason == "stop" and choice.stopped_by is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stopped_by}
+    return {"stop_reason": _REASONS.get(choice.finish_reason, "end_turn"), "stop_sequence": None}
+
+
+def _event(kind: str, index: int, **fields: Any) -> bytes:
+    return encoded({"type": f"content_block_{kind}", "index": index, **fields})

@@ -104,7 +104,6 @@ class GatewayStats:
     edited: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    in_flight: int = 0
     refused: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -203,8 +202,6 @@ class Capture:
     ) -> None:
         """Not `is_trained`: not sampled from the run's distribution."""
         assert name not in self._nodes, f"{name} is recorded already"
-        if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten since planning
-            planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)
         sampled = np.array(completion.token_ids, dtype=np.int32)
         match = planned.match
         text = None if match is None else match.text_hash
@@ -235,32 +232,6 @@ class Capture:
             shown = answer_text(self._renderer, sampled.tolist(), shows_special=True)
             forms = answer_forms(message, shown, self._thinking)
             self._recorded.add(node, map(match.chain.key_with, forms))
-
-    def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[ChatNode, ...]:
-        """Keep the latest conversations; return the completions of the others."""
-        trees, root_of = dict[ChatNode, list[ChatNode]](), dict[ChatNode, ChatNode]()
-        for node in sorted(self._nodes.values(), key=lambda node: node.order):
-            root_of[node] = node if node.parent is None else root_of[node.parent]
-            trees.setdefault(root_of[node], []).append(node)
-        kept: list[ChatNode] = []
-        self._count_anew(kept)
-        for tree in sorted(trees.values(), key=lambda tree: tree[-1].order, reverse=True):
-            for node in tree:
-                self._count_branch(node)
-            if len(kept) + len(tree) > num_completions or self.num_branch_tokens > num_tokens:
-                break
-            kept += tree
-        self._count_anew(kept)
-        found = set(kept)
-        forgotten = tuple(node for node in self._nodes.values() if node not in found)
-        self._nodes = {node.name: node for node in kept}
-        self._recorded.keep(found)
-        return forgotten
-
-    def _count_anew(self, nodes: Sequence[ChatNode]) -> None:
-        self.num_branch_tokens, self._gone_on_from = 0, set()
-        for node in nodes:
-            self._count_branch(node)
 
     def last_text(self, *, shows_special: bool) -> str:
         if not self._nodes:

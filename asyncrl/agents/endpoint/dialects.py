@@ -1,43 +1,47 @@
-"""What the dialects share: writers of answers, and answers that later calls continue."""
+"""What the dialects share: writers of answers, blocks of a stream, errors, and the list of models."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.requests import ApiError, shown
+from asyncrl.agents.endpoint.newest import Newest
+from asyncrl.agents.endpoint.requests import ApiError
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.answers import Answer
+    from asyncrl.agents.endpoint.answers import Kind
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
-NOT_KEPT = "previous_response_not_found"
-Block = Literal["thought", "text"]
-Event = dict[str, Any]
+Event = Mapping[str, Any]
 
 
-class Writer(Protocol):
-    """Output of a call, whole or as events."""
+KeptAnswers = Newest[str, Sequence[Mapping[str, Any]]]
+"""Messages through delivered answers of a session, by the ids of their calls."""
 
-    def whole(self) -> bytes: ...
 
-    def news(self) -> bytes: ...
+class Writer(ABC):
+    """Form of one call's answer."""
 
-    def end(self) -> bytes: ...
+    continues: Sequence[Mapping[str, Any]] | None = None
+    """The messages before an answer that later calls may name by its id."""
 
+    @abstractmethod
+    def body(self, call: GatewayCall) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
+        """Yield the stream. Once the call is sampled, the rest comes without waiting."""
+
+    @abstractmethod
     def failed(self, error: ApiError) -> bytes: ...
 
-    def keep(self, kept: KeptAnswers) -> None: ...
 
-
-MakeWriter = Callable[["GatewayCall", str], Writer]
-"""Writer of (call, model name)."""
-Read = tuple["AnyRequest", MakeWriter]
+Read: TypeAlias = "tuple[AnyRequest, Writer]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,129 +51,77 @@ class Dialect:
     """
 
     name: str
+    path: str
     splits_thoughts: bool | None
     read: Callable[[RequestReader, dict[str, Any], KeptAnswers], Read]
 
 
-class BlockWriter(ABC):
-    """One answer in blocks: thought, text, tool calls."""
-
-    def __init__(self, call: GatewayCall, model: str) -> None:
-        (self.choice,) = call.choices
-        self.call = call
-        self.model = model
-        self.blocks: list[dict[str, Any]] = []
-        self._open: Block | None = None
-        self._has_begun = False
-        self._num_written: dict[Block, int] = {"thought": 0, "text": 0}
-
-    def whole(self) -> bytes:
-        self._rest()
-        return to_json(self.answer(), inf_nan_mode="null")
-
-    def news(self) -> bytes:
-        return self.encoded(self._news())
-
-    def end(self) -> bytes:
-        return self.encoded([*self._rest(), *self.finish()])
-
-    def encoded(self, events: Sequence[Event]) -> bytes:
-        return b"".join(
-            b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event, inf_nan_mode="null"))
-            for event in events
-        )
-
-    def _news(self) -> list[Event]:
-        events: list[Event] = []
-        for block, num_written in self._num_written.items():
-            take = self.choice.take_thought if block == "thought" else self.choice.take
-            if text := take(num_written):
-                self._num_written[block] += len(text)
-                events += [*self._opened(block), *self.delta(block, text)]
-        return events
-
-    def _rest(self) -> list[Event]:
-        events = [*self._news(), *self._closed()]
-        for number, call in enumerate(self.choice.tool_calls):
-            events += [*self._begun(), *self.tool_call(number, call)]
-        if not self.blocks:
-            events += [*self._opened("text"), *self._closed()]
-        return events
-
-    def _begun(self) -> list[Event]:
-        has_begun = self._has_begun
-        self._has_begun = True
-        return [] if has_begun else self.begin()
-
-    def _opened(self, block: Block) -> list[Event]:
-        if self._open == block:
-            return []
-        events = [*self._begun(), *self._closed()]
-        self._open = block
-        return events + self.open(block)
-
-    def _closed(self) -> list[Event]:
-        block = self._open
-        self._open = None
-        return [] if block is None else self.close(block)
-
-    @abstractmethod
-    def begin(self) -> list[Event]: ...
-
-    @abstractmethod
-    def open(self, block: Block) -> list[Event]: ...
-
-    @abstractmethod
-    def delta(self, block: Block, text: str) -> list[Event]: ...
-
-    @abstractmethod
-    def close(self, block: Block) -> list[Event]: ...
-
-    @abstractmethod
-    def tool_call(self, number: int, call: Mapping[str, Any]) -> list[Event]: ...
-
-    @abstractmethod
-    def finish(self) -> list[Event]: ...
-
-    @abstractmethod
-    def answer(self) -> dict[str, Any]: ...
+def encoded(*events: Event) -> bytes:
+    """Encode server-sent events."""
+    texts = []
+    for event in events:
+        if "type" in event:
+            texts.append(b"event: %b\n" % event["type"].encode())
+        texts.append(b"data: %b\n\n" % to_json(event, inf_nan_mode="null"))
+    return b"".join(texts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KeptAnswer:
-    """A delivered answer, its messages since the predecessor, and their tools."""
-
-    before: KeptAnswer | None
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-
-    def history(self) -> list[Mapping[str, Any]]:
-        answers = [self]
-        while (before := answers[-1].before) is not None:
-            answers.append(before)
-        return [message for answer in reversed(answers) for message in answer.messages]
-
-    def with_answer(self, choice: Answer) -> KeptAnswer:
-        message = {name: value for name, value in choice.message.items() if name != "refusal"}
-        message["content"] = message["content"] or ""
-        return KeptAnswer(self.before, [*self.messages, message], self.tools)
+Step = Literal["open", "delta", "close"]
 
 
-class KeptAnswers:
-    """The newest `most` answers of a session, by id."""
+async def blocks(call: GatewayCall) -> AsyncIterator[tuple[Step, Kind, str]]:
+    """Yield the steps of a stream of one choice: a thought, a text, or an empty text without either."""
+    opened: Kind | None = None
+    async for _, kind, text in call.pieces():
+        if opened != kind:
+            if opened is not None:
+                yield "close", opened, ""
+            yield "open", kind, ""
+            opened = kind
+        yield "delta", kind, text
+    if opened is None and not call.choices[0].tool_calls:
+        yield "open", "text", ""
+        opened = "text"
+    if opened is not None:
+        yield "close", opened, ""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._answers: dict[str, KeptAnswer] = {}
 
-    def add(self, name: str, answer: KeptAnswer) -> None:
-        self._answers[name] = answer
-        if len(self._answers) > self._most:
-            del self._answers[next(iter(self._answers))]
+# ---- errors and models
 
-    def get(self, name: str, param: str) -> KeptAnswer:
-        """Raises ApiError: 404."""
-        if (answer := self._answers.get(name)) is not None:
-            return answer
-        why = f"{shown(name)} is not kept: it had store=false or no thread, belongs to another session, or "
-        raise ApiError(404, f"{why}is older than the newest {self._most}.", code=NOT_KEPT, param=param)
+NOT_KEPT = "previous_response_not_found"
+ANTHROPIC_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Others are invalid requests."""
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    kind = ANTHROPIC_ERRORS.get(error.status, "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.error["message"]},
+        "request_id": None,
+    }
+
+
+def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
+    is_anthropics = "/v1/messages" in path or "anthropic-version" in headers
+    return to_json(anthropic_error(error), inf_nan_mode="null") if is_anthropics else error.body()
+
+
+def model_body(model: str, name: str | None) -> dict[str, Any]:
+    """None: the list. Raises ApiError."""
+    if name not in (None, model):
+        why = f"This server has one model, {model}."
+        raise ApiError(404, why, code="model_not_found", param="model")
+    body = {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
+    body |= {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+    if name is not None:
+        return body
+    return {"object": "list", "data": [body], "has_more": False, "first_id": model, "last_id": model}

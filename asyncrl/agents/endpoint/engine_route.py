@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from asyncrl.agents.endpoint.answers import Answer, GatewayTokenizer
-from asyncrl.agents.endpoint.capture import ChatNode, GatewayStats, PromptPlan
+from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
@@ -23,18 +22,16 @@ from asyncrl.agents.endpoint.requests import (
     ApiError,
     CallRules,
     ChatRequest,
-    PromptTooLongError,
     RequestReader,
     invalid,
     parse_json,
+    too_long,
 )
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import SamplingRequest
-
-log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -84,6 +81,13 @@ class EngineRoute:
             lambda: dialect.read(self._reader, parse_json(body), session.kept), len(body)
         )
 
+    async def count(self, session: GatewaySession, dialect: Dialect, body: bytes) -> int:
+        session.free_call_nowait()
+        asked, _ = await self.read(session, dialect, body)
+        assert isinstance(asked, ChatRequest), "only chats are counted"
+        _, _, num_tokens = await self._matched(session, asked, len(body))
+        return num_tokens
+
     async def plan(
         self, session: GatewaySession, dialect: Dialect, asked: AnyRequest, num_bytes: int
     ) -> GatewayCall:
@@ -92,8 +96,12 @@ class EngineRoute:
         session.num_calls += 1  # refusals from here on cost work
         order = session.num_calls
         planned = await self._planned(session, asked, num_bytes)
+        prompt = planned.match.text if planned.match else ""
         prefill = planned.match.prefill if planned.match else ""
-        grammar = await self._grammar(asked, planned, prefill)
+        grammar = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
+        if grammar is not None:
+            source = "response_format" if getattr(asked, "response_format", None) else "tools"
+            await self.checks.wait_checked(grammar, source)
         if session.is_users and session.opening is None:
             session.opening = asked.messages
         keys, number = call_keys(session.take_number, planned, asked, grammar or "")
@@ -104,7 +112,7 @@ class EngineRoute:
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts == "apart"
         marks = self.tool_format.thinking
-        is_open = planned.match is not None and opens_thought(planned.match.text, marks)
+        is_open = opens_thought(prompt, marks)
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
             stop += (tool_format.close,)
@@ -113,43 +121,43 @@ class EngineRoute:
         spans = () if planned.parent is None else planned.parent.version_spans
         request_id = f"{session.rollout_id}/a{session.attempt}/c{planned.number}"
         prompt_ids = planned.prompt_ids
-        answers: list[Answer] = []
-        requests: list[SamplingRequest] = []
-        for index, key in enumerate(keys):
-            answers.append(
-                Answer(
-                    index,
-                    self.tokenizer,
-                    tool_format,
-                    asked,
-                    prefill=prefill,
-                    name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
-                    thoughts=ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None,
-                    shows_special=session.shows_special,
-                )
+        choices = tuple(
+            Answer(
+                index,
+                self.tokenizer,
+                tool_format,
+                asked,
+                prefill=prefill,
+                name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
+                thoughts=ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None,
+                shows_special=session.shows_special,
             )
-            requests.append(
-                SamplingRequest(
-                    request_id=request_id if index == 0 else f"{request_id}/{index}",
-                    prompt_ids=prompt_ids,
-                    max_tokens=min(asked.max_tokens or rules.max_tokens, rules.max_tokens, room),
-                    temperature=rules.temperature if asked.temperature is None else asked.temperature,
-                    top_p=rules.top_p if asked.top_p is None else asked.top_p,
-                    stop=stop,
-                    seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
-                    route_key=session.route_key,
-                    after=spans[-1] if spans else session.last_span,
-                    grammar=grammar,
-                    top_logprobs=asked.top_logprobs,
-                )
+            for index, key in enumerate(keys)
+        )
+        requests = tuple(
+            SamplingRequest(
+                request_id=request_id if index == 0 else f"{request_id}/{index}",
+                prompt_ids=prompt_ids,
+                max_tokens=min(asked.max_tokens or rules.max_tokens, rules.max_tokens, room),
+                temperature=rules.temperature if asked.temperature is None else asked.temperature,
+                top_p=rules.top_p if asked.top_p is None else asked.top_p,
+                stop=stop,
+                seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
+                route_key=session.route_key,
+                after=spans[-1] if spans else session.last_span,
+                grammar=grammar,
+                top_logprobs=asked.top_logprobs,
             )
+            for index, key in enumerate(keys)
+        )
         return GatewayCall(
             name=f"{dialect.name}-{planned.number}",
+            model=rules.model_name,
             order=order,
             planned=planned,
             number=number,
-            choices=tuple(answers),
-            requests=tuple(requests),
+            choices=choices,
+            requests=requests,
             num_prompt_tokens=planned.num_prompt,
             is_streamed=asked.stream,
             is_trained=asked.temperature is None and asked.top_p is None,
@@ -158,9 +166,8 @@ class EngineRoute:
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
         """Raises ApiError."""
-        self.counts.in_flight += 1
         try:
-            sampling = [self._sample_answer(session, call, index) for index in range(len(call.choices))]
+            sampling = [self._sample_answer(session, call, choice) for choice in call.choices]
             for failure in await asyncio.gather(*sampling, return_exceptions=True):
                 if failure is not None:
                     raise failure
@@ -178,91 +185,71 @@ class EngineRoute:
         finally:
             call.requests = ()
             call.news.set()
-            self.counts.in_flight -= 1
         self.counts.prompt_tokens += call.num_prompt_tokens
         self.counts.completion_tokens += call.num_completion_tokens
 
-    async def _sample_answer(self, session: GatewaySession, call: GatewayCall, index: int) -> None:
-        on_tokens = partial(call.feed, index) if call.is_streamed else None
+    async def _sample_answer(self, session: GatewaySession, call: GatewayCall, choice: Answer) -> None:
+        on_tokens = partial(call.feed, choice) if call.is_streamed else None
         async with session.slots:
             completion = await self.engine.generate(
-                call.requests[index], on_tokens=on_tokens, on_spent=session.spent_nowait
+                call.requests[choice.index], on_tokens=on_tokens, on_spent=session.spent_nowait
             )
         session.last_span = completion.version_spans[-1] if completion.version_spans else None
-        choice = call.choices[index]
         choice.finish(completion)
         if choice.has_logprobs and choice.num_tokens >= LONG_LOGPROBS:
-            await _in_thread(self._encoding, lambda: choice.logprobs)
-
-    async def count(self, session: GatewaySession, dialect: Dialect, body: bytes) -> int:
-        session.free_call_nowait()
-        asked, _ = await self.read(session, dialect, body)
-        assert isinstance(asked, ChatRequest), "only chats are counted"
-        match, ids = await self._matched(session, asked, len(body))
-        return _num_ids(match, ids)
-
-    async def _grammar(self, asked: AnyRequest, planned: PromptPlan, prefill: str) -> str | None:
-        prompt = planned.match.text if planned.match else ""
-        grammar = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
-        if grammar is not None:
-            has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
-            await self.checks.wait_checked(grammar, "response_format" if has_format else "tools")
-        return grammar
+            await _in_thread(self._encoding, choice.build_logprobs)
+        elif choice.has_logprobs:
+            choice.build_logprobs()
 
     async def _planned(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> PromptPlan:
+        match = None
         if isinstance(asked, ChatRequest):
-            match, ids = await self._matched(session, asked, num_bytes)
-            self._check_length(_num_ids(match, ids), asked, match.parent)
-            return session.capture.plan(match, ids)
-        prompt = asked.prompt
-        ids = await self._encode(prompt, asked) if isinstance(prompt, str) else prompt
-        self._check_length(len(ids), asked)
-        if not ids:
+            match, ids, num_tokens = await self._matched(session, asked, num_bytes)
+        else:
+            prompt = asked.prompt
+            ids = await self._encode(prompt, asked) if isinstance(prompt, str) else prompt
+            num_tokens = len(ids)
+        if num_tokens > self.rules.max_prompt_tokens:
+            raise too_long(f"{num_tokens} tokens", self.rules.max_prompt_tokens, asked.param)
+        if not num_tokens:
             raise invalid("prompt has no token.", "prompt")
-        return session.capture.plan_ids(ids)
+        return session.capture.plan_ids(ids) if match is None else session.capture.plan(match, ids)
 
     async def _matched(
         self, session: GatewaySession, asked: ChatRequest, num_bytes: int
-    ) -> tuple[PromptMatch, Sequence[int]]:
-        """Raises ApiError."""
-        prefill = prefill_of(asked, self.tool_format, self.tokenizer)
+    ) -> tuple[PromptMatch, Sequence[int], int]:
+        """Return the match, the ids after its parent, and the number of all ids. Raises ApiError."""
+        most = self.rules.max_prompt_tokens
+        if len(asked.messages) > most:
+            raise too_long(f"{len(asked.messages)} messages of a token or more", most, asked.param)
         match = partial(
             session.capture.match,
             asked.messages,
             asked.tools or None,
-            prefill=prefill,
+            prefill=prefill_of(asked, self.tool_format, self.tokenizer),
             settings=asked.chat_template_kwargs or None,
         )
         try:
             matched = await self._in_turn(match, num_bytes)
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
-        return matched, await self._encode(matched.text, asked)
+        ids = await self._encode(matched.text, asked)
+        num_before = 0 if matched.parent is None else matched.parent.num_path_ids
+        return matched, ids, num_before + len(ids)
 
     async def _encode(self, text: str, asked: AnyRequest) -> Sequence[int]:
         """Raises ApiError."""
         most = self.rules.max_prompt_tokens
         if len(text) > MAX_CHARACTERS * most:
-            why = f"This prompt has {len(text)} characters; rollout.max_prompt_tokens={most} is the most."
-            raise PromptTooLongError(why, asked.param)
+            raise too_long(f"{len(text)} characters", most, asked.param)
         encode = partial(self.tokenizer.encode, text)
         try:
             return encode() if len(text) < LONG_TEXT else await _in_thread(self._encoding, encode)
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
 
-    def _check_length(self, num_tokens: int, asked: AnyRequest, parent: ChatNode | None = None) -> None:
-        most = self.rules.max_prompt_tokens
-        if num_tokens > most:
-            why = f"This prompt has {num_tokens} tokens; rollout.max_prompt_tokens={most} is the most. "
-            raise PromptTooLongError(f"{why}Shorten it, or raise the limit.", asked.param, parent)
-
     async def _in_turn(self, function: Callable[[], Value], num_bytes: int) -> Value:
         return await _in_thread(self._rendering, function) if num_bytes >= LONG_BODY else function()
-
-
-def _num_ids(match: PromptMatch, ids: Sequence[int]) -> int:
-    return len(ids) + (match.parent.num_path_ids if match.parent is not None else 0)
 
 
 async def _in_thread(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:

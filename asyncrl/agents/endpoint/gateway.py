@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -23,21 +20,13 @@ from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from asyncrl.agents.endpoint.answers import GatewayTokenizer
-from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES, MessagesRequest, error_body, model_body
+from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.dialects import Dialect, Writer
+from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, model_body
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
-from asyncrl.agents.endpoint.listener import BACKLOG, AppServer, Connection
-from asyncrl.agents.endpoint.openai_dialects import CHAT, RESPONSES, TEXT, ResponsesRequest
-from asyncrl.agents.endpoint.requests import (
-    NO_RETRY,
-    ApiError,
-    CallRules,
-    ChatRequest,
-    TextRequest,
-    invalid,
-    shown,
-)
+from asyncrl.agents.endpoint.listener import BACKLOG, AppServer
+from asyncrl.agents.endpoint.openai_dialects import CHAT, RESPONSES, TEXT
+from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, CallRules
 from asyncrl.agents.endpoint.sessions import CLIENT_GONE, GatewayCall, GatewaySession, Sessions, client_gone
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ConfigError
@@ -47,6 +36,8 @@ from asyncrl.engines.pool import EnginePool
 
 MAX_BODY_BYTES = 2**22
 """Size of the largest call; a larger one gets 413."""
+MAX_REMEMBERED = 2**18
+"""Bytes of an answer that a retry gets again."""
 READ_TIMEOUT_S = 30.0
 """Seconds in which a client must have sent its whole request."""
 MAX_CONNECTIONS = 8192
@@ -95,19 +86,10 @@ class Gateway:
         app = FastAPI(title="asyncrl gateway", redoc_url=None, redirect_slashes=False)
         for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._failed)
-        calls: dict[str, tuple[Dialect, type[BaseModel]]] = {
-            "chat/completions": (CHAT, ChatRequest),
-            "completions": (TEXT, TextRequest),
-            "responses": (RESPONSES, ResponsesRequest),
-            "messages": (MESSAGES, MessagesRequest),
-        }
-        app.openapi = partial(_openapi, app, [shape for _, shape in calls.values()])  # type: ignore[method-assign]
         for prefix in ("/v1", "/s/{key}/v1"):
             add = partial(app.add_api_route, response_model=None, include_in_schema=prefix == "/v1")
-            for path, (dialect, shape) in calls.items():
-                schema = {"$ref": f"#/components/schemas/{shape.__name__}"}
-                extra = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
-                add(f"{prefix}/{path}", self._handler(dialect), methods=["POST"], openapi_extra=extra)
+            for dialect in (CHAT, TEXT, RESPONSES, MESSAGES):
+                add(f"{prefix}/{dialect.path}", self._handler(dialect), methods=["POST"])
             add(f"{prefix}/messages/count_tokens", self._count, methods=["POST"])
             add(f"{prefix}/models", self._models)
             add(f"{prefix}/models/{{model:path}}", self._models)
@@ -139,7 +121,7 @@ class Gateway:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, slow_ms)
         if self._config.public_url is not None:
             return self._config.public_url.rstrip("/")
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> str:
@@ -185,119 +167,105 @@ class Gateway:
 
     def _handler(self, dialect: Dialect) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def answer(request: Request) -> Response:
-            return _CallResponse(partial(self._complete, dialect))
+            return _Reply(partial(self._answer, dialect, request))
 
         return answer
 
-    async def _complete(self, dialect: Dialect, response: _CallResponse) -> None:
-        session = self._sessions.find(shown_key(response.request))
+    async def _answer(self, dialect: Dialect, request: Request, reply: _Reply) -> None:
+        session = self._sessions.find(shown_key(request))
         try:
-            async with session.in_hand() as scope, session.open_requests:
-                with response.watched(scope):
-                    await self._answer(session, dialect, response)
+            async with session.in_hand(request.scope["connection"]):
+                await self._complete(session, dialect, request, reply)
         except ApiError as error:
-            session.refused_nowait(error)
-            if not response.has_begun:
+            if not reply.has_begun:
                 raise
             self._refused[error.status] += 1
-            if error.status != CLIENT_GONE and response.writer is not None:
-                await response.write(response.writer.failed(error), is_last=True)
+            if error.status != CLIENT_GONE:
+                await reply.write(reply.failed(error), is_last=True)
 
-    async def _answer(self, session: GatewaySession, dialect: Dialect, response: _CallResponse) -> None:
+    async def _complete(
+        self, session: GatewaySession, dialect: Dialect, request: Request, reply: _Reply
+    ) -> None:
         route = session.route
-        body = await read_body(response.request, MAX_BODY_BYTES)
-        asked, make_writer = await route.read(session, dialect, body)
-        digest, is_retry = _identity(dialect, body, response.request)
-        if is_retry and (call := session.delivered.get(digest)) is not None:
-            return await response.deliver(call, make_writer(call, self._model))
+        body = await read_body(request, MAX_BODY_BYTES)
+        digest, is_retry = _identity(dialect, body, request)
+        if is_retry and digest in session.delivered:
+            whole, is_stream = session.delivered[digest]
+            return await reply.write(whole, is_last=True, is_stream=is_stream)
+        asked, writer = await route.read(session, dialect, body)
+        reply.failed = writer.failed
         call = await route.plan(session, dialect, asked, len(body))
-        writer = response.writer = make_writer(call, self._model)
+        rest = b""
         try:
-            if call.is_streamed:
-                await asyncio.gather(route.sample(session, call), _write_news(call, writer, response))
+            if asked.stream:
+                _, rest = await asyncio.gather(route.sample(session, call), _stream(call, writer, reply))
             else:
                 await route.sample(session, call)
-            if not is_connected(response.request):
+            whole = await _whole(call, writer)
+            if not is_connected(request):
                 raise client_gone()
-            session.deliver_nowait(call, digest)
-            writer.keep(session.kept)
+            session.deliver_nowait(call, writer.continues)
         finally:
             session.withdraw_nowait(call)
-        await response.deliver(call, writer)
+        if len(whole) <= MAX_REMEMBERED:
+            session.delivered[digest] = (whole, asked.stream)
+        await reply.write(rest or whole, is_last=True, is_stream=asked.stream)
 
     async def _count(self, request: Request) -> Response:
         session = self._sessions.find(shown_key(request))
-        try:
-            async with session.in_hand(), session.open_requests:
-                body = await read_body(request, MAX_BODY_BYTES)
-                return JSONResponse({"input_tokens": await session.route.count(session, MESSAGES, body)})
-        except ApiError as error:
-            session.refused_nowait(error)
-            raise
+        async with session.in_hand(request.scope["connection"]):
+            body = await read_body(request, MAX_BODY_BYTES)
+            return JSONResponse({"input_tokens": await session.route.count(session, MESSAGES, body)})
 
     async def _models(self, request: Request) -> Response:
         self._sessions.find(shown_key(request))
         return JSONResponse(model_body(self._model, request.path_params.get("model")))
 
 
-def _openapi(app: FastAPI, shapes: Sequence[type[BaseModel]]) -> dict[str, Any]:
-    """Add schemas for bodies, which are read after the key check."""
-    if app.openapi_schema is None:
-        app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        models = [(shape, "validation") for shape in shapes]
-        _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-        app.openapi_schema["components"] = {"schemas": schemas["$defs"]}
-    return app.openapi_schema
-
-
 def is_connected(request: Request) -> bool:
     return not request.scope["connection"].transport.is_closing()
 
 
-class _CallResponse(Response):
-    def __init__(self, complete: Callable[[_CallResponse], Awaitable[None]]) -> None:
+class _Reply(Response):
+    """Response that `answer` writes in pieces."""
+
+    failed: Callable[[ApiError], bytes]
+
+    def __init__(self, answer: Callable[[_Reply], Awaitable[None]]) -> None:
         super().__init__()
-        self._complete = complete
+        self._answer = answer
         self.has_begun = False
-        self.writer: Writer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
-        self.request = Request(scope, receive)
-        await self._complete(self)
+        await self._answer(self)
 
-    @contextlib.contextmanager
-    def watched(self, scope: asyncio.Timeout) -> Iterator[None]:
-        connection: Connection = self.request.scope["connection"]
-        connection.on_lost = partial(scope.reschedule, 0.0)
-        if not is_connected(self.request):
-            scope.reschedule(0.0)
-        try:
-            yield
-        finally:
-            connection.on_lost = lambda: None
-
-    async def deliver(self, call: GatewayCall, writer: Writer) -> None:
-        body = writer.end() if call.is_streamed else writer.whole()
-        for choice in call.choices:
-            choice.drop_logprobs()
-        await self.write(body, is_last=True, is_stream=call.is_streamed)
-
-    async def write(self, events: bytes, *, is_last: bool = False, is_stream: bool = True) -> None:
+    async def write(self, content: bytes, *, is_last: bool = False, is_stream: bool = True) -> None:
         if not self.has_begun:
             self.has_begun = True
-            length = str(len(events)).encode()
-            headers = _EVENT_STREAM if is_stream else [*_JSON, (b"content-length", length)]
+            length = (b"content-length", str(len(content)).encode())
+            headers = _EVENT_STREAM if is_stream else [*_JSON, length]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+        await self._send({"type": "http.response.body", "body": content, "more_body": not is_last})
 
 
-async def _write_news(call: GatewayCall, writer: Writer, response: _CallResponse) -> None:
-    while call.requests:
-        await call.news.wait()
-        call.news.clear()
-        if call.requests and (text := writer.news()):
-            await response.write(text)
+async def _stream(call: GatewayCall, writer: Writer, reply: _Reply) -> bytes:
+    """Write a stream while the call is sampled; return the rest, written once the answer is recorded."""
+    await call.news.wait()
+    rest = b""
+    async for event in writer.events(call):
+        if call.requests:
+            await reply.write(event)
+        else:
+            rest += event
+    return rest
+
+
+async def _whole(call: GatewayCall, writer: Writer) -> bytes:
+    """Return the answer of a sampled call. Never suspends."""
+    if call.is_streamed:
+        return b"".join([event async for event in writer.events(call)])
+    return to_json(writer.body(call), inf_nan_mode="null")
 
 
 def shown_key(request: Request) -> str:
@@ -310,17 +278,13 @@ def shown_key(request: Request) -> str:
 
 def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, bool]:
     key = request.headers.get("Idempotency-Key", "")
-    digest = blake2b(
-        body, digest_size=16, person=dialect.name.encode(), key=blake2b(key.encode()).digest()
-    ).digest()
+    digest = blake2b(f"{dialect.name} {key} ".encode() + body, digest_size=16).digest()
     retries = request.headers.get("x-stainless-retry-count", "")
     return digest, bool(key or retries.strip("0 "))
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Raises ApiError."""
-    if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
-        raise invalid(f"Content-Encoding: {shown(encoding)} is not read. Send the body uncompressed.")
     body = bytearray()
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):

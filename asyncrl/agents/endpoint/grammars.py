@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.answers import GatewayTokenizer
+from asyncrl.agents.endpoint.newest import Newest
 from asyncrl.agents.endpoint.prefix_match import Prefill, no_prefill
 from asyncrl.agents.endpoint.reasoning import opens_thought
 from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest, invalid
@@ -175,23 +176,17 @@ class GrammarChecks:
     """
 
     def __init__(self) -> None:
-        self._known: dict[bytes, str] = {}
+        self._known = Newest[bytes, str](_NUM_KNOWN)
         self._checking = asyncio.Semaphore(NUM_CHECKING)
 
     async def wait_checked(self, text: str, param: str) -> None:
         key = blake2b(text.encode(), digest_size=16).digest()
-        if (why := self._known.get(key)) is None:
+        if key not in self._known:
             async with self._checking:
-                why = self._known[key] = await asyncio.to_thread(_why_not, text)
-            if len(self._known) > _NUM_KNOWN:
-                del self._known[next(iter(self._known))]
-        if why:
+                try:
+                    await asyncio.to_thread(check_grammar, text)
+                    self._known[key] = ""
+                except GrammarError as error:
+                    self._known[key] = str(error)
+        if why := self._known[key]:
             raise invalid(f"{param} is refused: {why}. Make the schema smaller or simpler.", param)
-
-
-def _why_not(text: str) -> str:
-    try:
-        check_grammar(text)
-    except GrammarError as error:
-        return str(error)
-    return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
@@ -152,11 +152,6 @@ class Recorded:
         self._settled[node.key] = node.key
         if node.text is not None and _rank(node) < _rank(self._by_text.get(node.text.place)):
             self._by_text[node.text.place] = node
-
-    def keep(self, nodes: Collection[ChatNode]) -> None:
-        self._by_chat = {key: node for key, node in self._by_chat.items() if node in nodes}
-        self._settled = {key: settled for key, settled in self._settled.items() if key in self._by_chat}
-        self._by_text = {place: node for place, node in self._by_text.items() if node in nodes}
 
     def settled(self, key: bytes) -> bytes | None:
         return self._settled.get(key)

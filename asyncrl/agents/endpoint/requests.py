@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
+    Json,
     ValidationError,
     ValidationInfo,
 )
@@ -22,9 +22,6 @@ from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
-
-if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.capture import ChatNode
 
 log = logging.getLogger(__name__)
 
@@ -61,17 +58,15 @@ def invalid(message: str, param: str | None = None, *, code: str | None = None) 
     return ApiError(400, message, code=code, param=param)
 
 
-class PromptTooLongError(ApiError):
-    """`parent`: the continued completion."""
+TOO_LONG = "context_length_exceeded"
 
-    def __init__(self, message: str, param: str, parent: ChatNode | None = None) -> None:
-        super().__init__(400, message, code="context_length_exceeded", param=param)
-        self.parent = parent
+
+def too_long(size: str, most: int, param: str) -> ApiError:
+    why = f"This prompt has {size}; rollout.max_prompt_tokens={most} is the most. "
+    return invalid(f"{why}Shorten it, or raise the limit.", param, code=TOO_LONG)
 
 
 def shown(value: object) -> str:
-    if isinstance(value, int) and abs(value) >= 10**18:
-        return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
     text = repr(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value)
@@ -80,7 +75,8 @@ def shown(value: object) -> str:
 
 # ---- messages and tools
 
-STRICT = ConfigDict(strict=True, extra="forbid")
+# cached strings would fragment the memory of ended sessions
+STRICT = ConfigDict(strict=True, extra="forbid", cache_strings="keys")
 
 
 def wrong(why: str) -> PydanticCustomError:
@@ -101,13 +97,6 @@ def joined(content: Any) -> Any:
     return "".join(texts)
 
 
-def _parsed(arguments: Any) -> Any:
-    try:
-        return from_json(arguments, allow_inf_nan=False, cache_strings="keys")
-    except (ValueError, TypeError) as error:
-        raise wrong(f"arguments must be the text of a JSON object: {error}") from None
-
-
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}\z")]
 
 
@@ -117,7 +106,7 @@ class _Open(TypedDict):
 
 class _CalledFunction(_Open):
     name: Name
-    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed)]
+    arguments: Json[dict[str, Any]]
 
 
 class _SentCall(_Open):
@@ -135,24 +124,19 @@ class _Message(_Open):
     tool_call_id: NotRequired[Annotated[str, Field(min_length=1)]]
 
 
-_READ = frozenset(
-    "role content name tool_call_id tool_calls reasoning_content reasoning reasoning_details".split()
-)
-_EMPTY = ("refusal", "audio", "annotations", "function_call", "parsed", "tool_calls", "reasoning_content")
-"""Keys that clients return empty."""
+_READ = {*_Message.__annotations__, "reasoning", "reasoning_details"}
 
 
 def _tidy(message: Any, info: ValidationInfo) -> Any:
     """Keep the keys that templates get. Add empty content to tool calls for SmolLM2 and Phi 3."""
     if not isinstance(message, dict):
         return message
-    kept = {key: value for key, value in message.items() if value or not (value is None or key in _EMPTY)}
+    # clients return unused keys empty
+    kept = {key: value for key, value in message.items() if value or (key == "content" and value is not None)}
     role = kept.get("role")
-    for key in (
-        ("function_call", "audio") if role == "assistant" else ("function_call", "audio", "tool_calls")
-    ):
-        if key in kept:
-            raise wrong(f"{key} of a message of role {shown(role)} is refused: this model reads text")
+    unread = {"function_call", "audio"} if role == "assistant" else {"function_call", "audio", "tool_calls"}
+    for key in unread & kept.keys():
+        raise wrong(f"{key} of a message of role {shown(role)} is refused: this model reads text")
     if role == "tool" and "tool_call_id" not in kept:
         raise wrong("a message of role tool needs its tool_call_id")
     if info.context is not None and (ignored := kept.keys() - _READ):
@@ -168,6 +152,10 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
 def joined_texts(parts: Any) -> str:
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     return "".join(text for text in texts if isinstance(text, str))
+
+
+def present(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 ChatMessage = Annotated[_Message, BeforeValidator(_tidy)]
@@ -212,7 +200,6 @@ ResponseFormat = Annotated[
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
-MAX_SETTINGS_BYTES = 4096
 MAX_LOGGED = 256
 LOWEST_TEMPERATURE = 0.01
 """vLLM does not sample below this; treated as greedy."""
@@ -226,19 +213,14 @@ IGNORED = frozenset(
 )
 """Parameters without an effect on sampling."""
 
-_REASONS = {
-    "frequency_penalty presence_penalty repetition_penalty logit_bias top_k min_p": (
-        "it changes the sampled distribution, which training would not know"
-    ),
-    "modalities audio suffix": "this model reads and continues text",
-    "functions function_call": "it is deprecated; use tools and tool_choice",
-    "best_of echo": "each answer is a sampled completion",
-    "background conversation prompt moderation mcp_servers container web_search_options": (
-        "this server has no such service"
-    ),
-}
-REFUSED = {name: why for names, why in _REASONS.items() for name in names.split()}
-"""Refused parameters, with reasons."""
+REFUSED = frozenset(
+    (
+        "frequency_penalty presence_penalty repetition_penalty logit_bias top_k min_p best_of echo "
+        "modalities audio suffix functions function_call background conversation prompt moderation "
+        "mcp_servers container web_search_options"
+    ).split()
+)
+"""Parameters accepted only with a value that turns them off."""
 OFF: Mapping[str, Any] = {"repetition_penalty": 1, "top_k": -1, "best_of": 1, "modalities": ["text"]}
 """Off values other than 0, false or empty."""
 
@@ -266,12 +248,6 @@ def _tool_choice(value: Any) -> str:
     raise wrong("it must be none, auto, required, or name a function")
 
 
-def _settings(value: dict[str, Any]) -> dict[str, Any]:
-    if (num_bytes := len(to_json(value))) > MAX_SETTINGS_BYTES:
-        raise wrong(f"they have {num_bytes} bytes; {MAX_SETTINGS_BYTES} is the most")
-    return value
-
-
 def _prompt(value: Any) -> Any:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
@@ -288,7 +264,7 @@ Stops = Annotated[
     Field(max_length=MAX_STOPS),
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
-Settings = Annotated[dict[str, str | int | float | bool | None], AfterValidator(_settings)]
+Settings = dict[str, str | int | float | bool | None]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -306,10 +282,7 @@ class CallParameters(BaseModel):
         return self.model_dump(include=names, exclude_unset=True)
 
 
-_NO_SHAPE = frozenset(
-    "model seed stream stream_options logprobs top_logprobs messages prompt tools tool_choice "
-    "max_completion_tokens chat_template_kwargs reasoning_effort".split()
-)
+_SHAPE = set("temperature top_p n stop max_tokens parallel_tool_calls response_format".split())
 
 
 class CallRequest(CallParameters):
@@ -330,7 +303,7 @@ class CallRequest(CallParameters):
 
     def shape(self) -> bytes:
         """Return the parameters that shape the answers, as seed source."""
-        shape = self.model_dump(exclude=set(_NO_SHAPE), exclude_defaults=True)
+        shape = self.model_dump(include=_SHAPE, exclude_defaults=True)
         return to_json(shape) if shape else b""
 
 
@@ -363,6 +336,8 @@ class TextRequest(CallRequest):
     param = "prompt"
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    logprobs: Literal[False] = False
+    top_logprobs: Literal[0] = 0
     max_tokens: Count | None = 16  # OpenAI's default
 
     @property
@@ -383,11 +358,6 @@ class RequestReader:
 
     def chat(self, body: dict[str, Any]) -> ChatRequest:
         """Raises ApiError."""
-        most = self._rules.max_prompt_tokens
-        messages = body.get("messages")
-        if isinstance(messages, list) and len(messages) > most:
-            why = f"{len(messages)} messages are more than rollout.max_prompt_tokens={most}: each is a token."
-            raise PromptTooLongError(why, "messages")
         asked = self.checked(body, ChatRequest)
         self._settle_sampling(asked)
         if asked.top_logprobs and not asked.logprobs:
@@ -408,8 +378,6 @@ class RequestReader:
         return asked
 
     def text(self, body: Mapping[str, Any]) -> TextRequest:
-        if type(top := body.get("logprobs")) is int:
-            body = {**body, "logprobs": True, "top_logprobs": top}
         asked = self.checked(body, TextRequest)
         self._settle_sampling(asked)
         last = self._rules.vocab_size - 1
@@ -420,17 +388,13 @@ class RequestReader:
     def checked(self, body: Mapping[str, Any], shape: type[Shape]) -> Shape:
         given = {}
         for name, value in body.items():
-            if value is None:
+            is_off = name in REFUSED and (not value or value == OFF.get(name))
+            if value is None or (is_off and name not in shape.model_fields):
                 continue
-            if name in shape.model_fields:
-                given[name] = value
-            elif name in IGNORED:
+            if name in IGNORED and name not in shape.model_fields:
                 self.log_once(name, f"calls give `{name}`, which has no effect")
-            elif name not in REFUSED:
-                why = f"{name}={shown(value)} is refused: there is no such parameter here."
-                raise invalid(why, name, code="unknown_parameter")
-            elif value and value != OFF.get(name):
-                raise invalid(f"{name}={shown(value)} is refused: {REFUSED[name]}.", name)
+            else:
+                given[name] = value
         try:
             return shape.model_validate(given, context=self._log_ignored)
         except ValidationError as error:
@@ -467,7 +431,6 @@ class RequestReader:
 def parse_json(body: bytes) -> dict[str, Any]:
     """Raises ApiError."""
     try:
-        # cached strings would fragment the memory of ended sessions
         value = from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise invalid(f"The body is not JSON: {error}.") from None
@@ -485,5 +448,9 @@ def refused(error: ValidationError) -> ApiError:
     parts = [part for part in first["loc"] if part not in _TAGS]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     param = param.removeprefix(".")[:200]
-    given = "" if first["type"] in ("missing", "wrong") else f", not {shown(first['input'])}"
-    return invalid(f"{param}: {first['msg']}{given}.", param)
+    given = shown(first["input"])
+    if first["type"] == "extra_forbidden":
+        why = f"{param}={given} is refused: there is no such parameter here."
+        return invalid(why, param, code="unknown_parameter")
+    not_given = "" if first["type"] in ("missing", "wrong") else f", not {given}"
+    return invalid(f"{param}: {first['msg']}{not_given}.", param)

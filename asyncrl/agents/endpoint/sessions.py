@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
-import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from asyncrl.agents.endpoint.answers import Answer
-from asyncrl.agents.endpoint.capture import Capture, ChatNode, PromptPlan, make_rollout
+from asyncrl.agents.endpoint.answers import Answer, Kind
+from asyncrl.agents.endpoint.capture import Capture, PromptPlan
 from asyncrl.agents.endpoint.dialects import KeptAnswers
+from asyncrl.agents.endpoint.newest import Newest
 from asyncrl.agents.endpoint.prefix_match import Messages
-from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, PromptTooLongError
+from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
+    from asyncrl.agents.endpoint.listener import Connection
 
 MAX_EXPIRED = 10_000
 USER_SHARE = 16
-"""Multiple of one rollout's limits for a user's key; older conversations are forgotten."""
+"""Multiple of one rollout's limits for a user's key; then its next rollout begins."""
 MAX_CONCURRENT_CALLS = 16
 """Answers of one rollout sampled at once; a call with n counts n times."""
 USER_CONCURRENCY = 4
@@ -40,16 +40,23 @@ MAX_NUMBERED = 2**16
 NUM_RETRIED = 16
 FREE_SHARE = 10
 """Refused calls and counted chats, per call of max_calls."""
-
-
-def unknown_key() -> ApiError:
-    """Return a 401 without the key: answers are logged."""
-    why = "Unknown or missing session key. Send `Authorization: Bearer KEY` or `x-api-key: KEY`, or call "
-    return ApiError(401, why + "/s/KEY/v1/....", code="invalid_api_key")
+CLIENT_GONE = 499
 
 
 def session_ended(reason: str) -> ApiError:
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
+
+
+def no_session(reason: str) -> ApiError:
+    """Return a 410, or a 401 without a reason. It never has the key: answers are logged."""
+    if reason:
+        return session_ended(reason)
+    why = "Unknown or missing session key. Send `Authorization: Bearer KEY` or `x-api-key: KEY`, or call "
+    return ApiError(401, why + "/s/KEY/v1/....", code="invalid_api_key")
+
+
+def client_gone() -> ApiError:
+    return ApiError(CLIENT_GONE, "The client has disconnected.")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -60,6 +67,7 @@ class GatewayCall:
     """
 
     name: str
+    model: str
     order: int
     planned: PromptPlan | None
     number: tuple[bytes, int] | None
@@ -78,9 +86,25 @@ class GatewayCall:
     def num_completion_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
 
-    def feed(self, index: int, token_ids: Sequence[int]) -> None:
-        self.choices[index].feed(token_ids)
+    def feed(self, choice: Answer, token_ids: Sequence[int]) -> None:
+        choice.feed(token_ids)
         self.news.set()
+
+    async def pieces(self) -> AsyncIterator[tuple[Answer, Kind, str]]:
+        """Yield thoughts and texts as they grow, until the call is sampled."""
+        num_yielded = Counter[tuple[int, Kind]]()
+        is_last = False
+        while not is_last:
+            if self.requests:
+                await self.news.wait()
+                self.news.clear()
+            is_last = not self.requests
+            for choice in self.choices:
+                texts: dict[Kind, str] = {"thought": choice.thought, "text": choice.shown}
+                for kind, text in texts.items():
+                    if piece := text[num_yielded[choice.index, kind] :]:
+                        num_yielded[choice.index, kind] += len(piece)
+                        yield choice, kind, piece
 
 
 @dataclass(eq=False, repr=False)
@@ -110,11 +134,12 @@ class GatewaySession:
         self.limits = self.sessions.limits
         num_slots = MAX_CONCURRENT_CALLS * (USER_CONCURRENCY if self.is_users else 1)
         self.slots = asyncio.Semaphore(num_slots)
-        self.open_requests = asyncio.Semaphore(OPEN_SHARE * num_slots)
-        """Bounds bodies in memory."""
         self.capture = Capture(self.route.tokenizer, self.route.counts, self.route.tool_format.thinking)
-        self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
+        self.on_full: Callable[[], None] | None = None
+        """Opens the next session of a user's key: this one has USER_SHARE times a rollout's limits."""
         self.kept = KeptAnswers(USER_SHARE * self.limits.max_calls)
+        self.delivered = Newest[bytes, tuple[bytes, bool]](NUM_RETRIED)
+        """(answer, is a stream) by the call's digest, for retries."""
         self.opening: Messages | None = None
         self.last_span: VersionSpan | None = None
         """Its engine has the cache."""
@@ -124,14 +149,12 @@ class GatewaySession:
         self.num_spent = 0
         self.has_trained = False
         self.overflow: str | None = None
-        """Limit hit by the last call."""
-        self.delivered: dict[bytes, GatewayCall] = {}
-        """Delivered calls by digest, for retries."""
+        """Limit that no later call's answer follows."""
         self._overflow_order = 0
-        self._cut: dict[ChatNode | None, None] = {}
-        """None: any."""
-        self._free_numbers: dict[bytes, list[int]] = {}
+        self._free_numbers = Newest[bytes, list[int]](MAX_NUMBERED)
         """Free numbers of equal calls, by hash."""
+        self._open_requests = asyncio.Semaphore(OPEN_SHARE * num_slots)
+        """Bounds bodies in memory."""
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
         self.sessions.add(self)
@@ -146,7 +169,7 @@ class GatewaySession:
         self.ended = reason
         self.delivered.clear()
         self._free_numbers.clear()
-        self.kept = KeptAnswers(0)
+        self.kept.clear()
         self.sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)
@@ -155,12 +178,6 @@ class GatewaySession:
         if self.ended is None:
             self._failure = failure
             self.end_nowait(f"the rollout failed: {failure.what}")
-
-    def refused_nowait(self, error: ApiError) -> None:
-        if isinstance(error, PromptTooLongError):
-            self.overflowed_nowait(str(error), error.parent)
-        if 400 <= error.status < 500 and error.status not in (410, CLIENT_GONE):
-            self.free_call_nowait()
 
     def free_call_nowait(self) -> None:
         self.num_free_calls += 1
@@ -174,12 +191,12 @@ class GatewaySession:
         self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
 
     def take_number(self, digest: bytes) -> int:
-        free = self._free_numbers.setdefault(digest, [0])
+        if digest not in self._free_numbers:
+            self._free_numbers[digest] = [0]
+        free = self._free_numbers[digest]
         number = heapq.heappop(free)
         if not free:
             free.append(number + 1)
-        if len(self._free_numbers) > MAX_NUMBERED:
-            del self._free_numbers[next(iter(self._free_numbers))]
         return number
 
     def withdraw_nowait(self, call: GatewayCall) -> None:
@@ -192,7 +209,7 @@ class GatewaySession:
         if digest in self._free_numbers:
             heapq.heappush(self._free_numbers[digest], number)
 
-    def deliver_nowait(self, call: GatewayCall, digest: bytes) -> None:
+    def deliver_nowait(self, call: GatewayCall, continues: Messages | None) -> None:
         """Record answers just before they are written. Raises ApiError if the session ended."""
         if self.ended is not None:
             raise session_ended(self.ended)
@@ -201,7 +218,7 @@ class GatewaySession:
             name = call.name if choice.index == 0 else f"{call.name}/{choice.index}"
             self.capture.record(
                 call.planned,
-                choice.take_completion(),
+                choice.completion,
                 choice.message,
                 name,
                 choice=choice.index,
@@ -209,26 +226,20 @@ class GatewaySession:
                 grammar=call.grammar,
             )
         call.planned = None
-        self.delivered[digest] = call
-        if len(self.delivered) > NUM_RETRIED:
-            del self.delivered[next(iter(self.delivered))]
+        if continues is not None:
+            self.kept[call.name] = [*continues, call.choices[0].message]
         self.has_trained |= call.is_trained
         if call.order > self._overflow_order:
             self.overflow = None
-        if self.is_users:
-            self._forget_oldest()
+        if self.on_full is not None and self._is_full():
+            on_full = self.on_full
+            self.on_full = None
+            on_full()
 
-    def _forget_oldest(self) -> None:
+    def _is_full(self) -> bool:
         tokens = self.limits.max_rollout_tokens
-        most = USER_SHARE * self.limits.max_calls
-        most_tokens = math.inf if tokens is None else USER_SHARE * tokens
-        if self.capture.num_completions <= most and self.capture.num_branch_tokens <= most_tokens:
-            return
-        forgotten = self.capture.forget_oldest(3 * most // 4, 0.75 * most_tokens)
-        with contextlib.suppress(RolloutFailure):  # untrained
-            self.on_forgotten(self._marked(make_rollout(forgotten, 0, Outcome(), 0.0)))
-        for node in forgotten:
-            self._cut.pop(node, None)
+        is_long = tokens is not None and self.capture.num_branch_tokens > USER_SHARE * tokens
+        return is_long or self.num_completions > USER_SHARE * self.limits.max_calls
 
     def check_limits(self) -> None:
         """Raise ApiError (429) at a limit."""
@@ -239,14 +250,12 @@ class GatewaySession:
             limit = getattr(self.limits, name)
             if limit is not None and number >= limit and not self.is_users:
                 why = f"This rollout has {number} {unit}; gateway.{name}={limit} is the limit."
-                self.overflowed_nowait(why)
+                self._overflowed_nowait(why)
                 raise ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
 
-    def overflowed_nowait(self, why: str, cut: ChatNode | None = None) -> None:
+    def _overflowed_nowait(self, why: str) -> None:
         self.overflow = why
         self._overflow_order = self.num_calls
-        self._cut.pop(cut, None)
-        self._cut[cut] = None
 
     @property
     def num_completions(self) -> int:
@@ -260,21 +269,30 @@ class GatewaySession:
         """Return all branches, truncated if a limit stopped them. Raises RolloutFailure."""
         if self._failure is not None:
             raise self._failure
-        return self._marked(self.capture.rollout(sample_index, outcome, reward))
+        rollout = self.capture.rollout(sample_index, outcome, reward)
+        if self.overflow is None:
+            return rollout
+        return tuple(replace(branch, is_truncated=True) for branch in rollout)
 
-    def _marked(self, rollout: Rollout) -> Rollout:
-        ends = [node.all_ids() for node in self._cut if node is not None]
-        is_any = self.overflow is not None and next(reversed(self._cut)) is None
-        return tuple(
-            replace(branch, is_truncated=True)
-            if is_any or any(np.array_equal(branch.token_ids, ids) for ids in ends)
-            else branch
-            for branch in rollout
-        )
-
-    def in_hand(self) -> AbstractAsyncContextManager[asyncio.Timeout]:
-        """Raise ApiError in the block when the session ends (410) or its client leaves."""
-        return self._until_end(lambda reason: client_gone() if reason is None else session_ended(reason))
+    @asynccontextmanager
+    async def in_hand(self, connection: Connection) -> AsyncIterator[None]:
+        """Count refusals. Raise ApiError in the block when the session ends (410) or its client leaves."""
+        ended = self._until_end(lambda reason: client_gone() if reason is None else session_ended(reason))
+        try:
+            async with ended as scope:
+                connection.on_lost = partial(scope.reschedule, 0.0)
+                if connection.transport.is_closing():
+                    scope.reschedule(0.0)
+                async with self._open_requests:
+                    yield
+        except ApiError as error:
+            if error.error["code"] == TOO_LONG:
+                self._overflowed_nowait(str(error))
+            if 400 <= error.status < 500 and error.status not in (410, CLIENT_GONE):
+                self.free_call_nowait()
+            raise
+        finally:
+            connection.on_lost = lambda: None
 
     def while_open(self) -> AbstractAsyncContextManager[asyncio.Timeout]:
         """Raise RolloutFailure in the block when the session ends."""
@@ -301,37 +319,13 @@ class GatewaySession:
             raise
 
 
-CLIENT_GONE = 499
-
-
-def client_gone() -> ApiError:
-    return ApiError(CLIENT_GONE, "The client has disconnected.")
-
-
-class Expired:
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._reasons: dict[str, str] = {}
-
-    def add(self, key: str, reason: str) -> None:
-        self._reasons[key] = reason
-        if len(self._reasons) > self._most:
-            del self._reasons[next(iter(self._reasons))]
-
-    def why(self, key: str) -> str:
-        return self._reasons.get(key, "")
-
-    def error(self, key: str) -> ApiError:
-        return session_ended(reason) if (reason := self.why(key)) else unknown_key()
-
-
 class Sessions:
     """Open sessions by key."""
 
     def __init__(self, limits: GatewayConfig) -> None:
         self.limits = limits
         self._open: dict[str, GatewaySession] = {}
-        self._expired = Expired(MAX_EXPIRED)
+        self._ended = Newest[str, str](MAX_EXPIRED)
         self._closed = ""
 
     def add(self, session: GatewaySession) -> None:
@@ -342,7 +336,7 @@ class Sessions:
     def find(self, key: str) -> GatewaySession:
         """Raises ApiError: 401 or 410."""
         if (session := self._open.get(key)) is None:
-            raise self._expired.error(key)
+            raise no_session(self._ended.get(key, ""))
         return session
 
     def end_all_nowait(self, reason: str) -> None:
@@ -352,4 +346,4 @@ class Sessions:
 
     def expire(self, session: GatewaySession) -> None:
         del self._open[session.key]
-        self._expired.add(session.key, session.ended or "")
+        self._ended[session.key] = session.ended or ""

@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
+from asyncrl.agents.endpoint.newest import Newest
 from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, invalid
-from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, Expired
+from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, no_session
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.base.errors import PromptUnusable, RolloutFailure
 from asyncrl.base.http import Refused
@@ -86,7 +87,7 @@ class RolloutQueue:
         self._queue: OrderedDict[str, QueuedItem] = OrderedDict()
         self._by_key: dict[str, QueuedItem] = {}
         self._workers: dict[WorkerId, WorkerRecord] = {}
-        self._ended = Expired(3 * MAX_EXPIRED)  # by item, and by both keys
+        self._ended = Newest[str, str](3 * MAX_EXPIRED)  # by item, and by both keys
         self._takers: dict[str, Callable[[Outcome], None] | None] = {}
         self._run_id = secrets.token_hex(4)
         self._numbers = itertools.count()
@@ -309,7 +310,7 @@ class RolloutQueue:
         for key in item.keys:
             del self._by_key[key]
         for name in (item_id, *item.keys):
-            self._ended.add(name, why)
+            self._ended[name] = why
         if result is not None and not item.done.done():
             item.done.set_result(result)
 
@@ -326,7 +327,7 @@ class RolloutQueue:
         return replace(posted, metrics=metrics)
 
     def _why_gone(self, item_id: str) -> str:
-        return self._ended.why(item_id) or "it was given to another worker, or this run never gave it out"
+        return self._ended.get(item_id) or "it was given to another worker, or this run never gave it out"
 
     def _find_postable(self, key: str) -> QueuedItem:
         """Raises ApiError: 401 for an unknown key, 403 for one that samples, 410 for an ended item."""
@@ -334,7 +335,7 @@ class RolloutQueue:
         if key in self._takers or (item is not None and key != item.item.outcome_key):
             raise outcome_refused("posted" if item is None else self.outcomes)
         if item is None:
-            raise self._ended.error(key)
+            raise no_session(self._ended.get(key, ""))
         return item
 
     def _make_item(self, work: Work) -> wire.WorkItem:

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.base.host import available_memory
 from asyncrl.base.http import Refused, fail
-from asyncrl.messages.engine_api import GenerateRequest
-from asyncrl.messages.records import TopLogprobs
+from asyncrl.messages.records import SamplingRequest, TopLogprobs
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars, TokenMatcher
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import (
@@ -367,7 +366,7 @@ def mask(matchers: Mapping[int, TokenMatcher], logits_NV: Tensor) -> dict[int, G
     return failed
 
 
-def grammar_refusal(request: GenerateRequest, error: GrammarError) -> Refused:
+def grammar_refusal(request: SamplingRequest, error: GrammarError) -> Refused:
     return Refused(
         400,
         f"request {request.request_id} has a grammar that cannot be followed: {error}",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import GroupMember, LoadChunkRequest, PrepareRequest, PrepareResponse
-from asyncrl.weights.adapters import linear_parameters, merge_adapters
+from asyncrl.messages.engine_api import GroupMember, LoadChunkRequest, Loaded, PrepareRequest
+from asyncrl.weights.adapters import merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import GroupBroken, WeightGroup
 from asyncrl.weights.tensor_files import (
@@ -40,7 +40,6 @@ class Weights(WeightState):
         self._has_adapters = spec.has_adapters
         self._stays = spec.stays
         self.num_bytes: int = sum(parameter.nbytes for parameter in self._parameters.values())
-        self._linear = linear_parameters(loaded.model)
         self._base: dict[str, Tensor] | None = {name: one.data for name, one in self._parameters.items()}
         self._memory = TrainerMemory(loaded.device)
         self._group: WeightGroup | None = None
@@ -54,7 +53,7 @@ class Weights(WeightState):
             self._digest = digest_tensors(pieces_of(self._parameters, self._pieces))
         return self._digest
 
-    def prepare(self, request: PrepareRequest) -> PrepareResponse:
+    def prepare(self, request: PrepareRequest) -> Loaded:
         """Stage weights. A new group replaces a previous group that failed elsewhere."""
         group = self._group
         if request.member is not None and group is not None and group.path != request.member.path:
@@ -64,7 +63,7 @@ class Weights(WeightState):
     def read(self, request: PrepareRequest) -> dict[str, Tensor]:
         if request.member is not None:
             return self._received(request, request.member)
-        files = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
+        files = read_or_refuse(request.path)
         if request.kind == "weights":
             self._check_parameters(files, request.path)
             tensors = self._empty()
@@ -82,7 +81,7 @@ class Weights(WeightState):
             what = f"{request.path} has adapters, and the initial weights are no longer here"
             rule = "a push of whole weights replaces the weights that adapters are merged over"
             raise Refused(409, what, rule=rule, way_out="start the server again, or push whole weights.")
-        return merge_adapters(tensors, self._base, self._linear, request.path)
+        return merge_adapters(tensors, self._base)
 
     def load(self, request: LoadChunkRequest) -> Arrived:
         with self._memory.chunk(request) as tensors:

@@ -38,8 +38,7 @@ def main() -> None:
     def end_all() -> None:
         is_orphaned.set()
         os.kill(os.getpid(), signal.SIGTERM)  # vLLM shuts down in less than a second
-        threading.Event().wait(GRACE_S)
-        end_group(os.getpid(), grace_s=0.0)
+        threading.Event().wait(GRACE_S)  # then the reaper ends all
 
     die_with_parent(end_all)
     try:
@@ -47,7 +46,6 @@ def main() -> None:
     except KeyboardInterrupt:
         pass  # ended before it served
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
         if is_orphaned.is_set():  # an interrupted start may have failed first
             sys.exit(ORPHANED)
 
@@ -87,18 +85,18 @@ def start_reaper(scratch: Path) -> None:
         os._exit(0)
 
 
-def end_group(leader: int, grace_s: float = GRACE_S) -> None:
-    """SIGTERM, then SIGKILL after `grace_s`. The resource tracker ends itself, after its cleanup."""
+def end_group(leader: int) -> None:
+    """SIGTERM, then SIGKILL after GRACE_S. The resource tracker ends itself, after its cleanup."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         members = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
-                is_other = process.pid not in (leader, os.getpid()) and os.getpgid(process.pid) == leader
+                is_other = process.pid != os.getpid() and os.getpgid(process.pid) == leader
                 is_live = process.status() != psutil.STATUS_ZOMBIE
                 if is_other and is_live and "resource_tracker" not in " ".join(process.cmdline()):
                     process.send_signal(number)
                     members.append(process)
-        psutil.wait_procs(members, grace_s)
+        psutil.wait_procs(members, GRACE_S)
 
 
 def _end_start(*_: Any) -> NoReturn:

@@ -53,8 +53,7 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
 def parse_arguments(spec: VllmSpec) -> argparse.Namespace:
     """Raises Refused."""
     parser = make_arg_parser(_Parser())
-    known = {option.lstrip("-").replace("-", "_") for one in parser._actions for option in one.option_strings}
-    args: argparse.Namespace = parser.parse_args(build_arguments(spec, known, is_cpu=is_cpu_build()))
+    args: argparse.Namespace = parser.parse_args(build_arguments(spec, is_cpu=is_cpu_build()))
     try:
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import getpass
 import importlib.metadata
 import json
@@ -10,14 +9,13 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, TransportName
+from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 from asyncrl_servers.engine_routes import EngineSpec
 
 GRAMMARS = "asyncrl_servers.vllm.monkeypatches"
@@ -39,8 +37,6 @@ class VllmSpec(EngineSpec):
     """Return each token's experts (algorithm.router_replay)."""
     lora_rank: int = Field(default=16, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
-    transport: TransportName = "shm"
-    """Worker extension (shm, disk; ipc in chunks), adapters (lora) or vLLM's own transfer (nccl)."""
     args: dict[str, Any] = {}
     worker_extension: str = WORKER_EXTENSION
     """Tests replace it to inject faults."""
@@ -83,7 +79,7 @@ SETTINGS = {
     "`vllm serve --help=all` in a shell": ("help",),
     "nothing: the run and its trainer depend on it": (
         *("served_model_name", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls", "max_loras"),
-        *("enable_scale_out", "tokens_only", "enable_prompt_tokens_details", "api_key", "middleware", "grpc"),
+        *("enable_scale_out", "tokens_only", "api_key", "middleware", "grpc"),
         *("host", "uds", "root_path", "ssl_keyfile", "ssl_certfile"),
         *("max_logprobs", "structured_outputs_config", "reasoning_parser", "reasoning_parser_plugin"),
         *("disable_uvicorn_access_log", "disable_fastapi_docs"),
@@ -96,15 +92,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 KV_CACHE = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
 
 
-def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> list[str]:
-    """`known`: vLLM's option names, with underscores. Raises Refused."""
+def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
+    """Raises Refused for arguments that the run sets itself; vLLM's parser refuses unknown ones."""
     given = {name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()}
     for name in given:
-        check_name(name, known)
-    if len(given) < len(spec.args):
-        what = f"rollout.vllm gives an argument twice: {', '.join(spec.args)}"
-        rule = "a name may be written with - or _, and is one argument"
-        raise Refused(400, what, rule=rule, way_out="remove one of the two.")
+        plain = name.partition(".")[0].removesuffix("+")
+        instead = ELSEWHERE.get(plain) or ELSEWHERE.get(plain.removeprefix("no_"))
+        if instead is not None:
+            what = f"rollout.vllm has {name}, which asyncrl sets by itself"
+            raise Refused(400, what, way_out=f"remove it; use {instead}.")
     folder = Path(spec.model_path)
     ours: dict[str, Any] = {
         "model": spec.model_path,
@@ -120,20 +116,17 @@ def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> 
         "max_logprobs": MAX_TOP_LOGPROBS + 1,
         "structured_outputs_config": {"backend": "guidance", "reasoning_parser_plugin": GRAMMARS},
         "enable_scale_out": True,
-        "enable_prompt_tokens_details": True,
         "worker_extension_cls": spec.worker_extension,
         "tensor_parallel_size": spec.tensor_parallel,
         "middleware": "asyncrl_servers.vllm.api_server.BearerOnly",
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
     }
-    if spec.has_adapters or spec.transport == "lora":
+    if spec.has_adapters:
         rank = next((most for most in LORA_RANKS if most >= spec.lora_rank), spec.lora_rank)
         ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
     if spec.returns_routing:
         ours["enable_return_routed_experts"] = True
-    if spec.transport == "nccl":
-        ours["weight_transfer_config"] = {"backend": "broadcast"}
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         ours["skip_tokenizer_init"] = True
     defaults: dict[str, Any] = {}
@@ -145,37 +138,21 @@ def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> 
             num_bytes = kv_cache_bytes(folder, ours["dtype"], spec.slots, spec.max_length)
             defaults["kv_cache_memory_bytes"] = num_bytes
     arguments = {**defaults, **given, **ours}
-    return [part for name, value in arguments.items() for part in _words(name, value, known)]
+    return [part for name, value in arguments.items() for part in _words(name, value)]
 
 
-def check_name(name: str, known: Collection[str]) -> None:
-    """Raise Refused if vLLM lacks this argument or the user may not set it."""
-    plain = name.partition(".")[0].removesuffix("+")
-    instead = ELSEWHERE.get(plain) or ELSEWHERE.get(plain.removeprefix("no_"))
-    if instead is not None:
-        what = f"rollout.vllm has {name}, which asyncrl sets by itself"
-        raise Refused(400, what, way_out=f"remove it; use {instead}.")
-    if plain not in known:
-        near = difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
-        what = f"rollout.vllm has {name}, and vLLM has no argument of that name"
-        way_out = f"did you mean {' or '.join(near)}?" if near else "see `vllm serve --help=all`."
-        raise Refused(400, what, rule="names are the options of `vllm serve`, with - or _", way_out=way_out)
-
-
-def _words(name: str, value: Any, known: Collection[str]) -> list[str]:
+def _words(name: str, value: Any) -> list[str]:
     """Booleans become switches, dicts JSON, None nothing."""
-    option = f"--{name.replace('_', '-')}"
+    option = name.replace("_", "-")
     if value is None:
         return []
-    if value is True:
-        return [option]
-    if value is False:
-        return [f"--no-{option[2:]}"] if f"no_{name}" in known else []
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
     if isinstance(value, dict):
-        return [option, json.dumps(value)]
+        return [f"--{option}", json.dumps(value)]
     if isinstance(value, list):
-        return [option, *map(str, value)]
-    return [f"{option}={value}"]
+        return [f"--{option}", *map(str, value)]
+    return [f"--{option}={value}"]
 
 
 def check_start(spec: VllmSpec) -> None:

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import GroupMember, LoadChunkRequest, PrepareRequest
+from asyncrl.messages.engine_api import LoadChunkRequest, PrepareRequest
+from asyncrl.weights.adapters import write_peft
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import WeightGroup
 from asyncrl.weights.tensor_files import digest_and_size, read_or_refuse
@@ -48,21 +49,22 @@ class Loader:
     """Weights of one worker, by vLLM's layerwise reload: it restores a layer, buffers its tensors, and packs
     it when complete. Plain `model.load_weights` fails after packing.
 
-    Life: idle -> staging (hashed in a thread) -> staged -> load -> idle; or idle -> open (chunks) ->
-        finished -> idle. The model cannot compute while an update is open.
-    Invariant: a load succeeds only if every parameter received all its elements; else the model is
-        `broken` until a full load.
+    Life: idle -> staging (checked in a thread) -> staged -> load -> idle; or idle -> open (chunks) ->
+        finished -> idle; or a whole broadcast. The model cannot compute while an update is open.
+    Invariant: a load succeeds only if every parameter received all its elements.
     """
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self._memory = TrainerMemory(worker.device)
         self._push = ChunkedPush()
+        self._group: WeightGroup | None = None
         self._staging = ThreadPoolExecutor(1, "stage weights")
-        self._hashed: Future[str] = Future()
-        self.staged: Staged | None = None
-        self.broken: str | None = None
-        self.open_version: int | None = None
+        self._checked: Future[dict[str, str]] = Future()
+        self._adapters: list[str] = []
+        """Folders of the last two versions."""
+        self._staged: Staged | None = None
+        self._open_version: int | None = None
         self._owners: set[str] = set()
         """Layers with parameters of their own, while an update is open."""
         self._cpu_experts: dict[Any, Any] = {}
@@ -73,38 +75,52 @@ class Loader:
         model: nn.Module = self.worker.model_runner.get_model()
         return model
 
+    # ---- calls of the client
+
     def facts(self) -> dict[str, Any]:
-        """`broken`: why the weights have no version."""
-        vocab_size = self.worker.vllm_config.model_config.get_vocab_size()
-        return {"extension": 1, "vocab_size": vocab_size, "broken": self.broken}
+        return {"vocab_size": self.worker.vllm_config.model_config.get_vocab_size()}
+
+    def drop(self) -> None:
+        self._staged = None
 
     def stage(self, **fields: Any) -> dict[str, Any]:
         """Begin to stage a PrepareRequest's file, or report progress; call again until the state is `staged`.
         Raises Refused.
         """
         request = PrepareRequest(**fields)
-        if self.staged is None or self.staged.request != request:
-            self.staged = None
-            tensors = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
-            self.staged = Staged(request, tensors)
-            self._hashed = self._staging.submit(_check_staged, self.staged)
-        if not self._hashed.done():
+        if self._staged is None or self._staged.request != request:
+            tensors = read_or_refuse(request.path)
+            self._staged = Staged(request, tensors)
+            self._checked = self._staging.submit(self._check, self._staged)
+        if not self._checked.done():
             return {"state": "staging"}
-        return {"state": "staged", "digest": self._checked_digest()}
+        return {"state": "staged", **self._checked.result()}
 
-    def load(self, version: int, digest: str) -> dict[str, Any]:
-        staged = the_staged(self.staged, version, digest)
-        self._checked_digest()
-        self.begin(version)
-        self.add(staged.tensors.items())
-        self.finish()
-        self.staged = None  # frees the file
-        return {"num_tensors": staged.request.num_tensors, "num_bytes": staged.request.num_bytes}
+    def _check(self, staged: Staged) -> dict[str, str]:
+        request, tensors = staged.request, staged.tensors
+        digest = check_arrived(request.path, digest_and_size(tensors), request)
+        if request.kind == "weights":
+            return {"digest": digest}
+        self._adapters.append(tempfile.mkdtemp(prefix=f"adapter-{request.version}-"))
+        write_peft(tensors, Path(self._adapters[-1]))
+        for old in self._adapters[:-2]:
+            shutil.rmtree(old)
+        del self._adapters[:-2]
+        return {"digest": digest, "folder": self._adapters[-1]}
+
+    def load(self, version: int, digest: str) -> None:
+        staged = the_staged(self._staged, version, digest)
+        self._checked.result()
+        self._begin(version)
+        with self._changing():
+            self.add(staged.tensors.items())
+            self._finish()
+        self._staged = None  # frees the file
 
     def load_chunk(self, **fields: Any) -> dict[str, Any]:
         """Load from a file or shared memory; chunk 0 opens an update. Raises Refused."""
         request = LoadChunkRequest(**fields)
-        if request.index and self.open_version is None:
+        if request.index and self._open_version is None:
             self._push.clear()
         tensors: dict[str, Tensor] = {}
 
@@ -116,31 +132,50 @@ class Loader:
 
         digest = self._push.load(request, read)
         if request.index == 0:
-            self.begin(request.version)
-        self.add(tensors.items())
+            self._begin(request.version)
+        with self._changing():
+            self.add(tensors.items())
         return {"digest": digest}
 
-    def finish_chunks(self, version: int, digest: str) -> dict[str, Any]:
+    def finish_chunks(self, version: int, digest: str) -> None:
         """Close the update, which must be the whole push. Raises Refused."""
-        if self.open_version != version:
+        if self._open_version != version:
             rule = "chunk 0 opens an update"
             raise Refused(409, f"no update of version {version} is open", rule=rule, way_out=PUSH_AGAIN)
         with self._changing():
             self._push.take(version, digest)
-        self.finish()
-        return {"digest": digest}
+            self._finish()
 
-    def drop(self) -> None:
-        """Drop the staged file. An open update breaks the weights."""
-        self.staged = None
-        if self.open_version is not None:
-            self._abandon("dropped")
+    def receive(self, **fields: Any) -> None:
+        """Receive a broadcast and load it. Raises Refused or GroupBroken."""
+        request = PrepareRequest(**fields)
+        member = request.member
+        assert member is not None, "a broadcast has members"
+        if member.is_new:
+            if self._group is not None:
+                self._group.close()
+            config = self.worker.vllm_config.parallel_config
+            rank = member.rank + config.data_parallel_index * config.world_size + config.rank
+            self._group = WeightGroup(member.model_copy(update={"rank": rank}), self.worker.device)
+        assert self._group is not None, "the first broadcast forms the group"
 
-    def begin(self, version: int) -> None:
-        """Open an update, abandoning an open one."""
-        if self.open_version is not None:
-            self._abandon("given up")
-        self.open_version = version
+        def take(sent: dict[str, Tensor]) -> Arrived:
+            arrived = digest_and_size(sent)
+            self.add(sent.items())
+            return arrived
+
+        self._begin(request.version)
+        with self._changing():
+            take_announced(self._group.receive(), request, "the broadcast", take)
+            self._finish()
+
+    # ---- updates
+
+    def _begin(self, version: int) -> None:
+        """Open an update; close an open one."""
+        if self._open_version is not None:
+            self._close()
+        self._open_version = version
         # A tied parameter is listed once. Layers without parameters compute their buffers.
         self._owners = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()}
         with self._changing(), self._loading():
@@ -153,24 +188,16 @@ class Loader:
                     method.moe_kernel = None  # type: ignore[union-attr]
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with self._changing(), self._loading():
+        with self._loading():
             self.model.load_weights(iter(tensors))  # type: ignore[operator]  # every vLLM model defines it
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Raise Refused if a parameter is incomplete."""
-        with self._changing():
-            if missing := self.incomplete():
-                what = f"version {self.open_version} lacks {len(missing)} parameters: {missing[:5]}"
-                rule = "the weights of this server are of no version until a load succeeds"
-                raise Refused(409, what, rule=rule, way_out="load a whole set again, or restart it.")
-            self._close()
-        self.open_version = None
-        if self.broken is not None:
-            # Broken weights may leave NaN in the KV cache, which masked attention does not remove.
-            for cache in self.worker.model_runner.kv_caches:
-                for part in [cache] if isinstance(cache, Tensor) else cache:
-                    part.zero_()
-        self.broken = None
+        if missing := self.incomplete():
+            what = f"version {self._open_version} lacks {len(missing)} parameters: {missing[:5]}"
+            rule = "the weights of this server are of no version until a load succeeds"
+            raise Refused(409, what, rule=rule, way_out="load a whole set again, or restart it.")
+        self._close()
 
     def incomplete(self) -> list[str]:
         missing = []
@@ -196,6 +223,7 @@ class Loader:
 
     def _close(self) -> None:
         """Restore the computing form, complete or not."""
+        self._open_version = None
         with self._loading():
             finalize_layerwise_reload(self.model, self.worker.model_runner.model_config)
             for method, kernel in self._cpu_experts.items():
@@ -206,14 +234,6 @@ class Loader:
             else:
                 torch.cuda.synchronize()
 
-    def _checked_digest(self) -> str:
-        """Raise Refused and forget the set if hashing failed."""
-        try:
-            return self._hashed.result()
-        except Exception:
-            self.staged = None
-            raise
-
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
         worker = self.worker
@@ -222,29 +242,18 @@ class Loader:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Abandon the open update on failure."""
-        assert self.open_version is not None, f"no update is open ({self.broken})"
+        """Close the open update on failure: the next request would end the engine."""
         try:
             yield
-        except Exception as error:
-            self._abandon(f"{type(error).__name__}: {error}")
+        except Exception:
+            self._close()
             raise
-
-    def _abandon(self, why: str) -> None:
-        """Complete the layers: the next request would end the engine."""
-        self.broken = f"version {self.open_version} came in part ({why})"
-        self.open_version = None
-        self._close()
-
-
-def _check_staged(staged: Staged) -> str:
-    return check_arrived(staged.request.path, digest_and_size(staged.tensors), staged.request)
 
 
 def _rpc(name: str) -> Callable[..., dict[str, Any]]:
     """Return a worker's method that calls a method of its Loader with the fields of a JSON text."""
 
-    def call(worker: WeightLoader, request: str = "{}") -> dict[str, Any]:
+    def call(worker: WeightLoader, request: str) -> dict[str, Any]:
         try:
             return {"ok": True, **(getattr(worker.asyncrl_loader, name)(**json.loads(request)) or {})}
         except Refused as refusal:
@@ -259,67 +268,13 @@ def _rpc(name: str) -> Callable[..., dict[str, Any]]:
 class WeightLoader:
     asyncrl_loader_class = Loader
     asyncrl_facts = _rpc("facts")
+    asyncrl_drop = _rpc("drop")
     asyncrl_stage = _rpc("stage")
     asyncrl_load = _rpc("load")
     asyncrl_load_chunk = _rpc("load_chunk")
     asyncrl_finish_chunks = _rpc("finish_chunks")
-    asyncrl_drop = _rpc("drop")
+    asyncrl_receive = _rpc("receive")
 
     @cached_property
     def asyncrl_loader(self) -> Loader:
         return self.asyncrl_loader_class(self)
-
-
-class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """Backend for vLLM's native weight transfer (weight_sync.transport=nccl).
-
-    It checks digest and completeness, unlike vLLM's backends, which also need CUDA. After a failure the
-    route answers 500.
-    """
-
-    init_info_cls = GroupMember
-    update_info_cls = PrepareRequest
-    _group: WeightGroup | None = None
-
-    def init_transfer_engine(self, init_info: GroupMember) -> None:
-        """Join a new group. `rank`: of this engine's first worker."""
-        self.shutdown()
-        config = self.parallel_config
-        rank = init_info.rank + config.data_parallel_index * config.world_size + config.rank
-        self._group = WeightGroup(init_info.model_copy(update={"rank": rank}), self.device)
-
-    def start_weight_update(self) -> None:
-        runner = SimpleNamespace(get_model=lambda: self.model, model_config=self.model_config)
-        worker = SimpleNamespace(model_runner=runner, vllm_config=self.vllm_config, device=self.device)
-        self._loader = Loader(worker)
-        self._loader.begin(-1)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive all weights. vLLM's method would synchronize an accelerator, which fails on CPU."""
-        try:
-            self.receive_weights(PrepareRequest(path="the broadcast", **update_info))
-        except Exception:
-            self._loader.drop()  # vLLM ends the update, so the layers need tensors
-            raise
-
-    def receive_weights(self, update_info: PrepareRequest) -> None:
-        assert self._group is not None, "this worker has no member: POST /init_weight_transfer_engine first"
-
-        def take(sent: dict[str, Tensor]) -> Arrived:
-            arrived = digest_and_size(sent)
-            self._loader.add(sent.items())
-            return arrived
-
-        take_announced(self._group.receive(), update_info, update_info.path, take)
-
-    def finish_weight_update(self) -> None:
-        self._loader.finish()
-
-    def shutdown(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group = None
-
-
-if "broadcast" not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine("broadcast", BroadcastEngine)

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from asyncrl.base.errors import CheckpointDamaged, CheckpointError
 from asyncrl.base.files import replace_folder, settle_folder, sha256_of, sync, sync_tree
 from asyncrl.config import CheckpointConfig
 
-CONTROLLER, TRAINER, MANIFEST = "controller.json", "trainer", "manifest.json"
+CONTROLLER = "controller.json"
+TRAINER = "trainer"
+MANIFEST = "manifest.json"
 RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl", "samples.jsonl")
 """Records before the checkpoint, which a resumed run does not write again."""
 CHECK_DISK = "check its disk, its permissions and the limit of open files, then start again."
@@ -46,10 +48,6 @@ class FileEntry(BaseModel, frozen=True, extra="forbid"):
     size: int
     sha256: str
 
-    @classmethod
-    def of(cls, path: Path) -> FileEntry:
-        return cls(size=path.stat().st_size, sha256=sha256_of(path))
-
 
 class Manifest(BaseModel, frozen=True):
     """Files by relative path. `version`: number of trained batches."""
@@ -72,24 +70,14 @@ class Whole:
         return self.folder / TRAINER
 
 
-@dataclass(frozen=True, slots=True)
-class Damaged:
-    folder: Path
-    why: str
-
-
-def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
-    """Rename damaged checkpoints; return a sentence about each."""
+def set_aside(damaged: Iterable[CheckpointDamaged]) -> list[str]:
+    """Rename damaged checkpoints; return a sentence about each. Raises OSError."""
     sentences = []
-    for found in passed_over:
-        aside = found.folder.with_name(f"damaged_{found.folder.name}")
-        became = f"renamed to {aside.name}"
-        try:
-            shutil.rmtree(aside, ignore_errors=True)
-            found.folder.rename(aside)
-        except OSError as error:
-            became = f"cannot be renamed: {error.strerror}"
-        sentences.append(f"checkpoint {found.folder} is damaged; {became}.")
+    for folder in (found.folder for found in damaged):
+        aside = folder.with_name(f"damaged_{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        sentences.append(f"checkpoint {folder} is damaged; renamed to {aside.name}.")
     return sentences
 
 
@@ -102,7 +90,8 @@ class Checkpoints:
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
-        self.root, self.config = run_dir / "checkpoints", config
+        self.root = run_dir / "checkpoints"
+        self.config = config
         self.in_use = asyncio.Lock()
         self._rewards: dict[int, float] = {}
 
@@ -140,15 +129,15 @@ class Checkpoints:
     def abandon(self, pending: Path) -> None:
         shutil.rmtree(pending, ignore_errors=True)
 
-    def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[Damaged]]:
+    def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[CheckpointDamaged]]:
         """Return the newest whole checkpoint and newer damaged ones. Raises CheckpointError."""
-        passed_over: list[Damaged] = []
+        passed_over: list[CheckpointDamaged] = []
         for version in reversed(self._settled(keep_unfinished)):
             folder = self.root / f"step_{version}"
             try:
                 return read_whole(folder, version), passed_over
             except CheckpointDamaged as error:
-                passed_over.append(Damaged(folder, str(error)))
+                passed_over.append(error)
         return None, passed_over
 
     def _settled(self, keep_unfinished: bool) -> list[int]:
@@ -162,8 +151,7 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         except OSError as error:
-            what = f"{self.root} cannot be read: {error.strerror or error}"
-            raise CheckpointError(what, way_out=CHECK_DISK) from error
+            raise CheckpointError(f"checkpoints cannot be read: {error}", way_out=CHECK_DISK) from error
 
     def oldest_version(self) -> int:
         """Return the oldest version from which resumes may need the journal."""
@@ -200,12 +188,10 @@ def _versions_in(folders: Iterable[Path]) -> list[int]:
 def write_manifest(folder: Path, version: int) -> None:
     """Sync every file, then write the manifest. Raises OSError."""
     sync_tree(folder)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:
-        files = dict(zip(names, hashing.map(FileEntry.of, paths), strict=True))
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    manifest = Manifest(version=version, files=_entries(folder, names))
     path = folder / MANIFEST
-    path.write_text(Manifest(version=version, files=files).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    path.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     sync(path)
     sync(folder)
 
@@ -215,46 +201,38 @@ def read_whole(folder: Path, version: int) -> Whole:
     unreadable files.
     """
     try:
-        manifest = Manifest.model_validate(_read_json(folder, MANIFEST))
-    except ValidationError as error:
-        raise _damaged(folder, f"{MANIFEST} cannot be read: {error}") from error
-    with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:
-        hashed = hashing.map(FileEntry.of, [folder / name for name in manifest.files])
-        for name, entry in manifest.files.items():
-            try:
-                found = next(hashed)
-            except OSError as error:
-                raise _unreadable(folder, name, error) from error
-            if found != entry:
-                raise _damaged(folder, f"{name} is {found}, not {entry}")
-    if manifest.version != version:
-        raise _damaged(folder, f"its manifest has version {manifest.version}")
-    return Whole(version, folder, _read_json(folder, CONTROLLER))
-
-
-def _read_json(folder: Path, name: str) -> Any:
-    try:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
+        manifest = Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        entries = _entries(folder, manifest.files)
+        controller = json.loads((folder / CONTROLLER).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+        raise _damaged(folder, str(error)) from error
     except OSError as error:
-        raise _unreadable(folder, name, error) from error
-    except ValueError as error:
-        raise _damaged(folder, f"{name} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read: {error}",
+            rule="a checkpoint counts as damaged only if a file was read and is wrong",
+            way_out=f"{CHECK_DISK} To use an older checkpoint, rename this one to damaged_{folder.name}.",
+        ) from error
+    if wrong := [name for name, entry in manifest.files.items() if entries[name] != entry]:
+        raise _damaged(folder, f"{', '.join(wrong)} differ from {MANIFEST}")
+    if manifest.version != version:
+        raise _damaged(folder, f"{MANIFEST} has version {manifest.version}")
+    return Whole(version, folder, controller)
 
 
-def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
-    """Return damage for a missing file, another error for an unreadable one."""
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return _damaged(folder, f"{name} cannot be read: {error.strerror}")
-    return CheckpointError(
-        f"checkpoint {folder} cannot be read: {name}: {error.strerror or error}",
-        rule="a checkpoint counts as damaged only if a file was read and is wrong",
-        way_out=f"{CHECK_DISK} To use an older checkpoint, rename this one to damaged_{folder.name}.",
-    )
+def _entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    def entry_of(name: str) -> FileEntry:
+        path = folder / name
+        return FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
+
+    with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:
+        return dict(zip(names, hashing.map(entry_of, names), strict=True))
 
 
 def _damaged(folder: Path, why: str) -> CheckpointDamaged:
-    return CheckpointDamaged(
+    error = CheckpointDamaged(
         f"checkpoint {folder} is damaged: {why}",
         rule="every file must match the manifest",
         way_out="the run uses an older checkpoint; without one, restore the folder or start a new run.",
     )
+    error.folder = folder
+    return error
