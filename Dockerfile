@@ -41,7 +41,6 @@ CMD ["--help"]
 # The libraries of CUDA come with torch, the driver with the host; torch.compile and vLLM compile with g++ as they run.
 FROM run AS cuda
 USER 0
-# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 USER 1000
 COPY --from=build-cuda /opt/venv /opt/venv

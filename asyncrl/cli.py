@@ -6,8 +6,6 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -16,7 +14,6 @@ import typer
 from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, without_train
 from asyncrl.config import load_config
-from asyncrl.config.generator_gateway import HARNESSES
 from asyncrl.config.load import name_of_config
 
 Option = functools.partial(typer.Option, show_default=False)
@@ -63,17 +60,6 @@ Version = Annotated[
     bool,
     typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
 ]
-
-
-def _with_harnesses(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace **harness by an option per kind."""
-    shape = signature(command, eval_str=True)
-    *own, _ = shape.parameters.values()
-    for name, kind in HARNESSES.items():
-        option = Annotated[Text, Option(metavar=kind.metavar, help=f"Agent: {kind.help}")]
-        own.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option))
-    command.__signature__ = shape.replace(parameters=own)  # type: ignore[attr-defined]
-    return command
 
 
 @app.callback()
@@ -278,9 +264,6 @@ def export(
     adapter: Annotated[bool, Option("--adapter", help="LoRA: only the adapters, not merged.")] = False,
     base: Annotated[Text, Option(metavar="NAME", help="Hub id of the base model.")] = None,
     dtype: Annotated[Text, Option(help="float32, bfloat16 or float16 (default: as trained).")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace an export in OUT.")] = False,
-    push: Annotated[Text, Option(metavar="REPO", help="Upload it to OWNER/NAME of the hub, private.")] = None,
-    public: Annotated[bool, Option("--public", help="For everyone to see.")] = False,
 ) -> None:
     """Export weights as a Hugging Face folder with a model card, for transformers, vLLM and peft.
 
@@ -292,8 +275,7 @@ def export(
     if len(paths) > 2:
         raise typer.BadParameter(f"export takes RUN_DIR and OUT, not {len(paths)} paths")
     run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
-    asked = {"adapter": adapter, "overwrite": overwrite, "public": public}
-    export_run(run_dir, out, step=step, base=base, dtype=dtype, push=push, tell=typer.echo, **asked)
+    export_run(run_dir, out, step=step, adapter=adapter, base=base, dtype=dtype, tell=typer.echo)
 
 
 @app.command()
@@ -311,9 +293,11 @@ def scale(
 
 
 @app.command()
-@_with_harnesses
 def work(
     url: Annotated[str, Argument(metavar="URL", help="Printed address of the gateway.")],
+    python: Annotated[Text, Option(metavar="MODULE:FUNCTION", help="Agent: a function.")] = None,
+    command: Annotated[Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program.")] = None,
+    verifiers: Annotated[Text, Option(metavar="ID", help="Agent: a verifiers environment.")] = None,
     key: Annotated[
         Text, Option(help="The worker key (default: ASYNCRL_WORKER_KEY; arguments are public).")
     ] = None,
@@ -331,7 +315,6 @@ def work(
     give_up_after: Annotated[
         float, Option(metavar="SECONDS", help="End if the gateway is silent this long.")
     ] = 1800.0,
-    **harness: Text,
 ) -> None:
     """Run rollouts for a run with generator.remote: true. Workers can join and leave at any time.
 
@@ -343,7 +326,7 @@ def work(
         url,
         key=key,
         key_file=key_file,
-        harness=harness,
+        harness={"python": python, "command": command, "verifiers": verifiers},
         slots=slots,
         name=name,
         args=args,

@@ -8,7 +8,7 @@ route; it is installed on demand into ~/.cache/asyncrl-bench and runs one worker
 logging. The load holds conversations of 4 calls with about 45 tokens per turn; each one is a session of our
 gateway, which ends with its rollout. Opening and ending sessions count as our time, not as our requests.
 
-added latency    p50 and p99 of calls through the gateway minus those of the engine's /generate, with a mean
+added latency    p50 and p99 of calls through the gateway minus those of the engine, with a mean
                  pause of 0.3 s between the calls of a session. Medians over the rounds.
 requests         Every session calls again at once. `of a core`: requests per CPU second of the proxy.
 
@@ -390,7 +390,6 @@ async def run(arguments: argparse.Namespace, folder: Path, cores: Sequence[int])
         "max_length": 4096,
         "vocab_size": HFChatTokenizer(tokenizer).vocab_size,
         "decode_step_s": STEP_S,
-        "per_row_s": 0.0,
         "mean_tokens": TOKENS,
         "sigma": 0.0,
         "core": other_core,

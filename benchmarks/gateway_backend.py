@@ -4,17 +4,20 @@ LiteLLM. Chats of that route are as long as ours.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from itertools import count
 
 from aiohttp import web
+from engine_replies import ask
 from pydantic_core import from_json
 
-from asyncrl.base.http import child_arguments, die_with_parent, secret_of, serve
+from asyncrl.base.http import child_arguments, die_with_parent, json_answer, secret_of, serve
 from asyncrl.base.message import SECRET_ENV
+from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.records import SamplingRequest
-from asyncrl_servers.engine_routes import OneAnswer, engine_routes
+from asyncrl_servers.engine_routes import engine_routes
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 PROMPT = [1] * 256
@@ -32,11 +35,17 @@ def main() -> None:
     app = engine_routes(engine, secret_of(SECRET_ENV))
     numbers = count()
 
+    async def answered(asked: SamplingRequest) -> GenerateResponse:
+        return await asyncio.wrap_future(ask(engine, [asked])[0])
+
+    async def generate(request: web.Request) -> web.Response:
+        return json_answer(await answered(SamplingRequest(**from_json(await request.read()))))
+
     async def chat(request: web.Request) -> web.Response:
         model = from_json(await request.read())["model"]
         number = next(numbers)
         asked = SamplingRequest(f"chat-{number}", PROMPT, max_tokens=spec.max_length // 2, seed=number)
-        num_tokens = len((await OneAnswer().answer(engine, asked)).token_ids)
+        num_tokens = len((await answered(asked)).token_ids)
         message = {"role": "assistant", "content": completion}
         total = len(PROMPT) + num_tokens
         usage = {"prompt_tokens": len(PROMPT), "completion_tokens": num_tokens, "total_tokens": total}
@@ -51,8 +60,9 @@ def main() -> None:
             }
         )
 
+    app.router.add_post("/generate", generate)
     app.router.add_post("/v1/chat/completions", chat)
-    serve(app, fd, cancels_handlers=True)
+    serve(app, fd)
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ class Controller:
     async def _start_engine(self, name: str, vocab_size: int, stack: contextlib.AsyncExitStack) -> None:
         secret, step_s = secrets.token_hex(16), self.num / RATE / MEAN_TOKENS
         spec = {"name": name, "slots": self.num // ENGINES, "max_length": 1024, "vocab_size": vocab_size}
-        spec |= {"mean_tokens": MEAN_TOKENS, "sigma": 0.5, "decode_step_s": step_s, "per_row_s": 0.0}
+        spec |= {"mean_tokens": MEAN_TOKENS, "sigma": 0.5, "decode_step_s": step_s}
         module = "asyncrl_servers.simulated"
         child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), self.folder, secret))
         await child.start()

@@ -39,7 +39,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.journal.read import read_batch, reading
-from asyncrl.launch.plan import engine_threads, trainer_threads
+from asyncrl.launch.machine import single_node
+from asyncrl.launch.placement import place
+from asyncrl.launch.plan import threads_on
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.trainer.trainer_client import pack_groups
 
@@ -115,9 +117,13 @@ def engine_alone(peer: SyncRun, num_groups: int) -> Rate:
     return Rate(num_tokens / wall_s, cpu_s / num_tokens)
 
 
+def threads_of(config: RunConfig) -> tuple[int, int]:
+    return threads_on(config, place(config, single_node()), 0)
+
+
 def trainer_alone(peer: SyncRun, journal: Path, first: int, last: int) -> Rate:
     """The trainer on the batches `first` to `last` of the run, after those before them."""
-    torch.set_num_threads(trainer_threads(peer.config))
+    torch.set_num_threads(threads_of(peer.config)[1])
     num_tokens, wall_s, cpu_s = 0, 0.0, 0.0
     for version in range(last + 1):
         with reading(journal) as connection:
@@ -202,9 +208,8 @@ def main() -> None:
                     one = measure(case, num_steps, Path(folder))
                 found[case.name].append(one)
                 print(f"{case.name}: {num_steps} steps, {one.of_bound:.2f} of bound", file=sys.stderr)
-        config = load_config(CONFIG)
-        threads = f"engine {engine_threads(config)}, trainer {trainer_threads(config)}"
-        print(f"threads: {threads}; {arguments.rounds} rounds, medians")
+        engine, trainer = threads_of(load_config(CONFIG))
+        print(f"threads: engine {engine}, trainer {trainer}; {arguments.rounds} rounds, medians")
         print_tables(found)
         ratio = statistics.median(one.of_bound for one in found["generation-bound"])
         print(f"ratio: {ratio:.2f}")

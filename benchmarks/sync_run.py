@@ -24,9 +24,9 @@ from engine_replies import ask
 from asyncrl.config import RunConfig, load_config
 from asyncrl.job.agent_runtime import special_tokens
 from asyncrl.job.servers import Servers
-from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
+from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.engine_api import CommitRequest, PrepareRequest

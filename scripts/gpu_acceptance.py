@@ -12,7 +12,7 @@
 
 A part ends within 9 minutes and uses no network. Models are random. Each row runs in its own process for at
 most --budget-s seconds, so a broken row breaks no other row. No row starts after 8 minutes; name the rows of
-part 5. Results are printed and appended to DIR/DEVICE.txt, with plots (default: benchmarks/results).
+part 5. Results are printed and appended to DIR/DEVICE.txt (default: benchmarks/results).
 
 Exit code: 1 if a row failed, is NOT ok, or lacks a package (parts 1 to 4). --tiny uses tiny sizes, also on a
 CPU. Without pip, unpack wheels into a folder of PYTHONPATH.
@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 IMPORTED = [str(path) for path in (REPO, REPO / "servers", REPO / "benchmarks", REPO / "scripts")]
@@ -86,17 +86,17 @@ class Part:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options = options
         self.folder = folder
-        self.started_s = time.monotonic()
         self.has_failed = False
-        self.is_ok = True
-        self._waiting: list[str] = []
-        self._file: Path | None = None
+        self.label = ""
+        """Of the device."""
+        self.lines: list[str] = []
 
     def run(self, rows: list[Row]) -> int:
         """Return the exit code."""
+        started_s = time.monotonic()
         self.write(f"\npart {self.options.part}{', tiny' if self.options.tiny else ''}")
         for row in rows:
-            elapsed_s = time.monotonic() - self.started_s
+            elapsed_s = time.monotonic() - started_s
             if missing := row.missing():
                 self.tell(row, {"what": "", "value": f"not run: missing {', '.join(missing)}"})
                 self.has_failed |= row.part != 5 and not {"trl", "datasets"}.issuperset(missing)
@@ -105,12 +105,15 @@ class Part:
             else:
                 budget_s = self.options.budget_s or (500.0 if row.part == 5 else 240.0)
                 self.run_row(row, min(budget_s, PART_S - elapsed_s))
-        self.write(f"part {self.options.part}: {time.monotonic() - self.started_s:.0f} s")
+        self.write(f"part {self.options.part}: {time.monotonic() - started_s:.0f} s")
+        if self.label:
+            self.options.out.mkdir(parents=True, exist_ok=True)
+            with (self.options.out / f"{self.label}.txt").open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in self.lines)
         return int(self.has_failed)
 
     def run_row(self, row: Row, limit_s: float) -> None:
         """Measure in a child process, and report its results as they come."""
-        self.is_ok = True
         own = self.folder / f"{row.part}-{row.name}"
         own.mkdir()
         started_s = time.monotonic()
@@ -131,7 +134,13 @@ class Part:
         assert child.stdout is not None
         late = threading.Timer(limit_s, end_session, [child])
         late.start()
-        lines = self.read(row, child.stdout)
+        is_ok = True
+        others = deque[str](["no output"], maxlen=TAIL)
+        for line in child.stdout:
+            if line.startswith(MARK):
+                is_ok &= self.tell(row, json.loads(line.removeprefix(MARK)))
+            elif line.strip():
+                others.append(line.rstrip())
         late.cancel()
         end_session(child)
         child.stdout.close()
@@ -139,46 +148,30 @@ class Part:
         seconds = time.monotonic() - started_s
         if code != 0:
             why = f"was ended after {limit_s:.0f} s" if seconds >= limit_s else f"ended with {code}"
-            last = lines[-1] if lines else "no output"
-            self.tell(row, {"what": "", "value": f"{why}: {last}", "ok": False})
+            is_ok = self.tell(row, {"what": "", "value": f"{why}: {others[-1]}", "ok": False})
         else:
             self.tell(row, {"what": "seconds of the row", "value": f"{seconds:.1f}"})
-        if not self.is_ok:
-            print("\n".join(f"    {line}" for line in lines), flush=True)
+        if not is_ok:
+            print("\n".join(f"    {line}" for line in others), flush=True)
 
-    def read(self, row: Row, output: TextIO) -> deque[str]:
-        """Report results until the output ends; return the last other lines."""
-        others = deque[str](maxlen=TAIL)
-        for line in output:
-            if line.startswith(MARK):
-                self.tell(row, json.loads(line.removeprefix(MARK)))
-            elif line.strip():
-                others.append(line.rstrip())
-        return others
-
-    def tell(self, row: Row, told: dict[str, Any]) -> None:
-        """Write one line of the table. The first line of a device names the file."""
+    def tell(self, row: Row, told: dict[str, Any]) -> bool:
+        """Write one line of the table. Return False if a limit is broken."""
         if "machine" in told:
-            if self._file is None:
-                self.options.out.mkdir(parents=True, exist_ok=True)
-                self._file = self.options.out / f"{told['label']}.txt"
+            if not self.label:
                 self.write(told["machine"])
-            return
+            self.label = told["label"]
+            return True
+        is_ok = told.get("ok") is not False
+        self.has_failed |= not is_ok
         ok = {True: "ok", False: "NOT ok", None: ""}[told.get("ok")]
-        self.is_ok &= told.get("ok") is not False
-        self.has_failed |= not self.is_ok
         against = f"  ({told['against']})" if told.get("against") else ""
         line = f"{row.part} {row.name:<20} {told['what']:<46} {told['value']:>12}{against}  {ok}"
         self.write(line.rstrip())
+        return is_ok
 
     def write(self, line: str) -> None:
-        """Print a line, and append it to the file once the file is known."""
         print(line, flush=True)
-        self._waiting.append(line)
-        if self._file is not None:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(f"{waiting}\n" for waiting in self._waiting)
-            self._waiting.clear()
+        self.lines.append(line)
 
 
 def end_session(child: subprocess.Popen[str]) -> None:

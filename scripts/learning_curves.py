@@ -1,6 +1,6 @@
 """Run the shipped configs with three seeds each, and write docs/results/learning.{csv,png,md}.
 
-python scripts/learning_curves.py [RUNS_DIR] [--seeds 0 1 2] [--only CASE ...] [--out docs/results] [--draw]
+python scripts/learning_curves.py [RUNS_DIR] [--seeds 0 1 2] [--only CASE ...] [--out docs/results]
 
 Runs are CASE-seedS in RUNS_DIR, one after the other; finished runs are kept. Needs the extras smollm2 and
 harness, and the model of examples/smollm2.py. Other cases keep their rows of learning.csv.
@@ -9,16 +9,16 @@ harness, and the model of examples/smollm2.py. Other cases keep their rows of le
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
+
+import pandas as pd
 
 from asyncrl.config import load_config
 
@@ -70,10 +70,6 @@ STYLES: Sequence[tuple[str, Any]] = (
 """Okabe and Ito's colors, each with its own dash."""
 COLUMNS = ("sample/staleness_mean", *SEARCH_LINES, "rollouts", "tokens")
 
-Row = Mapping[str, float]
-Curves = Mapping[str, Mapping[int, Sequence[Row]]]
-"""Rows by case and seed."""
-
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -124,82 +120,55 @@ def is_done(folder: Path) -> bool:
     return path.exists() and json.loads(path.read_text(encoding="utf-8"))["state"] == "done"
 
 
-def read_lines(path: Path) -> list[dict[str, float]]:
-    """Read a JSON object per line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def read_run(folder: Path) -> list[Row]:
+def read_run(run: PlannedRun, folder: Path) -> pd.DataFrame:
     """Return a row per evaluation."""
     config = load_config(folder / "config.yaml")
-    steps = read_lines(folder / "metrics.jsonl")
-    rows: list[Row] = []
+    steps = pd.read_json(folder / "metrics.jsonl", lines=True)
+    rows = []
     first = 0
-    for found in read_lines(folder / "eval.jsonl"):
+    for line in (folder / "eval.jsonl").read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
         last = int(found["policy_version"])
         since = steps[first:last]
-        row = {"step": last, "time_s": found["time_s"], "held_out": found["eval/reward_mean"]}
-        for name in COLUMNS:
-            if values := [step[name] for step in since if name in step]:
-                row[name] = fmean(values)
-        if since:
-            num_groups = last * config.trainer.num_groups + since[-1]["rollout/filtered"]
+        row = {"case": run.variant, "seed": run.seed, "step": last, "time_s": found["time_s"]}
+        row["held_out"] = found["eval/reward_mean"]
+        row |= since.filter(items=COLUMNS).mean().to_dict()
+        if len(since):
+            num_groups = last * config.trainer.num_groups + since["rollout/filtered"].iloc[-1]
             row["rollouts"] = num_groups * config.rollout.group_size
-            row["tokens"] = since[-1]["tokens/generated"]
+            row["tokens"] = since["tokens/generated"].iloc[-1]
         rows.append(row)
         first = last
-    return rows
+    return pd.DataFrame(rows, columns=["case", "seed", "step", "time_s", "held_out", *COLUMNS])
 
 
-def read_csv(path: Path) -> dict[str, dict[int, list[Row]]]:
-    """Read the rows of write_csv; {} without a file."""
-    found: dict[str, dict[int, list[Row]]] = {}
-    if path.exists():
-        with path.open(encoding="utf-8", newline="") as file:
-            for line in csv.DictReader(file):
-                case = line.pop("case")
-                seed = int(line.pop("seed"))
-                row = {name: float(value) for name, value in line.items() if value}
-                found.setdefault(case, {}).setdefault(seed, []).append(row)
-    return found
-
-
-def write_csv(curves: Curves, path: Path) -> None:
-    """Write a line per evaluation."""
-    names = ("step", "time_s", "held_out", *COLUMNS)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["case", "seed", *names])
-        for case, by_seed in curves.items():
-            for seed, rows in by_seed.items():
-                for row in rows:
-                    shown = [f"{row[name]:.5g}" if name in row else "" for name in names]
-                    writer.writerow([case, seed, *shown])
-
-
-def draw(curves: Curves, path: Path) -> None:
+def draw(rows: pd.DataFrame, path: Path) -> None:
     """Draw held-out rewards and the search agent's behavior: means over seeds, bands from minimum to
     maximum.
     """
     from matplotlib.figure import Figure
 
-    held_out = [
-        (title, "held-out reward", [(curves[name], "held_out", CASES[name].label) for name in names])
-        for title, all_names in PANELS.items()
-        if (names := [name for name in all_names if name in curves])
-    ]
-    if "search" in curves:
-        lines = [(curves["search"], name, label) for name, label in SEARCH_LINES.items()]
-        held_out.append(("What the search agent does", "of a rollout, in training", lines))
-    num_rows = -(-len(held_out) // 3)
-    num_columns = min(len(held_out), 3)
+    known = set(rows["case"])
+    panels = {
+        (title, "held-out reward"): [(name, "held_out", CASES[name].label) for name in names if name in known]
+        for title, names in PANELS.items()
+        if known & set(names)
+    }
+    if "search" in known:
+        lines = [("search", name, label) for name, label in SEARCH_LINES.items()]
+        panels["What the search agent does", "of a rollout, in training"] = lines
+    num_rows = -(-len(panels) // 3)
+    num_columns = min(len(panels), 3)
     figure = Figure(figsize=(4.2 * num_columns, 3.2 * num_rows), dpi=130, layout="constrained")
-    panels = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
-    for panel in panels[len(held_out) :]:
+    axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
+    for panel in axes[len(panels) :]:
         panel.set_axis_off()
-    for panel, (title, what, lines) in zip(panels, held_out, strict=False):
-        for style, line in zip(STYLES, lines, strict=False):
-            draw_line(panel, *line, style)
+    for panel, ((title, what), lines) in zip(axes, panels.items(), strict=False):
+        for (color, dash), (case, metric, label) in zip(STYLES, lines, strict=False):
+            by_seed = rows[rows["case"] == case].pivot(index="step", columns="seed", values=metric).dropna()
+            panel.plot(by_seed.index, by_seed.mean(axis=1), color=color, linestyle=dash, label=label)
+            least, most = by_seed.min(axis=1), by_seed.max(axis=1)
+            panel.fill_between(by_seed.index, least, most, color=color, alpha=0.15, linewidth=0)
         panel.set_title(title, fontsize=10, loc="left", fontweight="bold")
         panel.set(xlabel="step", ylabel=what, ylim=(0, 1.02))
         panel.grid(alpha=0.3)
@@ -208,54 +177,40 @@ def draw(curves: Curves, path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_line(
-    panel: Any, by_seed: Mapping[int, Sequence[Row]], name: str, label: str, style: tuple[str, Any]
-) -> None:
-    """Draw a metric over the steps that all seeds evaluated."""
-    every = [{row["step"]: row[name] for row in rows if name in row} for rows in by_seed.values()]
-    steps = sorted(set.intersection(*(set(values) for values in every)))
-    values = [[one[step] for one in every] for step in steps]
-    color, dash = style
-    panel.plot(steps, [*map(fmean, values)], color=color, linestyle=dash, label=label)
-    panel.fill_between(steps, [*map(min, values)], [*map(max, values)], color=color, alpha=0.15, linewidth=0)
-
-
-def table(curves: Curves) -> str:
+def table(rows: pd.DataFrame) -> str:
     """Return a Markdown table with a line per case."""
     lines = [
         "| run | config | steps | held-out reward before | after, by seed | mean ± sd | rollouts | "
         "tokens sampled | s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, by_seed in curves.items():
+    for name, of_case in rows.groupby("case", sort=False):
         case = CASES[name]
-        ends = [rows[-1] for rows in by_seed.values()]
-        after = [end["held_out"] for end in ends]
+        ends = of_case.groupby("seed").last()
+        after = ends["held_out"]
         cells = [
             case.label,
             f"`{' '.join((case.config, *case.overrides))}`",
-            f"{ends[0]['step']:.0f}",
-            f"{fmean(rows[0]['held_out'] for rows in by_seed.values()):.3f}",
+            f"{ends['step'].max():.0f}",
+            f"{of_case.groupby('seed')['held_out'].first().mean():.3f}",
             ", ".join(f"{value:.3f}" for value in after),
-            f"{fmean(after):.3f}" + (f" ± {stdev(after):.3f}" if len(after) > 1 else ""),
-            f"{fmean(end['rollouts'] for end in ends):,.0f}",
-            f"{fmean(end['tokens'] for end in ends):,.0f}",
-            f"{fmean(end['time_s'] for end in ends):.0f}",
+            f"{after.mean():.3f}" + (f" ± {after.std():.3f}" if len(after) > 1 else ""),
+            *(f"{ends[column].mean():,.0f}" for column in ("rollouts", "tokens", "time_s")),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def report(curves: Curves) -> str:
+def report(rows: pd.DataFrame) -> str:
     """Return the text of learning.md."""
-    seeds = sorted({seed for by_seed in curves.values() for seed in by_seed})
+    seeds = sorted(set(rows["seed"]))
     return f"""# What the shipped configs learn
 
     python scripts/learning_curves.py --seeds {" ".join(map(str, seeds))}
 
 ![held-out rewards](learning.png)
 
-{table(curves)}
+{table(rows)}
 
 held-out reward: reward of prompts that are not trained on (the config's `eval`), before the first step and
 after the last. rollouts: trained rollouts, and rollouts of replaced groups. s: seconds from the first prompt
@@ -271,22 +226,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
-    parser.add_argument("--draw", action="store_true", help="only read and draw")
     options = parser.parse_args()
     planned = plan(options.only, options.seeds, options.runs_dir)
-    if not options.draw:
-        run_all(planned, options.runs_dir)
-    known = read_csv(options.out / "learning.csv")
-    for name in options.only:
-        known.pop(name, None)
-    for run in planned:
-        if run.variant in CASES and is_done(options.runs_dir / run.name):
-            known.setdefault(run.variant, {})[run.seed] = read_run(options.runs_dir / run.name)
-    curves = {name: known[name] for name in CASES if name in known}
+    run_all(planned, options.runs_dir)
+    path = options.out / "learning.csv"
+    known = pd.read_csv(path) if path.exists() else pd.DataFrame({"case": []})
+    tables = [read_run(run, options.runs_dir / run.name) for run in planned if run.variant in CASES]
+    rows = pd.concat([known[~known["case"].isin(options.only)], *tables])
+    rows = rows.sort_values("case", key=lambda names: names.map([*CASES].index), kind="stable")
     options.out.mkdir(parents=True, exist_ok=True)
-    write_csv(curves, options.out / "learning.csv")
-    draw(curves, options.out / "learning.png")
-    (options.out / "learning.md").write_text(report(curves), encoding="utf-8")
+    rows.to_csv(path, index=False, float_format="%.5g")
+    draw(rows, options.out / "learning.png")
+    (options.out / "learning.md").write_text(report(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

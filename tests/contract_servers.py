@@ -135,7 +135,7 @@ def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
     spec: dict[str, Any] = {"name": f"{kind}-0", "slots": SLOTS, "max_length": TRAITS[kind].max_length}
     spec |= overrides
     if kind == "simulated":
-        constant = {"mean_tokens": 1e9, "sigma": 0.0, "decode_step_s": 0.001, "per_row_s": 0.0}
+        constant = {"mean_tokens": 1e9, "sigma": 0.0, "decode_step_s": 0.001}
         return {"vocab_size": VOCAB_SIZE, **constant, **spec}
     from engine_in_process import make_qwen3
 

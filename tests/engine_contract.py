@@ -16,14 +16,12 @@ from contract_servers import VOCAB_SIZE, Server, client_of
 from safetensors.numpy import save_file
 
 from asyncrl.base.errors import EngineError, EngineLost
-from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.codec import spans_of
 from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateResponse
-from asyncrl.messages.records import SamplingRequest, VersionSpan
+from asyncrl.messages.records import VersionSpan
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 from asyncrl.weights.tensor_files import digest_tensors
-from asyncrl_servers.engine_routes import GenerateBody
 
 BOTH: list[EnginePart] = ["kv", "weights"]
 LIMIT_S = 280.0
@@ -57,16 +55,6 @@ def contract(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     parameters = [one for name, one in signature.parameters.items() if name != "engine"]
     told.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return told
-
-
-async def generate(caller: Caller, request: SamplingRequest) -> GenerateResponse:
-    """Send the request over HTTP."""
-    return await caller.post(
-        "/generate",
-        GenerateBody(**{name: getattr(request, name) for name in GenerateBody.model_fields}),
-        GenerateResponse,
-        timeout_s=60,
-    )
 
 
 async def health(engine: EngineClient) -> EngineHealth:

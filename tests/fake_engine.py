@@ -67,11 +67,10 @@ class LetterEngine(SimulatedEngine):
 
     def stop(self) -> None:
         """The process has ended."""
-        self._ends.clear()
-        self._running.clear()
-        self._queued.clear()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._running.values():
+            timer.cancel()
+        for place in (self._running, self._streamed, self.queued):
+            place.clear()
 
     def _report(self, run: SimulatedRun, end: int, then: str) -> None:
         start = run.num_told
@@ -90,8 +89,7 @@ class LetterEngine(SimulatedEngine):
         logprobs = np.array([logprob for _, logprob in drawn], np.float32)
         self._num_tokens += end - start
         run.num_told = end
-        sampled = codec.Sampled(run.number, ids, logprobs, spans, then)
-        self._results.setdefault(run.listener, []).append(sampled)
+        self.report(run, codec.Sampled(run.number, ids, logprobs, spans, then))
 
 
 class FakeLink(ServedLink):
@@ -148,9 +146,7 @@ class FakeEngineServer(FakeServer):
         super().__init__(name)
         self.slots, self.prepare_s, self.swap_s, self.first_weights = slots, prepare_s, swap_s, weights
         sizes: dict[str, Any] = {"slots": slots, "max_length": max_length, "vocab_size": 2**31}
-        self.spec = FakeSpec(
-            name=name, **sizes, decode_step_s=decode_s, per_row_s=0.0, end_fraction=end_fraction
-        )
+        self.spec = FakeSpec(name=name, **sizes, decode_step_s=decode_s, end_fraction=end_fraction)
         self.refuse: Callable[[SamplingRequest], str] = lambda _: ""
         self.chunk_tokens, self.corrupt_digest, self.scripted = 1, False, b""
         self.requests: list[SamplingRequest] = []

@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from asyncrl.base.errors import NodeLost, RoomError
 from asyncrl.base.http import Answer, Caller, CallLost, CallRefused
 from asyncrl.base.message import ErrorBody
+from asyncrl.launch.processes import Process
+from asyncrl.launch.supervise import Server
 from asyncrl.messages.trainer_api import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
 
 Work = Callable[[], Awaitable[Any]]
@@ -100,47 +102,56 @@ class FakeServer(Caller):
         return CallRefused(self.name, path, status, ErrorBody(error=why))
 
 
-class FakeProcess:
-    """A Restartable over a fake server; a new process answers `start_s` seconds after it was started.
+class FakeChild(Process):
+    """The process of a fake server. `reap_s`: seconds from broken connections to the reported death."""
 
-    Knobs: `fails_to_start` (number of next processes that end instead of starting), `reap_s` (seconds from
-        broken connections to the death that the kernel reports), `is_node_gone` (its end, and that of all
-        that would start, is the loss of its node).
+    pid = 17
+    reap_s = 0.0
+    is_node_gone = False
+
+    def __init__(self, server: FakeServer) -> None:
+        super().__init__(server.name, "its log")
+        self.server = server
+
+    async def wait(self) -> None:
+        await self.server.has_ended.wait()
+        await asyncio.sleep(self.reap_s)
+
+    def death(self) -> RoomError:
+        if self.is_node_gone:
+            return NodeLost(self.name, "the node far (10.0.0.2) is gone: no answer for 15 s")
+        what = "process 17 was killed by SIGKILL; the end of its log:\n    last words"
+        return RoomError(self.name, what, way_out="read its log.")
+
+
+class FakeProcess(Server):
+    """A Server over a fake one; a new process answers `start_s` seconds after it was started.
+
+    `fails_to_start`: number of next processes that end instead of starting. `child.is_node_gone`: its end,
+    and that of all that would start, is the loss of its node.
     """
 
+    child: FakeChild
+
     def __init__(self, server: FakeServer, *, start_s: float = 5.0) -> None:
-        self.server, self.name, self.start_s = server, server.name, start_s
-        self.caller: Any = server
-        self.fails_to_start, self.reap_s, self.is_node_gone = 0, 0.0, False
+        caller: Any = server
+        super().__init__(FakeChild(server), caller, type(server.health()), start_s)
+        self.server = server
+        self.fails_to_start = 0
         self.started_at: list[float] = []
         """When a process was started again."""
         self.num_cancelled = 0
         """Starts that were given up."""
 
-    async def watch(self) -> None:
-        """Until it dies."""
-        await self.server.has_ended.wait()
-        await asyncio.sleep(self.reap_s)
-        self._refuse_gone()
-        what = "process 17 was killed by SIGKILL; the end of its log:\n    last words"
-        raise RoomError(self.name, what, way_out="read its log.")
-
-    async def check_alive(self, timeout_s: float) -> None:
-        """GET /health."""
-        try:
-            await self.server.get("/health", type(self.server.health()), timeout_s=timeout_s)
-        except CallLost as error:
-            raise RoomError(self.name, f"process 17 does not answer: {error.why}") from error
-
-    async def end(self) -> str:
+    async def end(self) -> None:
         """SIGKILL."""
         self.server.die()
-        return ""
 
     async def come_up(self) -> None:
         """A new process, with the state of the start."""
         self.started_at.append(asyncio.get_running_loop().time())
-        self._refuse_gone()
+        if self.child.is_node_gone:
+            raise self.child.death()
         fails, self.fails_to_start = self.fails_to_start > 0, max(0, self.fails_to_start - 1)
         try:
             await asyncio.sleep(0.0 if fails and self.server.fails_at_once else self.start_s)
@@ -150,10 +161,6 @@ class FakeProcess:
         if fails:
             raise RoomError(self.name, "did not start: no memory")
         self.server.restart()
-
-    def _refuse_gone(self) -> None:
-        if self.is_node_gone:
-            raise NodeLost(self.name, "the node far (10.0.0.2) is gone: no answer for 15 s")
 
 
 class FakeTrainerServer(FakeServer):

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config import RunConfig, load_config
-from asyncrl.launch.devices import Placement, place
 from asyncrl.launch.machine import CudaDevice, Machine, Node
+from asyncrl.launch.placement import Placement, place
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 EVAL = "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 10, num_prompts: 5}"

@@ -60,14 +60,13 @@ def _ask(client: openai.OpenAI, **more: Any) -> Any:
 
 def _check_forms(client: openai.OpenAI) -> None:
     validate = Draft202012Validator(PERSON).validate
-    for seed in range(3):
-        choice = _ask(client, response_format=FORMAT, seed=seed)
-        assert choice.finish_reason == "stop"
-        validate(json.loads(choice.message.content))
-        choice = _ask(client, tools=[TOOL], tool_choice=NAMED, seed=seed)
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        (call,) = choice.message.tool_calls
-        validate(json.loads(call.function.arguments))
+    choice = _ask(client, response_format=FORMAT, seed=1)
+    assert choice.finish_reason == "stop"
+    validate(json.loads(choice.message.content))
+    choice = _ask(client, tools=[TOOL], tool_choice=NAMED, seed=1)
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls
+    validate(json.loads(call.function.arguments))
 
 
 def _check_sampling(client: openai.OpenAI) -> None:

@@ -18,7 +18,7 @@ from engine_in_process import drawn, make_qwen3
 from engine_processes import SECRET, engine_process
 from rank_processes import Group, running
 from trainer_cases import changed, make_batch
-from vllm_process import VllmProcess, vllm_process
+from vllm_process import vllm_process
 
 from asyncrl.base.errors import EngineLost, WeightsLost
 from asyncrl.base.http import Caller
@@ -26,11 +26,9 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import GenerateResponse, LoadChunkRequest
+from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.trainer_api import (
-    ExportChunkRequest,
-    ExportChunkResponse,
     ExportResponse,
     TrainResponse,
     pack_batch,
@@ -117,7 +115,6 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tokenizer.save_pretrained(model_path)
     spec = {"model_path": str(model_path), "dtype": "float32", "device": "cpu", **SIZES}
     start: Any = vllm_process if kind == "vllm" else partial(engine_process, "embedded")
-    spec |= {} if kind == "vllm" else {"receives_bytes": CHUNKS["chunk_bytes"]}
     with ExitStack() as stack:
         servers = [
             stack.enter_context(start({**spec, "name": f"engine-{index}"}, folder / f"server-{index}"))
@@ -188,35 +185,3 @@ def test_killed_trainer_costs_no_engine(house: House) -> None:
         assert seen(await first.generate_segment(REQUEST)) == seen(before)
 
     house.run(story)
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("house", ["vllm"], indirect=True)
-def test_vllm_loads_chunks_from_the_trainers_memory(house: House, tmp_path: Path) -> None:
-    """Transport ipc with a mapped file in place of CUDA memory."""
-    server: VllmProcess = house.servers[0]
-    trainer = running(house.model_path, tmp_path / "trainer", 1, transport="ipc", chunks="memory", **CHUNKS)
-    with trainer as other:
-        handles = set[str]()
-        for index in range(100):
-            chunk = other.ask(partial(post_chunk, ExportChunkRequest(version=0, index=index)))
-            assert chunk.memory is not None
-            handles.add(chunk.memory.handles[0].name)
-            asked = chunk.model_dump(include=set(LoadChunkRequest.model_fields))
-            if index == 0:
-                wrong = server.rpc("asyncrl_load_chunk", **{**asked, "digest": "0" * 32})
-                assert "with digest 0000" in wrong["error"]
-            assert server.rpc("asyncrl_load_chunk", **asked) == {"ok": True, "digest": chunk.digest}
-            if chunk.is_last:
-                break
-        assert index > 2
-        assert len(handles) == 1, "one piece of memory, opened once"
-        finished = server.rpc("asyncrl_finish_chunks", version=0, digest=chunk.whole_digest)
-        assert finished == {"ok": True}
-        assert chunk.canary is not None
-        _, logprobs = server.generate(chunk.canary.token_ids, salt="memory", max_tokens=1)
-        assert abs(logprobs[0] - chunk.canary.next_logprob) < 1e-4
-
-
-async def post_chunk(message: ExportChunkRequest, caller: Caller) -> ExportChunkResponse:
-    return await caller.post("/export_chunk", message, ExportChunkResponse, timeout_s=60)

@@ -257,7 +257,7 @@ class BufferHistory(RuleBasedStateMachine):
 
 
 TestBufferHistory = BufferHistory.TestCase
-TestBufferHistory.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestBufferHistory.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
 TestBufferHistory = pytest.mark.timeout(240)(TestBufferHistory)
 
 

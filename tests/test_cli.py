@@ -15,21 +15,25 @@ import typer
 from asyncrl.cli import app
 
 ROOT = Path(__file__).parent.parent
-NO_TORCH = """
-import sys
+RUN_LINES = """
+import contextlib, io, json, sys
 sys.modules["torch"] = None
 from asyncrl.cli import main
-sys.argv[0] = "asyncrl"
-main()
+answers = []
+for line in json.load(sys.stdin):
+    sys.argv = ["asyncrl", *line.split()]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code or 0
+    answers.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(answers))
 """
-
-
 LINES = """
 --help -> 0: scale ... serve
 --version -> 0: asyncrl 0.
-run --help -> 0: --resume
 work --help -> 0: ASYNCRL_WORKER_KEY
-keys buffer -> 0: buffer.max_staleness (integer, default 1)
 keys -> 0: settings; more: asyncrl keys SECTION, asyncrl keys --all
 keys --all -> 0: supervision.max_restarts (integer
 keys bufer -> 2: did you mean buffer?
@@ -42,7 +46,7 @@ run -h -> 0: --resume
 check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... cpu: needs
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
 check configs/quickstart.yaml --slots 3 -> 2: No such option: --slots
-check configs/quickstart.yaml observe.trackers=[no_such:Mine] -> 2: there is no module no_such ... Way out:
+check configs/quickstart.yaml observe.trackers=[no_such:Mine] -> 2: No module named 'no_such' ... Way out:
 status docs -> 2: Way out:
 inspect docs -> 2: Way out:
 report docs -> 2: is not a run directory ... Way out:
@@ -50,20 +54,33 @@ scale docs engines=2 -> 2: is not a run directory ... Way out:
 export docs out -> 2: is not a run directory ... Way out:
 export docs out more -> 2: not 3 paths
 runs docs/none -> 2: there is no folder docs/none ... Way out:
-init --help -> 0: quickstart ... gsm8k ... agent ... tutorial
 init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent, tutorial
-"""
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize("line", LINES.strip().splitlines())
-def test_commands_work_without_torch(line: str) -> None:
-    arguments, code, says = re.split(r" -> |(?<=\d): ", line)
-    command = [sys.executable, "-c", NO_TORCH, *arguments.split()]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert answer.returncode == int(code), answer.stderr
-    said = answer.stderr if answer.returncode else answer.stdout
-    assert all(words in said for words in says.split(" ... ")), said
-    assert "Traceback" not in answer.stderr
+def run_lines(folder: Path, *lines: str) -> list[tuple[int, str, str]]:
+    """Return exit code, output and errors of each command, in one process without torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_LINES],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return [tuple(answer) for answer in json.loads(done.stdout)]
+
+
+def test_commands_work_without_torch() -> None:
+    cases = [re.split(r" -> |(?<=\d): ", line) for line in LINES]
+    answers = run_lines(ROOT, *(arguments for arguments, _, _ in cases))
+    for (arguments, code, says), (returned, out, err) in zip(cases, answers, strict=True):
+        said = err if returned else out
+        assert returned == int(code), (arguments, said)
+        assert all(words in said for words in says.split(" ... ")), (arguments, said)
+        assert "Traceback" not in err
 
 
 def test_the_page_says_which_commands_need_no_extra() -> None:
@@ -79,14 +96,6 @@ def test_the_page_says_which_commands_need_no_extra() -> None:
     assert rest == {"run", "export", "serve"}, "what trains, samples or exports"
 
 
-def asyncrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What a command does in a folder that is no checkout, without torch."""
-    command, env = [sys.executable, "-c", NO_TORCH, *arguments], {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=120
-    )
-
-
 @pytest.mark.parametrize(
     ("kind", "writes"),
     [
@@ -97,18 +106,18 @@ def asyncrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_init_writes_configs_that_pass_the_check(kind: str, writes: set[str], tmp_path: Path) -> None:
-    first = asyncrl(tmp_path, "init", kind)
-    assert first.returncode == 0, first.stderr
+    machine = " --devices 1xRTX4090-24GB --cores 16 --memory 64GB" if kind == "gsm8k" else ""
+    configs = sorted(name for name in writes if name.endswith(".yaml"))
+    checks = [f"check {name}{machine}" for name in configs]
+    first, *checked, again = run_lines(tmp_path, f"init {kind}", *checks, f"init {kind}")
+    assert first[0] == 0, first
     assert {path.name for path in tmp_path.iterdir()} == writes
-    assert all(f"wrote {name}\n" in first.stdout for name in writes)
-    machine = ["--devices", "1xRTX4090-24GB", "--cores", "16", "--memory", "64GB"] if kind == "gsm8k" else []
-    for name in sorted(name for name in writes if name.endswith(".yaml")):
-        assert re.search(rf"^  asyncrl run {name}", first.stdout, re.MULTILINE)
-        checked = asyncrl(tmp_path, "check", name, *machine)
-        assert checked.returncode == 0, checked.stderr
-    again = asyncrl(tmp_path, "init", kind)
-    assert again.returncode == 2
-    assert "init overwrites no file" in again.stderr
+    assert all(f"wrote {name}\n" in first[1] for name in writes)
+    for name, (code, _, error) in zip(configs, checked, strict=True):
+        assert re.search(rf"^  asyncrl run {name}", first[1], re.MULTILINE)
+        assert code == 0, error
+    assert again[0] == 2
+    assert "init overwrites no file" in again[2]
 
 
 def made_run(folder: Path, name: str, *, written_s: int, rewards: list[float]) -> Path:
@@ -128,20 +137,20 @@ def test_runs_lists_newest_first_with_state_steps_and_reward(tmp_path: Path) -> 
     made_run(tmp_path, "second", written_s=2000, rewards=[0.0] * 5 + [0.5] * 10)
     made_run(tmp_path, "first", written_s=1000, rewards=[])
     (tmp_path / "runs" / "no-run").mkdir()
-    rows = asyncrl(tmp_path, "runs").stdout.splitlines()[1:]
-    assert [row.split()[:4] for row in rows] == [
+    (_, text, _), (_, as_json, _) = run_lines(tmp_path, "runs", "runs runs --json")
+    assert [row.split()[:4] for row in text.splitlines()[1:]] == [
         ["runs/second", "done", "15/360", "0.500"],
         ["runs/first", "done", "0/360", "-"],
     ]
-    (second, _) = json.loads(asyncrl(tmp_path, "runs", "runs", "--json").stdout)
+    (second, _) = json.loads(as_json)
     assert (second["run_dir"], second["reward"]) == ("runs/second", 0.5)
 
 
-@pytest.mark.parametrize("command", ["status", "inspect", "report", "export out"])
-def test_command_without_a_run_takes_and_names_the_newest(command: str, tmp_path: Path) -> None:
-    none = asyncrl(tmp_path, *command.split())
-    assert none.returncode == 2
-    assert "there is no folder runs" in none.stderr
+def test_command_without_a_run_takes_and_names_the_newest(tmp_path: Path) -> None:
+    commands = ("status", "inspect", "report", "export out")
+    for code, _, error in run_lines(tmp_path, *commands):
+        assert (code, "there is no folder runs" in error) == (2, True)
     made_run(tmp_path, "old", written_s=1000, rewards=[0.1])
     made_run(tmp_path, "new", written_s=2000, rewards=[0.1])
-    assert "the newest run: runs/new\n" in asyncrl(tmp_path, *command.split()).stderr
+    for _, _, error in run_lines(tmp_path, *commands):
+        assert "the newest run: runs/new\n" in error

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 from contract_servers import LONG, OURS, server_of, spec_of
-from engine_contract import generate, until
+from engine_contract import until
 from engine_processes import SECRET, engine_process
 
+from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.message import find_fatal
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
+from asyncrl.messages.engine_api import EngineHealth
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -26,7 +28,7 @@ def test_server_needs_the_secret_and_ends_with_its_parent(kind: str, tmp_path: P
         async def story() -> None:
             async with aclosing(Caller("stranger", child.url, "a guess")) as stranger:
                 with pytest.raises(CallRefused, match="answered 401"):
-                    await generate(stranger, server.request())
+                    await stranger.get("/health", EngineHealth, timeout_s=60)
                 with pytest.raises(CallLost, match="401"):
                     await stranger.connect("/link")
             async with aclosing(Caller(kind, child.url, SECRET)) as caller:
@@ -37,11 +39,12 @@ def test_server_needs_the_secret_and_ends_with_its_parent(kind: str, tmp_path: P
                     await until(EngineServer(caller), lambda now: (now.num_running, now.num_queued) == (4, 5))
                 await until(EngineServer(caller), lambda now: now.num_running + now.num_queued == 0)
                 await socket.close()
-                task = asyncio.create_task(generate(caller, server.request(max_tokens=LONG)))
-                await until(EngineServer(caller), lambda now: now.num_running == 1)
+                engine = EngineServer(caller)
+                task = asyncio.create_task(engine.generate_segment(server.request(max_tokens=LONG)))
+                await until(engine, lambda now: now.num_running == 1)
                 assert child.process.stdin is not None
                 child.process.stdin.close()
-                with pytest.raises(CallLost):
+                with pytest.raises(EngineLost):
                     await task
 
         asyncio.run(story())

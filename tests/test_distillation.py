@@ -22,7 +22,7 @@ from asyncrl.base.errors import ConfigError, RequestRefused
 from asyncrl.base.http import Caller, Refused
 from asyncrl.config import RunConfig, ScratchConfig
 from asyncrl.engines.engine import Teacher
-from asyncrl.job.check import check_teacher
+from asyncrl.job.check import find_teacher
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.objective import BatchNumbers
@@ -125,9 +125,9 @@ def test_teacher_of_other_tokens_is_refused(tiny_model_dir: Path, tmp_path: Path
     config |= {"algorithm": {"distill_weight": 1}, "teacher": {"path": str(other)}}
     ours = HFChatTokenizer(tiny_model_dir)
     with pytest.raises(ConfigError, match=r"teacher.path=.*: id \d+ is 'b' in the teacher, 'a' in"):
-        check_teacher(RunConfig.model_validate(config), ours)
+        find_teacher(RunConfig.model_validate(config), ours)
     config["teacher"] = {"path": str(tiny_model_dir)}
-    assert check_teacher(RunConfig.model_validate(config), ours)[0].endswith("has the model's vocabulary")
+    assert find_teacher(RunConfig.model_validate(config), ours) == tiny_model_dir.resolve()
 
 
 # ---- runs

@@ -11,22 +11,17 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from engine_contract import generate
 from engine_in_process import (
-    answered,
     make_qwen3,
     make_request,
     make_spec,
-    running_engine,
     stage_file,
     weights_of,
 )
 from engine_processes import SECRET, engine_process
-from engine_replies import ask
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_engine_lora import adapters, lora_request
 
 from asyncrl.base.http import Caller, Refused
 from asyncrl.engines.engine import EngineServer
@@ -35,34 +30,12 @@ from asyncrl.messages.engine_api import (
     EnginePart,
     LoadChunkRequest,
     SleepRequest,
-    TransferStats,
     WakeRequest,
 )
 from asyncrl.weights.tensor_files import digest_tensors
-from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
+from asyncrl_servers.embedded.embedded_engine import build_engine
 
 BOTH: list[EnginePart] = ["kv", "weights"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3(tmp_path_factory.mktemp("sleep") / "model", num_hidden_layers=2)
-
-
-def sleep(engine: Engine, parts: list[EnginePart] = BOTH) -> TransferStats:
-    return engine.sleep(SleepRequest(parts=parts)).result(timeout=60)
-
-
-def wake(engine: Engine, parts: list[EnginePart] = BOTH) -> TransferStats:
-    return engine.wake(WakeRequest(parts=parts)).result(timeout=60)
-
-
-def push(engine: Engine, weights: dict[str, torch.Tensor], version: int, scratch: Path) -> None:
-    """In chunks, into weights that have slept."""
-    for chunk in chunk_requests(weights, scratch):
-        engine.weights.load_chunk(chunk.model_copy(update={"version": version}))
-    commit = CommitRequest(version=version, digest=digest_tensors(weights))
-    assert engine.commit(commit).result(timeout=60).digest == engine.weights.digest
 
 
 def chunk_requests(weights: dict[str, torch.Tensor], scratch: Path) -> list[LoadChunkRequest]:
@@ -72,10 +45,6 @@ def chunk_requests(weights: dict[str, torch.Tensor], scratch: Path) -> list[Load
         fields = stage_file(part, index, scratch).model_dump(exclude_defaults=True)
         chunks.append(LoadChunkRequest(**fields, index=index, is_last=index == 2))
     return chunks
-
-
-def sampled(engine: Engine) -> dict[str, Any]:
-    return answered(engine, max_tokens=60).model_dump()
 
 
 @pytest.mark.slow
@@ -88,7 +57,7 @@ def test_sleep_frees_process_memory(tmp_path: Path) -> None:
         async def story() -> tuple[int, int]:
             async with aclosing(Caller("engine-0", child.url, SECRET)) as caller:
                 engine, memory = EngineServer(caller), psutil.Process(child.process.pid).memory_info
-                await generate(caller, make_request())
+                await engine.generate_segment(make_request())
                 awake = memory().rss
                 freed = await engine.sleep(BOTH)
                 return freed.num_bytes, awake - memory().rss
@@ -96,22 +65,6 @@ def test_sleep_frees_process_memory(tmp_path: Path) -> None:
         freed, left = asyncio.run(story())
     assert freed > 200 * 2**20
     assert left > 0.8 * freed
-
-
-def test_weights_under_adapters_cannot_sleep(folder: Path, tmp_path: Path) -> None:
-    small = adapters(folder, ("model.layers.1.self_attn.q_proj",))
-    with running_engine(folder, has_adapters=True) as engine, running_engine(folder) as late:
-        late.weights.prepare(request := lora_request(small, 1, tmp_path))
-        late.commit(CommitRequest(version=1, digest=request.digest)).result(timeout=60)
-        for refusing in (engine, late):
-            expected = sampled(refusing)
-            (running,) = ask(refusing, [make_request("running", max_tokens=200)])
-            with pytest.raises(Refused, match="weights under adapters cannot sleep"):
-                sleep(refusing)
-            assert running.result(timeout=60).finish_reason == "length"
-            assert sleep(refusing, ["kv"]).num_bytes > 0
-            wake(refusing, ["kv"])
-            assert sampled(refusing) == expected
 
 
 class SleepHistories(RuleBasedStateMachine):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_in_process import answered, make_qwen3, make_spec, running_engine
-from launch_cases import EVAL, TAUGHT, TURNS, load, machine
+from launch_cases import EVAL, OWN, load, machine
 from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_moe
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,13 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from asyncrl.base.message import ErrorBody, find_fatal
 from asyncrl.job.servers import KINDS
 from asyncrl.launch.machine import single_node
-from asyncrl.launch.plan import EVAL_ENGINE, TEACHER, make_plan, plan_run
-from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec, LoadedModel
+from asyncrl.launch.plan import EVAL_ENGINE, make_plan, plan_run
+from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import (
     build_engine,
-    check_memory,
     check_same_model,
-    memory_needs,
 )
 from asyncrl_servers.embedded.kv_attention import CacheShape
 
@@ -59,45 +57,23 @@ def test_damaged_weights_are_refused(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "cannot load the model" in refusal_of(capfd, build_engine, make_spec(folder)).error
 
 
-def test_slots_that_cannot_fit_are_refused_with_those_that_fit(capfd: pytest.CaptureFixture[str]) -> None:
-    spec = make_spec(Path("model"), slots=10_000, max_length=2048)
-    sizes = {"slot_bytes": 2**20, "staged_bytes": 2**28, "free_bytes": 2**30}
-    fatal = refusal_of(capfd, check_memory, spec, **sizes)
-    assert re.search("10000 slots of 2048 tokens need.*1024.0 MiB are free", fatal.error)
-    fitting = int(fatal.way_out.split("rollout.slots=")[1].split()[0])
-    check_memory(spec.model_copy(update={"slots": fitting}), **sizes)
-    with pytest.raises(SystemExit):
-        check_memory(spec.model_copy(update={"slots": fitting + 1}), **sizes)
-    teacher = spec.model_copy(update={"slots": 1, "score_slots": fitting})
-    assert "lower rollout.max_tokens" in refusal_of(capfd, check_memory, teacher, **sizes).way_out
-
-
 @pytest.mark.parametrize(
     ("of", "overrides", "name"),
-    [
-        ("quickstart", [], "engine-0"),
-        ("quickstart", TURNS, "engine-0"),
-        ("quickstart", [*TURNS, EVAL], EVAL_ENGINE),
-        ("quickstart", TAUGHT, TEACHER),
-        ("agent", [], "engine-0"),
-    ],
+    [("quickstart", [], "engine-0"), ("quickstart", [EVAL, OWN], EVAL_ENGINE), ("agent", [], "engine-0")],
 )
-def test_the_plan_counts_what_the_server_then_asks_for(
+def test_the_plan_counts_the_cache_and_weights_of_the_server(
     of: str, overrides: list[str], name: str, tmp_path: Path
 ) -> None:
     folder = make_qwen3(tmp_path / "model")
     of_model = ["model.scratch=none", f"model.path={folder}", "rollout.max_tokens=50"]
-    given = [f"teacher.path={folder}" if one.startswith("teacher") else one for one in overrides]
-    config = load(*of_model, *given, name=of)
+    config = load(*of_model, *overrides, name=of)
     plan = make_plan(config, single_node(machine(0)))
-    placement = plan.placement
-    fields = KINDS[config.rollout.engine](config, placement, folder).spec(name, placement.engines[0][0])
-    scoring = {"slots": 1, "score_slots": 16} if name == TEACHER else {}
-    spec = EmbeddedSpec(**{**fields, **scoring})
-    slot_bytes, staged_bytes = memory_needs(spec, LoadedModel(spec))
+    kind = KINDS[config.rollout.engine](config, plan.placement, folder)
+    spec = EmbeddedSpec(**{**kind.spec(name, plan.placement.engines[0][0]), "deterministic": False})
+    engine = build_engine(spec)
     counted = next(process.memory for process in plan.processes if process.name == name)
-    assert counted.kv < slot_bytes * (spec.slots + spec.score_slots) <= counted.kv + counted.micro_batch
-    assert counted.copies == pytest.approx(staged_bytes, rel=0.01)
+    assert counted.kv == pytest.approx(engine.runner.cache.num_bytes, rel=0.1)
+    assert counted.copies == pytest.approx(engine.weights.num_bytes, rel=0.01)
 
 
 def test_a_length_beyond_the_model_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -201,19 +201,12 @@ async def test_server_without_a_route_or_with_other_weights_is_refused(
         await server_over(fake).ready(10.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"max_tokens": 998}, r"3 prompt tokens \+ 998 new ones = 1001, a slot holds 1000"),
-        ({"prompt_ids": [2**20]}, "it has token id 1048576; the model knows ids 0..1048575"),
-        ({"temperature": 0.001}, "temperature 0.001; vLLM samples at 0.01"),
-    ],
-)
 @virtual
-async def test_requests_vllm_would_change_are_refused(changes: dict[str, Any], says: str) -> None:
-    fake, server = await ready_server()
-    with pytest.raises(RequestRefused, match=f"engine-0 refused request a: .*{says}"):
-        await server.generate_segment(replace(request(), **changes))
+async def test_temperature_that_vllm_would_change_is_refused() -> None:
+    _, server = await ready_server()
+    says = "engine-0 refused request a: .*temperature 0.001; vLLM samples at 0.01"
+    with pytest.raises(RequestRefused, match=says):
+        await server.generate_segment(replace(request(), temperature=0.001))
 
 
 def test_stop_string_across_two_segments_is_found() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from asyncrl.base.errors import EngineLost, NodeLost, RoomError, WeightsLost
 from asyncrl.base.http import Caller, CallLost
@@ -55,15 +55,9 @@ class TrainerNode:
     async def serving(self) -> AsyncIterator[None]:
         app = web.Application()
         app.router.add_get("/staged/{name}", self.staged)
-        runner = web.AppRunner(app, shutdown_timeout=0.01)
-        await runner.setup()
-        listener = socket.create_server(("127.0.0.1", 0))
-        await web.SockSite(runner, listener).start()
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        try:
+        async with TestServer(app) as server:
+            self.url = str(server.make_url("")).rstrip("/")
             yield
-        finally:
-            await runner.cleanup()
 
     def request(self, name: str, purpose: str = "rollout", *, secret: str = SECRET) -> FileRequest:
         return FileRequest.model_validate(

@@ -99,7 +99,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("shows_special", [True, False])
 @pytest.mark.parametrize("name", [*MAKERS, "characters"])
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), cuts=st.lists(st.integers(0, 6), max_size=60))
 def test_pieces_are_the_text_up_to_the_first_stop(
     name: str, shows_special: bool, data: st.DataObject, cuts: list[int]

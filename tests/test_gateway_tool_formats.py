@@ -457,7 +457,7 @@ async def test_wrong_user_parser_fails_the_rollout_by_name(own: Any) -> None:
 def test_unknown_format_is_refused_at_the_start() -> None:
     for name, why in (
         ("cohere", "tool_format=cohere is not known.\n  Way out: set it to auto, gpt_oss, "),
-        ("own_tool_format:nothing", "has no nothing"),
+        ("own_tool_format:nothing", "has no attribute 'nothing'"),
         ("own_tool_format:two", r"cannot be called as parse\(text\)"),
     ):
         with pytest.raises(ConfigError, match=why):

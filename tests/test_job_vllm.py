@@ -121,7 +121,7 @@ def test_foreign_server_gets_weights_first_and_outlives_the_run(
     monkeypatch.setenv(KEY_ENV, "another key")
     refused = run(CONFIG, tmp_path / "refused", *small(*foreign), timeout_s=PATIENCE_S)
     assert refused.returncode == 2
-    assert "engine-0: the vLLM server there does not take the key" in refused.stderr
+    assert "engine-0: the vLLM server there refuses /health" in refused.stderr
     assert KEY_ENV in refused.stderr
 
     monkeypatch.setenv(KEY_ENV, key)

@@ -169,7 +169,7 @@ class Turns(RuleBasedStateMachine):
         error = world.run(to, faults)
         if lease.state == "broken":
             assert set(world.hit_in_undo) - {"cancel", "cancel_after"}, "it broke without a fault in an undo"
-            assert "so did undoing" in lease.broken
+            assert "and so did" in lease.broken
             assert world.events[-1] == ("lease broken", {"why": lease.broken})
         elif error is None:
             assert not world.hit, f"{world.hit} had no effect"
@@ -229,9 +229,8 @@ def world() -> World:
         ({1: "hang"}, f"engine-1: sleep was not done within weight_sync.timeout_s={TIMEOUT_S} s"),
         (
             {2: "refuse", 3: "hang"},
-            "'trainer: onload weights and optimizer' failed (it: no memory), and so did undoing 'trainer: "
-            "onload weights and optimizer' (trainer: offload was not done within "
-            f"weight_sync.timeout_s={TIMEOUT_S}",
+            "(it: no memory), and so did 'trainer: offload gradients and optimizer' (trainer: offload was "
+            f"not done within weight_sync.timeout_s={TIMEOUT_S}",
         ),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,20 +17,18 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
 from asyncrl.job.servers import KINDS
 from asyncrl.launch import engine_python
-from asyncrl.launch.devices import chunk_devices, place
 from asyncrl.launch.engine_python import find_python
 from asyncrl.launch.machine import single_node
-from asyncrl.launch.model_shape import KNOWN_MODELS, SIZES, model_shape
+from asyncrl.launch.model_shape import model_shape
+from asyncrl.launch.placement import chunk_devices, place
 from asyncrl.launch.plan import (
     Memory,
     Plan,
-    engine_threads,
     make_plan,
     plan_run,
     plan_text,
     refuse_over_capacity,
     resolve_auto,
-    trainer_threads,
 )
 
 ON_CPU = ["placement.trainer=cpu", "placement.rollout=cpu"]
@@ -62,14 +59,6 @@ def test_model_of_unknown_size_is_not_refused() -> None:
     plan = make_plan(config, single_node(machine(0)))
     refuse_over_capacity(plan, config)
     assert "hf download org/name config.json --revision v1" in plan_text(plan, config)
-
-
-def test_threads_do_not_depend_on_engines_nor_on_time_sharing() -> None:
-    one, two = load("rollout.num_engines=1"), load("rollout.num_engines=2")
-    assert engine_threads(one) == engine_threads(two)
-    assert trainer_threads(one) >= trainer_threads(two) >= 1
-    turns, apart = load(*TURNS), load(*ON_CPU, ZERO)
-    assert (trainer_threads(turns), engine_threads(turns)) == (trainer_threads(apart), engine_threads(apart))
 
 
 def test_time_sharing_needs_the_larger_side() -> None:
@@ -313,7 +302,6 @@ def test_auto_finds_the_python_of_the_checkout_or_setup(
     assert find_python(auto) == python
 
 
-ROOT = Path(__file__).parents[1]
 SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 160, "num_attention_heads": 8}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "num_hidden_layers": 4}
 SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -345,21 +333,3 @@ def test_config_json_gives_the_number_of_parameters(
     shape = model_shape(ModelConfig(path=str(tmp_path)))
     assert shape.num_parameters == pytest.approx(parameters_of(**architecture), rel=0.02)
     assert (shape.active, shape.cached, shape.has_experts) == (active, 64, active != 160)
-
-
-@pytest.mark.parametrize("name", KNOWN_MODELS)
-def test_known_model_has_the_parameters_of_its_architecture(name: str) -> None:
-    kinds = {"Qwen2": "qwen2", "Qwen3": "qwen3"}
-    kind = next((kind for part, kind in kinds.items() if part in name), "llama")
-    num = parameters_of(model_type=kind, **dict(zip(SIZES, KNOWN_MODELS[name], strict=True)))
-    for suffix in ("", "-Instruct", "-Base"):
-        shape = model_shape(ModelConfig(path=f"{name}{suffix}"))
-        assert shape.num_parameters == pytest.approx(num, rel=1e-3)
-
-
-def test_table_has_every_model_of_configs_and_pages() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").glob("*.yaml")]
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
-    named = set(re.findall(r"\b(?:Qwen|HuggingFaceTB|meta-llama)/[\w.-]*\w", text))
-    assert "Qwen/Qwen3-0.6B" in named
-    assert {name.removesuffix("-Instruct").removesuffix("-Base") for name in named} <= KNOWN_MODELS.keys()

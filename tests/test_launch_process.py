@@ -16,7 +16,6 @@ from typing import Any
 
 import psutil
 import pytest
-from job_runs import all_gone
 
 from asyncrl.base import files as staging
 from asyncrl.base.errors import ConfigError, RoomError
@@ -36,30 +35,6 @@ if os.fork() == 0:
     (folder / "cleaned").write_text("")
     os._exit(0)
 signal.pause()
-"""
-CHILD = """
-from asyncrl.base.http import child_arguments, die_with_parent, make_app, serve
-def main():
-    die_with_parent()
-    _, fd = child_arguments()
-    serve(make_app("s"), fd)
-if __name__ == "__main__":
-    main()
-"""
-PARENT = """
-import asyncio, sys
-from pathlib import Path
-from asyncrl.launch import fork_server
-from asyncrl.launch.processes import ChildProcess, ProcessSpec
-module, is_forked, folder = sys.argv[1:]
-async def main():
-    if is_forked:
-        fork_server.current = fork_server.ForkServer(modules=[module])
-    child = ChildProcess(ProcessSpec("child-0", module, "{}", Path(folder), "s"))
-    await child.start()
-    print(child.pid, fork_server.current.pid if fork_server.current else child.pid, flush=True)
-    await asyncio.Event().wait()
-asyncio.run(main())
 """
 PROBE = """
 import json, os, random, sys, time
@@ -100,17 +75,6 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
         yield server
 
 
-@pytest.fixture(params=["started", "forked"])
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A child module, started plainly and by a fork server."""
-    add_module(tmp_path, monkeypatch, CHILD)
-    if request.param == "started":
-        yield MODULE
-        return
-    with forking(monkeypatch):
-        yield MODULE
-
-
 @pytest.fixture
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     """A fork server whose child prints its state, or ends as its argument says."""
@@ -127,20 +91,6 @@ async def probed(output: Path, *arguments: str, env: dict[str, str] | None = Non
         process = await start_process(MODULE, arguments, files=files, env=env)
     await process.wait()
     return process.returncode
-
-
-def make_child(module: str, tmp_path: Path) -> ChildProcess:
-    return ChildProcess(ProcessSpec("child-0", module, "{}", tmp_path / "run", "s3cret"))
-
-
-def test_child_exits_when_its_parent_is_killed(module: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PARENT, module, str(fork_server.current or ""), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            orphans = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
-        finally:
-            process.kill()  # else a child that is gone already would be waited for
-    assert all_gone(orphans)
 
 
 def test_forked_child_equals_one_that_python_m_starts(
@@ -216,7 +166,7 @@ def test_group_member_has_time_to_clean_up_after_its_leader(
     os.mkfifo(tmp_path / "started")
 
     async def story() -> None:
-        child = make_child(MODULE, tmp_path)
+        child = ChildProcess(ProcessSpec("child-0", MODULE, "{}", tmp_path / "run", "s3cret"))
         await child.start()
         await asyncio.to_thread((tmp_path / "started").read_text)
         if is_frozen:

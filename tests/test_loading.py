@@ -63,10 +63,13 @@ def test_reward_function_scores_rows_and_is_built_without_any(here: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nowhere_here:Task", "no module nowhere_here; modules are imported from the working directory"),
-        ("needs_more_here:Task", r"importing needs_more_here raised ModuleNotFoundError: .*'a_package_that_"),
-        ("broken_here:Task", r"importing broken_here raised AttributeError"),
-        ("tasks_here:Goood", r"tasks_here has no Goood(.|\n)*did you mean Good\?"),
+        ("nowhere_here:Task", "No module named 'nowhere_here'; modules are imported from the working dir"),
+        (
+            "needs_more_here:Task",
+            r"needs_more_here:Task cannot be loaded: ModuleNotFoundError: .*'a_pack",
+        ),
+        ("broken_here:Task", r"broken_here:Task cannot be loaded: AttributeError"),
+        ("tasks_here:Goood", r"module 'tasks_here' has no attribute 'Goood'"),
         ("tasks_here.Good", r"is not module:name"),
         ("tasks_here:number", r"is 7, which cannot be called"),
         ("tasks_here:NoScore", r"made a NoScore, which lacks a method; a task has __len__"),

@@ -15,7 +15,7 @@ from conftest import NUM_STEPS
 from job_runs import read_lines
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.files import RunLock
+from asyncrl.base.files import run_lock
 from asyncrl.base.waits import TimedSpan
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal import schema
@@ -249,9 +249,8 @@ def test_a_damaged_file_is_reported_and_the_rest_shown(tmp_path: Path, name: str
 )
 def test_a_run_in_any_state_is_shown(tmp_path: Path, state: str, num_steps: int) -> None:
     make_run(tmp_path, num_steps, state=state)
-    lock = RunLock(tmp_path / "run.lock").acquire()
-    page = page_of(tmp_path)
-    lock.release()
+    with run_lock(tmp_path / "run.lock"):
+        page = page_of(tmp_path)
     assert render(page)
     (view,) = page["runs"]
     assert ("the disk is full" in view["ended"]) == (state == "failed")

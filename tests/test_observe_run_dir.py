@@ -27,7 +27,7 @@ from journal_cases import admit, make_batch, make_trajectory, tell_a_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.files import RunLock, lines_from_end
+from asyncrl.base.files import lines_from_end, run_lock
 from asyncrl.config import ObserveConfig, RunConfig, run_config_yaml
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId
@@ -88,11 +88,10 @@ def words(text: str) -> str:
 
 def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
     make_run(tmp_path)
-    lock = RunLock(tmp_path / "run.lock").acquire()
-    status = status_of(tmp_path)
-    text = words(render_status(tmp_path))
-    verbose = words(render_status(tmp_path, is_verbose=True))
-    lock.release()
+    with run_lock(tmp_path / "run.lock"):
+        status = status_of(tmp_path)
+        text = words(render_status(tmp_path))
+        verbose = words(render_status(tmp_path, is_verbose=True))
     assert (status["state"], status["steps_done"], status["num_steps"]) == ("running", 3, 9)
     assert (status["last_metrics"]["reward/mean"], status["verdict"]["bottleneck"]) == (0.5, "unknown")
     pace = "3 of 9 in 3.0 s, 1.00 s each, 6.0 s left"
@@ -119,9 +118,8 @@ def test_a_run_is_called_crashed_only_with_proof(
     (tmp_path / "run.lock").touch()
     assert judge_state(here | elsewhere, tmp_path)[0] == state
     assert judge_state(here, tmp_path)[0] == "crashed", "nobody holds its lock, and this is its machine"
-    lock = RunLock(tmp_path / "run.lock").acquire()
-    over_a_shared_file_system = judge_state(here | elsewhere, tmp_path)[0]
-    lock.release()
+    with run_lock(tmp_path / "run.lock"):
+        over_a_shared_file_system = judge_state(here | elsewhere, tmp_path)[0]
     assert over_a_shared_file_system == (state if "state" in elsewhere else "running")
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,30 +14,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from gateway_cases import in_loop
-from harness_gateway import WORKER_KEY, open_gateway
 
-from asyncrl.agents import Outcome
 from asyncrl.base.errors import OF_TRAIN
-from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.config.generator_gateway import HARNESSES
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 OWNERS = ("job/lifecycle.py", "agents/worker.py", "agents/sandbox.py")
 WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.values())]
-AGENT = """
-import json
-import urllib.request
-
-def run(task, session):
-    body = json.dumps({"model": session.model, "messages": list(task.messages)}).encode()
-    head = {"authorization": f"Bearer {session.api_key}", "content-type": "application/json"}
-    request = urllib.request.Request(f"{session.base_url}/chat/completions", body, head)
-    with urllib.request.urlopen(request) as answer:
-        text = json.load(answer)["choices"][0]["message"]["content"]
-    return float(text == "answer 1" and task.answer == "42")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +36,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(660)
-def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_has_its_packages_licenses_and_absolute_links(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"asyncrl", "asyncrl_servers"}
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
+        "asyncrl",
+        "asyncrl_servers",
+    }
     assert {
         *("asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"),
         *("asyncrl/observe/static/page.html", "asyncrl/observe/static/page.js"),
@@ -66,16 +52,7 @@ def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(wheel: 
     } <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert any(name.endswith("LICENSE.uPlot") and ".dist-info/licenses/" in name for name in names)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(660)
-def test_metadata_have_licenses_and_absolute_readme_links(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        text = archive.read(name).decode()
     assert "License-Expression: Apache-2.0 AND MIT\n" in text
-    assert "Project-URL: Homepage, https://" in text
     links = re.findall(r'(?:\]\(|src="|srcset="|href=")([^)"]+)', text)
     assert len(links) > 10
     assert [link for link in links if not link.startswith(("https://", "http://", "#"))] == []
@@ -144,27 +121,6 @@ def test_base_install_checks_and_reads_runs_without_torch(
     assert (listed["state"], listed["steps"]) == ("done", 2)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1700)
-@in_loop
-async def test_a_worker_with_that_alone_runs_a_rollout(worker_venv: Path, tmp_path: Path) -> None:
-    (tmp_path / "my_agent.py").write_text(AGENT)
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    async with open_gateway() as gateway:
-        command = [worker_venv / "bin/asyncrl", "work", gateway.url, "--python", "my_agent:run"]
-        env |= {WORKER_KEY_ENV: WORKER_KEY}
-        worker = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, env=env)
-        try:
-            assert await gateway.run(0) == Outcome(1.0)
-            worker.terminate()
-            assert await worker.wait() == 143
-        finally:
-            if worker.returncode is None:
-                worker.kill()
-                await worker.wait()
-    assert len(gateway.calls) == 1
-
-
 def test_worker_and_harnesses_import_nothing_of_the_train_extra() -> None:
     hide = f"import sys; sys.modules.update(dict.fromkeys({sorted(OF_TRAIN)}))"
     modules = ", ".join(f"asyncrl.agents.{name}" for name in WORKER_MODULES)
@@ -190,7 +146,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     declared = {re.split(r"[<>=\[]", each)[0].replace("-", "_") for each in sum(lists, [])}
-    declared |= {"mlflow", "yaml", "IPython"}  # mlflow-skinny, pyyaml, ipython
+    declared |= {"mlflow", "yaml", "IPython", "requests"}  # of mlflow-skinny, pyyaml, ipython, wandb
     files = [path for folder in ("asyncrl", "servers") for path in (ROOT / folder).rglob("*.py")]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}

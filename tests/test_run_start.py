@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,10 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.servers import KINDS, Servers
 from asyncrl.launch import launchers
-from asyncrl.launch.devices import NodeDevice, place
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher, NodeRequirements
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
+from asyncrl.launch.placement import NodeDevice, place
 from asyncrl.launch.processes import ChildProcess, Process
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
@@ -100,7 +101,7 @@ def test_processes_share_a_device(
             assert spec["args"] == {"gpu_memory_utilization": pytest.approx(0.2)}, "it has no need to sleep"
         else:
             assert spec["share"] == pytest.approx(0.2 - own)
-            assert spec.get("stays", False) == spec.get("takes_turns", False) == (staleness == 0)
+            assert spec.get("stays", False) == (staleness == 0)
 
 
 TWO_NODES = (
@@ -144,12 +145,8 @@ def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
         await asyncio.sleep(30.0)
         return await health(3.0)
 
-    async def watch() -> None:
-        await asyncio.sleep(dies_s)
-        raise child.death()
-
     child: Any = Process("engine-0", "its log", "http://127.0.0.1:1")
-    child.watch = watch
+    child.wait = partial(asyncio.sleep, dies_s)
     child.death = lambda: RoomError("engine-0", "killed by SIGKILL")
     health: Any = AsyncMock(side_effect=error, return_value=HEALTH)
     return Server(child, Caller("engine-0", "", ""), EngineHealth, 300.0, client_health=health, ready=ready)
@@ -160,15 +157,14 @@ async def test_server_is_ready_when_its_client_answers() -> None:
     well = server()
     await well.come_up()
     assert (well.health, asyncio.get_running_loop().time()) == (HEALTH, 30.0)
-    await well.check_alive(3.0)
     with pytest.raises(RoomError, match="does not answer: hangs; the limit is observe.heartbeat_s=3.0"):
-        await server(EngineLost("engine-0", "hangs")).check_alive(3.0)
+        await server(EngineLost("engine-0", "hangs")).watch(3.0)
 
 
 @pytest.mark.parametrize(
     ("error", "dies_s", "kind", "says"),
     [
-        (EngineLost("engine-0", "no answer"), 31.0, RoomError, "engine-0: killed by SIGKILL"),
+        (EngineLost("engine-0", "no answer"), 30.5, RoomError, "engine-0: killed by SIGKILL"),
         (EngineError("engine-0", "not ready"), 99.0, RoomError, "did not start: not ready; the end"),
         (ConfigError("engine-0 lacks --logprobs-mode"), 99.0, ConfigError, "lacks --logprobs-mode"),
     ],

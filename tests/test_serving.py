@@ -99,8 +99,7 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
     for said in ("rollout 0: reward 0.5, 3 turns", f"3 rollouts recorded in {file}", "5 calls"):
         assert said in stdout
     records = read_lines(file)
-    found = [(record["reward"], record["sample_index"]) for record in records]
-    assert found == [(0.5, 0), (1.0, 0), (None, 1)], "the last two are samples of one prompt"
+    assert [record["reward"] for record in records] == [0.5, 1.0, None]
     assert records[1]["branches"] != records[2]["branches"], "drawn anew"
     log = (tmp_path / "served" / "logs" / "controller.log").read_text()
     assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], "keys are never logged"
@@ -150,7 +149,7 @@ def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
     assert all_gone(children)
 
     process = serve("engine", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "served")
-    said = lines_until(process, "engine_api.py")
+    said = lines_until(process, "curl")
     exports = next(line for line in said if "export" in line)
     (key,) = re.findall(r"KEY=(\S+)", exports)
     assert key not in (tmp_path / "served" / "logs" / "controller.log").read_text()
@@ -166,21 +165,14 @@ def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
 def test_agent_evaluation_has_one_version_and_trains_nothing(tmp_path: Path) -> None:
     letters = {"python": "asyncrl.tasks.toy:Letters", "size": 6}
     evaluation = {"task": letters, "every": 2, "num_prompts": 6, "slots": 4}
-    plain = write_config(tmp_path, **AGENT, trainer={"num_steps": 4})
-    assert run(plain, tmp_path / "without").returncode == 0
-    rewards = dict[str, dict[int, float]]()
-    for engine in ("own", "rollout"):
-        held_out = evaluation | {"engine": engine}
-        config = write_config(tmp_path, **AGENT, eval=held_out, trainer={"num_steps": 4})
-        answer = run(config, tmp_path / engine)
+    for name, sections in (("without", {}), ("with", {"eval": evaluation | {"engine": "rollout"}})):
+        config = write_config(tmp_path, **AGENT, **sections, trainer={"num_steps": 4})
+        answer = run(config, tmp_path / name)
         assert answer.returncode == 0, answer.stderr
         assert "WARNING" not in answer.stdout, "a token of another version would end the evaluation"
-        lines = read_lines(tmp_path / engine / "eval.jsonl")
-        assert (lines[0]["policy_version"], lines[-1]["policy_version"]) == (0, 4)
-        assert all(line["eval/failed"] == 0 for line in lines)
-        assert all(2 <= line["eval/length_mean"] <= 48 for line in lines)
-        rewards[engine] = {line["policy_version"]: line["eval/reward_mean"] for line in lines}
-        with_eval, without = (read_lines(tmp_path / name / "trained.jsonl") for name in (engine, "without"))
-        assert with_eval == without, "what is trained on is the same, bit for bit"
-    assert rewards["own"].items() <= rewards["rollout"].items()
-    assert list(rewards["rollout"]) == [0, 2, 4]
+    lines = read_lines(tmp_path / "with" / "eval.jsonl")
+    assert [line["policy_version"] for line in lines] == [0, 2, 4]
+    assert all(line["eval/failed"] == 0 for line in lines)
+    assert all(2 <= line["eval/length_mean"] <= 48 for line in lines)
+    with_eval, without = (read_lines(tmp_path / name / "trained.jsonl") for name in ("with", "without"))
+    assert with_eval == without, "what is trained on is the same, bit for bit"

@@ -32,8 +32,8 @@ RUN_S = 600.0
 UNHURRIED = {"python": "rewards_for_test:Unhurried", "size": 500}
 OVER_THREE = "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 3, gpus: 0}}"
 TAUGHT_ELSEWHERE = """
-from asyncrl.launch import devices
-devices._device_of = lambda _, __, placement, **___: devices.NodeDevice(len(placement.nodes) - 1, "cpu")
+from asyncrl.launch import placement as placing
+placing._extra_device = lambda _, __, placement, **___: placing.NodeDevice(len(placement.nodes) - 1, "cpu")
 from asyncrl.cli import main
 main()
 """

@@ -195,7 +195,7 @@ def test_each_batch_is_in_the_weights_once(
 ) -> None:
     async def story(house: House) -> None:
         for rank in house.ranks:
-            rank.reap_s = reap_s
+            rank.child.reap_s = reap_s
         running, exports = house.go(8), []
         for gap_s, what, where in moves:
             await asyncio.sleep(gap_s)

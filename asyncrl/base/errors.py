@@ -15,7 +15,6 @@ AsyncrlError                the failure with its values, the rule, the way out
 ├── CallbackError           a callback of asyncrl.run raised
 ├── CheckpointError         a checkpoint cannot be written (the run continues) or read
 │   └── CheckpointDamaged   it is corrupt or incomplete: an older one is used
-├── HubError                the Hugging Face hub refuses or is unreachable
 └── RolloutFailure          one bad rollout: data, not a crash; caught once, in rollouts/
     ├── RolloutTimeout      it exceeded rollout.timeout_s
     ├── PromptUnusable      the prompt can never be sampled
@@ -73,12 +72,12 @@ def without_train(module: str) -> ConfigError:
 
 
 @contextlib.contextmanager
-def may_lack_train(name: str, unseen: list[str] | None) -> Iterator[None]:
+def may_lack_train(name: str, unseen: list[str]) -> Iterator[None]:
     """Add `name` to `unseen` when a package of the extra train is missing."""
     try:
         yield
     except ModuleNotFoundError as absent:
-        if unseen is None or (absent.name or "").split(".")[0] not in OF_TRAIN:
+        if (absent.name or "").split(".")[0] not in OF_TRAIN:
             raise
         unseen.append(name)
 
@@ -89,10 +88,6 @@ class CheckpointError(AsyncrlError):
 
 class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoint
     folder: Path
-
-
-class HubError(AsyncrlError):
-    pass
 
 
 class RoomError(AsyncrlError):

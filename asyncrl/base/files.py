@@ -127,48 +127,42 @@ _held: set[Path] = set()
 """Locked files. NFS locks belong to the process: a second lock would succeed."""
 
 
-class RunLock:
-    """Exclusive right of a process to write into a run directory."""
+@contextlib.contextmanager
+def run_lock(path: Path) -> Iterator[None]:
+    """Hold the exclusive right to write into a run directory. Raises JournalError that names the holder.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: int | None = None
+    The file stays: a waiting run may have it open.
+    """
+    key = path.resolve()
+    if key in _held:
+        raise _refusal(path, os.getpid())
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if not _take(file):
+            holder = os.pread(file, 32, 0).decode(errors="replace").strip()
+            os.close(file)
+            raise _refusal(path, holder or "unknown")
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        raise JournalError(
+            f"{path} cannot be locked: {error.strerror}",
+            way_out="make the run directory writable; its file system needs space and locks.",
+        ) from error
+    _held.add(key)
+    try:
+        yield
+    finally:
+        _held.discard(key)
+        os.close(file)
 
-    def acquire(self) -> RunLock:
-        """Take the lock. Raises JournalError that names the holder."""
-        key = self.path.resolve()
-        if key in _held:
-            raise self._refused(os.getpid())
-        try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-            if not _take(file):
-                holder = os.pread(file, 32, 0).decode(errors="replace").strip()
-                os.close(file)
-                raise self._refused(holder or "unknown")
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:
-            raise JournalError(
-                f"{self.path} cannot be locked: {error.strerror}",
-                way_out="make the run directory writable; its file system needs space and locks.",
-            ) from error
-        self._file = file
-        _held.add(key)
-        return self
 
-    def release(self) -> None:
-        """Release the lock. Idempotent. The file stays: a waiting run may have it open."""
-        if self._file is not None:
-            _held.discard(self.path.resolve())
-            os.close(self._file)
-            self._file = None
-
-    def _refused(self, holder: object) -> JournalError:
-        return JournalError(
-            f"process {holder} writes into {self.path.parent}",
-            rule="one process at a time writes into a run directory",
-            way_out=f"wait until it ends, or end it (kill {holder}), or give this run another directory.",
-        )
+def _refusal(path: Path, holder: object) -> JournalError:
+    return JournalError(
+        f"process {holder} writes into {path.parent}",
+        rule="one process at a time writes into a run directory",
+        way_out=f"wait until it ends, or end it (kill {holder}), or give this run another directory.",
+    )
 
 
 def _take(file: int) -> bool:
@@ -208,37 +202,41 @@ def disk_root(disk_dir: str | None) -> Path | None:
 
 def new_staging_dir(disk_dir: Path | None = None) -> Path:
     """Make a staging folder, owned until the end of this process. Raises RoomError. Blocks."""
-    while True:
-        name = _pattern(disk_dir).replace("*", f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        folder = (disk_dir or shared_memory_root()) / name
-        try:
-            folder.mkdir(mode=0o700)
-            (folder / LOCK).touch(mode=0o600)
-            lock = _lock(folder / LOCK)
-        except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            what = f"cannot make the folder {folder} for weights, and lock it: {error.strerror}"
-            way_out = "free space there, check its rights, or name another weight_sync.disk_dir."
-            raise RoomError("placement", what, way_out=way_out) from error
-        if lock is not None:
-            _owned[folder] = lock
-            return folder
-        shutil.rmtree(folder, ignore_errors=True)  # another process removed it before it was locked
+    name = _pattern(disk_dir).replace("*", f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    folder = (disk_dir or shared_memory_root()) / name
+    unlocked = folder.with_name(f".{name}")  # clear_stale_staging does not see it
+    try:
+        unlocked.mkdir(mode=0o700)
+        lock = os.open(unlocked / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        unlocked.rename(folder)
+    except OSError as error:
+        shutil.rmtree(unlocked, ignore_errors=True)
+        what = f"cannot make the folder {folder} for weights, and lock it: {error.strerror}"
+        way_out = "free space there, check its rights, or name another weight_sync.disk_dir."
+        raise RoomError("placement", what, way_out=way_out) from error
+    _owned[folder] = lock
+    return folder
 
 
 def remove_staging_dir(folder: Path) -> None:
     if (lock := _owned.pop(folder, None)) is not None:
-        _remove(folder, lock)
+        _remove(folder)
+        os.close(lock)
 
 
 def clear_stale_staging(disk_dir: Path | None = None) -> list[Path]:
     """Remove and return unlocked folders. Blocks."""
     removed = []
     for path in (disk_dir or shared_memory_root()).glob(f"{_pattern(disk_dir)}/{LOCK}"):
+        if path.parent in _owned:
+            continue
         with contextlib.suppress(OSError):  # another user's, or being removed
-            if path.parent not in _owned and (lock := _lock(path)) is not None:
-                _remove(path.parent, lock)
+            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if _take(lock):
+                _remove(path.parent)
                 removed.append(path.parent)
+            os.close(lock)
     return removed
 
 
@@ -252,28 +250,12 @@ def _pattern(disk_dir: Path | None) -> str:
     return "asyncrl-*" if disk_dir is None else f"asyncrl-{host}-*"
 
 
-def _lock(path: Path) -> int | None:
-    """Lock the file; None if another process holds or removed it. Raises OSError."""
-    descriptor, is_ours = os.open(path, os.O_RDWR | os.O_CLOEXEC), False
-    try:
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = os.path.samestat(os.fstat(descriptor), path.stat())
-    finally:
-        if not is_ours:
-            os.close(descriptor)
-    return descriptor if is_ours else None
-
-
-def _remove(folder: Path, lock: int) -> None:
+def _remove(folder: Path) -> None:
     """Remove the lock last: a removal that is cut short can be repeated."""
-    try:
-        with contextlib.suppress(OSError):
-            for path in folder.iterdir():
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif path.name != LOCK:
-                    path.unlink(missing_ok=True)
-            shutil.rmtree(folder)
-    finally:
-        os.close(lock)
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink(missing_ok=True)
+        shutil.rmtree(folder)

@@ -291,15 +291,12 @@ def json_answer(body: BaseModel, status: int = 200) -> web.Response:
     return web.Response(text=body.model_dump_json(), status=status, content_type="application/json")
 
 
-def serve(
-    app: web.Application, fd: int, *, handles_signals: bool = True, cancels_handlers: bool = False
-) -> None:
+def serve(app: web.Application, fd: int, *, handles_signals: bool = True) -> None:
     """Serve on the inherited socket, until SIGTERM with `handles_signals`."""
     web.run_app(
         app,
         sock=socket.socket(fileno=fd),
         handle_signals=handles_signals,
-        handler_cancellation=cancels_handlers,
         shutdown_timeout=1.0,
         keepalive_timeout=75.0,
         access_log=None,

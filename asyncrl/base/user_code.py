@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
-import difflib
 import importlib
 import inspect
 import logging
@@ -39,21 +38,14 @@ def load_object(spec: str, setting: str) -> Any:
     here = find_here()
     try:
         target: Any = importlib.import_module(module_name)
+        for name in attribute.split("."):
+            target = getattr(target, name)
     except (Exception, SystemExit) as error:  # user code may raise anything
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"{setting}={spec}: there is no module {error.name}",
-                rule=f"modules are imported from the working directory ({here}) and installed packages",
-                way_out="start asyncrl in the module's folder, install the module, or correct the name.",
-            ) from error
-        what = f"{setting}={spec}: importing {module_name} raised {type(error).__name__}: {error}"
-        raise ConfigError(what, way_out=f"make `python -c 'import {module_name}'` work first.") from error
-    for name in attribute.split("."):
-        if not hasattr(target, name):
-            close = difflib.get_close_matches(name, vars(target), n=1)
-            way_out = f"did you mean {close[0]}?" if close else f"define {name} there."
-            raise ConfigError(f"{setting}={spec}: {module_name} has no {name}", way_out=way_out)
-        target = getattr(target, name)
+        raise ConfigError(
+            f"{setting}={spec} cannot be loaded: {message_of(error)}",
+            rule=f"modules are imported from the working directory ({here}) and installed packages",
+            way_out="start asyncrl in the module's folder, install the module, or correct the name.",
+        ) from error
     return target
 
 

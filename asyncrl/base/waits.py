@@ -55,8 +55,7 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
 class OpenWait:
     """A waiting task. Its text is computed on demand."""
 
-    __slots__ = ("_code", "_declared", "_table", "kind", "on", "outer", "since_s", "task", "what", "who")
-    outer: OpenWait | None
+    __slots__ = ("_code", "_declared", "_table", "kind", "on", "since_s", "task", "what", "who")
     kind: tuple[object, ...]
     """Key of waits that are reported together."""
 
@@ -91,49 +90,37 @@ class OpenWait:
 
 
 class OpenWaits:
-    """Open waits of one loop, the innermost of each task, by kind, in constant time."""
+    """Open waits of one loop, by task and by kind. A change takes constant time."""
 
     MAX_ASKED = 32
     """Waits of a kind to check for the oldest."""
 
     def __init__(self) -> None:
-        self.innermost: dict[asyncio.Task[Any] | None, OpenWait] = {}
+        self.by_task: dict[asyncio.Task[Any] | None, list[OpenWait]] = {}
+        """Outermost first."""
         self._by_kind: dict[tuple[object, ...], dict[OpenWait, None]] = {}
 
     def add(self, wait: OpenWait) -> None:
-        wait.outer = self.innermost.get(wait.task)
-        if wait.outer is not None:
-            self._hide(wait.outer)
-        self.innermost[wait.task] = wait
+        self.by_task.setdefault(wait.task, []).append(wait)
         self._by_kind.setdefault(wait.kind, {})[wait] = None
 
     def remove(self, wait: OpenWait) -> None:
-        inner = self.innermost[wait.task]
-        if inner is not wait:  # generators may exit in another order
-            while inner.outer is not wait:
-                assert inner.outer is not None, f"{wait} was not open"
-                inner = inner.outer
-            inner.outer = wait.outer
-            return
-        self._hide(wait)
-        if wait.outer is None:
-            del self.innermost[wait.task]
-        else:
-            self.innermost[wait.task] = wait.outer
-            self._by_kind.setdefault(wait.outer.kind, {})[wait.outer] = None
-
-    def told(self) -> list[tuple[OpenWait, int]]:
-        found = [
-            (min(islice(waits, self.MAX_ASKED), key=lambda wait: wait.since_s), len(waits))
-            for waits in self._by_kind.values()
-        ]
-        return sorted(found, key=lambda one: one[0].since_s)
-
-    def _hide(self, wait: OpenWait) -> None:
+        nested = self.by_task[wait.task]
+        nested.remove(wait)  # generators may exit in another order
+        if not nested:
+            del self.by_task[wait.task]
         alike = self._by_kind[wait.kind]
         del alike[wait]
         if not alike:
             del self._by_kind[wait.kind]
+
+    def told(self) -> list[tuple[OpenWait, int]]:
+        found = []
+        for waits in self._by_kind.values():
+            asked = [wait for wait in islice(waits, self.MAX_ASKED) if self.by_task[wait.task][-1] is wait]
+            if asked:
+                found.append((min(asked, key=lambda wait: wait.since_s), len(waits)))
+        return sorted(found, key=lambda one: one[0].since_s)
 
 
 _OPEN = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, OpenWaits]()
@@ -153,8 +140,8 @@ def open_waits() -> list[tuple[OpenWait, int]]:
 def waits_of_tasks() -> dict[str, OpenWait]:
     """Return waits by task name. Slow with many tasks."""
     table = _OPEN.get(asyncio.get_running_loop())
-    innermost = {} if table is None else table.innermost
-    return {task.get_name(): wait for task, wait in innermost.items() if task is not None}
+    by_task = {} if table is None else table.by_task
+    return {task.get_name(): waits[-1] for task, waits in by_task.items() if task is not None}
 
 
 class Computation(functools.partial[T]):
@@ -186,28 +173,22 @@ def await_chain(awaitable: Any) -> Iterator[FrameType]:
         awaitable = getattr(awaitable, found[1])
 
 
-_MAX_TASKS = 1000
 _MAX_NAMES = 4
 
 
 def task_stacks() -> str:
     """Return unfinished tasks by place: names, then function (file:line) down to the wait."""
-    tasks = sorted(
-        asyncio.all_tasks(), key=lambda task: (task.get_name().startswith("rollout "), task.get_name())
-    )
-    tasks_at: dict[str, list[str]] = {}
-    for task in tasks[:_MAX_TASKS]:
+    names_at: dict[str, list[str]] = {}
+    for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
         places = [
             f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
             for frame in await_chain(task.get_coro())
         ]
-        tasks_at.setdefault(" > ".join(places) or "not begun", []).append(task.get_name())
+        names_at.setdefault(" > ".join(places) or "not begun", []).append(task.get_name())
     lines = []
-    for place, names in tasks_at.items():
+    for place, names in names_at.items():
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         lines.append(f"task {', '.join(names[:_MAX_NAMES])}{more}: {place}")
-    if len(tasks) > _MAX_TASKS:
-        lines.append(f"{len(tasks) - _MAX_TASKS} more tasks were not looked at")
     return "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.schema import FILE_NAME
-from asyncrl.launch.devices import Placement
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.trainer_api import ExportResponse

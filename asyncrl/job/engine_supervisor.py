@@ -44,7 +44,6 @@ class EngineSupervisor(Supervisor):
     def park_nowait(self) -> None:
         """Mark the engine as parked. It has no process."""
         self._disconnect_nowait()
-        self._restarts.rests_nowait()
         self.state = "parked"
 
     async def park(self) -> None:

@@ -19,7 +19,7 @@ from asyncrl.job.servers import Servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
-from asyncrl.launch.devices import Placement
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -132,7 +132,7 @@ class Fleet:
         sides; resident engines too, because vLLM measures free memory at its start.
         """
         for server in (*self.servers, *self.side_servers):
-            self._life.closes(server.name, partial(_close, server, self._life.log.warn))
+            self._life.closes(server.name, server.aclose)
         engines = [*self.engine_servers[:num_engines], *self.side_servers]
         names = ", ".join(server.name for server in (*self.ranks, *engines))
         self._life.log.activity(f"loading the model in {names}")
@@ -165,10 +165,3 @@ def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFile
         trainer_node=placement.trainer[0].node,
         timeout_s=life.config.weight_sync.timeout_s,
     )
-
-
-async def _close(server: Server, warn: Callable[[str], None]) -> None:
-    """Warn of survivors: they may hold a GPU."""
-    await server.aclose()
-    if server.child.left:
-        warn(server.child.left)

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
-from asyncrl.base.files import RunLock, clear_own_staging, write_whole
+from asyncrl.base.files import clear_own_staging, run_lock, write_whole
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.journal.read import reading
@@ -270,11 +270,8 @@ def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
         what = f"cannot write to {folder}: {error.strerror}"
         raise ConfigError(what, way_out="choose another --run-dir.") from error
     try:
-        lock = RunLock(folder / "run.lock").acquire()
-        try:
+        with run_lock(folder / "run.lock"):
             yield
-        finally:
-            lock.release()
     except ConfigError:
         if is_new and not has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)

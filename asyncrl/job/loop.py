@@ -35,10 +35,9 @@ from asyncrl.job.lifecycle import (
 from asyncrl.job.report import Reporter, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, settle_saved
 from asyncrl.journal.checkpoint_folders import set_aside
-from asyncrl.launch.devices import Placement
 from asyncrl.launch.launchers import opened
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
-from asyncrl.launch.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.trackers import Callbacks, check_trackers
@@ -48,7 +47,7 @@ from asyncrl.tasks.sources import DATA_PIN
 from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
 
 STATUS_PERIOD_S = 1.0
-GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")
+GUARDS = ("watch ", "status", "watchdog", "checkpoint ")
 """Tasks that run until the weights are saved, by prefix."""
 EVALUATING = ("publisher", "evaluation")
 """Tasks that the last evaluation needs."""
@@ -220,9 +219,8 @@ class Job:
             self.life.spawn(run.evaluation.run(), name="evaluation")
         if run.evaluation is not None and run.fleet.eval_server is not None:
             server, guard = run.fleet.eval_server, run.evaluation.guard
-            self.life.spawn(guard(server.watch()), name=f"watch {server.name}")
-            beats = heartbeat(server, self.life.config.observe.heartbeat_s)
-            self.life.spawn(guard(beats), name=f"heartbeat {server.name}")
+            watch = server.watch(self.life.config.observe.heartbeat_s)
+            self.life.spawn(guard(watch), name=f"watch {server.name}")
         if version > 0:
             self.life.log.activity("bringing the weights to the engines")
         await run.scheduler.start(version)

@@ -211,12 +211,6 @@ class Reporter:
                 f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): "
                 f"{logs / 'trainer-0.log'} says why",
             )
-        if metrics.get("rollout/given_up"):
-            self.log.warn_once(
-                "given up",
-                f"a prompt failed or became too old {self.config.rollout.max_requeues + 1} times "
-                f"(rollout.max_requeues), or cannot be sampled, and is given up: {logs / 'controller.log'}",
-            )
         if skipped := skipped_text(metrics):
             saved = self.run_dir / "failed_batches" / f"step_{batch.version + 1}.safetensors"
             groups = ", ".join(str(group.group_id) for group in batch.groups)

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import secrets
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -24,17 +22,18 @@ from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import RunConfig, run_config_yaml
+from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_gateway, make_generator, model_name, num_rollouts
 from asyncrl.job.build import load_tokenizer
 from asyncrl.job.check import check_everything
 from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to, new_run_dir, refuse_few_files
 from asyncrl.job.servers import Servers
-from asyncrl.launch.devices import place
 from asyncrl.launch.launchers import opened
+from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
-from asyncrl.launch.supervise import Server, Supervision, heartbeat, start_all
+from asyncrl.launch.supervise import Supervision, start_all
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Trajectory
 from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several
@@ -108,34 +107,31 @@ def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Ite
                 yield Lifecycle(config, folder, log, launcher)
 
 
-async def _make_servers(life: Lifecycle) -> tuple[Servers, HFChatTokenizer]:
+async def _start_engines(
+    life: Lifecycle, num_engines: int | None = None
+) -> tuple[Servers, list[EngineClient], HFChatTokenizer]:
     config = life.config
     life.log.activity("making the model" if config.model.scratch else "finding the model")
     model_path = await make_model_folder(config, life.run_dir, run_module)
+    tokenizer = await asyncio.to_thread(load_tokenizer, config, model_path)
     placement = place(config, life.launcher.nodes)
     servers = Servers(config, placement, model_path, life.run_dir, life.launcher)
-    tokenizer = await asyncio.to_thread(load_tokenizer, config, model_path)
     await servers.hold()
-    return servers, tokenizer
-
-
-async def _start(life: Lifecycle, servers: Sequence[Server]) -> None:
-    life.log.activity(f"loading the model in {', '.join(server.name for server in servers)}")
-    life.servers = servers
-    for server in servers:
-        life.closes(server.name, server.aclose)
-    await start_all(servers)
-    for server in servers:
-        life.spawn(server.watch(), name=f"watch {server.name}")
-        beats = heartbeat(server, life.config.observe.heartbeat_s)
-        life.spawn(beats, name=f"heartbeat {server.name}")
+    engines = servers.engines()[:num_engines]
+    clients = [servers.client(engine, tokenizer) for engine in engines]
+    life.log.activity(f"loading the model in {', '.join(engine.name for engine in engines)}")
+    life.servers = engines
+    for engine in engines:
+        life.closes(engine.name, engine.aclose)
+    await start_all(engines)
+    for engine in engines:
+        life.spawn(engine.watch(config.observe.heartbeat_s), name=f"watch {engine.name}")
+    return servers, clients, tokenizer
 
 
 async def _live_engine(life: Lifecycle) -> int:
-    servers, tokenizer = await _make_servers(life)
-    engine = servers.engines()[0]
-    servers.client(engine, tokenizer)
-    await _start(life, [engine])
+    servers, _, _ = await _start_engines(life, 1)
+    (engine,) = life.servers
     url = engine.child.url
     for line in (
         f"{engine.name} ready; logs in {life.run_dir / 'logs'}",
@@ -149,13 +145,10 @@ async def _live_engine(life: Lifecycle) -> int:
 
 
 async def _live_gateway(life: Lifecycle, path: Path | None, num_tried: int | None) -> int:
-    tasks = (await check_everything(life, is_needed=num_tried is not None)).tasks
-    servers, tokenizer = await _make_servers(life)
-    engines = servers.engines()
-    clients = [servers.client(engine, tokenizer) for engine in engines]
+    tasks = (await check_everything(life, reads_all=num_tried is not None)).tasks
+    _, clients, tokenizer = await _start_engines(life)
     pool = EnginePool(clients, slots=life.config.rollout.slots)
     recorder = RolloutRecorder(tokenizer, path)
-    await _start(life, engines)
     life.spawn(life.wait_broken(), name="watch gateway")
     if num_tried is None:
         code = await _serve_user(life, pool, recorder)
@@ -251,11 +244,8 @@ class UserKey:
         self._log.info(f"rollout {session.sample_index}: not recorded, {why}")
 
     def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
-        messages = tuple(session.opening or ())
-        digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
-        prompt = Prompt(f"people/{digest}", messages)
-        index = self._recorder.next_sample(prompt.prompt_id)
-        self._recorder.record(prompt, reward, tuple(replace(one, sample_index=index) for one in rollout))
+        prompt = Prompt(f"{self._name}/{session.sample_index}", tuple(session.opening or ()))
+        self._recorder.record(prompt, reward, rollout)
         reward_text = "none" if reward is None else f"{reward:.4g}"
         self._log.info(f"rollout {session.sample_index}: reward {reward_text}, {_shape_text(rollout)}")
 

@@ -24,11 +24,11 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.devices import NO_DEVICE, NodeDevice, Placement, chunk_devices
 from asyncrl.launch.engine_python import find_python, find_version
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import Launcher, NodeRequirements
 from asyncrl.launch.machine import LOOPBACK
+from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import Process, ProcessSpec
 from asyncrl.launch.supervise import Server
@@ -74,7 +74,6 @@ class Embedded:
         """Return the start arguments. The engine sees only its own devices. `device` is the first,
         `share` the fraction of its memory.
         """
-        sync = self.config.weight_sync
         spec: Body = {
             "name": name,
             "slots": self.slots(name),
@@ -84,19 +83,13 @@ class Embedded:
             "device": device.name.partition(":")[0],
             "threads": engine_threads(self.config, self.placement.nodes[device.node].machine.cores),
             "deterministic": self.rollout.deterministic,
-            "has_adapters": sync.facts.sends_adapters,
         }
-        if name == EVAL_ENGINE:
-            optional: Body = {"keeps_turns": self.config.keeps_turns}
-        else:
-            receives = sync.facts.is_collective and self.rollout.facts.stages_weights
-            optional = {
-                "keeps_turns": self.config.keeps_turns,
-                "takes_turns": self.placement.mode == "colocated",
+        optional: Body = {"keeps_turns": self.config.keeps_turns}
+        if name != EVAL_ENGINE:
+            optional |= {
                 "stays": self.placement.resident,
                 "share": share,
                 "returns_routing": self.config.algorithm.router_replay,
-                "receives_bytes": receives and sync.chunk_bytes,
             }
         return spec | {key: value for key, value in optional.items() if value}
 
@@ -132,7 +125,7 @@ class Vllm(Embedded):
         args = dict(self.rollout.vllm)
         if share is not None:
             args["gpu_memory_utilization"] = share
-        takes_turns = spec.pop("takes_turns", False)
+        takes_turns = name != EVAL_ENGINE and self.placement.mode == "colocated"
         stays = spec.pop("stays", False)
         if takes_turns and not stays and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
             args["enable_sleep_mode"] = True
@@ -140,6 +133,7 @@ class Vllm(Embedded):
         return spec | {
             "deterministic": self.config.is_deterministic(device.name),
             "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
+            "has_adapters": self.config.weight_sync.facts.sends_adapters,
             "lora_rank": 1 if lora is None else lora.rank,
             "args": args,
         }

@@ -268,7 +268,7 @@ class Journal:
     filtered, requeued.
     Waits: batch_taken, flush, compact and read_resume wait for the commit; wait_failed for a failure.
     Invariant: a group has one state and at most one batch. Decisions become durable in order. Only the
-    process with the RunLock writes. The first error is final.
+    process with the run lock writes. The first error is final.
     """
 
     name = "journal"

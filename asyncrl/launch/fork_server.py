@@ -139,8 +139,10 @@ class ForkServer:
         with os.fdopen(data, "wb") as pipe:
             pickle.dump({}, pipe)  # no preparation: do not import the user's script again
             pickle.dump(_Child(module, arguments, env, (0, 1, 2, *files[3:])), pipe)
+        poll = select.poll()
+        poll.register(status, select.POLLIN)
         try:
-            if select.select([status], [], [], TIMEOUT_S)[0]:
+            if poll.poll(1000 * TIMEOUT_S):
                 return forkserver.read_signed(status), status
             why = f"no child within {TIMEOUT_S:g} s"
         except EOFError:

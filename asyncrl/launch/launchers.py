@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.metadata
 import platform
@@ -132,12 +131,6 @@ def _ray_launcher(name: str) -> Launcher:
 class LocalLauncher(Launcher):
     def open(self) -> None:
         self.nodes = (Node(platform.node(), LOOPBACK, this_machine()),)
-
-    async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
-        for requirements in needs.values():
-            report = await asyncio.to_thread(inspect_node, requirements)
-            if error := unmet(self.nodes[0].name, report, {}):
-                raise error
 
     def process(self, node: int, spec: ProcessSpec) -> ChildProcess:
         return ChildProcess(spec, child_environ(spec.devices, find_cuda_devices()))

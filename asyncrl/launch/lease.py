@@ -1,21 +1,8 @@
 """Lease of the devices that colocated trainer and engines time-share.
 
-Calls of a handover, with their undo calls:
-
-to the trainer:
-1 engines sleep (undo: the steps to the engines below, with their version)
-2 trainer onloads (undo: offload the optimizer)
-
-to the engines:
-1 trainer offloads gradients and optimizer (undo: onload the optimizer)
-2 engines wake weights (undo: sleep weights)
-3 push weights chunk by chunk, digest checked (undone with 2)
-4 trainer offloads weights (undo: onload them)
-5 engines wake kv (undo: sleep both; push the weights again)
-
-The first turn is the engines', with a push: they lost their weights in their first sleep. A device holds at
-most the engines' memory, the trainer's state, or the weights twice. If both sides are resident, a handover is
-a pause or a push.
+Every call can be repeated. A failed handover is undone by the calls that bring the owner back. Engines lose
+their weights when they sleep, so their way back has a push. A device holds at most the engines' memory, the
+trainer's state, or the weights twice. If both sides are resident, a handover is a pause or a push.
 """
 
 from __future__ import annotations
@@ -23,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from asyncrl.base.errors import AsyncrlError, RoomError
 from asyncrl.base.waits import note_span, uncut, waiting, within
@@ -31,7 +18,7 @@ from asyncrl.messages.engine_api import TransferStats
 
 Side = Literal["engines", "trainer"]
 State = Literal["idle", "generating", "training", "handover", "broken"]
-RESTING: dict[Side, State] = {"engines": "generating", "trainer": "training"}
+RESTING: dict[Side | None, State] = {None: "idle", "engines": "generating", "trainer": "training"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,44 +33,22 @@ class Call:
         return f"{self.of}: {self.verb} {' and '.join(self.parts)}"
 
 
-Phase: TypeAlias = tuple[Call, tuple[Call, ...]]
-"""A call, and its undo calls in order."""
-
-SLEEP, PUSH = Call("engines", "sleep", ("kv", "weights")), Call("publisher", "push")
-WAKE_WEIGHTS, WAKE_KV = Call("engines", "wake"), Call("engines", "wake", ("kv",))
-ONLOAD_WEIGHTS, OFFLOAD_WEIGHTS = Call("trainer", "onload"), Call("trainer", "offload")
+SLEEP = Call("engines", "sleep", ("kv", "weights"))
 OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
-BACK_TO_ENGINES = (SLEEP, ONLOAD_WEIGHTS, WAKE_WEIGHTS, PUSH, OFFLOAD_WEIGHTS, WAKE_KV)
-"""Sleeping engines lose their weights."""
-
-TURNS: dict[Side, tuple[Phase, ...]] = {
-    "trainer": (
-        (SLEEP, BACK_TO_ENGINES),
-        (Call("trainer", "onload", ("weights", "optimizer")), (OFFLOAD_REST,)),
-    ),
-    "engines": (
-        (OFFLOAD_REST, (Call("trainer", "onload", ("optimizer",)),)),
-        (WAKE_WEIGHTS, (Call("engines", "sleep"),)),
-        (PUSH, ()),
-        (OFFLOAD_WEIGHTS, (ONLOAD_WEIGHTS,)),
-        (WAKE_KV, (SLEEP,)),
-    ),
+TO_TRAINER = (SLEEP, Call("trainer", "onload", ("weights", "optimizer")))
+SERVE_AGAIN = (
+    Call("engines", "wake"),
+    Call("publisher", "push"),
+    Call("trainer", "offload"),
+    Call("engines", "wake", ("kv",)),
+)
+TO_ENGINES = (OFFLOAD_REST, *SERVE_AGAIN)
+"""From the trainer, which has its weights on the devices."""
+WAY: dict[Side, tuple[Call, ...]] = {
+    "trainer": TO_TRAINER,
+    "engines": (OFFLOAD_REST, SLEEP, Call("trainer", "onload"), *SERVE_AGAIN),
 }
-FIRST: dict[Side, tuple[Phase, ...]] = {
-    "engines": tuple((call, ()) for call in (OFFLOAD_REST, *BACK_TO_ENGINES)),
-    "trainer": tuple((call, ()) for call, _ in TURNS["trainer"]),
-}
-
-
-def resident_turns(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ...]]:
-    return {
-        side: tuple(
-            (call, tuple(undo for undo in undoing if undo.of != "trainer"))
-            for call, undoing in phases
-            if call.of != "trainer"
-        )
-        for side, phases in turns.items()
-    }
+"""From any state."""
 
 
 class Lease:
@@ -103,9 +68,10 @@ class Lease:
         resident: bool = False,
     ) -> None:
         """`calls` begins a call and returns pending answers by process name."""
-        self._first = resident_turns(FIRST) if resident else FIRST
-        self._turns = resident_turns(TURNS) if resident else TURNS
-        self._calls, self._timeout_s, self._on_event = calls, timeout_s, on_event
+        self._resident = resident
+        self._calls = calls
+        self._timeout_s = timeout_s
+        self._on_event = on_event
         self.state: State = "idle"
         self.owner: Side | None = None
         self.phase = ""
@@ -121,28 +87,34 @@ class Lease:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
             raise RoomError("placement", f"a handover to the {to} cannot begin ({why})")
         clock = asyncio.get_running_loop().time
-        phases = (self._first if self.owner is None else self._turns)[to]
-        began_s, total_bytes = clock(), 0
+        began_s = clock()
+        total_bytes = 0
         self._on_event("handover", {"from": self.state, "to": to})
         self.state = "handover"
-        for number, (call, _) in enumerate(phases, start=1):
-            self.phase, phase_began_s = str(call), clock()
+        for call in self._kept(TO_ENGINES if (self.owner, to) == ("trainer", "engines") else WAY[to]):
+            phase_began_s = clock()
+            self.phase = str(call)
             try:
                 num_bytes, error = await self._make(call)
             except asyncio.CancelledError as cancelled:
-                raise await self._undo(phases[:number], "it was cancelled", cancelled) from None
+                raise await self._undo("it was cancelled", cancelled) from None
             if error is not None:
-                raise await self._undo(phases[:number], _shown(error), error)
+                raise await self._undo(_shown(error), error)
             total_bytes += num_bytes
             detail = {"phase": self.phase, "seconds": clock() - phase_began_s, "num_bytes": num_bytes}
             note_span("handovers", f"to {to}", phase_began_s, clock(), text=self.phase)
             self.phase = ""
             self._on_event("handover phase", detail)
-        self.state, self.owner = RESTING[to], to
+        self.owner = to
+        self.state = RESTING[to]
         self.num_handovers += 1
         moved = TransferStats(num_bytes=total_bytes, seconds=clock() - began_s)
         self._on_event("handed over", {"to": to, "seconds": moved.seconds})
         return moved
+
+    def _kept(self, calls: Sequence[Call]) -> list[Call]:
+        """Return the calls without those that a resident trainer does not need."""
+        return [call for call in calls if call.of != "trainer" or not self._resident]
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:
         """Return (total bytes, first error)."""
@@ -163,11 +135,11 @@ class Lease:
             async with within(self._timeout_s, lambda: late):
                 return (await work).num_bytes
 
-    async def _undo(self, begun: Sequence[Phase], why: str, error: BaseException) -> BaseException:
-        """Undo all calls despite cancellation; return the error to raise."""
+    async def _undo(self, why: str, error: BaseException) -> BaseException:
+        """Bring the owner back despite cancellation; return the error to raise."""
         phase = self.phase
         self._on_event("handover failed", {"phase": phase, "why": why})
-        _, cancelled = await uncut(self._undo_calls(begun, why))
+        _, cancelled = await uncut(self._bring_back(why))
         if self.broken:
             self._on_event("lease broken", {"why": self.broken})
             outcome = f"the lease is broken: {self.broken}"
@@ -185,17 +157,16 @@ class Lease:
         failed.__cause__ = error
         return failed
 
-    async def _undo_calls(self, begun: Sequence[Phase], why: str) -> None:
+    async def _bring_back(self, why: str) -> None:
         """A failure breaks the lease and skips the rest."""
-        for undone, calls in reversed(begun):
-            for call in calls:
-                _, error = await self._make(call)
-                if error is not None:
-                    undo = f"so did undoing {str(undone)!r} ({_shown(error)})"
-                    self.broken = f"{self.phase!r} failed ({why}), and {undo}"
-                    self.state, self.owner, self.phase = "broken", None, ""
-                    return
-        self.state, self.phase = "idle" if self.owner is None else RESTING[self.owner], ""
+        for call in self._kept(WAY[self.owner]) if self.owner is not None else ():
+            _, error = await self._make(call)
+            if error is not None:
+                self.broken = f"{self.phase!r} failed ({why}), and so did {str(call)!r} ({_shown(error)})"
+                self.owner = None
+                break
+        self.state = "broken" if self.broken else RESTING[self.owner]
+        self.phase = ""
 
 
 def _shown(error: BaseException) -> str:

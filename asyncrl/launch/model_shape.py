@@ -1,4 +1,4 @@
-"""Model sizes from config.json and file headers, or a table, without torch."""
+"""Model sizes from config.json and file headers, without torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,6 @@ from asyncrl.config import ModelConfig
 from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
-SIZES += ["num_key_value_heads", "head_dim", "tie_word_embeddings"]
-KNOWN_MODELS = {
-    "HuggingFaceTB/SmolLM2-135M": (49_152, 576, 1536, 30, 9, 3, 64, True),
-    "HuggingFaceTB/SmolLM2-360M": (49_152, 960, 2560, 32, 15, 5, 64, True),
-    "HuggingFaceTB/SmolLM2-1.7B": (49_152, 2048, 8192, 24, 32, 32, 64, True),
-    "Qwen/Qwen2.5-0.5B": (151_936, 896, 4864, 24, 14, 2, 64, True),
-    "Qwen/Qwen2.5-1.5B": (151_936, 1536, 8960, 28, 12, 2, 128, True),
-    "Qwen/Qwen2.5-3B": (151_936, 2048, 11_008, 36, 16, 2, 128, True),
-    "Qwen/Qwen2.5-7B": (152_064, 3584, 18_944, 28, 28, 4, 128, False),
-    "Qwen/Qwen3-0.6B": (151_936, 1024, 3072, 28, 16, 8, 128, True),
-    "Qwen/Qwen3-1.7B": (151_936, 2048, 6144, 28, 16, 8, 128, True),
-    "Qwen/Qwen3-4B": (151_936, 2560, 9728, 36, 32, 8, 128, True),
-    "Qwen/Qwen3-8B": (151_936, 4096, 12_288, 36, 32, 8, 128, False),
-    "meta-llama/Llama-3.2-1B": (128_256, 2048, 8192, 16, 32, 8, 64, True),
-    "meta-llama/Llama-3.2-3B": (128_256, 3072, 8192, 28, 24, 8, 128, True),
-    "meta-llama/Llama-3.1-8B": (128_256, 4096, 14_336, 32, 32, 8, 128, False),
-}
-"""SIZES by hub id, for offline plans; also of `-Instruct` and `-Base` variants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +49,18 @@ class ModelShape:
 def model_shape(model: ModelConfig) -> ModelShape:
     if model.scratch is not None:
         return _shape({"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture})
-    folder = _folder(model.path or "", model.revision)
+    folder = Path(model.path or "")
+    if not folder.is_dir():
+        with contextlib.suppress(ValueError, ModuleNotFoundError):
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(str(folder), "config.json", revision=model.revision)
+            folder = Path(cached).parent if isinstance(cached, str) else folder
     try:
         architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return _shape(architecture, sum(_stored(folder)))
     except (OSError, ValueError, KeyError, SafetensorError):
-        name = (model.path or "").removesuffix("-Instruct").removesuffix("-Base")
-        if name not in KNOWN_MODELS or model.revision is not None:
-            return ModelShape()
-        return _shape(dict(zip(SIZES, KNOWN_MODELS[name], strict=True)))
-
-
-def _folder(path: str, revision: str | None) -> Path:
-    cached = None
-    if not Path(path).is_dir():
-        with contextlib.suppress(ValueError, ModuleNotFoundError):
-            from huggingface_hub import try_to_load_from_cache
-
-            cached = try_to_load_from_cache(path, "config.json", revision=revision)
-    return Path(cached).parent if isinstance(cached, str) else Path(path)
+        return ModelShape()
 
 
 def _stored(folder: Path) -> Iterator[int]:

@@ -5,7 +5,6 @@ Bytes are estimates: parameters, optimizer with gradients, KV cache, one micro-b
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Literal
@@ -16,20 +15,31 @@ from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.placement_sync import choose_transport
 from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS, TEACHER_SLOTS
-from asyncrl.launch.devices import NO_DEVICE, NodeDevice, Placement, Side, cuda_devices, place, vllm_sizes
 from asyncrl.launch.engine_python import find_python
 from asyncrl.launch.machine import Node
 from asyncrl.launch.model_shape import ModelShape, model_shape
+from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, Side, cuda_devices, place, vllm_sizes
 
 EVAL_ENGINE = "engine-eval"
 TEACHER = "teacher"
 OWN_BYTES = 2**29
 """Uncounted: CUDA's on a device, Python's on the host."""
+RESIDENT_FACTOR = 1.1
+"""Safety factor for resident sides of `placement.share: auto`."""
+TRAINER_FACTOR = 1.25
+"""Safety factor alongside a paged KV cache."""
+RULE = "`asyncrl check` prints the memory of each process"
+WAY_OUT = (
+    "lower trainer.micro_batch_tokens or rollout.slots, set trainer.gradient_checkpointing=true or "
+    "trainer.lora={rank: 16}, change placement, or take a smaller model."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`optimizer`: with gradients and float32 masters; `copies`: second weights, or offloaded state."""
+    """`parameters`: with float32 masters; `optimizer`: with gradients; `copies`: second weights, or offloaded
+    state.
+    """
 
     parameters: int = 0
     optimizer: int = 0
@@ -70,10 +80,26 @@ class Plan:
         everything = sum(one.memory.total for one in here)
         if not self.placement.moves:
             return everything
-        turns = [[one.memory for one in here if one.side == side] for side in ("trainer", "engine")]
-        trainer, engines = (sum(memory.total for memory in side) for side in turns)
-        pushed = sum(memory.parameters + memory.copies for side in turns for memory in side)
+        moving = [one for one in here if one.side in ("trainer", "engine")]
+        trainer = sum(one.memory.total for one in moving if one.side == "trainer")
+        engines = sum(one.memory.total for one in moving if one.side == "engine")
+        pushed = sum(one.memory.parameters + one.memory.copies for one in moving)
         return everything - trainer - engines + max(trainer, engines, pushed)
+
+    def fractions(self) -> tuple[float, float] | None:
+        """Return the largest device fractions of (other memory, engines); None: unknown."""
+        others = 0.0
+        engines = 0.0
+        for device in map(self.placement.label, self.placement.trainer):
+            free, total = self.memory[device]
+            if free is None or total is None or not self.shape.num_parameters:
+                return None
+            here = [one for one in self.processes if one.device == device and one.memory.total]
+            of_engines = sum(one.memory.total + OWN_BYTES for one in here if one.side == "engine")
+            everything = sum(one.memory.total + OWN_BYTES for one in here)
+            engines = max(engines, of_engines / total)
+            others = max(others, (total - free + everything - of_engines) / total)
+        return others, engines
 
 
 def engine_threads(config: RunConfig, cores: int | None = None) -> int:
@@ -82,22 +108,15 @@ def engine_threads(config: RunConfig, cores: int | None = None) -> int:
     return given if given != "auto" else max(1, (cores or num_cores()) // 4)
 
 
-def trainer_threads(
-    config: RunConfig, cores: int | None = None, num_engines: int | None = None, num_ranks: int | None = None
-) -> int:
-    """Return a rank's share of the cores beyond the most rollout engines."""
-    if config.trainer.threads != "auto":
-        return config.trainer.threads
-    engines = config.rollout.max_engines if num_engines is None else num_engines
-    left = (cores or num_cores()) - engines * engine_threads(config, cores)
-    return max(1, left // (num_ranks or config.trainer.world_size))
-
-
 def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int, int]:
+    """Return the threads of an engine, and of a rank: its share of the cores beyond the most engines."""
     cores = placement.nodes[node].machine.cores
+    of_engine = engine_threads(config, cores)
+    if config.trainer.threads != "auto":
+        return of_engine, config.trainer.threads
     num_engines = sum(devices[0].node == node for devices in placement.engines)
     num_ranks = sum(device.node == node for device in placement.trainer)
-    return engine_threads(config, cores), trainer_threads(config, cores, num_engines, num_ranks)
+    return of_engine, max(1, (cores - num_engines * of_engine) // max(1, num_ranks))
 
 
 def make_plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
@@ -113,11 +132,15 @@ def make_plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
 
 
 def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[ProcessPlan, ...]:
-    label = placement.label
-    threads = [threads_on(config, placement, node) for node in range(len(placement.nodes))]
-    plans = [ProcessPlan("controller", "controller", label(NodeDevice(0, "cpu")), 1)]
+    plans = [ProcessPlan("controller", "controller", placement.label(NodeDevice(0, "cpu")), 1)]
+
+    def add(name: str, side: Literal["trainer", "engine", "eval"], devices: Side, memory: Memory) -> None:
+        for part, device in enumerate(devices):
+            own = f"{name}/{part}" if part else name
+            threads = threads_on(config, placement, device.node)[side == "trainer"]
+            plans.append(ProcessPlan(own, side, placement.label(device), threads, memory))
+
     for rank, device in enumerate(placement.trainer):
-        name = f"trainer-{rank}"
         memory = trainer_memory(config, shape, device.name, rank)
         host = Memory()
         if config.trainer.cpu_offload:
@@ -126,20 +149,15 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
         elif placement.moves and placement.is_on_cuda:  # gradients are freed, the rest moves
             gradients = 4 * num_trained(config, shape) // config.trainer.world_size
             host = Memory(copies=memory.total - memory.micro_batch - gradients)
-        plans.append(ProcessPlan(name, "trainer", label(device), threads[device.node][1], memory))
+        add(f"trainer-{rank}", "trainer", (device,), memory)
         if host.total:
-            plans.append(ProcessPlan(f"{name}/host", "host", label(NodeDevice(device.node, "cpu")), 0, host))
-
-    def add(name: str, side: Literal["engine", "eval"], devices: Side, memory: Memory) -> None:
-        for part, device in enumerate(devices):
-            own = f"{name}/{part}" if part else name
-            plans.append(ProcessPlan(own, side, label(device), threads[device.node][0], memory))
-
+            where = placement.label(NodeDevice(device.node, "cpu"))
+            plans.append(ProcessPlan(f"trainer-{rank}/host", "host", where, 0, host))
     engine = config.rollout.facts
     caches = 2 if config.keeps_turns else 1
     for number, devices in enumerate(placement.engines):
-        slots = caches * config.rollout.slots
-        memory = engine_memory(config, shape, engine, slots, devices, stages=placement.mode == "apart")
+        stages = placement.mode == "apart"
+        memory = engine_memory(config, shape, engine, caches * config.rollout.slots, devices, stages=stages)
         add(f"engine-{number}", "engine", devices, memory)
     if placement.evaluation is not None:
         devices = (placement.evaluation,)
@@ -170,24 +188,21 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
     trained = num_trained(config, shape)
     is_sharded = trainer.is_sharded(device, "bfloat16" if item == 2 else "float32")
     has_masters = item == 2 and lora is None and not is_sharded
-    has_reference = config.algorithm.kl_coefficient > 0 and lora is None
-    merged = num - shape.vocab * shape.hidden if trainer.keeps_merged else 0
-    base = num * item if has_masters or lora is not None else 0
-    whole = Memory(
-        parameters=base + (0 if has_masters else trained * 4),
-        optimizer=trained * (16 if has_masters else 12),
-        copies=item * (num if has_reference else merged),
-    )
+    parameters = 4 * trained + (item * num if has_masters or lora is not None else 0)
+    copied = num - shape.vocab * shape.hidden if trainer.keeps_merged else 0
+    if config.algorithm.kl_coefficient > 0 and lora is None:  # a reference model
+        copied = num
+    part = Memory(parameters, optimizer=12 * trained, copies=item * copied).split(trainer.world_size)
+    sent = num * item if rank == 0 and config.weight_sync.facts.is_collective else 0
     kind = device.partition(":")[0]
-    most = CPU_MICRO_BATCH_TOKENS if kind == "cpu" else trainer.micro_batch_tokens
-    tokens = min(most, trainer.micro_batch_tokens)
+    tokens = trainer.micro_batch_tokens
+    if kind == "cpu":
+        tokens = min(tokens, CPU_MICRO_BATCH_TOKENS)
     tokens = max(tokens, config.rollout.max_length)  # a longer sequence is its own micro-batch
     work = shape.activation_bytes(tokens, item, kind, is_checkpointed=trainer.gradient_checkpointing)
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)
-    part = whole.split(trainer.world_size)
-    sent = num * item if rank == 0 and config.weight_sync.facts.is_collective else 0
     return replace(part, micro_batch=work, copies=part.copies + sent)
 
 
@@ -229,7 +244,6 @@ def size_text(size: int) -> str:
 
 def plan_text(plan: Plan, config: RunConfig) -> str:
     num = plan.shape.num_parameters
-    placement = plan.placement
     revision = f" --revision {config.model.revision}" if config.model.revision else ""
     fetch = f"hf download {config.model.path} config.json{revision}"
     size = f"{num:,} parameters" if num else f"size unknown without config.json; `{fetch}` is enough"
@@ -238,32 +252,21 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     for one in plan.processes:
         sizes = [size_text(part) if part else "-" for part in (*astuple(one.memory), one.memory.total)]
         lines.append(_row(one.name, one.device, str(one.threads or "-"), sizes))
-    sync = f"weights by {config.weight_sync.transport}"
-    lines += ["", f"mode: {placement.mode}: {'time-sharing' if placement.mode == 'colocated' else sync}"]
+    is_apart = plan.placement.mode == "apart"
+    how = f"weights by {config.weight_sync.transport}" if is_apart else "time-sharing"
+    lines += ["", f"mode: {plan.placement.mode}: {how}"]
     if config.eval is not None:
-        lines.append(f"evaluation: {EVAL_ENGINE if placement.evaluation else 'rollout engines'}")
+        lines.append(f"evaluation: {EVAL_ENGINE if plan.placement.evaluation else 'rollout engines'}")
     used = {one.device for one in plan.processes}
-    alike = defaultdict[str, list[str]](list)
     for device, (free, _) in plan.memory.items():
         needed = size_text(plan.needed_bytes(device)) if num else "unknown"
         has = "unknown (no nvidia-smi)" if free is None else size_text(free)
-        alike[f"needs {needed}, free {has}" if device in used else "not used"].append(device)
-    return "\n".join([*lines, *(f"{', '.join(devices)}: {text}" for text, devices in alike.items())])
+        lines.append(f"{device}: " + (f"needs {needed}, free {has}" if device in used else "not used"))
+    return "\n".join(lines)
 
 
 def _row(name: str, device: str, threads: str, sizes: Sequence[str]) -> str:
     return f"{name:<14} {device:<14} {threads:>7} {''.join(f'{size:>12}' for size in sizes)}"
-
-
-RULE = "`asyncrl check` prints the memory of each process"
-WAY_OUT = (
-    "lower trainer.micro_batch_tokens or rollout.slots, set trainer.gradient_checkpointing=true or "
-    "trainer.lora={rank: 16}, change placement, or take a smaller model."
-)
-RESIDENT_FACTOR = 1.1
-"""Safety factor for resident sides of `placement.share: auto`."""
-TRAINER_FACTOR = 1.25
-"""Safety factor alongside a paged KV cache."""
 
 
 def resolve_auto(config: RunConfig, nodes: Sequence[Node]) -> tuple[RunConfig, tuple[str, ...]]:
@@ -279,21 +282,27 @@ def resolve_auto(config: RunConfig, nodes: Sequence[Node]) -> tuple[RunConfig, t
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
         messages.append(f"model.dtype: auto is {dtype}")
     if config.weight_sync.transport == "auto":
-        transport, why = choose_transport(
-            config,
-            *placement.names,
-            is_turns=placement.mode == "colocated",
-            num_nodes=placement.num_nodes,
-        )
-        sync = config.weight_sync.model_copy(update={"transport": transport})
+        is_turns = placement.mode == "colocated"
+        num_nodes = placement.num_nodes
+        chosen = choose_transport(config, *placement.names, is_turns=is_turns, num_nodes=num_nodes)
+        sync = config.weight_sync.model_copy(update={"transport": chosen[0]})
         config = config.model_copy(update={"weight_sync": sync})
-        messages.append(f"weight_sync.transport: auto is {transport}: {why}")
+        messages.append(f"weight_sync.transport: auto is {chosen[0]}: {chosen[1]}")
     return config, tuple(messages)
 
 
 def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str, ...]]:
-    plan, share = _with_resident_sides(make_plan(config, nodes), config)
-    messages = [share] if share else []
+    plan = make_plan(config, nodes)
+    share = config.placement.share
+    messages = list[str]()
+    if isinstance(share, float):
+        messages.append(f"placement.share={share}: both sides stay")
+    elif plan.placement.mode == "colocated":
+        plan = _with_resident_sides(plan, config)
+        fraction = plan.placement.memory_fraction
+        part = "" if fraction is None else f", engines with {fraction} of each device"
+        stays = f"both sides stay{part}" if plan.placement.resident else "each side moves out for the other"
+        messages.append(f"placement.share={share or 'none'}: {stays}")
     device = plan.placement.engines[0][0].name
     if config.rollout.deterministic == "auto" and device != NO_DEVICE:
         is_on = config.is_deterministic(device, has_experts=plan.shape.has_experts)
@@ -301,39 +310,22 @@ def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str,
     return plan, tuple(messages)
 
 
-def _with_resident_sides(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
-    """Keep both colocated sides in memory if `placement.share: auto` finds space."""
-    placement = plan.placement
-    share = config.placement.share
-    if placement.mode == "apart" or placement.resident:
-        return plan, f"placement.share={share}: both sides stay" if placement.memory_fraction else ""
-    resident = replace(placement, resident=True)
-    found = replace(plan, placement=resident, processes=lay_out(config, plan.shape, resident))
-    needs = _fractions(found) if plan.shape.num_parameters else None
-    if share is None or vllm_sizes(config) or needs is None or RESIDENT_FACTOR * sum(needs) > 1:
-        return plan, f"placement.share={share or 'none'}: each side moves out for the other's turn"
-    if not placement.is_on_cuda:
-        return found, "placement.share=auto: both sides stay"
-    trainer, engines = needs
-    half = (1 + engines - trainer) / 2
-    fraction = round(max(half, 1 - TRAINER_FACTOR * trainer) if config.rollout.facts.pages_kv else half, 3)
-    found = replace(found, placement=replace(resident, memory_fraction=fraction))
-    return found, f"placement.share=auto: both sides stay, engines with {fraction} of each device"
-
-
-def _fractions(plan: Plan) -> tuple[float, float] | None:
-    """Return the largest device fractions of (other memory, engines); None: unknown."""
-    trainer_part = engine_part = 0.0
-    for device in map(plan.placement.label, plan.placement.trainer):
-        free, total = plan.memory[device]
-        if free is None or total is None:
-            return None
-        here = [one for one in plan.processes if one.device == device and one.memory.total]
-        engines = sum(one.memory.total + OWN_BYTES for one in here if one.side == "engine")
-        others = sum(one.memory.total + OWN_BYTES for one in here if one.side != "engine")
-        trainer_part = max(trainer_part, (total - free + others) / total)
-        engine_part = max(engine_part, engines / total)
-    return trainer_part, engine_part
+def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
+    """Keep both colocated sides in memory if they fit."""
+    resident = replace(plan.placement, resident=True)
+    stays = replace(plan, placement=resident, processes=lay_out(config, plan.shape, resident))
+    needs = stays.fractions()
+    if config.placement.share is None or vllm_sizes(config) or needs is None:
+        return plan
+    if RESIDENT_FACTOR * sum(needs) > 1:
+        return plan
+    if not resident.is_on_cuda:
+        return stays
+    others, engines = needs
+    fraction = (1 + engines - others) / 2
+    if config.rollout.facts.pages_kv:
+        fraction = max(fraction, 1 - TRAINER_FACTOR * others)
+    return replace(stays, placement=replace(resident, memory_fraction=round(fraction, 3)))
 
 
 def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
@@ -350,7 +342,7 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
             what = f"{device} needs {size_text(needed)} and has {size_text(free)} free ({names})"
             raise ConfigError(what, rule=RULE, way_out=WAY_OUT)
     fraction = placement.memory_fraction
-    needs = _fractions(plan)
+    needs = plan.fractions()
     if fraction is not None and needs is not None and not needs[1] <= fraction <= 1 - needs[0]:
         what = f"engines need {needs[1]:.2f} of a device, and the trainer {needs[0]:.2f}"
         raise ConfigError(f"placement.share={fraction:g}: {what}", rule=RULE, way_out=WAY_OUT)

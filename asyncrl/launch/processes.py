@@ -73,8 +73,6 @@ class Process:
     returncode: int | None = None
     place = ""
     """Process and node; empty before the start."""
-    left = ""
-    """Survivors of aclose()."""
     _log_start = 0
 
     def __init__(self, name: str, log_path: Path | str, url: str = "") -> None:
@@ -96,11 +94,6 @@ class Process:
 
     async def wait(self) -> None:
         await asyncio.Event().wait()
-
-    async def watch(self) -> None:
-        """Raise RoomError with the reason of its end."""
-        await self.wait()
-        raise self.death()
 
     def death(self) -> RoomError:
         """Return the reason of its end, from its log."""
@@ -198,7 +191,7 @@ class ChildProcess(Process):
         await self._process.wait()
 
     async def aclose(self) -> None:
-        """SIGTERM, then SIGKILL after TERM_TIMEOUT_S; survivors are in `left`. Idempotent."""
+        """SIGTERM, then SIGKILL after TERM_TIMEOUT_S; a survivor is logged. Idempotent."""
         process = self._process
         if process is not None:
             if process.returncode is None:
@@ -209,8 +202,7 @@ class ChildProcess(Process):
             await asyncio.to_thread(psutil.wait_procs, members, GROUP_TIMEOUT_S)
             _signal_group(process.pid, signal.SIGKILL)
             if not await self._ends_within(KILL_TIMEOUT_S):
-                self.left = f"{self.place} of {self.name} survives SIGKILL, and holds its devices and memory"
-                logger.warning("%s", self.left)
+                logger.warning("%s of %s survives SIGKILL, and holds its devices", self.place, self.name)
         if self._stdin is not None:
             os.close(self._stdin)
             self._stdin = None

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.base.errors import (
     AsyncrlError,
@@ -34,11 +34,19 @@ logger = logging.getLogger("asyncrl.launch.supervise")
 
 HEARTBEAT_PERIOD_S = 1.0
 GRACE_S = 1.0
-"""Seconds for the kernel to report a death."""
+"""Seconds for the kernel to report a death after a broken call."""
 MAX_BACKOFF_S = 30.0
 NODE_PERIOD_S = 5.0
+NODE_WAIT_S = 600.0
+"""Seconds to wait for an indispensable lost node."""
+RESTART_WINDOW_S = 3600.0
+"""Seconds of work after which a restart no longer counts."""
+STATE_TIMEOUT_S = 5.0
 NO_LOSS = (PublishError, JournalError, TrainerError)
 """Errors that a new process would not fix; TrainerLost is excepted."""
+UNANSWERED = (CallLost, CallRefused, EngineError)
+Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +57,58 @@ class Supervision:
     on_event: Callable[[str, Mapping[str, Any]], None]
 
 
+class Restarts:
+    """Restart policy: at most max_restarts within RESTART_WINDOW_S of work. A lost node counts as none: it
+    is waited for NODE_WAIT_S, or as long as it is dispensable.
+    """
+
+    def __init__(self, config: SupervisionConfig) -> None:
+        self._config = config
+        self._worked_s = 0.0
+        self._counting = deque[float]()
+        """`_worked_s` at each counting restart."""
+        self._waits_since_s: float | None = None
+
+    def worked_nowait(self, seconds: float) -> None:
+        self._worked_s += seconds
+        self._waits_since_s = None
+
+    def again_nowait(self, lost: RoomError, *, is_dispensable: bool) -> tuple[str, float]:
+        """Return (allowance as text, seconds to wait). Raises the final RoomError."""
+        limit = self._config.max_restarts
+        if not limit:
+            raise lost
+        if isinstance(lost, NodeLost):
+            now_s = asyncio.get_running_loop().time()
+            if is_dispensable or self._waits_since_s is None:
+                self._waits_since_s = now_s
+            if now_s - self._waits_since_s < NODE_WAIT_S:
+                how = "continues without it" if is_dispensable else f"waits {NODE_WAIT_S:g} s at most"
+                return f"once its node is back; the run {how}", NODE_PERIOD_S
+            raise _final(lost, f"a run waits {NODE_WAIT_S:g} s for a node that it needs")
+        while self._counting and self._worked_s - self._counting[0] >= RESTART_WINDOW_S:
+            self._counting.popleft()
+        num = len(self._counting)
+        if num >= limit:
+            raise _final(
+                lost, f"supervision.max_restarts={limit} is used up within {RESTART_WINDOW_S:g} s of work"
+            )
+        self._counting.append(self._worked_s)
+        return f"{num + 1} of {limit}", min(self._config.backoff_s * 2.0**num, MAX_BACKOFF_S)
+
+
+def _final(lost: RoomError, rule: str) -> RoomError:
+    way_out = lost.way_out or f"read the log of {lost.room}, then resume the run."
+    return RoomError(lost.room, lost.fault, rule=f"{lost.rule}; {rule}".lstrip("; "), way_out=way_out)
+
+
 class Supervisor:
     """Watches processes that live and die together; if one is lost, all restart.
 
     Life: up -> lost (died, silent for heartbeat_s, or broke a call) -> down -> backoff -> start and
         restore state -> up. A loss on the way counts too.
     Waits: for a loss, then backoff_s (doubled up to 30 s), free devices, the start, and bring_back.
-    Invariant: more than max_restarts (see Restarts) end the run; a missing dispensable node is retried
-        every NODE_PERIOD_S.
+    Invariant: what Restarts refuses ends the run.
     """
 
     kind = ""
@@ -67,7 +119,7 @@ class Supervisor:
         self.heartbeat_s = supervision.heartbeat_s
         self._warn = supervision.warn
         self._on_event = supervision.on_event
-        self._restarts = Restarts(supervision.config)
+        self.num_restarts = 0
         self.is_up = True
         self.is_starting = False
         """Processes end or start, within start limits."""
@@ -78,10 +130,6 @@ class Supervisor:
     def name(self) -> str:
         return self._processes[0].name
 
-    @property
-    def num_restarts(self) -> int:
-        return self._restarts.num
-
     def lost_nowait(self, error: EngineLost) -> None:
         """Report a broken call; the component is down on return."""
         if not error.is_told:
@@ -89,50 +137,51 @@ class Supervisor:
 
     async def run(self) -> None:
         """Watch until cancelled. Raises the RoomError that ends the run."""
+        clock = asyncio.get_running_loop().time
+        restarts = Restarts(self.config)
         lost = None if self.is_up else await self._start()
         while True:
+            was_node_gone = isinstance(lost, NodeLost)
             if lost is None:
-                self._restarts.works_nowait()
+                since_s = clock()
                 lost = await self._until_lost(self._wait_unfit())
-            else:
-                lost = await self._replace(lost)
+                restarts.worked_nowait(clock() - since_s)
+            if lost is not None:
+                lost = await self._replace(lost, restarts, is_told=was_node_gone)
 
-    async def _replace(self, lost: RoomError) -> RoomError | None:
-        """Return the reason of another loss, if any."""
-        was_node_gone = self._restarts.is_node_gone
+    async def _replace(self, lost: RoomError, restarts: Restarts, *, is_told: bool) -> RoomError | None:
+        """Return the reason of another loss, if any. `is_told`: its node was missing before."""
+        clock = asyncio.get_running_loop().time
+        is_node_gone = isinstance(lost, NodeLost)
         try:
-            allowance = self._restarts.again_nowait(lost, is_dispensable=self._is_dispensable())
+            allowance, wait_s = restarts.again_nowait(lost, is_dispensable=self._is_dispensable())
         except RoomError:
             if self.config.max_restarts:  # report this error instead of the death
-                for process in self._processes:
-                    await process.end()
+                await self._end()
             raise
-        is_node_gone = isinstance(lost, NodeLost)
+        self.num_restarts += 1
         self._down(lost)
         self.is_starting = not is_node_gone
         about = {"name": self.name, "restart": self.num_restarts}
         try:
             await self._end()
-            if not (is_node_gone and was_node_gone):  # once, not at each retry
+            if not (is_node_gone and is_told):  # once, not at each retry
                 logger.warning("%s is lost: %s", self.name, lost)
                 self._warn(f"{summary_of(lost)}; restarting {self.name}, {allowance}")
                 self._on_event(f"{self.kind} lost", {**about, "why": str(lost)})
-            since_s = asyncio.get_running_loop().time()
-            backoff_s = self.config.backoff_s * 2.0 ** (self._restarts.num_counting - 1)
-            await asyncio.sleep(NODE_PERIOD_S if is_node_gone else min(backoff_s, MAX_BACKOFF_S))
+            since_s = clock()
+            await asyncio.sleep(wait_s)
         finally:
             self.is_starting = False
         again = await self._start()
         if again is None:
-            now_s = asyncio.get_running_loop().time()
-            note_span("restarts", "down", since_s, now_s, text=f"{self.name}: {summary_of(lost)}")
-            self._on_event(f"{self.kind} up", {**about, "down_s": now_s - since_s})
+            note_span("restarts", "down", since_s, clock(), text=f"{self.name}: {summary_of(lost)}")
+            self._on_event(f"{self.kind} up", {**about, "down_s": clock() - since_s})
         return again
 
     async def _end(self) -> None:
         for process in self._processes:
-            if left := await process.end():
-                self._warn(left)
+            await process.end()
 
     async def _start(self) -> RoomError | None:
         """Return the reason of another loss, if any."""
@@ -156,7 +205,23 @@ class Supervisor:
         return None
 
     async def _until_lost(self, work: Coroutine[Any, Any, None]) -> RoomError | None:
-        return await until_lost(self._processes, self.heartbeat_s, self._raise_report(), work)
+        """Return the loss, or None when `work` ends. A lost process takes precedence over a broken call.
+        Raises other errors of `work`.
+        """
+        watching = [asyncio.ensure_future(one.watch(self.heartbeat_s)) for one in self._processes]
+        working = [asyncio.ensure_future(self._raise_report()), asyncio.ensure_future(work)]
+        try:
+            done, _ = await asyncio.wait([*watching, *working], return_when=asyncio.FIRST_COMPLETED)
+            if any(task.exception() for task in done) and done.isdisjoint(watching):
+                await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+            errors = [task.exception() for task in (*watching, *working) if task.done()]
+            error = next((error for error in errors if error is not None), None)
+            ends_run = isinstance(error, NO_LOSS) and not isinstance(error, TrainerLost)
+            if error is None or (isinstance(error, RoomError) and not ends_run):
+                return error
+            raise error
+        finally:
+            await cancel_all([*watching, *working])
 
     async def _raise_report(self) -> None:
         await self._reported.wait()
@@ -195,118 +260,8 @@ class Supervisor:
         await asyncio.Event().wait()
 
 
-async def until_lost(
-    processes: Sequence[Server], heartbeat_s: float, *work: Coroutine[Any, Any, None]
-) -> RoomError | None:
-    """Return the loss, or None when `work` ends. A death takes precedence over a broken call, then a
-    missed heartbeat. Raises other errors of `work`.
-    """
-    watching = [asyncio.ensure_future(process.watch()) for process in processes]
-    working = [asyncio.ensure_future(coro) for coro in work]
-    beating = [asyncio.ensure_future(heartbeat(process, heartbeat_s)) for process in processes]
-    tasks = [*watching, *working, *beating]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if any(task.exception() for task in done) and not any(task.done() for task in watching):
-            await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            error = task.exception() if task in done or (task in watching and task.done()) else None
-            ends_run = isinstance(error, NO_LOSS) and not isinstance(error, TrainerLost)
-            if isinstance(error, RoomError) and not ends_run:
-                return error
-            if error is not None:
-                raise error
-        return None
-    finally:
-        await cancel_all(tasks)
-
-
-async def heartbeat(process: Server, limit_s: float) -> None:
-    """Raises RoomError after `limit_s`."""
-    while True:
-        await process.check_alive(limit_s)
-        await asyncio.sleep(HEARTBEAT_PERIOD_S)
-
-
 def summary_of(lost: AsyncrlError) -> str:
     return lost.what.splitlines()[0].split("; the end of ")[0]
-
-
-NODE_WAIT_S = 600.0
-"""Seconds to wait for an indispensable lost node."""
-RESTART_WINDOW_S = 3600.0
-"""Seconds of work after which a restart no longer counts."""
-
-
-class Restarts:
-    """Restart counter of one component.
-
-    Invariant: a restart counts until RESTART_WINDOW_S of later work. A missing node does not count while
-        dispensable, nor within NODE_WAIT_S, nor does the restart that discovers it.
-    """
-
-    def __init__(self, config: SupervisionConfig) -> None:
-        self._config = config
-        self.num = 0
-        self._worked_s = 0.0
-        self._works_since_s: float | None = None
-        self._gone_since_s: float | None = None
-        self._counting: deque[float] = deque()
-        """`_worked_s` at each counting restart."""
-
-    @property
-    def num_counting(self) -> int:
-        return len(self._counting)
-
-    @property
-    def is_node_gone(self) -> bool:
-        """Return true if its node is missing, with no work since."""
-        return self._gone_since_s is not None
-
-    def works_nowait(self) -> None:
-        self._works_since_s = asyncio.get_running_loop().time()
-        self._gone_since_s = None
-
-    def rests_nowait(self) -> None:
-        self._works_since_s = None
-        self._gone_since_s = None
-        self._counting.clear()
-
-    def again_nowait(self, lost: RoomError, *, is_dispensable: bool = False) -> str:
-        """Count a restart; return the remaining allowance as text. Raises the final RoomError."""
-        now_s = asyncio.get_running_loop().time()
-        if self._works_since_s is not None:
-            self._worked_s += now_s - self._works_since_s
-            self._works_since_s = None
-        elif isinstance(lost, NodeLost) and not self.is_node_gone and self._counting:
-            self._counting.pop()
-        limit = self._config.max_restarts
-        while self._counting and self._worked_s - self._counting[0] >= RESTART_WINDOW_S:
-            self._counting.popleft()
-        if not limit:
-            raise lost
-        if isinstance(lost, NodeLost):
-            if self._gone_since_s is None:
-                self._gone_since_s = now_s
-            if is_dispensable or now_s - self._gone_since_s < NODE_WAIT_S:
-                self.num += 1
-                limit_text = "continues without it" if is_dispensable else f"waits {NODE_WAIT_S:g} s at most"
-                return f"once its node is back; the run {limit_text}"
-        if len(self._counting) >= limit:
-            rule = f"supervision.max_restarts={limit} is used up within {RESTART_WINDOW_S:g} s of work"
-            rule = f"{lost.rule}; {rule}".lstrip("; ")
-            way_out = lost.way_out or f"read the log of {lost.room}, then resume the run."
-            raise RoomError(lost.room, lost.fault, rule=rule, way_out=way_out)
-        self.num += 1
-        self._counting.append(self._worked_s)
-        return f"{self.num_counting} of {limit}"
-
-
-Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
-STATE_TIMEOUT_S = 5.0
-REAP_S = 2.0
-"""Seconds for the kernel to report a death after a broken connection."""
-UNANSWERED = (CallLost, CallRefused, EngineError)
 
 
 @dataclass(slots=True)
@@ -334,19 +289,6 @@ class Server:
             return await self.client_health(timeout_s)
         return await self.caller.get("/health", self.answers, timeout_s=timeout_s)
 
-    async def check_alive(self, timeout_s: float) -> None:
-        """Raises RoomError after `timeout_s`."""
-        try:
-            self.health = await self.ask(timeout_s)
-        except UNANSWERED as error:
-            where = f"process {self.child.pid}" if self.child.pid else f"the server at {self.child.url}"
-            raise RoomError(
-                self.name,
-                f"{where} does not answer: {_reason(error)}",
-                rule=f"the limit is observe.heartbeat_s={timeout_s}",
-                way_out=f"read {self.child.log_path}; raise observe.heartbeat_s if the machine is only slow.",
-            ) from error
-
     async def state(self) -> tuple[str, bool]:
         """Return (health as text, was it answered)."""
         if self.child.returncode is not None:
@@ -357,23 +299,31 @@ class Server:
             return _reason(error), False
         return "answers: " + ", ".join(f"{key} {value}" for key, value in health.model_dump().items()), True
 
-    async def watch(self) -> None:
-        """Raises RoomError when the process ends."""
-        await self.child.watch()
+    async def watch(self, heartbeat_s: float) -> None:
+        """Raise RoomError when the process ends, or does not answer within `heartbeat_s`."""
+        try:
+            await self._while_alive(self._beat(heartbeat_s))
+        except UNANSWERED as error:
+            where = f"process {self.child.pid}" if self.child.pid else f"the server at {self.child.url}"
+            raise RoomError(
+                self.name,
+                f"{where} does not answer: {_reason(error)}",
+                rule=f"the limit is observe.heartbeat_s={heartbeat_s}",
+                way_out=f"read {self.child.log_path}; raise observe.heartbeat_s if the machine is only slow.",
+            ) from error
+
+    async def _beat(self, limit_s: float) -> None:
+        while True:
+            self.health = await self.ask(limit_s)
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     async def come_up(self) -> None:
         """Wait until it serves. Raises RoomError if it dies or is late, ConfigError if it can never serve."""
         await self.child.start()
         self.caller.url = self.child.url
-        asking = asyncio.ensure_future(self.ask(self.start_s) if self.ready is None else self.ready())
-        watching = asyncio.ensure_future(self.watch())
         try:
-            await asyncio.wait({asking, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done() or asking.exception() is not None:
-                await asyncio.wait({watching}, timeout=REAP_S)
-                if watching.done():
-                    raise self.child.death()
-            self.health = await asking
+            first = self.ask(self.start_s) if self.ready is None else self.ready()
+            self.health = await self._while_alive(first)
         except UNANSWERED as error:
             way_out = f"read {self.child.log_path}; raise supervision.start_timeout_s if it needs more time."
             raise RoomError(
@@ -381,17 +331,26 @@ class Server:
                 f"did not start: {_reason(error)}; the end of its log:\n{self.child.log_tail()}",
                 way_out=(error.way_out if isinstance(error, EngineError) else "") or way_out,
             ) from error
-        finally:
-            await cancel_all([asking, watching])
 
-    async def end(self) -> str:
-        """Return a description of any survivor."""
+    async def _while_alive(self, call: Awaitable[T]) -> T:
+        """Return the call's result. Raises its error, or the process's death, which takes precedence."""
+        calling = asyncio.ensure_future(call)
+        dying = asyncio.ensure_future(self.child.wait())
+        try:
+            await asyncio.wait({calling, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if not dying.done() and calling.exception() is not None:
+                await asyncio.wait({dying}, timeout=GRACE_S)
+            if dying.done():
+                raise self.child.death()
+            return await calling
+        finally:
+            await cancel_all([calling, dying])
+
+    async def end(self) -> None:
         self.child.kill_nowait()
         await self.aclose()
-        left = self.child.left
         self.child = self.child.renewed()
         self.health = None
-        return left
 
     async def aclose(self) -> None:
         await self.caller.aclose()

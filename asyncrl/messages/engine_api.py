@@ -20,14 +20,12 @@ NO_EXPERT = 65535
 
 
 class LatencyModel(Message):
-    """rollout.engine=simulated: a decode step with n sequences takes decode_step_s + n * per_row_s."""
+    """rollout.engine=simulated."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)  # `asyncrl keys` prints them
 
     decode_step_s: float = Field(default=0.002, gt=0)
     """Seconds of a decode step, regardless of the number of sequences."""
-    per_row_s: float = Field(default=0.0001, ge=0)
-    """Seconds that each running sequence adds to a decode step."""
     mean_tokens: float = Field(default=64.0, ge=1)
     """Mean length of a completion, lognormal; rollout.max_tokens cuts it."""
     sigma: float = Field(default=1.0, ge=0)

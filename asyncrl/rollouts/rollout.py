@@ -8,7 +8,6 @@ import hashlib
 import heapq
 import json
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -501,7 +500,6 @@ class RolloutRecorder:
         """Write nothing without a path. Raises ConfigError if the file cannot be written."""
         self.tokenizer = tokenizer
         self._path = path
-        self._samples = Counter[str]()
         self.num_recorded = 0
         try:
             if path is not None:
@@ -510,11 +508,7 @@ class RolloutRecorder:
         except OSError as error:
             raise ConfigError(f"cannot write to {path}: {error}", way_out="name another file.") from error
 
-    def next_sample(self, prompt_id: str) -> int:
-        return self._samples[prompt_id]
-
     def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:
-        self._samples[prompt.prompt_id] += 1
         if self._path is None:
             return
         line = {

@@ -6,36 +6,34 @@ content/ links to the repository's files; a wheel holds copies.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
 from asyncrl.base.errors import ConfigError
 
-_SCHEMA = re.compile(r"^# yaml-language-server: .*\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """`read`: contents by file name."""
-
-    about: str
-    read: Callable[[], Mapping[str, str]]
-    next_commands: tuple[str, ...]
+GSM8K = "gsm8k-qwen3-0.6b-1gpu.yaml"
+HARNESS = "pip install 'asyncrl[harness]'"
+FILES = {"quickstart": ("quickstart.yaml",), "gsm8k": (GSM8K,), "agent": ("agent.yaml", "lookup.py")}
+COMMANDS = {
+    "quickstart": ("asyncrl run quickstart.yaml",),
+    "gsm8k": (f"asyncrl check {GSM8K}", f"asyncrl run {GSM8K}"),
+    "agent": (HARNESS, "asyncrl run agent.yaml"),
+    "tutorial": (
+        "asyncrl run my_task.yaml --run-dir runs/task",
+        HARNESS,
+        "asyncrl run my_agent.yaml --run-dir runs/agent",
+    ),
+}
 
 
 def _stored(name: str) -> str:
     return (files("asyncrl.templates") / "content" / name).read_text(encoding="utf-8")
 
 
-def _copies(*names: str) -> Mapping[str, str]:
-    """Return the stored files, adapted for use outside a checkout."""
-    texts = dict[str, str]()
-    for name in names:
-        text = _SCHEMA.sub("", _stored(name))
-        texts[name] = text.replace("configs/", "").replace("examples.", "").replace("-e '.[", "'asyncrl[")
-    return texts
+def _outside_a_checkout(text: str) -> str:
+    text = re.sub(r"^# yaml-language-server: .*\n", "", text)
+    return text.replace("configs/", "").replace("examples.", "").replace("-e '.[", "'asyncrl[")
 
 
 def _tutorial() -> Mapping[str, str]:
@@ -53,58 +51,25 @@ def _tutorial() -> Mapping[str, str]:
     }
 
 
-GSM8K = "gsm8k-qwen3-0.6b-1gpu.yaml"
-TEMPLATES = {
-    "quickstart": Template(
-        "a small model learns letters on a CPU in half a minute",
-        lambda: _copies("quickstart.yaml"),
-        ("asyncrl run quickstart.yaml",),
-    ),
-    "gsm8k": Template(
-        "Qwen3-0.6B learns grade school math on one GPU of 24 GB",
-        lambda: _copies(GSM8K),
-        (f"asyncrl check {GSM8K}", f"asyncrl run {GSM8K}"),
-    ),
-    "agent": Template(
-        "a small model learns to call a tool on a CPU in five minutes",
-        lambda: _copies("agent.yaml", "lookup.py"),
-        ("pip install 'asyncrl[harness]'", "asyncrl run agent.yaml"),
-    ),
-    "tutorial": Template(
-        "the tutorial's own task and agent",
-        _tutorial,
-        (
-            "asyncrl run my_task.yaml --run-dir runs/task",
-            "pip install 'asyncrl[harness]'",
-            "asyncrl run my_agent.yaml --run-dir runs/agent",
-        ),
-    ),
-}
-
-
 def write_template(kind: str, folder: Path) -> list[str]:
     """Write a template; return lines that name its files and the next commands.
 
-    Raises ConfigError for an unknown kind, an existing file or a folder that cannot be written.
+    Raises ConfigError for an unknown kind or an existing file.
     """
-    if (template := TEMPLATES.get(kind)) is None:
-        what = f"there is no template {kind}"
-        raise ConfigError(what, way_out=f"name one of {', '.join(TEMPLATES)}.")
-    texts = template.read()
+    if kind not in COMMANDS:
+        raise ConfigError(f"there is no template {kind}", way_out=f"name one of {', '.join(COMMANDS)}.")
+    texts = _tutorial()
+    if kind != "tutorial":
+        texts = {name: _outside_a_checkout(_stored(name)) for name in FILES[kind]}
     if existing := [name for name in texts if (folder / name).exists()]:
         raise ConfigError(
             f"{', '.join(existing)} exists in {folder}",
             rule="init overwrites no file",
             way_out="move it away, or give an empty folder with --folder.",
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        what = f"cannot write to {folder}: {error.strerror}"
-        raise ConfigError(what, way_out="give another folder with --folder.") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
     enter = () if folder.resolve() == Path.cwd() else (f"cd {folder}",)
-    return [*(f"wrote {folder / name}" for name in texts), "next:"] + [
-        f"  {command}" for command in (*enter, *template.next_commands)
-    ]
+    commands = (f"  {command}" for command in (*enter, *COMMANDS[kind]))
+    return [*(f"wrote {folder / name}" for name in texts), "next:", *commands]

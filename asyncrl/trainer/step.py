@@ -407,7 +407,7 @@ class TrainStep:
         spec = self.spec
         if spec.chunks == "file" or (spec.chunks == "memory" and not self.ranks.is_first):
             return ChunkFile(spec.staging_dir / CHUNK_FILE)
-        gather = self.ranks.gather if spec.chunks == "memories" else ONE_RANK.gather
+        gather = self.ranks.gather if spec.chunks == "memories" else None
         chunks = exports.chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
         entries = [exports.entries_of(chunk, self.dtype) for chunk in chunks]
         try:

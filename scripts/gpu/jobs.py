@@ -51,7 +51,7 @@ def run_job(
 
 
 def learns(bench: Bench, config: str) -> None:
-    """Train a shipped config, colocated, and plot its reward."""
+    """Train a shipped config, colocated."""
     device = "cuda" if bench.device == "cuda" else "cpu"
     overrides = [f"placement={{trainer: {device}, rollout: trainer}}", "buffer.max_staleness=0"]
     if bench.is_tiny:
@@ -71,24 +71,10 @@ def learns(bench: Bench, config: str) -> None:
     bench.tell("steps, seconds", f"{len(steps)} {seconds:.1f}", against=pace)
     bench.tell("handovers of a step, seconds", f"{_median(steps, 'perf/handover_s'):.3f}")
     bench.tell("logprob gap on fresh tokens, mean nats", f"{_median(steps, 'policy/logprob_gap_mean'):.2e}")
-    _plot(bench, steps, config)
 
 
 def _median(steps: list[Line], name: str) -> float:
     return median(line[name] for line in steps if line.get(name) is not None)
-
-
-def _plot(bench: Bench, steps: list[Line], config: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4))
-    axis = figure.subplots()
-    axis.plot([line["time_s"] for line in steps], [line["reward/mean"] for line in steps], linewidth=0.8)
-    title = f"{bench.label}: {config}, colocated"
-    axis.set(xlabel="seconds of training", ylabel="reward of a batch", title=title)
-    path = bench.out / f"{bench.label}-{config}.png"
-    figure.savefig(path, dpi=100, bbox_inches="tight")
-    bench.tell("reward against seconds", path.name)
 
 
 # ---- part 5

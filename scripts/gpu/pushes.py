@@ -55,7 +55,7 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
     first = named_weights(model)
     sets = [LazyWeights(first), LazyWeights({name: tensor * 1.01 for name, tensor in first.items()})]
     num_bytes = sum(tensor.nbytes for tensor in first.values())
-    given = {"device": bench.device, "dtype": str(dtype).removeprefix("torch."), "takes_turns": in_chunks}
+    given = {"device": bench.device, "dtype": str(dtype).removeprefix("torch.")}
     staging = new_staging_dir()
     times: list[Times] = []
     try:

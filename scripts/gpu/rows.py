@@ -83,7 +83,7 @@ class Bench:
     """Arguments of a measurement. `device`: cuda or cpu, where sizes are tiny.
 
     `label`: name of the device, for files; `folder`: of the row; `models`: shared by the rows of a part;
-    `out`: for plots; `limit_s`: of the row.
+    `out`: for logs; `limit_s`: of the row.
     """
 
     device: str

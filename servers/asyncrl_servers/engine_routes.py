@@ -6,10 +6,11 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,6 @@ from asyncrl.messages.engine_api import (
     CommitRequest,
     CommitResponse,
     EngineHealth,
-    GenerateResponse,
     LoadChunkRequest,
     Loaded,
     PrepareRequest,
@@ -32,13 +32,11 @@ from asyncrl.messages.engine_api import (
     TransferStats,
     WakeRequest,
 )
-from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.weight_state import WeightState
 
 MAX_QUEUED = 1_000_000
 """Maximum requests waiting for a slot; others get 503."""
 FRAME_ROWS = 256
-Answer = TypeVar("Answer")
 Act = Callable[..., Awaitable[BaseModel]]
 
 
@@ -73,6 +71,44 @@ class Run:
     def __init__(self, asked: Asked, listener: Listener) -> None:
         self.number, self.request, self.is_streamed = asked
         self.listener = listener
+        self.num_told = 0
+        self.marks: list[tuple[int, int]] = []
+        """(position of the first token, policy_version)."""
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+class RunQueue(Generic[AnyRun]):
+    """Queued and interrupted runs of an engine, and results until hand_over."""
+
+    def __init__(self) -> None:
+        self.queued: OrderedDict[AnyRun, None] = OrderedDict()
+        self.interrupted: dict[AnyRun, None] = {}
+        self._results: dict[Listener, list[Sampled]] = {}
+
+    @property
+    def num_queued(self) -> int:
+        return len(self.queued)
+
+    def submit(self, runs: Iterable[AnyRun]) -> None:
+        self.queued.update(dict.fromkeys(runs))
+
+    def resume(self, runs: Sequence[AnyRun]) -> None:
+        """Put interrupted runs before the queue."""
+        for run in reversed(runs):
+            if run in self.interrupted:
+                del self.interrupted[run]
+                self.queued[run] = None
+                self.queued.move_to_end(run, last=False)
+
+    def report(self, run: AnyRun, sampled: Sampled) -> None:
+        self._results.setdefault(run.listener, []).append(sampled)
+
+    def hand_over(self) -> None:
+        results, self._results = self._results, {}
+        for listener, sampled in results.items():
+            listener.sampled(sampled)
 
 
 class ServedEngine(Protocol):
@@ -197,7 +233,9 @@ class ServedLink:
         runs = list[Run]()
         for one in asked:
             try:
-                check_queue(self._engine.num_queued + len(runs))
+                if self._engine.num_queued + len(runs) >= MAX_QUEUED:
+                    way_out = "keep fewer rollouts in flight, or add engines."
+                    raise Refused(503, f"{MAX_QUEUED} requests are queued already", way_out=way_out)
                 run = self._engine.run(one, self)
             except Refused as refusal:
                 self._send(codec.refused_frame(one.number, refusal.status, refusal.body))
@@ -217,57 +255,6 @@ def _message(data: bytes) -> bytes:
     return struct.pack("!BBQ", kind, 127, size) + data
 
 
-def check_queue(num_queued: int) -> None:
-    """Raise Refused (503) if the queue is full."""
-    if num_queued >= MAX_QUEUED:
-        way_out = "keep fewer rollouts in flight, or add engines."
-        raise Refused(503, f"{MAX_QUEUED} requests are queued already", way_out=way_out)
-
-
-class OneAnswer:
-    """Listener of one request. A weight update ends it with its tokens."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._arrived: asyncio.Queue[Sampled | Refused] = asyncio.Queue()
-
-    async def answer(self, engine: ServedEngine, request: SamplingRequest) -> GenerateResponse:
-        """Abort if the client leaves. Raises Refused."""
-        check_queue(engine.num_queued)
-        run = engine.run(Asked(0, request, is_streamed=False), self)
-        engine.submit([run])
-        try:
-            row = await self._arrived.get()
-        finally:
-            engine.abort([run])
-        if isinstance(row, Refused):
-            raise row
-        return codec.response(request.request_id, row)
-
-    def sampled(self, rows: Sequence[Sampled]) -> None:
-        self._put(rows[0])
-
-    def refused(self, number: int, refusal: Refused) -> None:
-        self._put(refusal)
-
-    def _put(self, row: Sampled | Refused) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._arrived.put_nowait, row)
-
-
-class GenerateBody(Message):
-    request_id: str
-    prompt_ids: list[int]
-    max_tokens: int
-    num_resumed: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    grammar: str | None = None
-    top_logprobs: int = 0
-
-
 def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Application:
     """`more`: additional POST routes."""
     app = make_app(secret)
@@ -283,9 +270,6 @@ def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Applicat
     async def health() -> EngineHealth:
         return engine.health()
 
-    async def generate(body: GenerateBody) -> GenerateResponse:
-        return await OneAnswer().answer(engine, SamplingRequest(**dict(body)))
-
     async def prepare(body: PrepareRequest) -> Loaded:
         return await asyncio.to_thread(engine.weights.prepare, body)
 
@@ -293,28 +277,21 @@ def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Applicat
         return await asyncio.to_thread(engine.weights.load_chunk, body)
 
     async def commit(body: CommitRequest) -> CommitResponse:
-        return await _answered(engine.commit(body))
+        return await asyncio.wrap_future(engine.commit(body))
 
     async def sleep(body: SleepRequest) -> TransferStats:
-        return await _answered(engine.sleep(body))
+        return await asyncio.wrap_future(engine.sleep(body))
 
     async def wake(body: WakeRequest) -> TransferStats:
-        return await _answered(engine.wake(body))
+        return await asyncio.wrap_future(engine.wake(body))
 
     app.router.add_get("/link", link)
     add_route(app, "GET", "/health", health)
-    acts: tuple[Act, ...] = (generate, prepare, load_chunk, commit, sleep, wake, *more)
+    acts: tuple[Act, ...] = (prepare, load_chunk, commit, sleep, wake, *more)
     for act in acts:
         add_route(app, "POST", f"/{act.__name__}", act)
     return app
 
 
 def serve_engine(engine: ServedEngine, fd: int, *more: Act) -> None:
-    serve(engine_routes(engine, secret_of(SECRET_ENV), *more), fd, cancels_handlers=True)
-
-
-async def _answered(future: Future[Answer]) -> Answer:
-    """Return the result; a client that leaves cancels nothing."""
-    wrapped = asyncio.wrap_future(future)
-    await asyncio.wait((wrapped,))
-    return wrapped.result()
+    serve(engine_routes(engine, secret_of(SECRET_ENV), *more), fd)

@@ -50,14 +50,8 @@ class EmbeddedSpec(EngineSpec):
     threads: int = Field(default=1, ge=1)
     deterministic: Literal["auto"] | bool = "auto"
     """On CPU: batch-invariant, checked at start. auto: true unless the model has experts."""
-    has_adapters: bool = False
-    """Reserve memory to merge adapters (weight_sync.transport=lora)."""
     keeps_turns: bool = False
     """Keep up to num_kept finished sequences cached for their next turns."""
-    takes_turns: bool = False
-    """Weights arrive in chunks; no staging memory."""
-    receives_bytes: int = Field(default=0, ge=0)
-    """Buffer bytes of transport nccl."""
     stays: bool = False
     """Sleeping parts keep their memory."""
     share: float | None = Field(default=None, gt=0, lt=1)

@@ -26,7 +26,7 @@ from asyncrl.messages.engine_api import (
     TransferStats,
     WakeRequest,
 )
-from asyncrl.weights.adapters import linear_parameters, routers_of
+from asyncrl.weights.adapters import routers_of
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import CudaCaptures, Runner, Scorer
@@ -64,6 +64,7 @@ class Engine:
         self._scheduler = Scheduler(spec, runner, weights)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._committed: Future[CommitResponse]
+        self._kv_bytes = runner.cache.num_bytes
         self._streamed_s = self._decode_s = 0.0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine-loop", daemon=True)
@@ -80,7 +81,7 @@ class Engine:
 
     @property
     def num_queued(self) -> int:
-        return len(self._scheduler.queued)
+        return self._scheduler.num_queued
 
     def health(self) -> EngineHealth:
         scheduler = self._scheduler
@@ -119,30 +120,27 @@ class Engine:
 
     def sleep(self, request: SleepRequest) -> Future[TransferStats]:
         """Interrupt requests and free these parts. Raises Refused (409)."""
-        return self._ask(lambda _: self._sleep(request))
+        return self._ask(lambda answer: answer.set_result(self._sleep(request)))
 
     def wake(self, request: WakeRequest) -> Future[TransferStats]:
         """Allocate memory for these parts. Raises Refused (400, 409, 507)."""
-        return self._ask(lambda _: self._wake(request))
+        return self._ask(lambda answer: answer.set_result(self._wake(request)))
 
     def score(self, request: ScoreRequest) -> Future[ScoreResponse]:
         """Needs a scorer. Raises Refused (400)."""
         assert self._scorer is not None
         return self._ask(partial(self._scorer.add, request))
 
-    def _ask(self, action: Callable[[Future[Answer]], Answer | None]) -> Future[Answer]:
-        """Run `action` in the loop's thread; None means that it answers later."""
+    def _ask(self, action: Callable[[Future[Answer]], None]) -> Future[Answer]:
+        """Run `action`, which answers or raises Refused, in the loop's thread."""
         answer: Future[Answer] = Future()
         answer.set_running_or_notify_cancel()
 
         def act() -> None:
             try:
-                result = action(answer)
+                action(answer)
             except Refused as error:
                 answer.set_exception(error)
-            else:
-                if result is not None:
-                    answer.set_result(result)
 
         self._inbox.put(act)
         return answer
@@ -187,8 +185,6 @@ class Engine:
     def _sleep(self, request: SleepRequest) -> TransferStats:
         started_s = time.perf_counter()
         num_bytes = 0
-        if "weights" in request.parts:
-            self.weights.check_may_sleep()
         self._scheduler.interrupt()
         if self.weights.swapping is not None:
             self._finish_commit()
@@ -212,8 +208,7 @@ class Engine:
         started_s = time.perf_counter()
         weights, runner = self.weights, self.runner
         loaded = runner.loaded
-        kv_bytes = runner.slots * loaded.shape.slot_bytes(runner.max_length, loaded.dtype.itemsize)
-        sizes = {"weights": weights.num_bytes, "kv": kv_bytes}
+        sizes = {"weights": weights.num_bytes, "kv": self._kv_bytes}
         asleep = [part for part in request.parts if part in weights.asleep]
         num_bytes = 0 if self.spec.stays else sum(sizes[part] for part in asleep)
         free = loaded.free_bytes()
@@ -235,15 +230,15 @@ class Engine:
             ) from error
         return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
-    def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> CommitResponse | None:
+    def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> None:
         served = self.weights.begin_commit(request)
         if served is not None:
             self._scheduler.rows.forget_kept()  # chunks were loaded while the cache was awake
-        else:
-            self._committed = answer
-            if request.interrupt != "wait" or not self._scheduler.rows:
-                self._finish_commit()
-        return served
+            answer.set_result(served)
+            return
+        self._committed = answer
+        if request.interrupt != "wait" or not self._scheduler.rows:
+            self._finish_commit()
 
     def _finish_commit(self) -> None:
         assert self.weights.swapping is not None
@@ -267,7 +262,6 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     """Return a checked engine. On failure print an ErrorBody line and exit with 1."""
     torch.set_num_threads(spec.threads)
     loaded = LoadedModel(spec)
-    check_memory(spec, *memory_needs(spec, loaded), free_bytes=loaded.free_bytes())
     # CUDA picks kernels by size, so bits are guaranteed only on CPU. An expert's rounding changes with the
     # number of rows routed to it.
     wanted = not routers_of(loaded.model) if spec.deterministic == "auto" else spec.deterministic
@@ -280,34 +274,6 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
         runner.take_graphs(spec.slots, CudaCaptures)
     scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
     return Engine(spec, runner, Weights(loaded, spec), on_crash, scorer)
-
-
-def memory_needs(spec: EmbeddedSpec, loaded: LoadedModel) -> tuple[int, int]:
-    """Return the bytes of a slot, and of weights on their way."""
-    twice = linear_parameters(loaded.model) if spec.has_adapters else set()
-    staged = [one.nbytes * (1 + (name in twice)) for name, one in loaded.model.named_parameters()]
-    # Per slot in float32: the logits after its prompt; a step's logits, logprobs, exponentials and float64
-    # sum.
-    slot_bytes = loaded.shape.slot_bytes(spec.max_length, loaded.dtype.itemsize) + 7 * 4 * loaded.vocab_size
-    staged_bytes = 0 if spec.score_slots or spec.takes_turns else sum(staged)
-    if spec.receives_bytes:  # the incoming and the previous buffer
-        staged_bytes += 2 * min(sum(staged), max(spec.receives_bytes, *staged))
-    return slot_bytes * (1 + spec.keeps_turns), staged_bytes
-
-
-def check_memory(spec: EmbeddedSpec, slot_bytes: int, staged_bytes: int, *, free_bytes: int) -> None:
-    """End the process if slots and staged weights do not fit."""
-    slots = spec.slots + spec.score_slots
-    fitting = (free_bytes - staged_bytes) // slot_bytes
-    if slots > fitting:
-        slot, staged, free = (f"{size / 2**20:.1f} MiB" for size in (slot_bytes, staged_bytes, free_bytes))
-        fewer = f"set rollout.slots={fitting} or less, or " if fitting >= 1 and not spec.score_slots else ""
-        fail(
-            f"{spec.name}: {slots} slots of {spec.max_length} tokens need {slot} each, staged weights "
-            f"need {staged}, and {free} are free",
-            rule="all memory is reserved at start, so that it cannot run out later",
-            way_out=f"{fewer}lower rollout.max_tokens, use a smaller model, or free memory.",
-        )
 
 
 @torch.inference_mode()

@@ -62,10 +62,6 @@ class CacheShape:
         floats = STRETCH_FLOATS if device.type == "cpu" else CUDA_STRETCH_FLOATS
         return floats / (self.kv_heads * self.head_dim)
 
-    def slot_bytes(self, max_length: int, itemsize: int) -> int:
-        keys = 2 * self.num_layers * self.kv_heads * self.head_dim * itemsize
-        return (keys + self.num_routed * ROUTED_TYPE.itemsize) * padded_length(max_length)
-
 
 class SlotCache:
     """Keys and values [layers, slots, kv_heads, positions, head_dim]; `routing`: ROUTED_TYPE [slots,

@@ -37,7 +37,6 @@ class Weights(WeightState):
         self._stored_kinds = _kinds(pieces_of(self._parameters, self._pieces))
         super().__init__(self._stored_kinds.keys())
         self._device = loaded.device
-        self._has_adapters = spec.has_adapters
         self._stays = spec.stays
         self.num_bytes: int = sum(parameter.nbytes for parameter in self._parameters.values())
         self._base: dict[str, Tensor] | None = {name: one.data for name, one in self._parameters.items()}
@@ -93,9 +92,7 @@ class Weights(WeightState):
     def swap(self) -> None:
         assert self.swapping is not None
         request, tensors = self.swapping[1].request, self.swapping[1].tensors
-        if request.kind == "lora":
-            self._has_adapters = True
-        else:
+        if request.kind != "lora":
             self._base = None
         kept = {one.data_ptr() for one in (self._base or {}).values()}
         for name, parameter in self._parameters.items():
@@ -105,12 +102,6 @@ class Weights(WeightState):
             else:
                 parameter.data = tensors[name]
         self.settle(request.version, request.digest)
-
-    def check_may_sleep(self) -> None:
-        if self._has_adapters:
-            rule = "weight_sync.transport=lora keeps the initial weights"
-            way_out = "put only the KV cache to sleep, or set another weight_sync.transport."
-            raise Refused(409, "weights under adapters cannot sleep", rule=rule, way_out=way_out)
 
     def free(self) -> int:
         """Free all weights and return their bytes. With `stays` the memory remains."""

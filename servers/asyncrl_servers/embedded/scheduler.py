@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ from asyncrl_servers.embedded.decoder import EmbeddedSpec, grammar_refusal, mask
 from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
-from asyncrl_servers.engine_routes import Listener, Run, check_request
+from asyncrl_servers.engine_routes import Listener, Run, RunQueue, check_request
 
 MIN_COPIED = 32
 """Minimum prefix length worth copying in the cache."""
@@ -52,13 +52,10 @@ class Sequence(Run):
         self.top_logprobs: list[TopLogprobs] = []
         self.num_told = len(token_ids)
         self.limit = len(token_ids) + self.request.max_tokens
-        self.marks: list[tuple[int, int]] = []
-        """(position of the first token, policy_version)."""
         self.next_logits_V: Tensor | None = None
         self.admitted_ids = b""
         self.is_mixed = False
         """True if older weights computed part of its KV cache."""
-        self.kept_row = -1
         self.routing = b""
         """Experts of unreported tokens."""
         self.num_routed = 0
@@ -100,25 +97,19 @@ class Rows:
         """Keep this row's tokens; return the kept row or -1."""
         if not self.kept:
             return -1
-        target = self.sequences[row].kept_row
-        if target < 0:
-            target = next(iter(self.kept))
+        target: int = next(iter(self.kept))
         self.kept.move_to_end(target)
         length = self.lengths[target] = self.lengths[row]
         self.token_ids[target, :length] = self.token_ids[row, :length]
         return target
 
-    def use_kept(self, sequence: Sequence, row: int, length: int) -> None:
-        """Replace a kept row that the sequence extends."""
+    def use_kept(self, row: int, length: int) -> None:
+        """A row that is extended is the next to be replaced."""
         if row in self.kept:
-            self.kept.move_to_end(row)
-            if length >= self.lengths[row] - 1:
-                sequence.kept_row = row
+            self.kept.move_to_end(row, last=length < self.lengths[row] - 1)
 
     def forget_kept(self) -> None:
         self.lengths[list(self.kept)] = 0
-        for sequence in self.sequences:
-            sequence.kept_row = -1
 
     def move(self, source: int, target: int) -> None:
         length = self.lengths[target] = self.lengths[source]
@@ -215,23 +206,21 @@ class Prefill(NamedTuple):
         return self.num_copied == len(self.ids)
 
 
-class Scheduler:
+class Scheduler(RunQueue[Sequence]):
     """Sequences of an engine, and their results until hand_over.
 
     Invariant: every token carries the version of the weights that computed it.
     """
 
     def __init__(self, spec: EmbeddedSpec, runner: Runner, weights: Weights) -> None:
+        super().__init__()
         self._spec = spec
         self._runner = runner
         self._weights = weights
         self._eos_ids = np.array(sorted(runner.loaded.eos_ids), np.int64)
         self.rows = Rows(spec.slots, spec.num_kept, spec.max_length)
-        self.queued: OrderedDict[Sequence, None] = OrderedDict()
-        self.interrupted: dict[Sequence, None] = {}
         self.num_generated = 0
         self.num_prefilled = 0
-        self._results: dict[Listener, list[Sampled]] = {}
 
     @property
     def _num_free(self) -> int:
@@ -266,16 +255,6 @@ class Scheduler:
                 raise grammar_refusal(request, error) from None
         return Sequence(asked, listener, token_ids, stop_watch, matcher)
 
-    def submit(self, sequences: Iterable[Sequence]) -> None:
-        self.queued.update(dict.fromkeys(sequences))
-
-    def resume(self, sequences: list[Sequence]) -> None:
-        for sequence in reversed(sequences):
-            if sequence in self.interrupted:
-                del self.interrupted[sequence]
-                self.queued[sequence] = None
-                self.queued.move_to_end(sequence, last=False)
-
     def abort(self, wanted: set[Sequence]) -> None:
         for row in reversed(range(len(self.rows))):
             if self.rows.sequences[row] in wanted:
@@ -285,8 +264,7 @@ class Scheduler:
             for sequence in wanted & waiting.keys():
                 del waiting[sequence]
                 ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-                empty = Sampled(sequence.number, ids, logprobs, [], "abort")
-                self._results.setdefault(sequence.listener, []).append(empty)
+                self.report(sequence, Sampled(sequence.number, ids, logprobs, [], "abort"))
 
     def interrupt(self) -> int:
         rows = self.rows
@@ -294,7 +272,6 @@ class Scheduler:
             self._report(row, "interrupted")
             sequence.token_ids = rows.token_ids[row, : rows.lengths[row]].copy()
             sequence.next_logits_V = None
-            sequence.kept_row = -1
             sequence.is_mixed = False
             self.interrupted[sequence] = None
         num_interrupted = len(rows)
@@ -347,11 +324,6 @@ class Scheduler:
             if sequence.is_streamed and sequence.num_told < self.rows.lengths[row]:
                 self._report(row, "more")
 
-    def hand_over(self) -> None:
-        results, self._results = self._results, {}
-        for listener, sampled in results.items():
-            listener.sampled(sampled)
-
     def _admit(self) -> list[Prefill]:
         """Assign rows to queued sequences, sources before their users."""
         rows = self.rows
@@ -377,7 +349,7 @@ class Scheduler:
                 source, num_copied = rows.common_prefix(ids, standing + early)
                 if num_copied < MIN_COPIED:
                     source, num_copied = row, 0
-                rows.use_kept(sequence, source, num_copied)
+                rows.use_kept(source, num_copied)
                 whole[key] = row
             wave = reads[source].wave + 1 if source in reads else 0
             reads[row] = Prefill(row, ids, source, num_copied, wave)
@@ -425,8 +397,7 @@ class Scheduler:
             self._remove(row)
 
     def _report(self, row: int, then: str) -> None:
-        sampled = self.rows.untold(row, then, self._runner.cache.routing)
-        self._results.setdefault(self.rows.sequences[row].listener, []).append(sampled)
+        self.report(self.rows.sequences[row], self.rows.untold(row, then, self._runner.cache.routing))
 
     def _remove(self, row: int) -> None:
         rows = self.rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +21,9 @@ from asyncrl.base import host
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig
 from asyncrl.launch import machine
-from asyncrl.launch.devices import NO_DEVICE, NodeDevice, chunk_devices, place
 from asyncrl.launch.machine import CudaDevice, child_environ, described_nodes, find_cuda_devices
-from asyncrl.launch.plan import make_plan, plan_text
+from asyncrl.launch.placement import NO_DEVICE, NodeDevice, chunk_devices, place
+from asyncrl.launch.plan import make_plan
 
 SHARE = "placement.share=0.4"
 ALL = "{nodes: all, gpus: all}"
@@ -99,24 +99,21 @@ def test_sides_get_written_or_free_devices(
     ("num_cuda", "overrides", "words"),
     [
         ((1,), [], "buffer.max_staleness=0"),
-        ((1,), ["placement.trainer=all", "placement.rollout=0"], "placement.share=0.4"),
         ((2,), [ZERO, *sizes(2), "placement.trainer=all", "placement.rollout=0"],
          "placement.rollout=trainer"),
         ((4,), ["placement.trainer=0-3", "placement.rollout=cpu"], "trainer.world_size=4"),
         ((3,), ["placement.trainer=0", "placement.rollout=1-2"], "rollout.num_engines=2"),
         ((4,), [*sizes(1, 1, split=2), "placement.rollout=[1, 2, 3]"], "rollout.tensor_parallel"),
         ((0,), [VLLM, *TURNS], "rollout.engine=embedded"),
-        ((0,), ["trainer.lora={rank: 2}", "weight_sync.transport=lora", *TURNS], "weight_sync.transport=shm"),
         ((1,), [VLLM, "weight_sync.transport=nccl", *TURNS], "weight_sync.transport=ipc"),
         ((1,), [EVAL, OWN, *TURNS], "placement.eval=cpu"),
-        ((1,), [*TAUGHT, *TURNS], "placement.teacher=cpu"),
         ((0,), [SHARE, *TURNS], "placement.share=auto"),
         ((1,), [SHARE, VLLM, "rollout.vllm={gpu-memory-utilization: 0.9}"],
          "rollout.vllm.gpu-memory-utilization"),
         ((1,), ["rollout.num_engines={min: 1, max: 2}", ZERO], "rollout.num_engines=2"),
         # several nodes
-        ((8, 4), ["placement.trainer={nodes: 2, gpus: 8}", *sizes(8)], "n0 8 of 8, n1 4 of 4"),
-        ((0, 0), ["placement={trainer: cpu, rollout: {nodes: 3}}"], "n0 1 of 1, n1 1 of 1"),
+        ((8, 4), ["placement.trainer={nodes: 2, gpus: 8}", *sizes(8)], "n0 8, n1 4"),
+        ((0, 0), ["placement={trainer: cpu, rollout: {nodes: 3}}"], "n0 1, n1 1"),
         ((2, 2), ["placement={trainer: 0, rollout: 1, eval: auto}", EVAL, "weight_sync.transport=shm",
                   *TAUGHT, "placement.trainer={nodes: 2, gpus: 1}", *sizes(2)], "the run is on 2 nodes"),
     ],
@@ -197,7 +194,6 @@ def test_accepted_placement_keeps_the_rules(
         placement = place(config, there)
     except ConfigError:
         return
-    assert placement == place(config, there), "it is the same each time"
     ranks = placement.trainer
     on_cuda = {device for device in ranks if device.name != "cpu"}
     used = set(placement.engine_devices)
@@ -215,7 +211,6 @@ def test_accepted_placement_keeps_the_rules(
     plan = make_plan(config, there)
     assert {process.device for process in plan.processes} <= {*plan.memory, NO_DEVICE}
     assert {process.name for process in plan.processes} >= {f"engine-{at}" for at in range(engines)}
-    assert plan_text(plan, config) == plan_text(make_plan(config, there), config)
 
 
 def test_colocated_cpu_nodes_fetch_chunks_as_files() -> None:
@@ -313,50 +308,41 @@ def test_incomplete_description_is_refused(given: Any) -> None:
 
 
 GB = 10**9
-Put = Callable[[str, dict[str, str]], None]
+CONTAINER = {"memory.max": f"{32 * GB}", "memory.current": f"{20 * GB}", "cpu.max": "650000 100000"}
+CONTAINER |= {"memory.stat": f"file {5 * GB}\nshmem {2 * GB}\ninactive_file {2 * GB}\nactive_file {GB}"}
+NESTED = {"job/step/memory.max": "max", "job/step/memory.current": f"{3 * GB}"}
+NESTED |= {"job/memory.max": f"{10 * GB}", "job/memory.current": f"{4 * GB}"}
+NESTED |= {"job/step/cpu.max": "max 100000", "job/cpu.max": "200000 100000"}
+FULL = {"memory.max": f"{GB}", "memory.current": f"{2 * GB}"}
 
 
-@pytest.fixture
-def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
-    """Writes to which groups a process belongs, and their files, on a host of 100 GB and 64 cores."""
+@pytest.mark.parametrize(
+    ("membership", "files", "memory", "cores"),
+    [
+        (None, {}, 100 * GB, 64),
+        ("0::/\n", CONTAINER, 15 * GB, 7),  # 20 GB in use, 3 of which are pages of files
+        ("0::/job/step\n", NESTED, 6 * GB, 2),
+        ("0::/not/shown/here\n1:name=systemd:/\n", {}, 100 * GB, 64),
+        ("0::/\n", FULL, 0, 64),
+    ],
+    ids=["no groups", "container", "nested", "hidden", "full"],
+)
+def test_group_with_least_left_is_the_limit(
+    membership: str | None,
+    files: dict[str, str],
+    memory: int,
+    cores: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GB))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(host, "CGROUPS", tmp_path / "groups")
-
-    def write(membership: str, files: dict[str, str]) -> None:
+    if membership is not None:
         (tmp_path / "membership").write_text(membership)
-        for name, text in files.items():
-            path = tmp_path / "groups" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{text}\n")
-
-    return write
-
-
-@pytest.mark.usefixtures("put")
-def test_host_without_groups_is_the_limit() -> None:
-    assert (host.available_memory(), host.num_cores()) == (100 * GB, 64)
-
-
-def test_group_of_a_container_is_the_limit(put: Put) -> None:
-    stat = f"anon {15 * GB}\nfile {5 * GB}\nshmem {2 * GB}\ninactive_file {2 * GB}\nactive_file {GB}"
-    limits = {"memory.max": str(32 * GB), "memory.current": str(20 * GB), "cpu.max": "650000 100000"}
-    put("0::/\n", limits | {"memory.stat": stat})
-    # 20 GB in use, 3 of which are pages of files
-    assert (host.available_memory(), host.num_cores()) == (15 * GB, 7)
-
-
-def test_nested_group_with_least_left_counts(put: Put) -> None:
-    files = {"job/step/memory.max": "max", "job/step/memory.current": str(3 * GB)}
-    files |= {"job/memory.max": str(10 * GB), "job/memory.current": str(4 * GB)}
-    files |= {"job/step/cpu.max": "max 100000", "job/cpu.max": "200000 100000"}
-    put("0::/job/step\n", files)
-    assert (host.available_memory(), host.num_cores()) == (6 * GB, 2)
-
-
-def test_full_group_leaves_nothing_and_hidden_one_is_ignored(put: Put) -> None:
-    put("0::/not/shown/here\n1:name=systemd:/\n", {})
-    assert (host.available_memory(), host.num_cores()) == (100 * GB, 64)
-    put("0::/\n", {"memory.max": str(GB), "memory.current": str(2 * GB)})
-    assert host.available_memory() == 0
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert (host.available_memory(), host.num_cores()) == (memory, cores)

@@ -1,0 +1,350 @@
+"""Assign devices to ranks, engines, eval engine and teacher. Imports no torch.
+
+Sides on the same CUDA devices time-share them, or work concurrently if placement.share is a number. Each
+rank has its own CUDA device; no engine spans two nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from asyncrl.base.errors import ConfigError
+from asyncrl.config import RunConfig
+from asyncrl.config.placement_sync import Devices, NodesConfig, device_numbers, refuse_transport
+from asyncrl.launch.machine import Node
+
+SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
+NO_DEVICE = "none"
+"""Device of simulated and external engines."""
+
+
+class NodeDevice(NamedTuple):
+    node: int
+    name: str
+
+
+Side = tuple[NodeDevice, ...]
+CPU = NodeDevice(0, "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """None: not in the run."""
+
+    nodes: tuple[Node, ...]
+    """The controller's is first."""
+    trainer: Side
+    engines: tuple[Side, ...]
+    mode: Literal["apart", "colocated"]
+    evaluation: NodeDevice | None = None
+    teacher: NodeDevice | None = None
+    memory_fraction: float | None = None
+    """Engines' fraction of shared devices; None: no limit."""
+    resident: bool = False
+
+    @property
+    def moves(self) -> bool:
+        return self.mode == "colocated" and not self.resident
+
+    @property
+    def is_on_cuda(self) -> bool:
+        return self.trainer[0].name != "cpu"
+
+    @property
+    def engine_devices(self) -> Side:
+        return tuple(dict.fromkeys(device for devices in self.engines for device in devices))
+
+    @property
+    def num_nodes(self) -> int:
+        used = [*self.trainer, *self.engine_devices, *([self.evaluation] if self.evaluation else [])]
+        return len({0, *(device.node for device in used if device.name != NO_DEVICE)})
+
+    def label(self, device: NodeDevice) -> str:
+        is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
+        return device.name if is_plain else f"{self.nodes[device.node].name}/{device.name}"
+
+    @property
+    def names(self) -> tuple[list[str], list[str]]:
+        """Return the devices of ranks and engines; every CPU is `cpu`."""
+        ranks = [self._name(device) for device in self.trainer]
+        return ranks, [self._name(device) for devices in self.engines for device in devices]
+
+    def _name(self, device: NodeDevice) -> str:
+        return device.name if device.name == "cpu" else self.label(device)
+
+    def memory_fraction_of(self, engine: int) -> float | None:
+        num = sum(self.engines[engine][0] in devices for devices in self.engines)
+        return None if self.memory_fraction is None else self.memory_fraction / num
+
+    def parts(self, *, has_engines: bool, serves_only: bool = False) -> dict[int, list[str]]:
+        parts = defaultdict[int, list[str]](list, {0: []})
+        used = [device for devices in self.engines for device in devices] if has_engines else []
+        if not serves_only:
+            used += [*self.trainer, *filter(None, (self.evaluation, self.teacher))]
+        for node, name in used:
+            parts[node].append(name)
+        return parts
+
+
+def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
+    """The controller's node is first. Raises ConfigError."""
+    trainer, rollout = _select_sides(config, nodes)
+    share = config.placement.share
+    fraction = share if isinstance(share, float) else None
+    is_shared = not {*trainer}.isdisjoint(rollout) and trainer[0].name != "cpu"
+    takes_turns = is_shared or config.placement.rollout == "trainer"
+    if is_shared and fraction is not None and config.buffer.max_staleness > 0:
+        takes_turns = False
+    _refuse_sides(config, nodes, trainer, rollout)
+    _refuse_sharing(config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns)
+    _refuse_counts(config, trainer, rollout)
+    size = config.trainer.world_size
+    split = config.rollout.tensor_parallel
+    dealt = tuple(rollout[index % len(rollout)] for index in range(config.rollout.max_engines * split))
+    engines = tuple(dealt[start : start + split] for start in range(0, len(dealt), split))
+    if takes_no_device(config):
+        engines = ((NodeDevice(0, NO_DEVICE),),) * config.rollout.max_engines
+    placement = Placement(
+        nodes=tuple(nodes),
+        trainer=tuple(trainer[index * len(trainer) // size] for index in range(size)),
+        engines=engines,
+        mode="colocated" if takes_turns else "apart",
+        memory_fraction=fraction,
+        resident=takes_turns and fraction is not None,
+    )
+    if config.eval_engine != "rollout" and not config.rollout.facts.has_model:
+        placement = replace(placement, evaluation=NodeDevice(0, NO_DEVICE))
+    elif config.eval_engine != "rollout":
+        is_optional = config.eval_engine == "auto"
+        evaluation = _extra_device("eval", config.placement.eval, placement, is_optional=is_optional)
+        placement = replace(placement, evaluation=evaluation)
+    if config.teacher is not None:
+        placement = replace(placement, teacher=_extra_device("teacher", config.placement.teacher, placement))
+    refuse_transport(config, *placement.names, is_turns=takes_turns, num_nodes=placement.num_nodes)
+    return placement
+
+
+def takes_no_device(config: RunConfig) -> bool:
+    return not config.rollout.facts.has_model or config.rollout.urls is not None
+
+
+def vllm_sizes(config: RunConfig) -> list[str]:
+    return [name for name in config.rollout.vllm if name.lstrip("-").replace("-", "_") in SIZES]
+
+
+def chunk_devices(config: RunConfig, placement: Placement) -> Side:
+    """Return the devices of chunks opened by both sides; empty: chunks are files."""
+    if placement.num_nodes > 1 and not placement.is_on_cuda:
+        return ()
+    opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
+    devices = tuple(dict.fromkeys(placement.trainer))
+    has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {*devices}
+    return devices if opens_memory and has_all else ()
+
+
+def cuda_devices(nodes: Sequence[Node]) -> list[Side]:
+    return [
+        tuple(NodeDevice(number, f"cuda:{index}") for index in range(len(node.machine.cuda)))
+        for number, node in enumerate(nodes)
+    ]
+
+
+# ---- refusals
+
+
+def _refuse_sides(config: RunConfig, nodes: Sequence[Node], trainer: Side, rollout: Side) -> None:
+    if len(nodes) > 1 and config.launcher == "local":
+        raise ConfigError(
+            f"launcher=local starts processes on this machine, and there are {len(nodes)} nodes",
+            way_out="set launcher=ray, or describe one machine.",
+        )
+    shared = {device for device in trainer if device in rollout and device.name != "cpu"}
+    if shared and {*trainer} != {*rollout}:
+        raise ConfigError(
+            f"{_written(config)} have some devices in common",
+            rule="the other devices would wait for those",
+            way_out="give both sides the same devices (placement.rollout=trainer), or none in common.",
+        )
+    engine = config.rollout
+    kind = rollout[0].name.partition(":")[0]
+    if engine.deterministic is True and (engine.urls is not None or kind != engine.facts.exact_on):
+        raise ConfigError(
+            f"rollout.deterministic=true, and rollout.engine={engine.engine} on {kind} cannot promise it",
+            rule="the embedded engine can on a CPU, and a vLLM that the run starts can on CUDA",
+            way_out="set rollout.deterministic=auto.",
+        )
+
+
+def _written(config: RunConfig) -> str:
+    return f"placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout}"
+
+
+def _refuse_sharing(config: RunConfig, device: str, *, is_shared: bool, takes_turns: bool) -> None:
+    rollout = config.rollout
+    share = config.placement.share
+    if takes_turns and (config.buffer.max_staleness > 0 or rollout.is_scaled):
+        raise ConfigError(
+            f"{_written(config)} are the same devices, and "
+            f"buffer.max_staleness={config.buffer.max_staleness}, rollout.num_engines={rollout.num_engines}",
+            rule="time-sharing makes every batch on-policy, with a fixed number of engines",
+            way_out=f"set buffer.max_staleness=0 and rollout.num_engines={rollout.max_engines}, or give "
+            "placement.rollout its own devices; on CUDA, placement.share=0.4 lets both sides work at once.",
+        )
+    if takes_turns and (rollout.urls or (device == "cpu" and not rollout.facts.sleeps_on_cpu)):
+        raise ConfigError(
+            f"placement.rollout={config.placement.rollout}, and rollout.engine={rollout.engine} on the CPU, "
+            "or behind rollout.urls, cannot free its memory for the trainer's turn",
+            way_out="set placement.rollout=cpu, or rollout.engine=embedded.",
+        )
+    if isinstance(share, float) and (not is_shared or takes_no_device(config)):
+        raise ConfigError(
+            f"placement.share={share}, and trainer and engines share no CUDA device",
+            way_out="set placement.share=auto.",
+        )
+    if isinstance(share, float) and (sized := vllm_sizes(config)):
+        raise ConfigError(
+            f"placement.share={share}, and rollout.vllm has {sized[0]}, which sets the same",
+            way_out=f"remove rollout.vllm.{sized[0]}.",
+        )
+
+
+def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
+    size = config.trainer.world_size
+    if size % len(trainer) if trainer[0].name == "cpu" else size != len(trainer):
+        raise ConfigError(
+            f"placement.trainer={config.placement.trainer} is {len(trainer)} devices for "
+            f"trainer.world_size={size}",
+            rule="each process has its own CUDA device; CPUs of several nodes have the same number each",
+            way_out=f"set trainer.world_size={len(trainer)}, or change placement.trainer.",
+        )
+    num = config.rollout.max_engines
+    split = config.rollout.tensor_parallel
+    counts = Counter(device.node for device in rollout).values()
+    is_uneven = any(count % split for count in counts) or len(rollout) > num * split
+    if is_uneven and not takes_no_device(config):
+        raise ConfigError(
+            f"placement.rollout={config.placement.rollout} is {' + '.join(map(str, counts))} devices for "
+            f"rollout.num_engines={num} with rollout.tensor_parallel={split}",
+            rule="an engine has tensor_parallel CUDA devices of one node or a CPU, none idle",
+            way_out=f"set rollout.num_engines={max(1, len(rollout) // split)} or rollout.tensor_parallel="
+            f"{math.gcd(*counts)}, or change placement.rollout.",
+        )
+
+
+# ---- selection
+
+
+def _select_sides(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]:
+    """The side with the more definite form chooses first."""
+    written = config.placement
+    split = config.rollout.tensor_parallel
+    num_ranks = config.trainer.world_size
+    num_parts = config.rollout.max_engines * split
+    forms = {"trainer": written.trainer, "rollout": written.rollout}
+    if forms["rollout"] == "auto" and takes_no_device(config):
+        forms["rollout"] = "cpu"
+    if not any(cuda_devices(nodes)):
+        forms = {side: "cpu" if form == "auto" else form for side, form in forms.items()}
+    if _openness(forms["trainer"]) <= _openness(forms["rollout"]):
+        trainer = _select("trainer", forms["trainer"], nodes, (), num_ranks, 1)
+        return trainer, _select("rollout", forms["rollout"], nodes, trainer, num_parts, split)
+    rollout = _select("rollout", forms["rollout"], nodes, (), num_parts, split)
+    return _select("trainer", forms["trainer"], nodes, rollout, num_ranks, 1), rollout
+
+
+def _openness(form: Devices) -> int:
+    if isinstance(form, NodesConfig):
+        return 1
+    return {"auto": 2, "trainer": 3}.get(str(form), 0)
+
+
+def _select(side: str, form: Devices, nodes: Sequence[Node], taken: Side, num: int, split: int) -> Side:
+    """Return devices for `num` parts of processes with `split` parts each."""
+    cuda = cuda_devices(nodes)
+    match form:
+        case "trainer":
+            return taken
+        case "cpu":
+            return (CPU,)
+        case "auto":
+            return _free(cuda, taken, num, split) or taken
+        case NodesConfig():
+            return _of_nodes(side, form, nodes, taken)
+        case "all" if any(cuda):
+            return tuple(device for devices in cuda for device in devices)
+    return _numbered(side, form, nodes)
+
+
+def _free(cuda: Sequence[Side], taken: Side, num: int, split: int) -> Side:
+    """Take whole processes per node, from the smallest sufficient node."""
+    left = [[device for device in devices if device not in taken] for devices in cuda]
+    whole = [devices[: len(devices) // split * split] for devices in left]
+    whole = whole if any(whole) else left
+    whole.sort(key=lambda devices: (len(devices) < num, abs(len(devices) - num)))
+    found = [device for devices in whole for device in devices][:num]
+    return tuple(sorted(found, key=lambda device: device.node))
+
+
+def _of_nodes(side: str, form: NodesConfig, nodes: Sequence[Node], taken: Side) -> Side:
+    """Take free devices of the nodes with the least to spare."""
+    cuda = cuda_devices(nodes)
+    on_cpu = form.gpus == 0 or (form.gpus == "auto" and not any(cuda))
+    every = [(NodeDevice(node, "cpu"),) for node in range(len(nodes))] if on_cpu else cuda
+    left = [[device for device in devices if on_cpu or device not in taken] for devices in every]
+    wanted = form.gpus if isinstance(form.gpus, int) and not on_cpu else None
+    sizes = [max(1, wanted or len(devices)) for devices in every]
+    fitting = [node for node, devices in enumerate(left) if len(devices) >= sizes[node]]
+    used = {device.node for device in taken}
+    fitting.sort(key=lambda node: (node in used, len(left[node]) - sizes[node]))
+    num = max(1, sum(map(bool, left))) if form.nodes == "all" else form.nodes
+    if len(fitting) < num:
+        each = ", ".join(f"{node.name} {len(devices)}" for node, devices in zip(nodes, left, strict=True))
+        raise ConfigError(
+            f"placement.{side}={form}, and the devices that the other side leaves are: {each}",
+            rule="CUDA devices need the NVIDIA driver and torch with CUDA",
+            way_out=f"ask for less, set placement.{side}=auto, add nodes, or set placement.rollout=trainer.",
+        )
+    return tuple(device for node in sorted(fitting[:num]) for device in left[node][: sizes[node]])
+
+
+def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
+    numbers = device_numbers(form) or []
+    num_cuda = len(nodes[0].machine.cuda)
+    if not numbers or max(numbers) >= num_cuda:
+        raise ConfigError(
+            f"placement.{side}={form}, and {nodes[0].name} has {num_cuda} CUDA devices",
+            rule="CUDA needs the NVIDIA driver and torch with CUDA; numbers count from 0 within "
+            "CUDA_VISIBLE_DEVICES",
+            way_out=f"name devices that exist, or set placement.{side}=auto, or cpu.",
+        )
+    return tuple(NodeDevice(0, f"cuda:{number}") for number in numbers)
+
+
+def _extra_device(
+    name: str, form: Devices, placement: Placement, *, is_optional: bool = False
+) -> NodeDevice | None:
+    """Never the trainer's CUDA device. `is_optional`: None instead of an engine's."""
+    engines = [device for device in placement.engine_devices if device.name != NO_DEVICE]
+    cuda = [device for devices in cuda_devices(placement.nodes) for device in devices]
+    if form == "cpu" or (form == "auto" and (not cuda or any(one.name == "cpu" for one in engines))):
+        return CPU
+    if form == "auto":
+        used = (*placement.trainer, *engines, placement.evaluation)
+        free = [device for device in cuda if device not in used]
+        if is_optional and not free:
+            return None
+        device = [*free, *reversed(engines), CPU][0]
+    else:
+        (device,) = _numbered(name, form, placement.nodes)
+    if device != CPU and device in placement.trainer:
+        raise ConfigError(
+            f"placement.{name}={form} is {placement.label(device)}, which the trainer uses",
+            rule=f"the {name} engine works during training, with its own weights and KV cache",
+            way_out=f"set placement.{name}=cpu or another CUDA device"
+            + (", or eval.engine=rollout." if name == "eval" else "."),
+        )
+    return device
