@@ -178,3 +178,18 @@ def test_time_shares_add_up_to_one() -> None:
 def test_a_repeated_step_replaces_itself_and_later_steps() -> None:
     run = Steps([{"step": step, "reward/mean": step} for step in (0, 1, 2, 1)])
     assert (len(run), run.values("reward/mean"), run.last) == (2, [0.0, 1.0], {"step": 1, "reward/mean": 1})
+
+
+@pytest.mark.parametrize(
+    ("columns", "overrides", "words"),
+    [
+        ({"trainer_compiled": 0.0}, [], "uncompiled, at about half the speed"),
+        ({"trainer_compiled": 0.0}, ["trainer.compile=false"], None),
+        ({"trainer_compiled": 1.0, "trainer_flash_attention": 2.0}, [], "install flash-attn-3"),
+        ({"trainer_compiled": 1.0, "trainer_flash_attention": 3.0}, [], None),
+    ],
+)
+def test_slow_kernels_are_named(columns: dict[str, float], overrides: list[str], words: str | None) -> None:
+    found = [line for line in judged(NUM, *overrides, **columns).speed if line.startswith("The trainer")]
+    assert len(found) == (words is not None)
+    assert all(words in line for line in found if words)

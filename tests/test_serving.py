@@ -149,7 +149,7 @@ def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
     assert all_gone(children)
 
     process = serve("engine", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "served")
-    said = lines_until(process, "engine_api.py")
+    said = lines_until(process, "curl")
     exports = next(line for line in said if "export" in line)
     (key,) = re.findall(r"KEY=(\S+)", exports)
     assert key not in (tmp_path / "served" / "logs" / "controller.log").read_text()

@@ -7,13 +7,12 @@ import contextlib
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 
-from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.launch import fork_server
 from asyncrl.launch.launchers import NodeReport, NodeRequirements, inspect_node
@@ -45,8 +44,6 @@ class Host:
             start_new_session=True,
         )
         self._children = dict[str, ChildProcess]()
-        self._waits = dict[str, asyncio.Future[None]]()
-        self._changed = asyncio.Event()
         self._cuda = dict[int, CudaDevice]()
 
     async def ready(self, requirements: NodeRequirements) -> NodeReport:
@@ -56,37 +53,27 @@ class Host:
         self._cuda = {number: CudaDevice(name) for number, name in zip(self._numbers, names, strict=True)}
         return await asyncio.to_thread(inspect_node, requirements)
 
-    async def start(self, key: str, spec: ProcessSpec) -> tuple[str, int | None] | ConfigError:
+    async def start(self, key: str, spec: ProcessSpec) -> tuple[str, int | None]:
         """Return (URL, process id)."""
         if fork_server.current is None and spec.python is None:
             fork_server.current = fork_server.ForkServer()
         child = ChildProcess(spec, child_environ(spec.devices, self._cuda), self._address)
-        try:
-            await child.start()
-        except ConfigError as error:
-            return error
+        await child.start()
         self._children[key] = child
-        self._waits[key] = asyncio.ensure_future(child.wait())
-        self._waits[key].add_done_callback(lambda _: self._changed.set())
         return child.url, child.pid
 
-    async def ends(self, wait_s: float) -> Mapping[str, int]:
-        """Return exit codes after at most `wait_s` seconds."""
+    async def wait(self, key: str, wait_s: float) -> int | None:
+        """Return its exit code, or None after `wait_s` seconds."""
+        child = self._children[key]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                await self._changed.wait()
-        self._changed.clear()
-        codes = {key: child.returncode for key, child in self._children.items()}
-        return {key: code for key, code in codes.items() if code is not None}
+                await child.wait()
+        return child.returncode
 
     async def end(self, key: str) -> int | None:
         """Return its exit code; None if it survives."""
-        child = self._children.get(key)
-        if child is None:
-            return None
+        child = self._children[key]
         await child.aclose()
-        self._children.pop(key)
-        self._waits.pop(key).cancel()
         return child.returncode
 
     async def kill(self, key: str) -> None:

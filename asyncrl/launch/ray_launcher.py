@@ -205,7 +205,6 @@ class RayNode:
     """A node and its actor.
 
     Life: open() -> up -> lost (actor died, or silent for LOST_S) -> open() with a new actor -> aclose().
-    Waits: one task polls for ended processes.
     """
 
     def __init__(
@@ -216,13 +215,11 @@ class RayNode:
         versions: dict[str, str],
     ) -> None:
         self.node = node
-        self.processes = dict[str, RayProcess]()
+        self.actor: Any = None
         self._make = make
         self._requirements = requirements
         self._versions = versions
-        self._actor: Any = None
         self._lost = "it was not opened"
-        self._polling: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
 
     def gone(self, name: str, how: str = "") -> NodeLost:
@@ -240,79 +237,49 @@ class RayNode:
                 return
             await self._end_actor()
             try:
-                self._actor = await asyncio.to_thread(self._make)
+                self.actor = await asyncio.to_thread(self._make)
                 with waiting("its actor", on=self.node.name):
-                    report = await self._within(ACTOR_S, "ready", self._requirements)
+                    report = await _within(ACTOR_S, self.actor.ready, self._requirements)
             except LOST_ERRORS as error:
                 self._lost = f"Ray starts no actor there: {_reason(error)}"
                 raise self.gone(self.node.name) from error
             if misfit := unmet(self.node.name, report, self._versions):
                 raise misfit
             self._lost = ""
-            self._polling = asyncio.ensure_future(self._poll())
+
+    def lose_nowait(self, actor: Any, error: Exception) -> None:
+        if actor is self.actor and not self._lost:
+            self._lost = _reason(error)
+            logger.warning("the node %s is lost: %s", self.node.name, error)
 
     async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
         """Raises NodeLost without an answer, RoomError if the method raised."""
         if self._lost:
             raise self.gone(self.node.name)
         try:
-            return await self._within(timeout_s, method, *arguments)
+            return await _within(timeout_s, getattr(self.actor, method), *arguments)
         except RayTaskError as error:
             raise RoomError(self.node.name, f"{method} failed: {_reason(error)}") from error
         except LOST_ERRORS as error:
             raise self.gone(self.node.name, f"does not answer: {_reason(error)}") from error
 
-    def tell_nowait(self, method: str, *arguments: Any) -> None:
-        if not self._lost:
-            with contextlib.suppress(*LOST_ERRORS):
-                getattr(self._actor, method).remote(*arguments)
-
     async def aclose(self) -> None:
-        if not self._lost:
-            with contextlib.suppress(RoomError):
-                await self.call("leave")
+        with contextlib.suppress(RoomError):
+            await self.call("leave")
         self._lost = self._lost or "it was closed"
         await self._end_actor()
 
     async def _end_actor(self) -> None:
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.wait({self._polling})
-            self._polling = None
-        if self._actor is not None:
+        if self.actor is not None:
             with contextlib.suppress(*LOST_ERRORS):
                 async with asyncio.timeout(LOST_S):
-                    await asyncio.to_thread(ray.kill, self._actor, no_restart=True)
-            self._actor = None
+                    await asyncio.to_thread(ray.kill, self.actor, no_restart=True)
+            self.actor = None
 
-    async def _within(self, timeout_s: float, method: str, *arguments: Any) -> Any:
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
 
-    async def _poll(self) -> None:
-        """Connections may recover within LOST_S."""
-        clock = asyncio.get_running_loop().time
-        heard_s = clock()
-        while True:
-            try:
-                ended = await self._within(POLL_S + LOST_S, "ends", POLL_S)
-            except LOST_ERRORS as error:
-                if isinstance(error, ActorUnavailableError) and clock() - heard_s < LOST_S:
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                self._lose(error)
-                return
-            heard_s = clock()
-            for key, code in ended.items():
-                if key in self.processes:
-                    self.processes.pop(key).end_nowait(code)
-
-    def _lose(self, error: Exception) -> None:
-        self._lost = _reason(error)
-        logger.warning("the node %s is lost: %s", self.node.name, error)
-        for process in self.processes.values():
-            process.lose_nowait(self.gone(process.name))
-        self.processes.clear()
+async def _within(timeout_s: float, method: Any, *arguments: Any) -> Any:
+    async with asyncio.timeout(timeout_s):
+        return await asyncio.wrap_future(method.remote(*arguments).future())
 
 
 class RayProcess(Process):
@@ -320,40 +287,48 @@ class RayProcess(Process):
         super().__init__(spec.name, spec.log_path)
         self.key = f"{spec.name}-{next(_keys)}"
         self._on = on
+        self._actor: Any = None
         self._spec = spec
         self._is_here = is_here
-        self._ended = asyncio.Event()
         self._gone: RoomError | None = None
-        self._starting: asyncio.Future[tuple[str, int] | ConfigError] | None = None
+        self._starting: asyncio.Future[tuple[str, int]] | None = None
 
     def seen(self) -> str:
         return super().seen() if self._gone is None else self._gone.fault
 
     async def start(self) -> None:
-        """Raises NodeLost or ConfigError."""
+        """Raises NodeLost, ConfigError or RoomError."""
         with contextlib.suppress(OSError):
             self._log_start = self._spec.log_path.stat().st_size
         threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
         try:
             await self._on.open()
+            self._actor = self._on.actor
             spec = replace(self._spec, env={**threads, **self._spec.env})
             self._starting = asyncio.ensure_future(self._on.call("start", self.key, spec, timeout_s=START_S))
-            answer = await asyncio.shield(self._starting)
+            self.url, pid = await asyncio.shield(self._starting)
         except RoomError as error:
             raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
-        if isinstance(answer, ConfigError):
-            what = f"on the node {self._on.node.name}: {answer.what}"
-            raise ConfigError(what, rule=answer.rule, way_out=answer.way_out)
-        self.url, pid = answer
         self.pid = pid if self._is_here else None
         self.place = f"process {pid} on {self._on.node.name}"
-        self._on.processes[self.key] = self
 
     def renewed(self) -> RayProcess:
         return RayProcess(self._on, self._spec, is_here=self._is_here)
 
     async def wait(self) -> None:
-        await self._ended.wait()
+        """Poll its actor: connections may recover within LOST_S."""
+        clock = asyncio.get_running_loop().time
+        heard_s = clock()
+        while self.returncode is None and self._gone is None:
+            try:
+                self.returncode = await _within(POLL_S + LOST_S, self._actor.wait, self.key, POLL_S)
+                heard_s = clock()
+            except LOST_ERRORS as error:
+                if isinstance(error, ActorUnavailableError) and clock() - heard_s < LOST_S:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                self._on.lose_nowait(self._actor, error)
+                self._gone = self._on.gone(self.name, f"is gone: {_reason(error)}")
 
     def death(self) -> RoomError:
         return self._gone or super().death()
@@ -365,26 +340,18 @@ class RayProcess(Process):
             return
         with contextlib.suppress(RoomError):  # a lost node has ended it
             await starting
-            self._on.processes.pop(self.key, None)
-            code = await self._on.call("end", self.key, timeout_s=END_S)
-            if self.returncode is None and code is not None:
-                self.end_nowait(code)
+            self.returncode = await self._on.call("end", self.key, timeout_s=END_S)
 
     def kill_nowait(self) -> None:
-        if self.place:
-            self._on.tell_nowait("kill", self.key)
+        self._tell_nowait("kill")
 
     def dump_stacks_nowait(self) -> None:
-        if self.place and self.returncode is None:
-            self._on.tell_nowait("dump_stacks", self.key)
+        self._tell_nowait("dump_stacks")
 
-    def end_nowait(self, returncode: int) -> None:
-        self.returncode = returncode
-        self._ended.set()
-
-    def lose_nowait(self, gone: RoomError) -> None:
-        self._gone = gone
-        self._ended.set()
+    def _tell_nowait(self, method: str) -> None:
+        if self.place and self.returncode is None and self._gone is None:
+            with contextlib.suppress(*LOST_ERRORS):
+                getattr(self._actor, method).remote(self.key)
 
 
 def _reason(error: Exception) -> str:

@@ -262,7 +262,15 @@ def _speed(steps: Steps, config: RunConfig, shares: Mapping[str, float], bottlen
         what = "Work between steps" if bottleneck == "other" else bottleneck.capitalize()
         yield f"{what} set the pace: {shares[bottleneck]:.0%} of the time."
         yield _advice(bottleneck, steps, config)
+    yield from _slow_kernels(steps, config)
     yield from _losses(steps, config)
+
+
+def _slow_kernels(steps: Steps, config: RunConfig) -> Iterator[str]:
+    if steps.values("trainer/compiled")[-1:] == [0.0] and config.trainer.compile == "auto":
+        yield "The trainer's layers ran uncompiled, at about half the speed: logs/trainer-0.log says why."
+    if steps.values("trainer/flash_attention")[-1:] == [2.0]:
+        yield "The trainer ran FlashAttention 2, at 1.1 to 1.6 times 3's time: install flash-attn-3."
 
 
 def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
