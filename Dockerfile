@@ -27,7 +27,9 @@ RUN --mount=type=cache,target=/root/.cache/uv \
 
 FROM build AS build-cuda
 RUN --mount=type=cache,target=/root/.cache/uv \
-    uv pip install ".[vllm,harness,verifiers,ray]"
+    uv pip install ".[vllm,harness,verifiers,ray]" \
+    # FlashAttention 3, for Hopper: from PyTorch's index for the CUDA version of its torch.
+    && uv pip install --no-deps --index https://download.pytorch.org/whl/cu130 flash-attn-3
 
 FROM base AS run
 RUN useradd --uid 1000 --create-home asyncrl && install -d -o asyncrl /work /work/runs
@@ -38,7 +40,8 @@ USER 1000
 ENTRYPOINT ["asyncrl"]
 CMD ["--help"]
 
-# The libraries of CUDA come with torch, the driver with the host; torch.compile and vLLM compile with g++ as they run.
+# The libraries of CUDA come with torch, the driver with the host. torch.compile and vLLM compile with g++ as they run;
+# this image's Python has its headers, which Triton needs.
 FROM run AS cuda
 USER 0
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*

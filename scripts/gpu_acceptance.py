@@ -2,17 +2,20 @@
 
     python scripts/gpu_acceptance.py --part K [--row NAME ...] [--tiny] [--out DIR] [--need]
 
-    1  tests marked gpu; losses, head, packed forward and backward, and LoRA against float32 on the CPU;
+    1  the most valuable rows: optimizer steps of 0.6B and 4B (tokens/s, MFU, peak memory against the plan),
+       a push by ipc, handovers of a colocated run, the quickstart
+    2  tests marked gpu; losses, head, packed forward and backward, and LoRA against float32 on the CPU;
        distances between packed and plain passes in bfloat16
-    2  optimizer steps: tokens/s, MFU, peak memory against the plan; TRL on the same batch
-    3  colocated trainer and embedded engine: handovers against a memory copy; two shipped configs
-    4  weight pushes to the embedded engine: total seconds, and seconds without a token
+    3  longer sequences; TRL on the same batch
+    4  handovers by files, the agent, more weight pushes
     5  nccl to the embedded engine (two devices); vLLM: nccl, sleep, tensor parallel, batch invariance, async
        against sync (vLLM and two devices)
 
-A part ends within 9 minutes and uses no network. Models are random. Each row runs in its own process for at
-most --budget-s seconds, so a broken row breaks no other row. No row starts after 8 minutes; name the rows of
-part 5. Results are printed and appended to DIR/DEVICE.txt (default: benchmarks/results).
+A part ends within 9 minutes and uses no network. The first lines name card, driver, versions, whether layers
+are compiled, and the attention kernel. BELOW marks a figure below its estimate for an H100; such a row does
+not fail. Models are random. Each row runs in its own process for at most --budget-s seconds, so a broken row
+breaks no other row. No row starts after 8 minutes; name the rows of part 5. Results are printed and appended
+to DIR/DEVICE.txt, with plots (default: benchmarks/results).
 
 Exit code: 1 if a row failed, is NOT ok, or lacks a package (parts 1 to 4). --tiny uses tiny sizes, also on a
 CPU. Without pip, unpack wheels into a folder of PYTHONPATH.
@@ -106,10 +109,6 @@ class Part:
                 budget_s = self.options.budget_s or (500.0 if row.part == 5 else 240.0)
                 self.run_row(row, min(budget_s, PART_S - elapsed_s))
         self.write(f"part {self.options.part}: {time.monotonic() - started_s:.0f} s")
-        if self.label:
-            self.options.out.mkdir(parents=True, exist_ok=True)
-            with (self.options.out / f"{self.label}.txt").open("a", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in self.lines)
         return int(self.has_failed)
 
     def run_row(self, row: Row, limit_s: float) -> None:
@@ -157,21 +156,28 @@ class Part:
     def tell(self, row: Row, told: dict[str, Any]) -> bool:
         """Write one line of the table. Return False if a limit is broken."""
         if "machine" in told:
-            if not self.label:
-                self.write(told["machine"])
+            lines = [] if self.label else told["machine"]
             self.label = told["label"]
+            for line in lines:
+                self.write(line)
             return True
         is_ok = told.get("ok") is not False
         self.has_failed |= not is_ok
-        ok = {True: "ok", False: "NOT ok", None: ""}[told.get("ok")]
+        ok = "BELOW" if told.get("below") else {True: "ok", False: "NOT ok", None: ""}[told.get("ok")]
         against = f"  ({told['against']})" if told.get("against") else ""
         line = f"{row.part} {row.name:<20} {told['what']:<46} {told['value']:>12}{against}  {ok}"
         self.write(line.rstrip())
         return is_ok
 
     def write(self, line: str) -> None:
+        """Print a line, and append it to the file once the device is known."""
         print(line, flush=True)
         self.lines.append(line)
+        if self.label:
+            self.options.out.mkdir(parents=True, exist_ok=True)
+            with (self.options.out / f"{self.label}.txt").open("a", encoding="utf-8") as file:
+                file.writelines(f"{waiting}\n" for waiting in self.lines)
+            self.lines.clear()
 
 
 def end_session(child: subprocess.Popen[str]) -> None:
@@ -193,12 +199,33 @@ def measure(row: Row, options: argparse.Namespace) -> None:
     if device == "cpu" and not options.tiny:
         bench.tell("", "not run: no CUDA device")
         return
-    say(machine=machine_line(), label=label)
+    say(
+        machine=[machine_line(), *(cuda_lines(torch.device("cuda")) if device == "cuda" else [])], label=label
+    )
     module, _, function = row.function.partition(".")
     try:
         getattr(importlib.import_module(f"gpu.{module}"), function)(bench, **row.arguments)
+        if device == "cuda" and row.gib is not None:
+            bench.memory(row.gib * 2**30, torch.cuda.max_memory_allocated(), is_limit=False)
     except NotRunError as why:
         bench.tell("", f"not run: {why}")
+
+
+def cuda_lines(device: Any) -> list[str]:
+    """Return the driver, CUDA, and the kernels that decide the speed."""
+    import torch
+
+    from asyncrl.trainer.attention import choose_flash
+    from asyncrl.trainer.fused import missing_for_compiling
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    missing = missing_for_compiling(device)
+    flash = choose_flash(torch.cuda.get_device_capability())
+    return [
+        f"driver {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}, FlashAttention {flash}",
+        f"layers run uncompiled, BELOW all estimates: {missing}" if missing else "layers are compiled",
+    ]
 
 
 if __name__ == "__main__":

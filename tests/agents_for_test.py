@@ -87,10 +87,6 @@ class Agent:
 agent = Agent()
 
 
-async def no_session(task: Task) -> float:
-    return 1.0
-
-
 # ---- agents that lose their worker
 
 _begun = itertools.count()

@@ -66,7 +66,7 @@ class FakeVllm(FakeServer):
         """Weights that the next loads bring instead of the right ones."""
         self.ignored: set[str] = set()
         """Routes that answer and do nothing."""
-        self.ignores_salt = self.keeps_cache = False
+        self.ignores_salt = self.keeps_cache = self.refuses_reset = False
         self.transit_s = TRANSIT_S
         self.staged: dict[str, Any] = {}
         self._boot()
@@ -126,11 +126,18 @@ class FakeVllm(FakeServer):
     async def _control(self, route: str, sent: dict[str, Any], query: dict[str, str]) -> Any:
         match route:
             case "/pause":
-                await self._pause(query["mode"], query["clear_cache"] == "true" and not self.keeps_cache)
+                await self._pause(query["mode"])
+                if query["clear_cache"] == "true" and query["mode"] != "keep" and not self.keeps_cache:
+                    self._clear_cache()
+            case "/reset_prefix_cache":
+                if not self.keeps_cache:
+                    self._clear_cache()
+                return {"success": not self.refuses_reset}
             case "/sleep":
                 if query["level"] == "2":
                     self.weights = DROPPED
-                await self._pause("abort", True)
+                await self._pause("abort")
+                self._clear_cache()
             case "/resume" | "/wake_up":
                 self.pause = None
                 self._change()
@@ -162,15 +169,16 @@ class FakeVllm(FakeServer):
             self.runs[name].finish = self.runs[name].finish or "abort"
         self._change()
 
-    async def _pause(self, mode: str, clear_cache: bool) -> None:
+    def _clear_cache(self) -> None:
+        self.cache.clear()
+        for run in self.runs.values():
+            run.must_recompute = True
+
+    async def _pause(self, mode: str) -> None:
         self.pause = mode
         self._abort(set(self.runs) if mode == "abort" else set())
         while mode == "wait" and self.num_running:
             await self._changed.wait()
-        if clear_cache:
-            self.cache.clear()
-            for run in self.runs.values():
-                run.must_recompute = True
 
     async def _sample(self, body: dict[str, Any]) -> AsyncGenerator[Run, None]:
         """One yield a token, and one for the end."""

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-from fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
+from fakes import FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
 
 from asyncrl.base.errors import WouldWait
-from asyncrl.buffer.buffer import Buffer
-from asyncrl.config import BufferConfig
 from asyncrl.messages.records import (
-    Batch,
     Completion,
     Finished,
     Group,
@@ -111,54 +107,6 @@ def make_producers(
     limits = {"timeout_s": values.pop("timeout_s", 100.0), "retries": values.pop("retries", 0)}
     source, journal = source or FakeSource(), journal or MemoryJournal()
     return Producers(sink, source, RolloutRunner(generator, **limits), spawn=spawn, journal=journal, **values)
-
-
-@dataclass(frozen=True)
-class PlayedRun:
-    """`at_s`: when each batch was taken. `counts`: gauges of buffer and producers at the end."""
-
-    batches: list[Batch]
-    at_s: list[float]
-    counts: dict[str, float]
-
-
-def play_run(
-    engine: FakeEngine,
-    config: dict[str, Any],
-    *,
-    num_groups: int,
-    num_batches: int,
-    train_s: float,
-    scorer: Any = None,
-    **settings: Any,
-) -> PlayedRun:
-    """A whole run of the real buffer and producers, in virtual time."""
-    batches, at_s = list[Batch](), list[float]()
-
-    async def story() -> dict[str, float]:
-        buffer = Buffer(
-            BufferConfig.model_validate(config),
-            num_groups=num_groups,
-            num_batches=num_batches,
-            on_requeued=lambda *requeued: producers.requeued(*requeued),
-        )
-        async with asyncio.TaskGroup() as tasks:
-            generator, spawn = single_turn(engine, scorer), tasks.create_task
-            parts = {"source": FakeSource(), "journal": MemoryJournal()} | settings
-            producers = make_producers(buffer, spawn=spawn, generator=generator, **parts)
-            running = tasks.create_task(producers.run(), name="producers")
-            for version in range(1, num_batches + 1):
-                batches.append(await buffer.wait_batch())
-                at_s.append(asyncio.get_running_loop().time())
-                await asyncio.sleep(train_s)
-                engine.policy_version = version
-                buffer.set_served_nowait(version)
-            running.cancel()
-            await producers.aclose()
-        return buffer.gauges() | producers.gauges()
-
-    counts = run_virtual(story())
-    return PlayedRun(batches, at_s, counts)
 
 
 def make_prompt(number: int, **values: Any) -> Prompt:

@@ -53,6 +53,15 @@ async def test_late_request_has_only_tokens_of_new_weights(interrupt: Interrupt,
     check_logprobs(answer)
 
 
+@virtual
+async def test_kept_requests_need_a_cleared_cache() -> None:
+    fake, server = await ready_server()
+    fake.refuses_reset = True
+    with pytest.raises(EngineError, match="could not clear its KV cache"):
+        await publish(server, 1, "keep")
+    assert (server.policy_version, fake.pause) == (0, None), "the old weights serve on"
+
+
 def chunk(version: int, index: int) -> ExportChunkResponse:
     """Of two."""
     whole = manifest(version).model_dump(include={"version", "path", "num_tensors", "num_bytes"})

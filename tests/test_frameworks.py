@@ -11,14 +11,13 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_cases import gateway_world, in_loop
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from test_gateway_capture_matrix import renderers
+from transformers import AutoTokenizer
 
 from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
 from asyncrl.messages.token_grammars import TokenGrammars
@@ -37,14 +36,13 @@ OFFLINE = {
 }
 """Settings that stop calls to other servers than the gateway."""
 PLAY_S = 240.0
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
 def frameworks_python() -> Path:
     """Return the Python with the frameworks. Without one, skip the test, or fail it if
     ASYNCRL_REQUIRE_FRAMEWORKS=1.
     """
-    python = ROOT / ".venv-frameworks" / "bin" / "python"
+    python = Path(os.environ.get("VENV_FRAMEWORKS", ROOT / ".venv-frameworks")) / "bin" / "python"
     if not python.exists():
         if os.environ.get("ASYNCRL_REQUIRE_FRAMEWORKS") == "1":
             pytest.fail(
@@ -89,21 +87,6 @@ class Framework:
         self.process.communicate()
 
 
-def qwen3_tokenizer(folder: Path) -> HFChatTokenizer:
-    """Save and load Qwen3's chat template with a byte tokenizer."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=259, initial_alphabet=alphabet, special_tokens=SPECIAL)
-    tokenizer.train_from_iterator([], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
-    template = resources.files("trl") / "chat_templates" / "qwen3.jinja"
-    fast.chat_template = template.read_text(encoding="utf-8")
-    fast.save_pretrained(folder)
-    return HFChatTokenizer(folder)
-
-
 @dataclass(eq=False)
 class PlayedModel:
     """Replacement of an EnginePool that samples the answers of `says` in order, with a weight push in the
@@ -122,7 +105,7 @@ class PlayedModel:
         assert len(self.requests) < len(self.says), (
             f"call {len(self.requests)}: it has said all it has to say"
         )
-        text = self.says[len(self.requests)] + "<|im_end|>"
+        text = self.says[len(self.requests)] + END
         self.requests.append(request)
         begun = self.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
         begun = begun.rpartition("<|im_start|>assistant\n")[2].removeprefix("<think>\n\n</think>\n\n")
@@ -174,7 +157,7 @@ SHELL_AS_TEXT = tuple(
 @dataclass(frozen=True)
 class Case:
     """A scenario of a script, the answers of the model, and the expected result. `num_branches` above 1: the
-    framework rewrites answers.
+    framework rewrites answers. `is_typed`: a grammar constrains the answer.
     """
 
     framework: str
@@ -183,6 +166,7 @@ class Case:
     result: Any = None
     num_branches: int = 1
     thoughts: str | None = None
+    is_typed: bool = False
 
     def __str__(self) -> str:
         return "-".join(filter(None, [self.framework, self.scenario, self.thoughts]))
@@ -231,7 +215,7 @@ FORKS = {
 """Number of branches if a framework rewrites answers: smolagents adds a line and Qwen3's template omits the
 thought before it; inspect-ai writes thoughts in its own format.
 """
-THOUGHTS = [case.thinking("apart") for case in CONVERSATIONS] + [
+THOUGHTS = [case.thinking("apart") for case in CONVERSATIONS if "streamed" not in case.scenario] + [
     case.thinking("inline")
     for case in CONVERSATIONS
     if case.scenario in ("tools", "chat_tools", "code") and case.framework != "anthropic_client"
@@ -249,27 +233,32 @@ ALONE = [
     ),
 ]
 
-JSON, END = (json.dumps(PARIS),), "<|im_end|>"
+END = "<|im_end|>"
+TYPED = {
+    "openai_client": ["parse", "json_object", "strict_tool", "responses_parse"],
+    "anthropic_client": ["forced_tool"],
+    "litellm_chat": ["parse"],
+    "openai_agents": ["output_type", "chat_output_type"],
+    "langchain_agent": "json_schema function_calling json_mode tool_strategy provider_strategy".split(),
+    "pydantic_ai_agent": ["tool_output", "native_output", "prompted_output"],
+    "inspect_ai_eval": ["response_schema"],
+}
+CALLED = {"strict_tool": "City", "forced_tool": "city", "function_calling": "City", "tool_strategy": "City"}
+CALLED |= {"tool_output": "final_result"}
 STRUCTURED = [
-    Case("openai_client", "parse", JSON, PARIS),
-    Case("openai_client", "json_object", JSON, PARIS),
-    Case("openai_client", "strict_tool", (call("City", **PARIS),), PARIS),
-    Case("openai_client", "responses_parse", JSON, PARIS),
-    Case("anthropic_client", "forced_tool", (call("city", **PARIS),), PARIS),
-    Case("litellm_chat", "parse", JSON, PARIS),
-    Case("openai_agents", "output_type", JSON, PARIS),
-    Case("openai_agents", "chat_output_type", JSON, PARIS),
-    Case("langchain_agent", "json_schema", JSON, PARIS),
-    Case("langchain_agent", "function_calling", (call("City", **PARIS),), PARIS),
-    Case("langchain_agent", "json_mode", JSON, PARIS),
-    Case("langchain_agent", "tool_strategy", (call("City", **PARIS),), PARIS),
-    Case("langchain_agent", "provider_strategy", JSON, PARIS),
-    Case("pydantic_ai_agent", "tool_output", (call("final_result", **PARIS),), PARIS),
-    Case("pydantic_ai_agent", "native_output", JSON, PARIS),
-    Case("pydantic_ai_agent", "prompted_output", JSON, PARIS),
-    Case("inspect_ai_eval", "response_schema", JSON, PARIS),
-    # it adds "Calling tools: ..." where the model had ended its turn
-    Case("smolagents_agents", "structured_code", THOUGHTS_AND_CODE, ["10", 3], num_branches=2),
+    Case(
+        name,
+        scenario,
+        (call(CALLED[scenario], **PARIS) if scenario in CALLED else json.dumps(PARIS),),
+        PARIS,
+        is_typed=True,
+    )
+    for name, scenarios in TYPED.items()
+    for scenario in scenarios
+]
+# it adds "Calling tools: ..." where the model had ended its turn
+STRUCTURED += [
+    Case("smolagents_agents", "structured_code", THOUGHTS_AND_CODE, ["10", 3], num_branches=2, is_typed=True)
 ]
 
 
@@ -285,16 +274,19 @@ def framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFChatTokenizer:
-    return qwen3_tokenizer(tmp_path_factory.mktemp("qwen3"))
+    return renderers(tmp_path_factory.mktemp("qwen3"))("qwen3")
 
 
-async def play(case: Case, framework: Framework, tokenizer: HFChatTokenizer, **config: Any) -> PlayedModel:
+@pytest.mark.parametrize("case", [*CONVERSATIONS, *ALONE, *THOUGHTS, *STRUCTURED], ids=str)
+@in_loop
+async def test_each_answer_is_trained_once(
+    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
+) -> None:
     model = PlayedModel(tokenizer, case.says)
-    limits = {"max_tokens": 4096, "max_prompt_tokens": 60_000, "max_length": 64_096}
-    async with gateway_world(
-        model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, **limits, **config
-    ) as world:
-        result = await framework.play(case.scenario, world.url, world.session.key)
+    config: dict[str, Any] = {"max_tokens": 4096, "max_prompt_tokens": 60_000, "max_length": 64_096}
+    config |= {"thoughts": case.thoughts} if case.thoughts else {}
+    async with gateway_world(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, **config) as world:
+        result = await framework(case.framework).play(case.scenario, world.url, world.session.key)
         stats = world.gateway.stats()
         branches = world.session.rollout(0, Outcome(), 1.0)
     if isinstance(result, list):  # with the thought, where that is part of the text
@@ -307,35 +299,11 @@ async def play(case: Case, framework: Framework, tokenizer: HFChatTokenizer, **c
     assert sorted("".join(trained).split(END)) == sorted("".join(model.sampled).split(END))
     num_begun = stats.calls - stats.extended - stats.realigned
     assert (len(branches), num_begun) == (case.num_branches, case.num_branches)
-    return model
-
-
-@pytest.mark.parametrize("case", [*CONVERSATIONS, *ALONE], ids=str)
-@in_loop
-async def test_tool_conversations_train_each_answer_once(
-    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
-) -> None:
-    await play(case, framework(case.framework), tokenizer)
-
-
-@pytest.mark.parametrize("case", THOUGHTS, ids=str)
-@in_loop
-async def test_conversations_with_thoughts_train_each_answer_once(
-    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
-) -> None:
-    await play(case, framework(case.framework), tokenizer, thoughts=case.thoughts)
-
-
-@pytest.mark.parametrize("case", STRUCTURED, ids=str)
-@in_loop
-async def test_structured_output_is_constrained_by_a_grammar(
-    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
-) -> None:
-    model = await play(case, framework(case.framework), tokenizer)
     fast = AutoTokenizer.from_pretrained(tokenizer.model_path)
     grammars = TokenGrammars(fast, len(fast))
     for request, sampled in zip(model.requests, model.sampled, strict=True):
-        assert request.grammar is not None, "its form was asked for"
-        grammars.begin(
-            request.grammar, tokenizer.encode(sampled.removesuffix(END))
-        )  # raises for what is not of it
+        if case.is_typed:
+            assert request.grammar is not None, "its form was asked for"
+            grammars.begin(
+                request.grammar, tokenizer.encode(sampled.removesuffix(END))
+            )  # raises if not of it

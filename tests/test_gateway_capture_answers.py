@@ -189,7 +189,7 @@ def test_untrained_answers_are_context(are_trained: tuple[bool, ...], trained: s
             list(rewards.values()) if outcome.turn_rewards else []
         )
 
-    with pytest.raises(RolloutFailure, match=r"none of the 4 tokens(.|\n)*Way out"):
+    with pytest.raises(RolloutFailure, match=r"not one sampled token to train on(.|\n)*Way out"):
         untrained(False, False).capture.rollout(0, Outcome(), 1.0)
 
 

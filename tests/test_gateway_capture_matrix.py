@@ -288,7 +288,7 @@ def test_growing_conversation_is_one_branch_trained_as_sampled(
             assert ("realigned" in told.hows) == (name in REWRITES), title
 
 
-@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if base(name) not in EDITED_REFUSED))
+@pytest.mark.parametrize("name", sorted({base(name) for name in TEMPLATES} - EDITED_REFUSED))
 @pytest.mark.parametrize("kind", ["edited", "trimmed"])
 def test_edited_history_begins_one_branch(
     kind: str, name: str, renderer_for: Callable[[str], HFChatTokenizer]
@@ -302,7 +302,7 @@ def test_edited_history_begins_one_branch(
         told.chat = told.chat[2:]
     told.turn(PLAIN[2])
     told.turn(plain([user("four")], "Seven."))
-    assert (told.hows[2], "edited" in told.hows[3:], "uncut" in told.hows) == ("edited", False, False)
+    assert (told.hows[2], "edited" in told.hows[3:]) == ("edited", False)
     assert told.check_training() == 2
 
 

@@ -225,3 +225,11 @@ async def test_session_that_ends_during_a_stream_sends_an_error_event() -> None:
             with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the harness is done"):
                 _ = [event async for event in stream]
         assert len(talk.world.engine.cancelled) == 3
+
+
+@in_loop
+async def test_docs_show_every_parameter_without_a_key() -> None:
+    async with gateway_world() as world:
+        for path, text in (("docs", "openapi.json"), ("openapi.json", "parallel_tool_calls")):
+            async with world.http.get(f"{world.url}/{path}") as response:
+                assert (response.status, text in await response.text()) == (200, True)

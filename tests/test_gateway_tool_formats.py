@@ -50,10 +50,10 @@ def template(name: str) -> str:
     return text.replace("strftime_now is defined", "false")
 
 
-ALL = sorted(path.name.removesuffix(".jinja") for path in TEMPLATES.iterdir() if path.name.endswith(".jinja"))
-KNOWING = [name for name in ALL if re.search(r"\btools\b", template(name))]
-WRITING = [name for name in KNOWING if name not in ("lfm2", "lfm2_training")]
-"""These two show the tools, and leave a message's calls out."""
+FILES = [path.name for path in TEMPLATES.iterdir() if path.name.endswith(".jinja")]
+ALL = sorted({name.removesuffix(".jinja").removesuffix("_training") for name in FILES})
+WRITING = [name for name in ALL if name != "lfm2" and re.search(r"\btools\b", template(name))]
+"""lfm2 shows the tools, and leaves a message's calls out."""
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|return|>", "<turn|>", "<|user|>", "<|tool_response>")
 ENDS += ("<|observation|>",)
 
@@ -106,8 +106,8 @@ CASES: dict[str, Calls] = {
     "no letters": [("f", {"list": ["\xa0 \u3000\u2028 \U000e0101"], "s": "\xa0"})],
     "markup": [("f", {"s": "</tool_call><b></arg_value></parameter>\n</parameter> [TOOL_CALLS]", "n": 1})],
 }
-ONE_CALL = {"gptoss", "gptoss_training", "llama3_1", "llama3_2"}
-NO_CONTENT = {"llama3_1", "llama3_2", "muse_glimmer", "muse_glimmer_training", "gptoss", "gptoss_training"}
+ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}
+NO_CONTENT = {"llama3_1", "llama3_2", "muse_glimmer", "gptoss"}
 """Their templates leave out what is said beside a call, or make a thought of it (gpt-oss)."""
 
 
@@ -287,8 +287,7 @@ def test_channels_show_only_the_text_for_the_user() -> None:
     for tool_format in (found("gptoss"), found("gptoss").without_tools()):
         text = f"{thought}<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
         assert tool_format.parse(text) == ParsedAnswer("Four.")
-        assert tool_format.show(text) == ("Four.", len(text))
-        assert tool_format.show(text[:-10]) == ("Four.", len(text) - 10), "it is streamed"
+        assert tool_format.show(text) == tool_format.show(text[:-10]) == ("Four.", len(text) - 10)
         assert tool_format.parse("<|channel|>final<|message|>Fo") == ParsedAnswer("Fo")
     called = f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|message|>{F}"
     assert found("gptoss").parse(called).content == "I look."
@@ -296,7 +295,6 @@ def test_channels_show_only_the_text_for_the_user() -> None:
     assert found("gptoss").without_tools().parse(called) == ParsedAnswer(plain)
     assert found("gptoss").parse(called + "}") == ParsedAnswer(f"{plain}}}")
     assert found("gptoss").parse(called.replace("functions.f", "python")).tool_calls == ()
-    assert found("gptoss").parse("Hello") == ParsedAnswer("Hello")
 
 
 # ---- types
@@ -307,12 +305,10 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"type": "string"}, "5", "5"),
     ({"type": "integer"}, "5", 5),
     ({"type": "integer"}, "5.0", 5),
-    ({"type": "integer"}, "five", "five"),
     ({"type": "number"}, "1e999", "1e999"),
     ({"type": "boolean"}, "True", True),
     ({"type": ["string", "null"]}, "None", None),
     ({"type": "object"}, '{"a": 1}', {"a": 1}),
-    ({"enum": ["1", "2"]}, "1", "1"),
     (NESTED, "null", None),
     ({"$ref": "#/nowhere"}, "7", 7),
     ({"anyOf": [{"$ref": "#/properties/key"}] * 9}, "7", 7),
@@ -323,8 +319,7 @@ TYPED: list[tuple[Any, str, Any]] = [
 
 @pytest.mark.parametrize(("schema", "raw", "value"), TYPED, ids=lambda each: str(each)[:40])
 def test_unquoted_argument_has_the_type_of_the_schema(schema: Any, raw: str, value: Any) -> None:
-    parameters = {"properties": {"key": schema}, "$defs": {"Size": {"enum": ["7", "8"]}}}
-    got = typed(raw, "key", parameters)
+    got = typed(raw, schema)
     assert (got, type(got)) == (value, type(value))
 
 
@@ -347,14 +342,13 @@ CALL_F = ToolCall("f", '{"x": 1}')
 TWO = (CALL_F, ToolCall("g", "{}"))
 
 TABLE: list[tuple[ToolFormat, str, str | None, tuple[ToolCall, ...]]] = [
-    (HERMES, f"Let me see.\n\n{hermes(X, G0)}\n", "Let me see.", TWO),
     (HERMES, f"<tool_call>{X}</tool_call>and<tool_call>{G0}</tool_call> then", "and then", TWO),
     (HERMES, hermes('{ "arguments": {"x":1}, "id": 7, "name": "f"}'), None, (CALL_F,)),
-    (HERMES, f"<tool_call>[\n{X},\n{G0}\n]</tool_call>", None, TWO),
     (HERMES, f"{hermes(X)}\n<tool_call>\n{G0}\n", None, TWO),  # a stop string may have cut the end off
     (HERMES, f"{THOUGHT}\n\n{hermes(X)}", THOUGHT, (CALL_F,)),
     (HERMES, f"{hermes(G0)}</think>no", f"{hermes(G0)}</think>no", ()),  # the template may write <think>
     (LLAMA, f"<|python_tag|>{P}; <|python_tag|>{G0}", None, TWO),
+    (LLAMA, f"{P}; {G0}", None, TWO),
     (LLAMA, f"I look it up. <|python_tag|>{P}", "I look it up.", (CALL_F,)),
     (LLAMA, f"Like this: {X}", f"Like this: {X}", ()),
     (LLAMA, '<|python_tag|>search.call(query="x")', '<|python_tag|>search.call(query="x")', ()),

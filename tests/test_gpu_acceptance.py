@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from typing import Any
 import gpu_acceptance
 import pytest
 import torch
-from gpu.rows import MARK, ROWS, Bench, Row
+from gpu.rows import BASE, MARK, ROWS, Bench, Row
 
 SCRIPT = Path(gpu_acceptance.__file__)
+OF_EACH_KIND = ["tests", "distances-0.5B", "trl", "quickstart", "agent", "0.6B-ipc"]
 
 
 @pytest.fixture
@@ -36,18 +38,9 @@ def test_each_row_names_a_function_and_each_part_has_rows() -> None:
     assert len({(row.part, row.name) for row in ROWS}) == len(ROWS)
 
 
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        *((1, name) for name in ("losses", "head", "weights", "lora")),
-        (2, "0.6B-16k"),
-        pytest.param(3, "quickstart", marks=pytest.mark.slow),
-        pytest.param(4, "0.6B-shm", marks=pytest.mark.slow),
-    ],
-)
-def test_rows_run_on_a_cpu(bench: Bench, part: int, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = (row for row in ROWS if (row.part, row.name) == (part, name))
-    assert row.missing() == []
+@pytest.mark.parametrize("name", ["losses", "head", "weights", "lora", "0.6B-16k"])
+def test_rows_run_on_a_cpu(bench: Bench, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = (row for row in ROWS if row.name == name)
     function_of(row)(bench, **row.arguments)
     lines = capsys.readouterr().out.splitlines()
     told = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
@@ -63,14 +56,14 @@ def test_what_breaks_is_told_and_the_other_rows_still_run(
 ) -> None:
     def run_row(part: gpu_acceptance.Part, row: Row, limit_s: float) -> None:
         if row.name == "losses":
-            part.tell(row, {"machine": "a machine", "label": "some-device"})
+            part.tell(row, {"machine": ["a machine"], "label": "some-device"})
             part.tell(row, {"what": "it", "value": "ended with 1", "ok": False})
         else:
             part.tell(row, {"what": "it", "value": "1.0", "against": "2.0", "ok": True})
 
     monkeypatch.setattr(gpu_acceptance.Part, "run_row", run_row)
     monkeypatch.setattr(Row, "missing", lambda row: ["peft"] if row.name == "lora" else [])
-    monkeypatch.setattr(sys, "argv", ["gpu_acceptance.py", "--part", "1", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(sys, "argv", ["gpu_acceptance.py", "--part", "2", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
         gpu_acceptance.main()
     assert ended.value.code == 1
@@ -83,8 +76,27 @@ def test_what_breaks_is_told_and_the_other_rows_still_run(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_rows_need_no_package_that_they_do_not_name(tmp_path: Path, name: str) -> None:
+    """Each row with a function of its own, in processes that see only the packages of --need."""
+    (row,) = (row for row in ROWS if row.name == name)
+    assert row.missing() == []
+    packages = " ".join([*BASE, *row.needs])
+    hidden = Path(__file__).with_name("only_named_packages")
+    command = [sys.executable, str(SCRIPT), "--part", str(row.part), "--row", name, "--tiny"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        env={**os.environ, "ONLY_PACKAGES": packages, "PYTHONPATH": str(hidden)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_rows_are_processes_and_a_hanging_one_is_ended(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--part", "1", "--tiny", "--out", str(tmp_path)]
+    command = [sys.executable, str(SCRIPT), "--part", "2", "--tiny", "--out", str(tmp_path)]
     done = subprocess.run([*command, "--row", "tests"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tests marked gpu" in done.stdout

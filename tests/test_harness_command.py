@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from gateway_cases import in_loop
-from harness_gateway import need_bubblewrap, open_gateway, processes_of, settled, working
+from harness_gateway import need_bubblewrap, open_gateway, processes_of, working
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import MARK_ENV, CommandHarness, last_line_outcome
@@ -165,26 +165,6 @@ def test_command_that_forks_and_exits_leaves_nothing() -> None:
     assert run(script) == Outcome(0.5)
 
 
-@pytest.mark.slow
-@in_loop
-async def test_cancel_ends_the_process_group(own_temp: Path) -> None:
-    began = own_temp.parent / "began"
-    script = f"""
-        trap '' TERM
-        bash -c 'trap "" TERM; sleep 3600; :' &
-        sleep 3600 &
-        touch {began}
-        while :; do sleep 1; done
-    """
-    harness = shell(script)
-    running = asyncio.ensure_future(harness.run(TASK, SESSION))
-    await settled(lambda: began.exists() and len(processes_of(harness.token)) >= 4)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert processes_of(harness.token) == []
-
-
 def test_what_cannot_run_is_refused_before_any_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     ours = {"TMPDIR": "/x", "OPENAI_API_KEY": "y"}
@@ -296,10 +276,20 @@ async def test_a_process_cannot_exceed_its_memory_limit() -> None:
         await run_sandboxed(sys.executable, "-c", greedy, max_memory_mb=100)
 
 
+DEAF = """
+    trap '' TERM
+    bash -c 'trap "" TERM; sleep 3600; :' &
+    sleep 3600 &
+    curl -s $OPENAI_BASE_URL/models >&2
+    while :; do sleep 1; done
+"""
+HIDES = "(setsid env -i sleep 1000 &) ; curl -s $OPENAI_BASE_URL/models >&2 ; sleep 1000"
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("script", [DEAF, HIDES], ids=["process group", "bubblewrap"])
 @in_loop
-async def test_a_cancelled_command_ends_with_its_children() -> None:
-    need_bubblewrap()
+async def test_a_cancelled_command_ends_with_its_children(script: str) -> None:
     started = asyncio.Event()
 
     async def begun(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -308,15 +298,16 @@ async def test_a_cancelled_command_ends_with_its_children() -> None:
         writer.close()
 
     server = await asyncio.start_server(begun, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    hides = "(setsid env -i sleep 1000 &) ; curl -s $OPENAI_BASE_URL/models >&2 ; sleep 1000"
-    running = asyncio.ensure_future(
-        run_sandboxed("/bin/sh", "-c", hides, session=Session(url, "key", "policy"))
-    )
+    session = Session(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "key", "policy")
+    if script is HIDES:
+        need_bubblewrap()
+    harness = made("/bin/bash", "-c", script, sandbox="bubblewrap" if script is HIDES else "none")
+    running = asyncio.ensure_future(harness.run(TASK, session))
     await asyncio.wait([running, asyncio.ensure_future(started.wait())], return_when=asyncio.FIRST_COMPLETED)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+    assert processes_of(harness.token) == []
     server.close()
 
 

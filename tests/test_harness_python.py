@@ -46,21 +46,6 @@ def test_outcomes_are_taken_and_all_else_fails(name: str) -> None:
             run(name, result=result)
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "said"),
-    [
-        ("two_turn", {}, "has no attribute 'two_turn'"),
-        ("no_session", {}, "cannot be called as"),
-        ("two_turns", {"bonuss": 1}, "generator.args"),
-    ],
-)
-def test_uncallable_function_is_refused_before_any_rollout(
-    name: str, args: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        run(name, **args)
-
-
 @in_loop
 async def test_openai_client_uses_the_session_key_and_shared_connections() -> None:
     client = make_http_client()

@@ -48,7 +48,7 @@ async def test_worker_fills_its_slots_and_posts_outcomes() -> None:
     async with open_gateway() as gateway, working(gateway, steps) as worker:
         runs = [asyncio.ensure_future(gateway.run(number, info={"deep": [number]})) for number in range(3)]
         await settled(lambda: len(steps.ends) == 2)
-        assert (gateway.queue.gauges()["harness/queued"], len(worker.holding)) == (1, 2)
+        assert (gateway.queue.gauges()["harness/queued"], len(worker.running)) == (1, 2)
         messages = ({"role": "user", "content": "What is 1?"},)
         assert steps.tasks[1] == Task("p1", messages, {"deep": [1]}, 1000, 0, 0, answer="42")
         steps.ends["p1"].set_result(Outcome(0.5, {"turns": 2}, {"chatcmpl-0": 0.25}))

@@ -129,7 +129,6 @@ class House:
         watchdog = SimpleNamespace(run=for_ever, look=ignore)
         monkeypatch.setattr(job, "build", self.build)
         monkeypatch.setattr(job.Job, "_make_watchdog", lambda *_: watchdog)
-        monkeypatch.setattr(job, "heartbeat", ignore)
         monkeypatch.setattr(job, "batch_metrics", lambda *_: {})  # of batches that have no groups
 
     async def build(self, *_: Any, **__: Any) -> Any:

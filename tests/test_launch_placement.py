@@ -213,6 +213,12 @@ def test_accepted_placement_keeps_the_rules(
     assert {process.name for process in plan.processes} >= {f"engine-{at}" for at in range(engines)}
 
 
+@pytest.mark.parametrize(("transport", "num"), [("ipc", 1), ("shm", 0)])
+def test_chunks_on_cuda_are_files_if_shm_is_asked_for(transport: str, num: int) -> None:
+    given = [*TURNS, f"weight_sync.transport={transport}"]
+    assert len(chunk_devices(load(*given), placed((1,), *given))) == num
+
+
 def test_colocated_cpu_nodes_fetch_chunks_as_files() -> None:
     both = [RAY, *TURNS, *sizes(2, 2), "placement.trainer={nodes: 2}", "weight_sync.transport=stream"]
     assert chunk_devices(load(*both), placed((0, 0), *both)) == ()

@@ -252,10 +252,15 @@ SPREAD = [RAY, "weight_sync.transport=auto"]
         ((2,), [VLLM, *SERVED], "shm"),
         ((2,), [VLLM, "weight_sync.disk_dir=/shared"], "disk"),
         ((2,), [*TURNS, *TWO_EACH, VLLM], "ipc"),
-        ((1, 1), SPREAD, "stream"),
+        ((1, 1), SPREAD, "nccl"),
+        (
+            (0, 0),
+            [*SPREAD, "rollout.num_engines=2", "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}"],
+            "stream",
+        ),
         ((1, 1), [*SPREAD, "weight_sync.disk_dir=/data"], "disk"),
         ((2, 1), [*SPREAD, "placement.trainer=0", "placement.rollout=1"], "nccl"),
-        ((2, 2), [*SPREAD, "placement.trainer=0", "placement.rollout=1", EVAL], "stream"),
+        ((2, 2), [*SPREAD, "placement.trainer=0", "placement.rollout=1", EVAL], "nccl"),
         ((0, 1), [*SPREAD, "placement.trainer={nodes: 1, gpus: 1}", *TURNS], "stream"),
     ],
 )

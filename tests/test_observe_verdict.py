@@ -12,6 +12,7 @@ from asyncrl.observe.run_numbers import Steps, time_shares, waiting_share
 from asyncrl.observe.verdict import Verdict, judge
 
 WAIT = "buffer.on_overdue=wait"
+AGENT = "generator.python=my_agent:run"
 NUM = 200
 
 Column = float | Callable[[int], float]
@@ -60,6 +61,8 @@ def flat(step: int) -> float:
 
 # ---- did it learn?
 
+TINY = {"reward_mean": flat, "policy_entropy": lambda step: 2.31 - step / 1e5}
+
 
 def lost(step: int) -> float:
     return (0.9 if 80 < step < 120 else 0.1) + noise(step)
@@ -71,6 +74,7 @@ def lost(step: int) -> float:
         ({}, "Learned: reward rose from 0.1* to 0.8* ± 0.00* and is still rising."),
         ({"reward_mean": settled}, "Learned: reward rose from 0.1* to 0.8* ± 0.00* and is flat now."),
         ({"reward_mean": flat}, "Learned nothing: reward 0.3* at the start, 0.2* at the end. Likeliest"),
+        (TINY, "trainer.learning_rate=0.0015 hardly moved the model (entropy 2.31, then 2.31); a"),
         ({"reward_mean": flat, "reward_equal_fraction": 0.95}, "in 95% of the groups all answers earned"),
         ({"reward_mean": lost}, "Learned and lost it again: reward 0.1* at the start, 0.9* around step 110"),
         ({"reward_mean": lambda step: 1 - rising(step)}, "Got worse: reward fell from 0.8* to 0.1*"),
@@ -99,6 +103,25 @@ def test_a_constant_reward_is_named_after_four_steps() -> None:
     assert "every answer earned 0, so no answer was better than another; " in found.headline
     (flag,) = found.health
     assert "inspect RUN_DIR --samples` and check the reward function" in flag
+
+
+def test_a_destructive_learning_rate_is_named() -> None:
+    """The numbers of configs/quickstart.yaml at trainer.learning_rate=1000."""
+    rewards = (0.162, 0.152, 0.125, 0.162)
+    entropies = (2.64, 3.135, 3.135, 3.135)
+    found = judged(
+        4,
+        "trainer.learning_rate=1000",
+        reward_mean=lambda step: rewards[step - 1],
+        reward_std=0.1,
+        policy_grad_norm=lambda step: 1.39 if step == 1 else 0.0,
+        policy_entropy=lambda step: entropies[step - 1],
+    )
+    destroyed = "the model is probably destroyed by trainer.learning_rate=1000"
+    destroyed += " (entropy stays at exactly 3.13)"
+    no_gradient = "the gradient is 0 since step 2 although rewards differ"
+    assert found.headline.endswith(f"Likeliest reasons: {destroyed}; {no_gradient}.")
+    assert [flag.partition(":")[0].lower() for flag in found.health] == [destroyed.lower(), no_gradient]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +172,11 @@ HELD = f"{GENERATION} rollout/inflight=63 engine/busy_slots=4"
     ("metrics", "settings", "bottleneck", "words"),
     [
         (GENERATION, [], "generation", "Generation set the pace: 65% of the time."),
-        (HELD, [], "generation", "4 of 64 slots were busy, 63 rollouts in flight."),
+        (f"{GENERATION} engine/busy_slots=63", [], "generation", "Raise rollout.slots (now 64) or"),
+        (f"{GENERATION} engine/busy_slots=9", [], "generation", "Raise buffer.max_staleness (now 4): 9 of"),
+        (HELD, [AGENT], "generation", "Raise generator.workers (now 1): 4 of 64 slots were busy"),
+        (HELD, ["generator.remote=true"], "generation", "Raise the number of workers (`asyncrl work`): 4 of"),
+        (HELD, [], "generation", "or set task.reward_pool=thread: 4 of 64 slots were busy"),
         (GENERATION, ["buffer.max_staleness=0"], "generation", "with 0, trainer and engines wait"),
         ("train_s=0.4 wait_publishing_s=0.6 weight_sync_s=2.5", [], "publishing", "a push takes 2.5 s"),
         (STRAGGLERS, [WAIT], "stragglers", "on_overdue=wait waited 10.0 s and dropped nothing."),
@@ -178,3 +205,18 @@ def test_time_shares_add_up_to_one() -> None:
 def test_a_repeated_step_replaces_itself_and_later_steps() -> None:
     run = Steps([{"step": step, "reward/mean": step} for step in (0, 1, 2, 1)])
     assert (len(run), run.values("reward/mean"), run.last) == (2, [0.0, 1.0], {"step": 1, "reward/mean": 1})
+
+
+@pytest.mark.parametrize(
+    ("columns", "overrides", "words"),
+    [
+        ({"trainer_compiled": 0.0}, [], "uncompiled, at about half the speed"),
+        ({"trainer_compiled": 0.0}, ["trainer.compile=false"], None),
+        ({"trainer_compiled": 1.0, "trainer_flash_attention": 2.0}, [], "install flash-attn-3"),
+        ({"trainer_compiled": 1.0, "trainer_flash_attention": 3.0}, [], None),
+    ],
+)
+def test_slow_kernels_are_named(columns: dict[str, float], overrides: list[str], words: str | None) -> None:
+    found = [line for line in judged(NUM, *overrides, **columns).speed if line.startswith("The trainer")]
+    assert len(found) == (words is not None)
+    assert all(words in line for line in found if words)

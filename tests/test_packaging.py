@@ -20,7 +20,7 @@ from asyncrl.config.generator_gateway import HARNESSES
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"
-OWNERS = ("job/lifecycle.py", "agents/worker.py")
+OWNERS = ("job/lifecycle.py", "agents/worker.py", "agents/sandbox.py")
 WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.values())]
 
 

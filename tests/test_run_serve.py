@@ -13,7 +13,7 @@ import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world
 from rollout_cases import make_branch, make_prompt, scored, virtual
 
-from asyncrl.agents.endpoint.work_queue import RolloutQueue
+from asyncrl.agents.endpoint.work_queue import RolloutQueue, WorkerRecord
 from asyncrl.base.errors import EngineError, RolloutFailure, RoomError
 from asyncrl.base.message import WORKER_KEY_ENV
 from asyncrl.config import load_config
@@ -52,9 +52,8 @@ def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: 
         queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
         async with gateway_world(engine, extra_routes=queue.routes(), **config) as world:
             desk = Desk(world, queue, path)
-            with desk.recorder:
-                await story(desk)
-                desk.people.close()
+            await story(desk)
+            desk.people.close()
 
     asyncio.run(live())
     return [] if path is None else [json.loads(line) for line in path.read_text().splitlines()]
@@ -234,7 +233,7 @@ async def test_finished_run_waits_for_remote_workers(
 ) -> None:
     loop = asyncio.get_running_loop()
     queue = RolloutQueue(worker_key="", model="", lease_timeout_s=60.0, task_seed=lambda work: 0)
-    queue._items.seen(("w", "its instance"), 0.0)
+    queue._workers["w", "its instance"] = WorkerRecord()
     loop.call_later(leaves_s, queue.worker_gone_nowait, "w", "it left")
     queue.is_over = is_over
     parts: Any = SimpleNamespace(

@@ -15,11 +15,11 @@ from tiny_model import STACKED, make_tiny_moe
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
+from trainer_cases import assert_all_close, changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.trainer import build_model, fused
+from asyncrl.trainer import build_model, fused, policy
 from asyncrl.trainer.fused import fuse
 from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.ranks import ONE_RANK
@@ -87,6 +87,7 @@ def test_fused_model_gives_the_same_logits_and_gradients(
 GUARDED = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf",
     "ignore:.*Function.*should not be instantiated:DeprecationWarning",
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
 )
 """Warnings to the tracer of torch itself."""
 
@@ -96,8 +97,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBack
     """Trace and differentiate graphs as for a device, and count them."""
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(fused, "BACKEND", counter)
+    fused.compiled.cache_clear()
     yield counter
     torch._dynamo.reset()
+    fused.compiled.cache_clear()
 
 
 @GUARDED
@@ -165,7 +168,107 @@ def test_compiled_experts_learn_the_same_in_one_graph(tmp_path: Path) -> None:
         wanted, found = (learned(one.train(header, arrays)) for one in (eager, compiled))
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
     # the compiler's own count includes restarted graphs
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 2 + 2, "layers, and both passes of the head"
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_compiled_head_gives_the_same_scores(
+    compiler: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch, has_bias: bool
+) -> None:
+    monkeypatch.setitem(policy.MOST_LOGITS, "cpu", 70 * 128)
+    monkeypatch.setattr(policy, "MIN_SLICE", 1)
+    torch.manual_seed(0)
+    weight_VD = torch.randn(600, 8, requires_grad=True)
+    bias_V = torch.randn(600, requires_grad=True) if has_bias else None
+    num_graphs = list[int]()
+    for num in (70, 50, 90):
+        hidden_MD = torch.randn(num, 8, requires_grad=True)
+        target_M, grad_M = torch.randint(600, (num,)), torch.randn(num)
+        sides = list[list[Tensor]]()
+        for is_compiled in (False, True):
+            given = (hidden_MD, weight_VD, bias_V, target_M, 0.7)
+            scores = policy.head_scores(*given, is_compiled=is_compiled)
+            inputs = [one for one in given[:3] if isinstance(one, Tensor)]
+            sides.append([*scores, *torch.autograd.grad(scores.logprob_M, inputs, grad_M)])
+        assert_all_close(sides[1], sides[0], 1e-5)
+        num_graphs.append(compiler.frame_count)
+    assert num_graphs[0] > 0
+    assert num_graphs[1] == num_graphs[2], "other lengths compile nothing new"
+
+
+@GUARDED
+def test_activation_budget_saves_memory_and_changes_no_bit(
+    compiler: CompileCounterWithBackend,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused, "BACKEND", "aot_eager_decomp_partition")  # with Inductor's partitioner
+    digests, saved = list[str](), list[int]()
+
+    def save(tensor: Tensor) -> Tensor:
+        saved[-1] += tensor.nbytes
+        return tensor
+
+    for kept in (False, 0.5, 0.0):
+        torch._dynamo.reset()
+        fused.compiled.cache_clear()
+        trainer = {"compile": True, "gradient_checkpointing": kept, "learning_rate": 1e-3}
+        step = TrainStep(make_spec(tiny_model_dir, tmp_path, trainer=trainer))
+        saved.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            step.train(*make_batch(num_groups=2))
+        digests.append(step.weights_digest())
+    torch._functorch.config.activation_memory_budget = 1.0
+    assert len(set(digests)) == 1
+    assert saved[0] > 1.2 * saved[1] > 1.2 * 1.2 * saved[2], saved
+
+
+@GUARDED
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_inductor_learns_the_same_on_a_cpu(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """The compiler of CUDA, in bfloat16's shards as there; layers and head."""
+    with mesh_of_one(tmp_path) as ranks:
+        eager, compiled = (
+            TrainStep(
+                make_spec(tiny_model_dir, tmp_path, trainer={"learning_rate": 1e-3, "compile": is_on}), ranks
+            )
+            for is_on in (False, True)
+        )
+        assert compiled.policy.is_compiled
+        for version in range(2):
+            batch = make_batch(version=version, seed=version, num_groups=2 + version)
+            wanted, found = (learned(one.train(*batch)) for one in (eager, compiled))
+            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+    torch._dynamo.reset()
+    fused.compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "flash", "num_warnings"), [((9, 0), {"trainer/flash_attention": 2.0}, 2), ((8, 0), {}, 1)]
+)
+def test_slow_kernels_on_cuda_are_reported(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    flash: dict[str, float],
+    num_warnings: int,
+) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(fused.shutil, "which", lambda _: None)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    is_compiled = build_model.should_compile(
+        make_spec(tiny_model_dir, tmp_path), model, ForwardPlan(True, True), cuda
+    )
+    assert build_model.choose_kernels(cuda, is_compiled=is_compiled) == {"trainer/compiled": 0.0, **flash}
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == num_warnings
+    assert "install gcc" in warned[0]
+    assert all("install flash-attn-3" in words for words in warned[1:])
 
 
 def test_uncompilable_model_is_left_or_refused(
@@ -177,6 +280,9 @@ def test_uncompilable_model_is_left_or_refused(
     auto, asked = (make_spec(tiny_model_dir, tmp_path, trainer={"compile": one}) for one in ("auto", True))
     for spec, plan, expected in ((auto, packed, False), (asked, packed, True)):
         assert build_model.should_compile(spec, model, plan, cpu) == expected
+    kept = make_spec(tiny_model_dir, tmp_path, trainer={"gradient_checkpointing": 0.5})
+    with pytest.raises(ConfigError, match="gradient_checkpointing=0.5, and the layers are not compiled"):
+        build_model.should_compile(kept, model, packed, cpu)
     with pytest.raises(ConfigError, match="a Qwen3ForCausalLM .* packed tokens at any length"):
         build_model.should_compile(asked, model, windowed, cpu)
     monkeypatch.setattr(fused.shutil, "which", lambda _: None)

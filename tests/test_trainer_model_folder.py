@@ -21,9 +21,11 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
 from asyncrl.launch.processes import run_module
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.trainer import build_model
 from asyncrl.trainer.build_model import TrainedModel, load_model
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 from asyncrl.trainer.random_init import make_character_tokenizer, scratch_config
+from asyncrl.trainer.step import TrainStep
 
 
 @pytest.fixture
@@ -169,6 +171,28 @@ def test_shards_are_the_stored_weights(
     is_tied = model.lm_head.weight is model.get_input_embeddings().weight
     assert is_tied is model.config.tie_word_embeddings
     assert (made.reference is None) is (made.adapters is not None)
+
+
+def test_bfloat16_weights_are_cast_where_they_are_trained(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "narrow"
+    shutil.copytree(tiny_model_dir, folder)
+    path = folder / "model.safetensors"
+    narrow = {name: one.bfloat16() for name, one in load_file(path).items()}
+    save_file(narrow, path, metadata={"format": "pt"})
+    plain = TrainStep(make_spec(folder, tmp_path))
+    loaded = list[torch.dtype]()
+
+    def load(*given: Any) -> Any:
+        loaded.append((model := load_model(*given)).dtype)
+        return model
+
+    monkeypatch.setattr(build_model, "load_model", load)
+    with mesh_of_one(tmp_path) as ranks:
+        sharded = TrainStep(make_spec(folder, tmp_path), ranks)
+        assert sharded.weights_digest() == plain.weights_digest()
+    assert loaded == [torch.bfloat16]
 
 
 UP, EXPERT = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.experts.2.up_proj.weight"

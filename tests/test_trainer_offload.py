@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from asyncrl.base.errors import TrainerError
 from asyncrl.base.http import CallRefused, Refused
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.trainer_api import StateRequest, TrainerHealth, TrainerPart
+from asyncrl.trainer.offload import HostMemory
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
@@ -32,6 +34,17 @@ def paged_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_step(make_step: MakeStep, paged_model_dir: Path) -> MakeStep:
     return lambda model_dir=paged_model_dir, **values: make_step(model_dir, **values)
+
+
+def test_host_memory_asks_for_large_pages() -> None:
+    memory = HostMemory(torch.device("cpu"))
+    address = memory.of(2**23).fill_(3).data_ptr()
+    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    ranges = {tuple(int(end, 16) for end in one.split(" ", 1)[0].split("-")): one for one in maps if one}
+    (found,) = (text for (start, end), text in ranges.items() if start <= address < end)
+    has_large = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert (" hg" in found.split("VmFlags:")[1]) == has_large
+    assert bool((memory.of(2**20) == 3).all())
 
 
 def are_gone(tensors: Sequence[Tensor]) -> bool:

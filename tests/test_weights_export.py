@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from asyncrl.weights.tensor_files import (
     block_sums,
     digest_of_tensor,
     digest_tensors,
+    digests_of,
     read_or_refuse,
     write_tensors,
 )
@@ -239,6 +241,24 @@ def test_processors_and_devices_compute_the_same_sums(
         patched.setattr(torch, "_int_mm", lambda blocks, keys, out: floats(blocks, keys.float(), out=out))
         found.append(block_sums(view).numpy().tobytes())
     assert found == [sums_of(data[start * dtype.itemsize :])] * 2
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.integers(0, 3000), max_size=5),
+    small=st.sampled_from([0, 100, 10**6]),
+    joined=st.sampled_from([1, 3000, 10**6]),
+)
+def test_joined_tensors_have_their_own_digests(sizes: list[int], small: int, joined: int) -> None:
+    tensors = {f"{at}": torch.randn(size).to(torch.bfloat16) for at, size in enumerate(sizes)}
+    expected = dict[str, bytes]()
+    for name, one in tensors.items():
+        sums = sums_of(bytes(tensor_files.host_bytes(one)))
+        expected[name] = hashlib.sha256(f"{name}|bfloat16|{len(one)}|".encode() + sums).digest()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tensor_files, "SMALL_BYTES", {"cpu": small})
+        patched.setattr(tensor_files, "JOINED_BYTES", joined)
+        assert digests_of(tensors) == expected
 
 
 @given(st.data())

@@ -24,7 +24,7 @@ from typing import cast
 from pydantic import ValidationError
 
 from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
-from asyncrl.agents.sandbox import HOME, Forwarder, find_sandbox, is_file
+from asyncrl.agents.sandbox import HOME, find_sandbox, forwarded, is_file
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.waits import uncut
 from asyncrl.config import GeneratorConfig
@@ -107,15 +107,13 @@ class CommandHarness:
         """Return the standard output. Raises RolloutFailure."""
         command = self.command
         environment = self._env | {"TMPDIR": str(folder / "tmp")}
-        forwarder = None
         fds = list[int]()
         async with contextlib.AsyncExitStack() as stack:
             if self.sandbox is not None:
-                forwarder = Forwarder(session.base_url)
-                stack.push_async_callback(forwarder.aclose)
-                session = replace(session, base_url=forwarder.inner_url)
-                fds.append(forwarder.their_end.fileno())
-                command = self.sandbox.around(command, folder, fds[0])
+                inner_url, channel = await stack.enter_async_context(forwarded(session.base_url))
+                session = replace(session, base_url=inner_url)
+                fds.append(channel)
+                command = self.sandbox.around(command, folder, channel)
                 environment |= {"HOME": HOME, "TMPDIR": "/tmp"}
             environment |= {
                 "OPENAI_BASE_URL": session.base_url,
@@ -139,8 +137,6 @@ class CommandHarness:
                 feed = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
                 feed.write(_standard_input(task, session))
                 feed.close()
-                if forwarder is not None:
-                    await forwarder.wait_open()
                 await process.ended.wait()
             finally:
                 try:

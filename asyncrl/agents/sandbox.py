@@ -6,15 +6,15 @@ The first program inside passes a listening socket to the worker, which forwards
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import GeneratorConfig
@@ -102,57 +102,50 @@ def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | N
     return Sandbox(tuple(dict.fromkeys(paths)), (config.max_memory_mb or 0) * 2**20)
 
 
-class Forwarder:
-    """Forward connections from the sandbox to the gateway."""
+@contextlib.asynccontextmanager
+async def forwarded(base_url: str) -> AsyncIterator[tuple[str, int]]:
+    """Yield the gateway's address in the sandbox, and the file descriptor for `channel`; forward connections
+    until the end.
+    """
+    gateway = urlsplit(base_url)
+    ours, theirs = socket.socketpair()
+    forwarding = asyncio.create_task(_forward_all(ours, gateway))
+    try:
+        yield f"http://127.0.0.1:{PORT}{gateway.path}", theirs.fileno()
+    finally:
+        theirs.close()
+        forwarding.cancel()
+        await asyncio.wait({forwarding})
 
-    def __init__(self, base_url: str) -> None:
-        self._gateway = urlsplit(base_url)
-        self.inner_url = f"http://127.0.0.1:{PORT}{self._gateway.path}"
-        self._ours, self.their_end = socket.socketpair()
-        self._ours.setblocking(False)
-        self._server: asyncio.Server | None = None
-        self._forwarding: set[asyncio.Task[Any]] = set()
 
-    async def wait_open(self) -> None:
-        """Serve the sandbox's socket; return early if the sandbox ended."""
-        self.their_end.close()
-        loop = asyncio.get_running_loop()
-        readable = asyncio.Event()
-        loop.add_reader(self._ours, readable.set)
+async def _forward_all(channel: socket.socket, gateway: SplitResult) -> None:
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    with channel:
+        loop.add_reader(channel, readable.set)
         try:
             await readable.wait()
         finally:
-            loop.remove_reader(self._ours)
-        _, fds, _, _ = socket.recv_fds(self._ours, 1, 1)
-        if fds:
-            self._server = await asyncio.start_server(self._forward, sock=socket.socket(fileno=fds[0]))
+            loop.remove_reader(channel)
+        _, fds, _, _ = socket.recv_fds(channel, 1, 1)  # none if the sandbox ended
+    for fd in fds:
+        with socket.socket(fileno=fd) as listener:
+            listener.setblocking(False)
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    client, _ = await loop.sock_accept(listener)
+                    tasks.create_task(_forward(client, gateway))
 
-    async def aclose(self) -> None:
-        self.their_end.close()
-        self._ours.close()
-        if self._server is not None:
-            self._server.close()
-        for task in self._forwarding:
-            task.cancel()
-        await asyncio.gather(*self._forwarding, return_exceptions=True)
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._forwarding.add(task)
-        ends = [writer]
-        is_tls = self._gateway.scheme == "https"
-        port = self._gateway.port or (443 if is_tls else 80)
-        try:
-            answers, far = await asyncio.open_connection(self._gateway.hostname, port, ssl=is_tls or None)
-            ends.append(far)
-            await asyncio.gather(_pump(reader, far), _pump(answers, writer))
-        except (OSError, asyncio.CancelledError):
-            pass  # one end is gone
-        finally:
-            self._forwarding.discard(task)
-            for end in ends:
-                end.transport.abort() if end.transport.get_write_buffer_size() else end.close()
+async def _forward(client: socket.socket, gateway: SplitResult) -> None:
+    is_tls = gateway.scheme == "https"
+    port = gateway.port or (443 if is_tls else 80)
+    with contextlib.suppress(OSError), contextlib.ExitStack() as ends:  # one end may be gone
+        reader, writer = await asyncio.open_connection(sock=client)
+        ends.callback(writer.close)
+        answers, far = await asyncio.open_connection(gateway.hostname, port, ssl=is_tls or None)
+        ends.callback(far.close)
+        await asyncio.gather(_pump(reader, far), _pump(answers, writer))
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -20,15 +21,26 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
 
 from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.host import hide_memory
-from asyncrl.base.http import Caller, CallLost, CallRefused
-from asyncrl.base.message import WORKER_KEY_ENV, Message
+from asyncrl.base.http import (
+    Caller,
+    CallLost,
+    CallRefused,
+    add_route,
+    child_arguments,
+    die_with_parent,
+    fail,
+    make_app,
+    secret_of,
+    serve,
+)
+from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV, Message
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_gateway import HARNESSES
@@ -54,7 +66,7 @@ class Worker:
 
     Waits: for a free slot, then for work. Without an answer from the gateway it retries for `give_up_s`.
 
-    Invariant: an item is in `holding` from its arrival until its result is acknowledged, or it is cancelled.
+    Invariant: an item is in `running` from its arrival until its result is acknowledged, or it is cancelled.
     Heartbeats share the harnesses' event loop: blocking it for lease_timeout_s loses all items.
     """
 
@@ -63,26 +75,22 @@ class Worker:
     ) -> None:
         self.name = name
         self.slots = slots
+        self.running: dict[str, asyncio.Task[None]] = {}
         self._harness = harness
         self._caller = caller
         self._give_up_s = give_up_s
         self._identity = {"worker": name, "instance": secrets.token_hex(8)}
-        self._running: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
-        self._number = 0
+        self._numbers = itertools.count()
         self._http: Any = None
         self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
-        self._lost_since_s: float | None = None
-        self._ticked_s = asyncio.get_running_loop().time()
+        self._clock = asyncio.get_running_loop().time
+        self._ticked_s = self._clock()
 
-    @property
-    def holding(self) -> list[str]:
-        return list(self._running)
-
-    def health(self, now_s: float) -> wire.WorkerHealth:
-        """`now_s`: of the loop's clock. Thread-safe."""
+    def health(self) -> wire.WorkerHealth:
+        """Thread-safe."""
         return wire.WorkerHealth(
-            loop_lag_s=max(0.0, now_s - self._ticked_s - TICK_S),
+            loop_lag_s=max(0.0, self._clock() - self._ticked_s - TICK_S),
             num_abandoned=getattr(getattr(self._harness, "calls", None), "num_abandoned", 0),
         )
 
@@ -93,18 +101,21 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tick = tasks.create_task(self._tick(), name="tick")
-                items = await self._take()  # before a heartbeat
+                answer = await self._take()  # before a heartbeat
                 heartbeats = tasks.create_task(self._send_heartbeats(), name="heartbeats")
-                while items is not None:
-                    for item, model in items:
+                while not answer.is_over:
+                    for item in answer.items:
                         name = f"{item.rollout_id} attempt {item.attempt}"
-                        running = tasks.create_task(self._run_item(item, model), name=name)
-                        self._running[item.item_id] = running
-                    while len(self._running) >= self.slots:
+                        running = tasks.create_task(self._run_item(item, answer.model), name=name)
+                        self.running[item.item_id] = running
+                    while len(self.running) >= self.slots:
                         self._freed.clear()
                         await self._freed.wait()
-                    items = await self._take()
-                for task in (tick, heartbeats, *self._running.values()):
+                    answer = await self._take()
+                if self._give_up_s is None:
+                    await asyncio.Event().wait()  # the run ends this process
+                log.info("worker %s: the run is done", self.name)
+                for task in (tick, heartbeats, *self.running.values()):
                     task.cancel()
         except* (ConfigError, RoomError) as errors:
             raise errors.exceptions[0] from None
@@ -115,27 +126,19 @@ class Worker:
             if self._http is not None:
                 await self._http.aclose()
 
-    async def _take(self) -> list[tuple[wire.WorkItem, str]] | None:
-        """Return items with the name of their model, or None when the run is over."""
-
+    async def _take(self) -> wire.TakeAnswer:
         def request() -> wire.TakeRequest:  # again for each try, because the held items change
-            self._number += 1
             return wire.TakeRequest(
                 **self._identity,
                 slots=self.slots,
-                max_items=self.slots - len(self._running),
-                number=self._number,
-                holding=self.holding,
+                max_items=self.slots - len(self.running),
+                number=next(self._numbers),
+                holding=list(self.running),
             )
 
         answer = await self._ask("/work/take", request, wire.TakeAnswer, wire.MAX_WAIT_S + CALL_TIMEOUT_S)
         self._lease_timeout_s = answer.lease_timeout_s
-        if not answer.is_over:
-            return [(item, answer.model) for item in answer.items]
-        if self._give_up_s is None:
-            await asyncio.Event().wait()  # the run ends this process
-        log.info("worker %s: the run is done", self.name)
-        return None
+        return answer
 
     async def _run_item(self, item: wire.WorkItem, model: str) -> None:
         url = f"{self._caller.url}/v1"
@@ -148,12 +151,11 @@ class Worker:
         except CallRefused as refused:
             log.info("%s: its result was dropped: %s", item.rollout_id, refused.body.error)
         finally:
-            del self._running[item.item_id]
+            del self.running[item.item_id]
             self._freed.set()
 
     def _http_client(self) -> Any:
-        if self._http is None:
-            self._http = make_http_client()
+        self._http = self._http or make_http_client()
         return self._http
 
     async def _send_heartbeats(self) -> None:
@@ -162,58 +164,48 @@ class Worker:
             timeout_s = min(CALL_TIMEOUT_S, self._lease_timeout_s / 3)
             answer = await self._ask("/work/alive", self._alive_request, wire.AliveAnswer, timeout_s)
             for item_id, why in answer.cancel.items():
-                if (running := self._running.get(item_id)) is not None:
+                if (running := self.running.get(item_id)) is not None:
                     log.info("%s is cancelled: %s", running.get_name(), why)
                     running.cancel()  # also if it posts its result
 
     def _alive_request(self, *, is_leaving: bool = False) -> wire.AliveRequest:
-        return wire.AliveRequest(**self._identity, holding=self.holding, is_leaving=is_leaving)
+        return wire.AliveRequest(**self._identity, holding=list(self.running), is_leaving=is_leaving)
 
     async def _tick(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            self._ticked_s = loop.time()
+            self._ticked_s = self._clock()
             await asyncio.sleep(TICK_S)
 
     async def _ask(
         self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
     ) -> Answer:
         """Post messages from `make` until answered. Raises CallRefused for 410, ConfigError if this worker is
-        rejected.
+        rejected, RoomError after `give_up_s`.
         """
         backoff_s = 0.5
+        lost_since_s: float | None = None
         while True:
             try:
-                result = await self._caller.post(path, make(), answer, timeout_s=timeout_s)
+                return await self._caller.post(path, make(), answer, timeout_s=timeout_s)
             except (CallRefused, CallLost) as error:
-                status = error.status if isinstance(error, CallRefused) else 0
-                if status == 410:
+                if isinstance(error, CallRefused) and error.status == 410:
                     raise
-                if isinstance(error, CallRefused) and status in (401, 422):
+                if isinstance(error, CallRefused) and error.status in (401, 422):
                     what = f"the gateway at {self._caller.url} refused worker {self.name}: {error.body.error}"
                     raise ConfigError(what, rule=error.body.rule, way_out=error.body.way_out) from error
-                self._note_lost(error)
-            else:
-                if self._lost_since_s is not None:
-                    log.warning("worker %s: the gateway answers again", self.name)
-                    self._lost_since_s = None
-                return result
+                if lost_since_s is None:
+                    lost_since_s = self._clock()
+                    log.warning("worker %s: %s. It retries.", self.name, error)
+                lost_s = self._clock() - lost_since_s
+                if self._give_up_s is not None and lost_s >= self._give_up_s:
+                    raise RoomError(
+                        "gateway",
+                        f"worker {self.name}: no answer for {lost_s:.0f} s: {error}",
+                        rule=f"--give-up-after={self._give_up_s:g} s is the limit",
+                        way_out="start the run again, then the worker; or raise --give-up-after.",
+                    ) from error
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # workers must not return at once
-
-    def _note_lost(self, error: CallRefused | CallLost) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if self._lost_since_s is None:
-            self._lost_since_s = now_s
-            log.warning("worker %s: %s. It retries.", self.name, error)
-        lost_s = now_s - self._lost_since_s
-        if self._give_up_s is not None and lost_s >= self._give_up_s:
-            raise RoomError(
-                "gateway",
-                f"worker {self.name}: no answer for {lost_s:.0f} s: {error}",
-                rule=f"--give-up-after={self._give_up_s:g} s is the limit",
-                way_out="start the run again, then the worker; or raise --give-up-after.",
-            ) from error
 
 
 # ---- the worker process
@@ -232,49 +224,32 @@ class WorkerSpec(Message):
 def work(
     harness: Harness, spec: WorkerSpec, key: str, begun: Callable[[Worker], None] = lambda worker: None
 ) -> int:
-    """Return 0 when the run is done, or a signal's number; a second signal exits at once."""
+    """Return 0 when the run is done, 143 after SIGTERM, 130 after Ctrl-C. A second signal cuts the harnesses'
+    cleanup.
+    """
 
-    async def live() -> int:
-        caller = Caller("gateway", spec.url, key)
-        received = list[int]()
-        loop = asyncio.get_running_loop()
+    async def live() -> None:
         task = asyncio.current_task()
         assert task is not None
-
-        def end(number: int) -> None:
-            if received:  # without cleanup of harnesses
-                end_process(128 + number)
-            received.append(number)
-            task.cancel()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, end, number)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        caller = Caller("gateway", spec.url, key)
         try:
             worker = Worker(harness, caller, name=spec.name, slots=spec.slots, give_up_s=spec.give_up_s)
             begun(worker)
             await worker.run()
-        except asyncio.CancelledError:
-            if not received:
-                raise
         finally:
             await caller.aclose()
-        return received[0] if received else 0
 
-    return asyncio.run(cancel_remaining(live()))
+    try:
+        asyncio.run(cancel_remaining(live()))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
 
 
 def main() -> None:
-    from asyncrl.base.http import (
-        add_route,
-        child_arguments,
-        die_with_parent,
-        fail,
-        make_app,
-        secret_of,
-        serve,
-    )
-    from asyncrl.base.message import SECRET_ENV
-
     text, fd = child_arguments()
     spec = WorkerSpec.model_validate_json(text)
     harnesses: list[Harness] = []
@@ -284,10 +259,10 @@ def main() -> None:
             getattr(harness, "kill_all_nowait", lambda: None)()
 
     def serve_health(worker: Worker) -> None:
-        loop, app = asyncio.get_running_loop(), make_app(secret_of(SECRET_ENV))
+        app = make_app(secret_of(SECRET_ENV))
 
         async def health() -> wire.WorkerHealth:
-            return worker.health(loop.time())
+            return worker.health()
 
         add_route(app, "GET", "/health", health)
         serve_it = functools.partial(serve, app, fd, handles_signals=False)
@@ -304,20 +279,15 @@ def main() -> None:
         code = 1
         with contextlib.suppress(SystemExit):
             fail(error.what, rule=error.rule, way_out=error.way_out)
-    end_process(code)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # hanging threads do not delay it
 
 
 def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-
-
-def end_process(code: int) -> NoReturn:
-    """Exit without waiting for hanging threads."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 # ---- `asyncrl work`
@@ -373,8 +343,7 @@ def run_worker(
     _log_to_stderr()
     hide_memory()
     log.info("worker %s: %d slots, gateway %s", spec.name, slots, spec.url)
-    number = work(build_harness(config), spec, worker_key)
-    return 128 + number if number else 0
+    return work(build_harness(config), spec, worker_key)
 
 
 def _key_in(path: Path) -> str:

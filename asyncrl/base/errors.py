@@ -36,7 +36,7 @@ def install_extra(name: str) -> str:
 
 OF_TRAIN = frozenset(
     "datasets huggingface_hub llguidance math_verify matplotlib pebble peft pyarrow tensorboard".split()
-    + ["accelerate", "tokenizers", "torch", "transformers"]
+    + ["accelerate", "regex", "tokenizers", "torch", "transformers"]
 )
 
 

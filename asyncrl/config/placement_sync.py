@@ -122,10 +122,10 @@ class WeightSyncConfig(FrozenConfig):
     """Pushes of new weights to the engines."""
 
     transport: Literal["auto"] | TransportName = "auto"
-    """auto = on CUDA devices nccl (separate devices) or ipc (colocated); elsewhere disk if disk_dir is
-    given, else shm; on several nodes disk or stream. shm: a safetensors file in shared memory. stream: the
-    file, downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl: one broadcast
-    to all engines. ipc: chunks in memory of shared devices."""
+    """auto = disk if disk_dir is given; nccl if every side has CUDA devices of its own; ipc if they are
+    colocated on one machine; else shm, or stream on several nodes. shm: a safetensors file in shared memory.
+    stream: the file, downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl: one
+    broadcast to all engines. ipc: chunks in memory of shared devices."""
     disk_dir: str | None = None
     """Folder for transport=disk, under one path for trainer and engines."""
     interrupt: Literal["auto"] | Interrupt = "auto"
@@ -178,20 +178,20 @@ def choose_transport(
     sync, rollout = config.weight_sync, config.rollout
     if sync.disk_dir is not None:
         return sync.file_transport, "weight_sync.disk_dir is given"
-    if num_nodes > 1:
-        return "stream", f"the run is on {num_nodes} nodes, which share no memory"
+    by_file: TransportName = "shm" if num_nodes == 1 else "stream"
     if not rollout.facts.receives_transfers:
-        return "shm", f"rollout.engine={rollout.engine} takes part in no transfer between devices"
+        return by_file, f"rollout.engine={rollout.engine} takes part in no transfer between devices"
     if rollout.urls is not None:
-        return "shm", "the run does not start the servers of rollout.urls"
+        return by_file, "the run does not start the servers of rollout.urls"
     if "cpu" in (*ranks, *engines):
-        return "shm", "a side is on the CPU"
+        return by_file, "a side is on the CPU"
     if is_turns:
-        return "ipc", "trainer and engines take turns on CUDA devices"
+        why = "trainer and engines take turns on CUDA devices"
+        return ("ipc", why) if num_nodes == 1 else ("stream", f"{why} of a run on {num_nodes} nodes")
     if shared := sorted({*ranks} & {*engines}):
-        return "shm", f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
+        return by_file, f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
     if shared := _used_twice(engines):
-        return "shm", f"several engines are on {', '.join(shared)}, where NCCL connects no two processes"
+        return by_file, f"several engines are on {', '.join(shared)}, where NCCL connects no two processes"
     return "nccl", "trainer and engines are on separate CUDA devices"
 
 

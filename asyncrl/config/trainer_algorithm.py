@@ -54,8 +54,9 @@ class TrainerConfig(FrozenConfig):
     """Clip the gradient to this norm (none = off)."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Maximum tokens per forward-backward pass of a process; a longer sequence gets a separate pass."""
-    gradient_checkpointing: bool = False
-    """Keep only layer inputs for the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
+    """true = keep only layer inputs for the backward pass: less memory, about a third more time. A number =
+    the part of a compiled layer's activations to keep, for example 0.5: the cheapest are recomputed."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory between uses (CUDA only)."""
     compile: bool | Literal["auto"] = "auto"
@@ -70,6 +71,12 @@ class TrainerConfig(FrozenConfig):
     warn at 0.05)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of the trainer (auto = the cores that the engines leave)."""
+
+    @property
+    def kept_activations(self) -> float:
+        """Return the part of a layer's activations that is kept, 0 to 1, besides its inputs."""
+        given = self.gradient_checkpointing
+        return float(not given) if isinstance(given, bool) else given
 
     @property
     def keeps_merged(self) -> bool:

@@ -271,6 +271,14 @@ class VllmProcess(CallScope):
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.tell("/abort_requests", {"request_ids": [_WIRE_ID.format(name) for name in request_ids]})
 
+    async def reset_cache(self) -> None:
+        """Clear the KV cache; running requests compute theirs anew. Raises EngineError."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        if not (await self.post(path, None, Json)).root.get("success"):
+            rule = "no token is sampled from new weights over an old KV cache"
+            way_out = "set weight_sync.interrupt=abort."
+            raise EngineError(self.name, f"could not clear its KV cache ({path})", rule=rule, way_out=way_out)
+
     async def rpc(self, method: str, **argument: Any) -> list[dict[str, Any]]:
         """Call our extension in each worker. Raises CallRefused."""
         body = {"method": f"asyncrl_{method}", "args": [json.dumps(argument)]}

@@ -202,8 +202,8 @@ class VllmServer(EngineClient):
 
     async def _swap(self, process: VllmProcess, load: Load, interrupt: Interrupt) -> CommitResponse:
         clock = asyncio.get_running_loop().time
-        keeps_kv = interrupt == "keep_kv"
-        pause = {"mode": "keep" if keeps_kv else interrupt, "clear_cache": str(not keeps_kv).lower()}
+        keeps = interrupt in ("keep", "keep_kv")  # vLLM is about to ignore clear_cache here
+        pause = {"mode": "keep" if keeps else interrupt, "clear_cache": str(not keeps).lower()}
         num_running = len(process.sent)
         num_interrupted = {"abort": num_running, "wait": 0}.get(
             interrupt, min(num_running, self.needed.slots)
@@ -220,6 +220,8 @@ class VllmServer(EngineClient):
             if load.manifest.canary is not None:
                 kept = kept[: self.needed.slots - 1]
             await process.end([segment for segment in process.sent if segment not in kept])
+            if interrupt == "keep":
+                await process.reset_cache()
             await self._load(process, load)
         finally:
             _, cancelled = await uncut(self._resume(process))

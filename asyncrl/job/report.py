@@ -29,7 +29,7 @@ from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluati
 from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter, write_trace
 from asyncrl.observe.trackers import Background, Callbacks, TrackedRun
-from asyncrl.observe.verdict import judge, summary_panel
+from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
@@ -264,6 +264,9 @@ class Reporter:
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
             for line in newest:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
+            plot = self.run_dir / "reward.png"
+            write_reward_plot(plot, steps, title=self.name)
+            self._console.say(f"reward plot: {plot}")
             folder = shlex.quote(str(self.run_dir))
             self._console.say(f"all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():

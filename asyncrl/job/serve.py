@@ -148,12 +148,12 @@ async def _live_gateway(life: Lifecycle, path: Path | None, num_tried: int | Non
     tasks = (await check_everything(life, reads_all=num_tried is not None)).tasks
     _, clients, tokenizer = await _start_engines(life)
     pool = EnginePool(clients, slots=life.config.rollout.slots)
+    recorder = RolloutRecorder(tokenizer, path)
     life.spawn(life.wait_broken(), name="watch gateway")
-    with RolloutRecorder(tokenizer, path) as recorder:
-        if num_tried is None:
-            code = await _serve_user(life, pool, recorder)
-        else:
-            code = await _try_agent(life, pool, tasks, recorder, num_tried)
+    if num_tried is None:
+        code = await _serve_user(life, pool, recorder)
+    else:
+        code = await _try_agent(life, pool, tasks, recorder, num_tried)
     if path is not None:
         life.log.info(f"{recorder.num_recorded} rollouts recorded in {path}")
     return code
@@ -336,7 +336,7 @@ def _log_calls(log: RunLog, gateway: Gateway) -> None:
     stats = gateway.stats()
     tokens = f"{stats.prompt_tokens} prompt and {stats.completion_tokens} sampled tokens"
     continued = f"{stats.extended + stats.realigned} continued recorded tokens"
-    branches = f"{stats.edited + stats.uncut} started a branch"
+    branches = f"{stats.edited} started a branch"
     log.info(f"{stats.calls} calls, {tokens}; {continued}, {branches}, {sum(stats.refused.values())} refused")
 
 

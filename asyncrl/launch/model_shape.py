@@ -36,14 +36,15 @@ class ModelShape:
     """Parameters of embedding and head."""
     has_experts: bool = False
 
-    def activation_bytes(self, num_tokens: int, item: int, kind: str, *, is_checkpointed: bool) -> int:
-        """Return the bytes kept by a forward-backward: all layers (checkpointed: their inputs and one
-        layer), and a float32 slice of logits with gradient.
+    def activation_bytes(self, num_tokens: int, item: int, kind: str, *, kept: float) -> int:
+        """Return the bytes kept by a forward-backward: layer inputs, `kept` (0 to 1) of the other
+        activations, one layer that is recomputed, and a float32 slice of logits with gradient.
         """
         layer = num_tokens * item * (4 * self.hidden + self.attention + 3 * self.active)
         logits = min(max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab)
-        inputs = self.layers * num_tokens * self.hidden * item
-        return (inputs + layer if is_checkpointed else self.layers * layer) + 2 * 4 * logits
+        inputs = num_tokens * self.hidden * item
+        in_layers = self.layers * int(inputs + kept * (layer - inputs))
+        return in_layers + (layer if kept < 1 else 0) + 2 * 4 * logits
 
 
 def model_shape(model: ModelConfig) -> ModelShape:

@@ -140,7 +140,9 @@ def chunk_devices(config: RunConfig, placement: Placement) -> Side:
     """Return the devices of chunks opened by both sides; empty: chunks are files."""
     if placement.num_nodes > 1 and not placement.is_on_cuda:
         return ()
-    opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
+    sync = config.weight_sync
+    asks_for_files = sync.transport == "shm" and placement.is_on_cuda  # auto would be ipc
+    opens_memory = sync.facts.shares_device or (config.rollout.facts.opens_chunks and not asks_for_files)
     devices = tuple(dict.fromkeys(placement.trainer))
     has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {*devices}
     return devices if opens_memory and has_all else ()

@@ -199,7 +199,7 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
     if kind == "cpu":
         tokens = min(tokens, CPU_MICRO_BATCH_TOKENS)
     tokens = max(tokens, config.rollout.max_length)  # a longer sequence is its own micro-batch
-    work = shape.activation_bytes(tokens, item, kind, is_checkpointed=trainer.gradient_checkpointing)
+    work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)

@@ -87,7 +87,7 @@ def judge(steps: Steps, config: RunConfig) -> Verdict:
     reward = _reward_of(steps)
     has_risen = reward is not None and reward.has_risen
     findings = [
-        *_gradient_findings(steps, has_risen),
+        *_gradient_findings(steps, config, has_risen),
         *_answer_findings(steps, config, has_risen),
     ]
     bottleneck = _bottleneck(steps, shares)
@@ -155,12 +155,7 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
     if reward.has_risen:
         words = {"rising": " and is still rising", "flat": " and is flat now", "falling": ", but falls again"}
         return f"Learned: reward rose from {first} to {last}{words.get(reward.trend, '')}."
-    size = "large" if reward.was_lost or reward.has_fallen else "small"
-    reasons = [
-        *(finding.clause for finding in findings),
-        f"trainer.learning_rate={config.trainer.learning_rate:g} may be too {size}",
-        f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains",
-    ]
+    reasons = [*(finding.clause for finding in findings), *_reasons(reward, steps, config)]
     why = f" Likeliest reasons: {'; '.join(reasons[:2])}."
     if reward.was_lost:
         peak = f"{reward.best:.3f} around step {reward.best_step}"
@@ -168,6 +163,21 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
     if reward.has_fallen:
         return f"Got worse: reward fell from {first} to {last}.{why}"
     return f"Learned nothing: {ends}.{why}"
+
+
+def _reasons(reward: Reward, steps: Steps, config: RunConfig) -> Iterator[str]:
+    """Likeliest first."""
+    learning_rate = f"trainer.learning_rate={config.trainer.learning_rate:g}"
+    gradients = steps.values("policy/grad_norm")
+    entropies = steps.values("policy/entropy")
+    if gradients and not any(gradients):
+        yield "no answer stood out: prompts may be too hard or too easy, or the reward is broken"
+    elif entropies and abs(entropies[-1] - entropies[0]) < 0.02 * abs(entropies[0]):
+        yield f"{learning_rate} hardly moved the model (entropy {entropies[0]:.3g}, then {entropies[-1]:.3g})"
+    elif reward.was_lost or reward.has_fallen:
+        yield f"{learning_rate} may be too large"
+    yield f"a step's reward varies by ± {reward.step_noise:.2g}, which hides smaller gains"
+    yield f"{learning_rate} may be too small, or {several(len(steps), 'step')} are too few"
 
 
 # ---- is it healthy?
@@ -184,13 +194,19 @@ class _Finding(NamedTuple):
         return f"{self.clause[0].upper()}{self.clause[1:]}: {self.advice}."
 
 
-def _gradient_findings(steps: Steps, has_risen: bool) -> Iterator[_Finding]:
+def _gradient_findings(steps: Steps, config: RunConfig, has_risen: bool) -> Iterator[_Finding]:
     """Find steps that cannot move the weights, most serious first."""
     part = recent(len(steps))
     means = steps.values("reward/mean")
     is_constant = not any(steps.values("reward/std") or [1.0]) and len(set(means)) == 1
     equal = steps.mean("reward/equal_fraction", part) or 0.0
     has_gradient = any(steps.values("policy/grad_norm", part) or [1.0])
+    entropies = steps.values("policy/entropy")
+    last = set(entropies[part])
+    if not has_gradient and not has_risen and len(last) == 1 and entropies[0] not in last:
+        clause = f"the model is probably destroyed by trainer.learning_rate={config.trainer.learning_rate:g}"
+        clause += f" (entropy stays at exactly {entropies[-1]:.3g})"
+        yield _Finding(clause, "start again with a lower one", is_certain=True)
     if is_constant:
         clause = f"every answer earned {means[0]:.3g}, so no answer was better than another"
         advice = "read `asyncrl inspect RUN_DIR --samples` and check the reward function on a right answer"
@@ -202,8 +218,7 @@ def _gradient_findings(steps: Steps, has_risen: bool) -> Iterator[_Finding]:
         both = zip(steps.column("step"), steps.column("policy/grad_norm"), strict=True)
         moved = [step for step, gradient in both if gradient != 0]
         clause = f"the gradient is 0 since step {max(moved, default=0) + 1:.0f} although rewards differ"
-        advice = "no step since then has changed the weights; trainer.learning_rate may have destroyed them"
-        yield _Finding(clause, advice, is_certain=True)
+        yield _Finding(clause, "no step since then has changed the weights", is_certain=True)
     both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
     if skipped := [step for step, num in both if num > 0]:
         num = several(steps.total("trainer/skipped_steps"), "update")
@@ -262,26 +277,53 @@ def _speed(steps: Steps, config: RunConfig, shares: Mapping[str, float], bottlen
         what = "Work between steps" if bottleneck == "other" else bottleneck.capitalize()
         yield f"{what} set the pace: {shares[bottleneck]:.0%} of the time."
         yield _advice(bottleneck, steps, config)
+    yield from _slow_kernels(steps, config)
     yield from _losses(steps, config)
+
+
+def _slow_kernels(steps: Steps, config: RunConfig) -> Iterator[str]:
+    if steps.values("trainer/compiled")[-1:] == [0.0] and config.trainer.compile == "auto":
+        yield "The trainer's layers ran uncompiled, at about half the speed: logs/trainer-0.log says why."
+    if steps.values("trainer/flash_attention")[-1:] == [2.0]:
+        yield "The trainer ran FlashAttention 2, at 1.1 to 1.6 times 3's time: install flash-attn-3."
 
 
 def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
     bound = f"buffer.max_staleness (now {config.buffer.max_staleness})"
     if config.buffer.max_staleness == 0 and bottleneck in ("generation", "publishing"):
         return f"Raise {bound}: with 0, trainer and engines wait for each other."
-    slots = (steps.mean("engine/up") or config.rollout.max_engines) * config.rollout.slots
-    busy = f"{steps.mean('engine/busy_slots') or 0:.0f} of {slots:.0f} slots were busy"
-    held = f"{steps.mean('rollout/inflight') or 0:.0f} rollouts in flight"
+    if bottleneck == "generation":
+        return _generation_advice(steps, config)
     larger = f"Raise trainer.num_groups (now {config.trainer.num_groups}): larger batches cost fewer"
     return {
-        "generation": f"Raise rollout.slots or rollout.num_engines if slots were busy, {bound} if rollouts "
-        f"were few, else the number of agents or reward workers: {busy}, {held}.",
         "stragglers": f"Set buffer.on_overdue=mask, which never waits for a straggler, or raise {bound}.",
         "publishing": f"Raise {bound}: a push takes {steps.mean('perf/weight_sync_s') or 0.0:.2g} s.",
         "training": f"Only a faster trainer would help (placement.trainer={config.placement.trainer}).",
         "handovers": f"{larger} handovers.",
         "other": f"{larger} pauses for the journal and samples.",
     }[bottleneck]
+
+
+def _generation_advice(steps: Steps, config: RunConfig) -> str:
+    """Rollouts in flight may wait for their agent or reward instead of an engine."""
+    engines = steps.mean("engine/up") or config.rollout.max_engines
+    slots = engines * config.rollout.slots
+    busy = steps.mean("engine/busy_slots")
+    held = steps.mean("rollout/inflight") or 0.0
+    task = next(iter(config.tasks.values()))
+    if busy is None or busy >= 0.5 * slots:
+        setting = f"rollout.slots (now {config.rollout.slots}) or rollout.num_engines (now {engines:.3g})"
+    elif held <= 2 * busy:
+        setting = f"buffer.max_staleness (now {config.buffer.max_staleness})"
+    elif config.generator.remote:
+        setting = "the number of workers (`asyncrl work`)"
+    elif config.generator.is_harness:
+        setting = f"generator.workers (now {config.generator.workers})"
+    else:
+        setting = f"task.reward_workers (now {task.reward_workers}), or set task.reward_pool=thread"
+    if busy is None:
+        return f"Raise {setting}."
+    return f"Raise {setting}: {busy:.0f} of {slots:.0f} slots were busy, {held:.0f} rollouts in flight."
 
 
 def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:

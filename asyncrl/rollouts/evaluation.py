@@ -6,12 +6,11 @@ import asyncio
 import math
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Literal, TypeVar
 
 from asyncrl.base.errors import EngineError, PublishError, RoomError
 from asyncrl.base.waits import note_span, waiting
@@ -19,6 +18,8 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner, Slots
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +93,18 @@ class HeldOut:
     evaluated: int | None = None
 
     def __post_init__(self) -> None:
-        self.is_over = self.evaluated is not None and self.evaluated >= self.last
-        evaluated = self.evaluated
-        if evaluated is None:
-            evaluated = -1 if self.at_start else 0
-        self._next = (evaluated // self.every + 1) * self.every
+        self.newest = (-1 if self.at_start else 0) if self.evaluated is None else self.evaluated
+        """Version evaluated last, or due."""
 
     def is_next(self, version: int) -> bool:
-        return not self.is_over and version >= min(self._next, self.last)
+        is_due = version >= self.last or version // self.every > self.newest // self.every
+        return is_due and self.newest < self.last
 
     def is_due_nowait(self, version: int) -> bool:
         """Call once per version, in order."""
-        if is_due := self.is_next(version):
-            self._next = (version // self.every + 1) * self.every
+        is_due = self.is_next(version)
+        if is_due:
+            self.newest = version
         return is_due
 
     async def evaluate(self, version: int) -> EvalResult:
@@ -218,7 +218,8 @@ class Evaluation:
 
     @property
     def is_over(self) -> bool:
-        return all(each.is_over for each in self._held_out)
+        is_busy = self._pending is not None or self.stats.state in ("loading", "sampling")
+        return not is_busy and all(each.newest >= each.last for each in self._held_out)
 
     def wants(self, version: int) -> bool:
         is_open = self._target is not None and not self.is_off
@@ -259,8 +260,6 @@ class Evaluation:
                 pending = self._pending
                 self._pending = None
                 await self._evaluate(pending)
-                for each in pending.due:
-                    each.is_over = pending.version >= each.last
                 self._wake()
         finally:
             self._drop()
@@ -307,41 +306,36 @@ class Evaluation:
         stats = self.stats
         stats.version = version = pending.version
         start_s = clock()
-        is_loaded = pending.weights is None
+        is_loaded: bool | None = True
         if pending.weights is not None:
             stats.state = "loading"
-            async with self._limited(pending.due[0], version):
-                await self._load(pending.weights)
-                is_loaded = True
+            is_loaded = await self._in_time(pending.due[0], version, self._load(pending.weights))
+        engines = "the rollout engines" if self._target is None else "engine-eval"
         for held_out in pending.due:
             result = None
-            if is_loaded:
-                if self.is_off:
-                    return
+            if is_loaded and not self.is_off:
                 stats.state = "sampling"
-                async with self._limited(held_out, version):
-                    engines = "the rollout engines" if self._target is None else "engine-eval"
-                    on = f"{engines}, the reward function"
-                    with waiting(f"the samples of policy_version {version}", on=on):
-                        result = await held_out.evaluate(version)
-            if result is None:
-                stats.abandoned += 1
-            else:
+                with waiting(
+                    f"the samples of policy_version {version}", on=f"{engines}, the reward function"
+                ):
+                    result = await self._in_time(held_out, version, held_out.evaluate(version))
+            if result is not None:
                 stats.finished += 1
                 result = replace(result, name=held_out.name, seconds=clock() - start_s)
                 self._on_result(replace(result, num_skipped=stats.skipped, num_abandoned=stats.abandoned))
+            elif not self.is_off:
+                stats.abandoned += 1
             start_s = clock()
         if not self.is_off:
             stats.state = "idle"
 
-    @asynccontextmanager
-    async def _limited(self, held_out: HeldOut, version: int) -> AsyncIterator[None]:
-        """Leave the block at the time limit, at a stop, or when the eval engine is lost."""
-        self._limit = limit = asyncio.timeout(held_out.timeout_s)
+    async def _in_time(self, held_out: HeldOut, version: int, work: Awaitable[T]) -> T | None:
+        """Return the result, or None at the time limit, at a stop, or if the eval engine is lost."""
+        limit = self._limit = asyncio.timeout(held_out.timeout_s)
         try:
             try:
                 async with limit:
-                    yield
+                    return await work
             finally:
                 self._limit = None
         except TimeoutError:
@@ -356,8 +350,9 @@ class Evaluation:
             if self._target is None:
                 raise
             self.give_up(error)
+        return None
 
-    async def _load(self, manifest: ExportResponse) -> None:
+    async def _load(self, manifest: ExportResponse) -> bool:
         assert self._target is not None, "only an eval engine loads weights here"
         sent = (manifest.version, manifest.digest)
         try:
@@ -371,6 +366,7 @@ class Evaluation:
         if loaded != sent:
             what = f"{self._target.name} has (policy_version, digest) {loaded}; the trainer sent {sent}"
             raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
+        return True
 
     def _keep(self, pending: DueVersion) -> None:
         self._drop()

@@ -13,11 +13,18 @@ from itertools import islice
 from statistics import fmean
 from typing import Any, Literal
 
-from asyncrl.base.errors import EngineError, RolloutFailure, TaskError, WouldWait
+from asyncrl.base.errors import EngineError, TaskError, WouldWait
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Group, GroupId, Prompt, Rollout, Ticket, UnfinishedGroup, by_task
-from asyncrl.rollouts.rollout import FailedRollout, Phase, RolloutAttempt, RolloutRunner, Seen, Slots
+from asyncrl.rollouts.rollout import (
+    FailedRollout,
+    Phase,
+    RolloutAttempt,
+    RolloutRunner,
+    Slots,
+    how_failed,
+)
 from asyncrl.tasks.prompt_source import PromptSource
 
 log = logging.getLogger(__name__)
@@ -42,11 +49,8 @@ class RunningGroup:
         self.group_size = group_size
         self.tasks: list[asyncio.Task[Any]] = []
         self.sampled: set[int] = set()
-        self._rollouts: dict[int, Rollout] = dict(earlier.rollouts)
-        self._failures = {
-            index: FailedRollout(index, attempts, RolloutFailure(why))
-            for index, (attempts, why) in earlier.failures.items()
-        }
+        self._rollouts = dict(earlier.rollouts)
+        self._failures = dict(earlier.failures)
 
     @property
     def to_run(self) -> list[int]:
@@ -55,9 +59,7 @@ class RunningGroup:
 
     def add(self, outcome: Rollout | FailedRollout) -> None:
         if isinstance(outcome, FailedRollout):
-            # Keep only the message: the traceback holds this group, and `seen` the conversation.
-            failure = RolloutFailure(str(outcome.failure))
-            self._failures[outcome.sample_index] = replace(outcome, failure=failure, seen=Seen())
+            self._failures[outcome.sample_index] = (outcome.num_attempts, str(outcome.failure))
         else:
             self._rollouts[outcome[0].sample_index] = outcome
 
@@ -71,12 +73,12 @@ class RunningGroup:
 
     def why_failed(self) -> tuple[str, bool]:
         """Return the failure, and whether another attempt may succeed."""
-        last = list(self._failures.values())[-1]
-        why = (
+        index, (num_attempts, why) = list(self._failures.items())[-1]
+        what = (
             f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable "
-            f"rollouts of {self.group_size}; r{last.sample_index} {last.how}: {last.failure}"
+            f"rollouts of {self.group_size}; r{index} {how_failed(num_attempts)}: {why}"
         )
-        return why, all(failed.num_attempts for failed in self._failures.values())
+        return what, all(attempts for attempts, _ in self._failures.values())
 
     def cancel(self) -> None:
         for task in self.tasks:
@@ -173,11 +175,21 @@ class Producers:
             self._returning = [entry for entry in self._returning if entry[0] >= ticket.start_version]
             prompt = self._source.next_nowait(ticket.start_version)
             self._journal.admitted_nowait(ticket, prompt)  # before any token is sampled
-            self._start(UnfinishedGroup(ticket, prompt))
+            self.resume_nowait(UnfinishedGroup(ticket, prompt))
             await asyncio.sleep(0)  # a new version may admit thousands
 
     def resume_nowait(self, unfinished: UnfinishedGroup) -> None:
-        group = self._start(unfinished)
+        group = RunningGroup(unfinished, self.group_size)
+        group_id = unfinished.ticket.group_id
+        self._groups[group_id] = group
+        for index in group.to_run:
+            name = f"g{group_id}/r{index}"
+            order = (unfinished.ticket.start_version, group_id, index)
+            self._slots.ask_nowait(name, order)  # before the task's first step: charged at once
+            task = self._spawn(self._run_rollout(group, index, order), name=f"rollout {name}")
+            # even if the task never began
+            task.add_done_callback(functools.partial(self._give_back, name))
+            group.tasks.append(task)
         if not group.to_run:  # killed before its end was journaled
             self._complete(group)
 
@@ -199,20 +211,6 @@ class Producers:
         again = self._end_unused(group_id, "requeued", unused.prompt, reason, may_succeed=True)
         if again is not None:
             self._source.requeue_nowait(again)
-
-    def _start(self, earlier: UnfinishedGroup) -> RunningGroup:
-        group = RunningGroup(earlier, self.group_size)
-        group_id = earlier.ticket.group_id
-        self._groups[group_id] = group
-        for index in group.to_run:
-            name = f"g{group_id}/r{index}"
-            order = (earlier.ticket.start_version, group_id, index)
-            self._slots.ask_nowait(name, order)  # before the task's first step: charged at once
-            task = self._spawn(self._run_rollout(group, index, order), name=f"rollout {name}")
-            # even if the task never began
-            task.add_done_callback(functools.partial(self._give_back, name))
-            group.tasks.append(task)
-        return group
 
     def _give_back(self, name: str, task: asyncio.Task[None]) -> None:
         self._slots.give_back_nowait(name)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TextIO
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -69,9 +69,9 @@ class Slots:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self._asked: dict[str, asyncio.Future[None]] = {}
         self._held: set[str] = set()
-        self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._queue: list[tuple[tuple[int, ...], str]] = []  # heap; names not in _waiting are skipped
+        self._queue: list[tuple[tuple[int, ...], str]] = []  # heap; other names are skipped
         self._spare = asyncio.Event()
 
     @property
@@ -80,18 +80,14 @@ class Slots:
 
     def ask_nowait(self, name: str, order: tuple[int, ...]) -> None:
         """Take or queue for a slot. Idempotent."""
-        if name in self._held or name in self._waiting:
-            return
-        if self.num_held < self.capacity:
-            self._held.add(name)
-            return
-        self._waiting[name] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._queue, (order, name))
+        if name not in self._asked:
+            self._asked[name] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._queue, (order, name))
+            self._hand_out()
 
     async def wait(self, name: str) -> None:
-        if name in self._waiting:
-            with waiting(self._what_is_free, on="a rollout that ends"):
-                await self._waiting[name]
+        with waiting(self._what_is_free, on="a rollout that ends"):
+            await self._asked[name]
 
     async def wait_spare(self) -> None:
         with waiting(self._what_is_free, on="a rollout that ends"):
@@ -103,10 +99,9 @@ class Slots:
 
     def give_back_nowait(self, name: str) -> None:
         """Release the slot or leave the queue. Idempotent."""
-        if name in self._held or name in self._waiting:
-            self._waiting.pop(name, None)
-            self._held.discard(name)
-            self._hand_out()
+        self._asked.pop(name, None)
+        self._held.discard(name)
+        self._hand_out()
 
     def resize_nowait(self, capacity: int) -> None:
         self.capacity = capacity
@@ -115,10 +110,10 @@ class Slots:
     def _hand_out(self) -> None:
         while self.num_held < self.capacity and self._queue:
             name = heapq.heappop(self._queue)[1]
-            if (future := self._waiting.pop(name, None)) is not None:
+            if name in self._asked:
                 self._held.add(name)
-                if not future.done():  # cancelled just now; its end releases the slot
-                    future.set_result(None)
+                if not self._asked[name].done():  # cancelled just now; its end releases the slot
+                    self._asked[name].set_result(None)
         if self.num_held < self.capacity:
             self._spare.set()
             self._spare.clear()
@@ -178,17 +173,15 @@ class RolloutAttempt:
 
     def count_lost(self, outcome: Rollout | RolloutFailure | None) -> None:
         """A cancelled attempt (None) keeps its completion for a resume."""
-        if self.journal is None:
-            return
         num_lost = self.seen.num_spent() + (0 if self.partial is None else len(self.partial.token_ids))
         if isinstance(outcome, tuple):
             num_lost -= sum(branch.num_sampled for branch in outcome)
         else:
             num_lost -= self.seen.num_kept
-        if isinstance(outcome, RolloutFailure):
-            self.journal.tokens_lost_nowait(self.group_id, max(0, num_lost), self.sample_index)
-        elif num_lost > 0:
-            self.journal.tokens_lost_nowait(self.group_id, num_lost)
+        is_failed = isinstance(outcome, RolloutFailure)
+        if self.journal is not None and (num_lost > 0 or is_failed):
+            index = self.sample_index if is_failed else None
+            self.journal.tokens_lost_nowait(self.group_id, max(0, num_lost), index)
 
 
 class Generator(Protocol):
@@ -208,7 +201,11 @@ class FailedRollout:
 
     @property
     def how(self) -> str:
-        return f"failed {self.num_attempts} times, last" if self.num_attempts else "cannot be sampled"
+        return how_failed(self.num_attempts)
+
+
+def how_failed(num_attempts: int) -> str:
+    return f"failed {num_attempts} times, last" if num_attempts else "cannot be sampled"
 
 
 class RolloutRunner:
@@ -502,24 +499,17 @@ class RolloutRecorder:
     def __init__(self, tokenizer: HFChatTokenizer, path: Path | None) -> None:
         """Write nothing without a path. Raises ConfigError if the file cannot be written."""
         self.tokenizer = tokenizer
-        self._file: TextIO | None = None
+        self._path = path
         self.num_recorded = 0
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("a", encoding="utf-8")
+                path.open("a").close()
         except OSError as error:
             raise ConfigError(f"cannot write to {path}: {error}", way_out="name another file.") from error
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
     def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:
-        if self._file is None:
+        if self._path is None:
             return
         line = {
             "prompt_id": prompt.prompt_id,
@@ -530,8 +520,8 @@ class RolloutRecorder:
             "reward": reward,
             "branches": [self._branch(branch) for branch in rollout],
         }
-        self._file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
         self.num_recorded += 1
 
     def _branch(self, branch: Trajectory) -> dict[str, Any]:

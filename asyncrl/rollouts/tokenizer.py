@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,10 @@ class HFChatTokenizer:
         if ARGUMENTS_ARE_STRING.search(self.template) or not any(one.get("tool_calls") for one in chat):
             return self._apply_template(chat, options)
         try:
-            return self._apply_template(_with_arguments(chat, _as_object), options)
+            return self._apply_template(_with_arguments(chat, as_text=False), options)
         except ValueError as refusal:
             with contextlib.suppress(ValueError):
-                return self._apply_template(_with_arguments(chat, _as_text), options)
+                return self._apply_template(_with_arguments(chat, as_text=True), options)
             raise refusal
 
     def _apply_template(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
@@ -184,26 +184,26 @@ def template_variables(compiled: Template, template: str) -> frozenset[str]:
     return frozenset(find_undeclared_variables(environment.parse(template)) - set(environment.globals))
 
 
-def _with_arguments(chat: list[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
+def _with_arguments(chat: list[dict[str, Any]], *, as_text: bool) -> list[dict[str, Any]]:
     converted = []
     for message in chat:
         calls = []
         for call in message.get("tool_calls") or ():
-            function = call["function"]
-            calls.append({**call, "function": {**function, "arguments": convert(function["arguments"])}})
+            arguments = _converted(call["function"]["arguments"], as_text=as_text)
+            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
         converted.append({**message, "tool_calls": calls} if calls else message)
     return converted
 
 
-def _as_object(arguments: Any) -> Any:
+def _converted(arguments: Any, *, as_text: bool) -> Any:
+    if isinstance(arguments, str) == as_text:
+        return arguments
+    if as_text:
+        return json.dumps(arguments, ensure_ascii=False)
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-
-
-def _as_text(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
@@ -211,10 +211,6 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _read_json(model_path: str, name: str) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads((Path(model_path) / name).read_text(encoding="utf-8"))
-    except OSError:
-        return {}
-    except ValueError as error:
-        raise ConfigError(f"cannot read {name} of {model_path}: {error}", way_out="restore it.") from error
+    path = Path(model_path) / name
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return content

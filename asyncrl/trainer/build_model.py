@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import NO_EXPERT
-from asyncrl.trainer.attention import choose_flash
+from asyncrl.trainer.attention import HOPPER, choose_flash
 from asyncrl.trainer.fused import layers_of, why_not_compiled
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.optimizer import MasterWeights, cast_model
@@ -51,15 +51,13 @@ def loading(folder: str | Path) -> Iterator[None]:
         ) from error
 
 
-def load_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
-    """Load the whole model into host memory, in float32 or, under adapters, in `dtype`. Raises
-    ConfigError.
-    """
+def load_model(spec: TrainerSpec, dtype: torch.dtype | None) -> Any:
+    """Load the whole model into host memory in `dtype` (None: as stored). Raises ConfigError."""
     folder = spec.model_path
     with loading(folder):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=torch.float32 if spec.trainer.lora is None else dtype,
+            dtype=dtype or stored_dtype(Path(folder)),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -78,13 +76,21 @@ def load_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
     return model.eval()  # dropout would change logprobs
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Return bfloat16 if all of the folder's weights have it, else float32."""
+    dtypes = set[str]()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return torch.bfloat16 if dtypes == {"BF16"} else torch.float32
+
+
 def meta_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
     """Build the model on `meta`, with real buffers: no file has rotary frequencies."""
     folder = Path(spec.model_path)
     with loading(folder), torch.random.fork_rng([]), init_empty_weights(include_buffers=False):
         config = AutoConfig.from_pretrained(folder)
-        used = torch.float32 if spec.trainer.lora is None else dtype
-        model = AutoModelForCausalLM.from_config(config, dtype=used)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if model.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     model.tie_weights()  # the context has replaced tied parameters
@@ -105,6 +111,8 @@ def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) ->
                 source = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device_type)
             else:
                 source = sources[name.removeprefix("model.")].detach()
+                if mesh.device_type == "cuda":  # bfloat16 travels, float32 is made on the device
+                    source = source.pin_memory().to(mesh.device_type, non_blocking=True)
                 source = source.to(mesh.device_type, parameter.dtype, copy=True)
             sharded = distribute_tensor(source, mesh, parameter.placements).to(device)
             made[id(parameter)] = nn.Parameter(sharded, parameter.requires_grad)
@@ -186,17 +194,36 @@ ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device) -> bool:
     """Resolve trainer.compile. Raises ConfigError."""
-    setting = spec.trainer.compile
-    if setting is False or (setting == "auto" and device.type != "cuda"):
-        return False
-    reason = why_not_compiled(model, device)
-    if not plan.is_packed or plan.window is not None:
+    setting, checkpointing = spec.trainer.compile, spec.trainer.gradient_checkpointing
+    is_wanted = setting is True or (setting == "auto" and device.type == "cuda")
+    reason = why_not_compiled(model, device) if is_wanted else f"trainer.compile={setting}, on {device.type}"
+    if is_wanted and (not plan.is_packed or plan.window is not None):
         reason = "it cannot be trained on packed tokens at any length"
-    if reason and setting != "auto":
+    if reason and not isinstance(checkpointing, bool):
+        what = f"trainer.gradient_checkpointing={checkpointing}, and the layers are not compiled: {reason}"
+        raise ConfigError(what, way_out="set trainer.gradient_checkpointing=true, or false.")
+    if reason and setting is True:
         what = f"trainer.compile=true, and a {type(model).__name__} cannot be compiled here: {reason}"
         raise ConfigError(what, way_out="set trainer.compile=auto, or false.")
-    log.info("trainer.compile: auto is %s", f"false: {reason}" if reason else "true")
+    if not is_wanted:
+        return False
+    functorch: Any = torch._functorch.config
+    functorch.activation_memory_budget = 1.0 if isinstance(checkpointing, bool) else checkpointing
+    if reason:
+        log.warning("layers run uncompiled, at about half the speed: %s", reason)
+    else:
+        log.info("layers are compiled")
     return not reason
+
+
+def choose_kernels(device: torch.device, *, is_compiled: bool) -> dict[str, float]:
+    """Choose CUDA's attention kernel, and return metrics of the kernels."""
+    if device.type != "cuda":
+        return {}
+    capability = torch.cuda.get_device_capability()
+    flash = choose_flash(capability)
+    kernels = {"trainer/compiled": float(is_compiled)}
+    return kernels | ({"trainer/flash_attention": float(flash)} if capability == HOPPER else {})
 
 
 class TrainedModel:
@@ -205,20 +232,21 @@ class TrainedModel:
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
         self.device, self.dtype = resolve_device(spec)
         limit_memory(self.device, spec.share)
-        if self.device.type == "cuda":
-            if ALLOCATOR_ENV.isdisjoint(os.environ):
-                torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-            log.info("attention on CUDA: %s", choose_flash(torch.cuda.get_device_capability()))
-        is_sharded = ranks.mesh is not None
-        whole: Any = load_model(spec, self.dtype) if ranks.is_first or not is_sharded else None
-        model = meta_model(spec, self.dtype) if is_sharded else whole.to(self.device)
-        lora = spec.trainer.lora
+        if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        is_sharded, lora = ranks.mesh is not None, spec.trainer.lora
+        dtype = torch.float32 if lora is None else self.dtype
+        whole: Any = None
+        if ranks.is_first or not is_sharded:  # shards are cast on their device
+            whole = load_model(spec, None if is_sharded and lora is None else dtype)
+        model = meta_model(spec, dtype) if is_sharded else whole.to(self.device)
         self.adapters = None if lora is None else Adapters(model, lora, self.dtype)
         if lora is not None and is_sharded and whole is not None:
             Adapters(whole, lora, self.dtype)
         with loading(spec.model_path):
             plan = find_plan(probe_model(model.config, self.device, self.dtype))
         compiles = should_compile(spec, model, plan, self.device)
+        self.kernels = choose_kernels(self.device, is_compiled=compiles)
         frozen = None
         if needs_reference and self.adapters is None:
             frozen = copy.deepcopy(model).requires_grad_(False)
@@ -241,7 +269,7 @@ class TrainedModel:
             self.policy.before_pass = self.adapters.keep_merged
         if spec.algorithm.router_replay:
             self.policy.replay = RouterReplay(model)
-        if spec.trainer.gradient_checkpointing:
+        if spec.trainer.gradient_checkpointing is True:
             self.policy.enable_gradient_checkpointing()
 
 

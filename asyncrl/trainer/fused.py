@@ -9,7 +9,7 @@ import inspect
 import os
 import shutil
 import sysconfig
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
@@ -57,15 +57,20 @@ def why_not_compiled(model: Any, device: torch.device) -> str:
     has_experts = any(parameter.ndim > 2 for layer in layers for parameter in layer.parameters())
     if has_experts and getattr(model.config, "_experts_implementation", None) != GROUPED:
         return "the work of its layers depends on the data (experts)"
+    return missing_for_compiling(device)
+
+
+def missing_for_compiling(device: torch.device) -> str:
+    """Return what torch.compile lacks on this machine, and the packages to install; or ""."""
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
-        return "there is no C compiler"
+        return "there is no C compiler (install gcc)"
     if device.type == "cpu":
         return ""
     # Triton looks there too, not where Debian's Python would put its own
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_path("include", scheme))
     if importlib.util.find_spec("triton") is None or not (headers / "Python.h").is_file():
-        return f"it needs Triton, and Python's headers in {headers}"
+        return f"it needs Triton, and Python's headers in {headers} (install triton and python3-dev)"
     return ""
 
 
@@ -85,6 +90,12 @@ def compile_layers(model: Any) -> None:
             compiled[forward] = torch.compile(forward, backend=BACKEND, dynamic=True, fullgraph=is_whole)
         run = partial(_checkpointed, compiled[forward]) if is_checkpointing else compiled[forward]
         layer.forward = MethodType(run, layer)
+
+
+@cache
+def compiled(function: Any) -> Any:
+    """Compile a function of tensors of any length."""
+    return torch.compile(function, backend=BACKEND, dynamic=True)
 
 
 def _checkpointed(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ objects.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -47,7 +48,10 @@ class HostMemory:
             available = available_memory()
             if num_bytes > available:
                 raise MemoryError(f"{num_bytes} bytes are needed, and the host has {available} available")
-            data = torch.empty(num_bytes, dtype=torch.uint8)
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without large pages
+                memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MB at once: pinning walks every page
+            data = torch.frombuffer(memory, dtype=torch.uint8)
             self._call("cudaHostRegister", data.data_ptr(), num_bytes, 0)
             self._data = data
         return self._data[:num_bytes]

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.errors import ConfigError
 from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
 from asyncrl.trainer.attention import ATTENTION, CannotPackError, number_of
-from asyncrl.trainer.fused import compile_layers, fuse
+from asyncrl.trainer.fused import compile_layers, compiled, fuse
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, costs_of, pack_texts
 from asyncrl.trainer.tree import places_of
 
@@ -53,8 +54,28 @@ def head_scores(
     target_M: Tensor,
     temperature: float,
     allowed_M: AllowedRows | None = None,
+    *,
+    is_compiled: bool = False,
 ) -> Scores:
-    return Scores(*_HeadScores.apply(hidden_MD, weight_VD, bias_V, target_M, temperature, allowed_M))  # type: ignore[no-untyped-call]
+    """Score `target_M`. `is_compiled`: fuse the passes over each slice of logits."""
+    use = _HeadUse(temperature, allowed_M, is_compiled)
+    return Scores(*_HeadScores.apply(hidden_MD, weight_VD, bias_V, target_M, use))  # type: ignore[no-untyped-call]
+
+
+class _HeadUse(NamedTuple):
+    temperature: float
+    allowed_M: AllowedRows | None
+    is_compiled: bool
+
+    def logits(self, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, part: slice) -> Tensor:
+        logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, self.temperature)
+        if self.allowed_M is not None:
+            self.allowed_M.mask(logits_MC, part)
+        return logits_MC
+
+    def body(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, compiled or overwriting the logits."""
+        return compiled(function) if self.is_compiled else partial(function, is_in_place=True)
 
 
 class _HeadScores(torch.autograd.Function):
@@ -65,29 +86,19 @@ class _HeadScores(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         target_M: Tensor,
-        temperature: float,
-        allowed_M: AllowedRows | None,
+        use: _HeadUse,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        add_slice = use.body(_add_slice)
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         target_logit_M, sum_M, product_M = hidden_MD.new_zeros((3, len(hidden_MD)), dtype=wide).unbind()
         highest_M = torch.full_like(sum_M, -torch.inf)
         for part in _slices(target_M, weight_VD):
-            logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, temperature)
-            if allowed_M is not None:
-                allowed_M.mask(logits_MC, part)
-            place_M, is_inside_M = _places(target_M, part)
-            target_logit_M += torch.where(is_inside_M, logits_MC.gather(1, place_M[:, None])[:, 0], 0.0)
-            top_M = torch.maximum(logits_MC.amax(dim=-1), highest_M)
-            change_M = (highest_M - top_M).clamp_(min=-1e30)  # the first is -inf, and -inf * 0 is NaN
-            product_M = (product_M + sum_M * change_M) * change_M.exp()
-            sum_M, highest_M = sum_M * change_M.exp(), top_M
-            logits_MC -= highest_M[:, None]
-            exponential_MC = logits_MC.exp()
-            sum_M += exponential_MC.sum(dim=-1)
-            product_M += logits_MC.mul_(exponential_MC).sum(dim=-1)
-            del logits_MC, exponential_MC
+            logits_MC = use.logits(hidden_MD, weight_VD, bias_V, part)
+            sums = (target_logit_M, highest_M, sum_M, product_M)
+            target_logit_M, highest_M, sum_M, product_M = add_slice(logits_MC, target_M - part.start, sums)
+            del logits_MC
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
-        ctx.temperature, ctx.allowed_M = temperature, allowed_M
+        ctx.use = use
         # Separate terms preserve digits of large logits.
         logsum_M = sum_M.log()
         scores = (target_logit_M - highest_M) - logsum_M, logsum_M - product_M / sum_M, -logsum_M
@@ -100,22 +111,21 @@ class _HeadScores(torch.autograd.Function):
         grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=sum_M.dtype)
         grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.empty_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
-        grad_M = (grads[0] / ctx.temperature)[:, None]
+        grad_M = grads[0] / ctx.use.temperature
+        slice_gradient = ctx.use.body(_slice_gradient)
         for part in _slices(target_M, weight_VD):
-            logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, ctx.temperature)
-            if ctx.allowed_M is not None:
-                ctx.allowed_M.mask(logits_MC, part)
-            grad_MC = logits_MC.sub_(highest_M[:, None]).exp_().mul_(-grad_M / sum_M[:, None])
-            place_M, is_inside_M = _places(target_M, part)
-            grad_MC.scatter_add_(1, place_M[:, None], torch.where(is_inside_M[:, None], grad_M, 0.0))
+            logits_MC = ctx.use.logits(hidden_MD, weight_VD, bias_V, part)
+            sums = (highest_M, sum_M, grad_M)
+            has_bias = grad_bias_V is not None
+            place_M = target_M - part.start
+            narrow_MC, grad_bias_C = slice_gradient(logits_MC, place_M, sums, weight_VD.dtype, has_bias)
             if grad_bias_V is not None:
-                grad_bias_V[part] = grad_MC.sum(dim=0)
-            narrow_MC = grad_MC.to(weight_VD.dtype)
+                grad_bias_V[part] = grad_bias_C
             grad_hidden_MD += narrow_MC @ weight_VD[part]
             if grad_weight_VD is not None:
                 grad_weight_VD[part] = narrow_MC.t() @ hidden_MD
-            del logits_MC, grad_MC, narrow_MC
-        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, grad_bias_V, None, None, None
+            del logits_MC, narrow_MC
+        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, grad_bias_V, None, None
 
 
 def _slices(target_M: Tensor, weight_VD: Tensor) -> Iterator[slice]:
@@ -124,9 +134,47 @@ def _slices(target_M: Tensor, weight_VD: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + size, len(weight_VD)))
 
 
-def _places(target_M: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    place_M, size = target_M - part.start, part.stop - part.start
-    return place_M.clamp(0, size - 1), (place_M >= 0) & (place_M < size)
+def _add_slice(
+    logits_MC: Tensor, place_M: Tensor, sums: tuple[Tensor, ...], *, is_in_place: bool = False
+) -> tuple[Tensor, ...]:
+    """Add a slice to (target logit, highest, sum, product) [M]. `is_in_place` overwrites the logits."""
+    target_logit_M, highest_M, sum_M, product_M = sums
+    work_MC = logits_MC if is_in_place else None
+    inside_M = place_M.clamp(0, logits_MC.shape[1] - 1)
+    found_M = logits_MC.gather(1, inside_M[:, None])[:, 0]
+    target_logit_M = target_logit_M + torch.where(inside_M == place_M, found_M, 0.0)
+    top_M = torch.maximum(logits_MC.amax(dim=-1), highest_M)
+    change_M = (highest_M - top_M).clamp(min=-1e30)  # the first is -inf, and -inf * 0 is NaN
+    product_M = (product_M + sum_M * change_M) * change_M.exp()
+    logits_MC = torch.sub(logits_MC, top_M[:, None], out=work_MC)
+    exponential_MC = logits_MC.exp()
+    sum_M = sum_M * change_M.exp() + exponential_MC.sum(dim=-1)
+    product_M = product_M + torch.mul(logits_MC, exponential_MC, out=work_MC).sum(dim=-1)
+    return target_logit_M, top_M, sum_M, product_M
+
+
+def _slice_gradient(
+    logits_MC: Tensor,
+    place_M: Tensor,
+    sums: tuple[Tensor, Tensor, Tensor],
+    dtype: torch.dtype,
+    has_bias: bool,
+    *,
+    is_in_place: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of a slice's logits, `dtype` [M, C], and of its bias [C]."""
+    highest_M, sum_M, grad_M = sums
+    scale_M = -grad_M / sum_M
+    if is_in_place:
+        grad_MC = logits_MC.sub_(highest_M[:, None]).exp_().mul_(scale_M[:, None])
+        inside_M = place_M.clamp(0, logits_MC.shape[1] - 1)
+        own_M = torch.where(inside_M == place_M, grad_M, 0.0)
+        grad_MC.scatter_add_(1, inside_M[:, None], own_M[:, None])
+    else:
+        column_C = torch.arange(logits_MC.shape[1], device=logits_MC.device)
+        own_MC = torch.where(column_C == place_M[:, None], grad_M[:, None], 0.0)
+        grad_MC = (logits_MC - highest_M[:, None]).exp() * scale_M[:, None] + own_MC
+    return grad_MC.to(dtype), grad_MC.sum(dim=0) if has_bias else None
 
 
 def _logits(
@@ -210,7 +258,8 @@ class Policy(nn.Module):
             hidden_TD = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
             head = self.model.get_output_embeddings()
             chosen_UD = hidden_TD.index_select(0, micro.predict_U)
-            return head_scores(chosen_UD, head.weight, head.bias, target_U, temperature, micro.allowed_U)
+            given = (chosen_UD, head.weight, head.bias, target_U, temperature, micro.allowed_U)
+            return head_scores(*given, is_compiled=self.is_compiled)
         logits_UV = self.model(**inputs, use_cache=False).logits[0, micro.predict_U].float() / temperature
         if micro.allowed_U is not None:
             logits_UV = logits_UV.clone()

@@ -101,6 +101,7 @@ class TrainStep:
         self.device = parts.device
         self.dtype = parts.dtype
         self.policy = parts.policy
+        self._kernels = parts.kernels
         self._vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         self._reference = parts.reference
         self._adapters = parts.adapters
@@ -180,6 +181,7 @@ class TrainStep:
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
             "trainer/skipped_steps": float(len(steps) - len(taken)),
             **self._meter.numbers(),
+            **self._kernels,
         }
 
     @cached_property

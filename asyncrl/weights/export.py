@@ -29,6 +29,7 @@ from asyncrl.messages.trainer_api import (
     ExportResponse,
 )
 from asyncrl.weights.tensor_files import (
+    Digests,
     Pieces,
     digest_of_tensor,
     dtype_name,
@@ -157,7 +158,10 @@ def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> No
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
     """Return the digest of all tensors; of sharded weights on rank 0 only."""
-    return joint_digest(digest_of_tensor(name, tensor) for name, tensor in whole_tensors(weights))
+    digests = Digests()
+    for name, tensor in whole_tensors(weights):
+        digests.add(name, tensor)
+    return joint_digest(digests.finish().values())
 
 
 def export_weights(

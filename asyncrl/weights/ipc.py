@@ -25,8 +25,7 @@ from torch import Tensor
 from asyncrl.messages.engine_api import ChunkMemory, LoadChunkRequest, MemoryHandle, PlacedTensor
 from asyncrl.weights.export import Entries
 from asyncrl.weights.tensor_files import (
-    begin_digest,
-    finish_digests,
+    Digests,
     read_or_refuse,
     write_tensors,
 )
@@ -244,13 +243,13 @@ def copy_placed(
     placed: Iterable[PlacedTensor], data: Tensor, tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, bytes]:
     """Copy the tensors to their places; return their digests."""
-    begun = {}
+    digests = Digests()
     for name, view in views(placed, data).items():
         found, tensor = next(tensors)
         assert found == name, f"{found} came where {name} was to come"
         view.copy_(tensor)
-        begun[name] = begin_digest(tensor)
-    return finish_digests(begun)
+        digests.add(name, tensor)
+    return digests.finish()
 
 
 def views(placed: Iterable[PlacedTensor], data: Tensor) -> dict[str, Tensor]:

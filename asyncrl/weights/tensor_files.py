@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,10 @@ BLOCK_BYTES, NUM_SUMS = 2048, 8
 _MAX_KEY = 63
 _PIECE_BLOCKS = 512
 """Blocks hashed at once: they fit a CPU's cache."""
+SMALL_BYTES = {"cpu": 2**16}
+"""Most bytes of a tensor that shares a product, by device type; else 16 MiB."""
+JOINED_BYTES = 2**26
+"""Bytes of small tensors in a product."""
 MIN_HASHED_BYTES = 2**22
 """Minimum bytes per task of the hashing thread."""
 SCALE = "scale"
@@ -129,31 +134,84 @@ def digest_of_tensor(name: str, tensor: Tensor) -> bytes:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Wait for a device only once."""
-    return finish_digests({name: begin_digest(tensor) for name, tensor in tensors.items()})
+    digests = Digests()
+    for name, tensor in tensors.items():
+        digests.add(name, tensor)
+    return digests.finish()
 
 
-Begun = tuple[str, tuple[int, ...], "Tensor"]
-"""Digest in progress: dtype, shape, and block_sums, int32 [blocks, 8] on the tensor's device."""
+class Digests:
+    """Digests of tensors on one device. Small tensors share a product, and all share one copy to the host."""
+
+    def __init__(self) -> None:
+        self._small: dict[str, Tensor] = {}
+        self._small_bytes = 0
+        self._sums: list[Tensor] = []
+        self._entries: list[tuple[str, str, tuple[int, ...], int]] = []
+        """(name, dtype, shape, blocks), in the order of the sums."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The tensor's content must not change before finish()."""
+        tensor = tensor.detach().contiguous()
+        if tensor.nbytes > SMALL_BYTES.get(tensor.device.type, 2**24):
+            self._sums.append(block_sums(tensor))
+            self._note(name, tensor)
+            return
+        self._small[name] = tensor
+        self._small_bytes += tensor.nbytes
+        if self._small_bytes >= JOINED_BYTES:
+            self._join()
+
+    def finish(self) -> dict[str, bytes]:
+        import torch
+
+        self._join()
+        if not self._entries:
+            return {}
+        sums = torch.cat(self._sums).cpu().numpy().astype("<i4", copy=False)
+        ends = list(accumulate(num_blocks for *_, num_blocks in self._entries))
+        return {
+            name: _digest_of_sums(name, dtype, shape, sums[end - num_blocks : end].data)
+            for (name, dtype, shape, num_blocks), end in zip(self._entries, ends, strict=True)
+        }
+
+    def _join(self) -> None:
+        """Sum the small tensors, each padded to whole blocks, in one product."""
+        import torch
+
+        if not self._small:
+            return
+        flats = [tensor.reshape(-1).view(torch.int8) for tensor in self._small.values()]
+        padding = torch.zeros(BLOCK_BYTES, dtype=torch.int8, device=flats[0].device)
+        self._sums.append(
+            block_sums(
+                torch.cat([part for flat in flats for part in (flat, padding[: -len(flat) % BLOCK_BYTES])])
+            )
+        )
+        for name, tensor in self._small.items():
+            self._note(name, tensor)
+        self._small, self._small_bytes = {}, 0
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        num_blocks = -(-tensor.nbytes // BLOCK_BYTES)
+        self._entries.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), num_blocks))
 
 
-def begin_digest(tensor: Tensor) -> Begun:
-    """Start a tensor's sums; its content must not change before they are done."""
-    tensor = tensor.detach().contiguous()
-    return dtype_name(tensor.dtype), tuple(tensor.shape), block_sums(tensor)
-
-
-def finish_digests(begun: Mapping[str, Begun]) -> dict[str, bytes]:
-    digests = {}
-    for name, (dtype, shape, sums) in begun.items():
-        digest = hashlib.sha256(f"{name}|{dtype}|{','.join(map(str, shape))}|".encode())
-        digest.update(sums.cpu().numpy().astype("<i4", copy=False).data)
-        digests[name] = digest.digest()
-    return digests
+def _digest_of_sums(name: str, dtype: str, shape: tuple[int, ...], sums: memoryview) -> bytes:
+    digest = hashlib.sha256(f"{name}|{dtype}|{','.join(map(str, shape))}|".encode())
+    digest.update(sums)
+    return digest.digest()
 
 
 def joint_digest(tensor_digests: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(sorted(tensor_digests))).hexdigest()[:32]
+
+
+@functools.cache
+def _keys_on(device: torch.device) -> Tensor:
+    import torch
+
+    return torch.from_numpy(block_keys()).to(device)
 
 
 def digest_and_size(tensors: Mapping[str, Tensor]) -> tuple[dict[str, bytes], int]:
@@ -177,7 +235,7 @@ def block_sums(tensor: Tensor) -> Tensor:
     """Return the sums of a contiguous tensor's bytes, int32 [blocks, 8] on its device."""
     import torch
 
-    flat, keys = tensor.reshape(-1).view(torch.int8), torch.from_numpy(block_keys()).to(tensor.device)
+    flat, keys = tensor.reshape(-1).view(torch.int8), _keys_on(tensor.device)
     num_whole = len(flat) // BLOCK_BYTES
     blocks = flat[: num_whole * BLOCK_BYTES].view(num_whole, BLOCK_BYTES)
     last = flat[num_whole * BLOCK_BYTES :]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.algorithms.registry import RECIPES
 from asyncrl.job.servers import CANARY_LIMITS, CANARY_TOKENS
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
+from asyncrl.trainer.fused import missing_for_compiling
 from asyncrl.trainer.objective import BatchNumbers, Objective
 from asyncrl.trainer.packing import Costs, micro_batches, pack_texts
 from asyncrl.trainer.policy import Policy, find_plan, head_scores, probe_model
@@ -50,7 +51,8 @@ def marked_tests(bench: Bench) -> None:
     ini.write_text(INI.format(paths=" ".join(imported)))
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(ini), "--rootdir", str(REPO), "-m", "gpu"]
     command += ["-rfE", "-p", "no:cacheprovider", "--basetemp", str(bench.folder / "pytest"), *tests]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_NO_PLUGINS": "1"}
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, env=environ)
     last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     if done.returncode != 0:
         bench.out.mkdir(parents=True, exist_ok=True)
@@ -121,7 +123,8 @@ def head(bench: Bench) -> None:
 def _head_on(device: str, dtype: torch.dtype, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     hidden_MD, weight_VD = (one.to(device, dtype, copy=True).requires_grad_() for one in given[:2])
     target_M, grad_M = (one.to(device) for one in given[2:])
-    scores = head_scores(hidden_MD, weight_VD, None, target_M, 0.8)
+    is_compiled = device == "cuda" and not missing_for_compiling(torch.device(device))
+    scores = head_scores(hidden_MD, weight_VD, None, target_M, 0.8, is_compiled=is_compiled)
     scores.logprob_M.backward(grad_M)
     assert hidden_MD.grad is not None
     assert weight_VD.grad is not None

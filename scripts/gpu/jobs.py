@@ -1,4 +1,4 @@
-"""Runs of `asyncrl run`: two shipped configs on one device (part 3), and vLLM on two devices (part 5)."""
+"""Runs of `asyncrl run`: two shipped configs on one device, and vLLM on two devices (part 5)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from typing import Any
 
 import yaml
 
+from asyncrl.config import RunConfig
+from asyncrl.config.load import load_config
+from asyncrl.launch.machine import single_node
+from asyncrl.launch.plan import make_plan, resolve_auto
 from gpu.models import architecture
 from gpu.rows import Bench, NotRunError
 
@@ -30,7 +34,8 @@ def run_job(
 ) -> list[Line]:
     """Return the lines of metrics.jsonl. A run is interrupted after `limit_s`, an error if it `must_end`."""
     run_dir = bench.folder / name
-    command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), *overrides, "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), *overrides]
+    command += ["observe.trackers=[]", "--run-dir", str(run_dir)]
     with (bench.folder / f"{name}.log").open("w+", encoding="utf-8") as log:
         job = subprocess.Popen(command, cwd=REPO, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -51,7 +56,7 @@ def run_job(
 
 
 def learns(bench: Bench, config: str) -> None:
-    """Train a shipped config, colocated."""
+    """Train a shipped config, colocated, and plot its reward."""
     device = "cuda" if bench.device == "cuda" else "cpu"
     overrides = [f"placement={{trainer: {device}, rollout: trainer}}", "buffer.max_staleness=0"]
     if bench.is_tiny:
@@ -71,10 +76,34 @@ def learns(bench: Bench, config: str) -> None:
     bench.tell("steps, seconds", f"{len(steps)} {seconds:.1f}", against=pace)
     bench.tell("handovers of a step, seconds", f"{_median(steps, 'perf/handover_s'):.3f}")
     bench.tell("logprob gap on fresh tokens, mean nats", f"{_median(steps, 'policy/logprob_gap_mean'):.2e}")
+    tell_memory(bench, load_config(path, overrides), steps)
+    _plot(bench, steps, config)
+
+
+def tell_memory(bench: Bench, config: RunConfig, steps: list[Line]) -> None:
+    """Print the trainer's peak memory beside the plan's."""
+    if bench.device == "cuda":
+        settled, _ = resolve_auto(config, single_node())
+        (trainer,) = (one for one in make_plan(settled, single_node()).processes if one.name == "trainer-0")
+        peak = max(step["perf/device_memory_bytes"] for step in steps)
+        bench.memory(trainer.memory.total, peak, is_limit=False)
 
 
 def _median(steps: list[Line], name: str) -> float:
     return median(line[name] for line in steps if line.get(name) is not None)
+
+
+def _plot(bench: Bench, steps: list[Line], config: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4))
+    axis = figure.subplots()
+    axis.plot([line["time_s"] for line in steps], [line["reward/mean"] for line in steps], linewidth=0.8)
+    title = f"{bench.label}: {config}, colocated"
+    axis.set(xlabel="seconds of training", ylabel="reward of a batch", title=title)
+    path = bench.out / f"{bench.label}-{config}.png"
+    figure.savefig(path, dpi=100, bbox_inches="tight")
+    bench.tell("reward against seconds", path.name)
 
 
 # ---- part 5

@@ -78,6 +78,9 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
     finally:
         remove_staging_dir(staging)
     _tell(bench, times[1:], num_bytes, PEER.get(shape, ""))
+    if bench.device == "cuda":
+        planned = 2 * num_bytes + (CHUNK_BYTES if in_chunks else 0)
+        bench.memory(planned, torch.cuda.max_memory_allocated(), is_limit=False)
 
 
 def _make_chunks(weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype) -> Chunks:

@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+WITHIN = 0.25
+"""Allowed difference from the planned memory."""
 MARK = "@row "
 """Start of an output line with a result as JSON."""
 
 BASE = (
     "torch transformers tokenizers safetensors numpy pydantic pydantic_core annotated_types "
-    "typing_inspection typing_extensions yaml xxhash psutil aiohttp rich typer jinja2 matplotlib"
+    "typing_inspection typing_extensions yaml xxhash psutil aiohttp rich typer jinja2 matplotlib "
+    "accelerate peft"
 ).split()
 """Packages of every row."""
+GATEWAY = ("fastapi", "starlette", "uvicorn", "httptools", "llguidance")
 
 
 def say(**told: Any) -> None:
@@ -30,43 +34,52 @@ class NotRunError(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement: `function` is MODULE.NAME in this folder; `needs`: packages in addition to BASE."""
+    """A measurement: `function` is MODULE.NAME in this folder; `needs`: packages in addition to BASE;
+    `gib`: estimated peak memory of the row's process on the device, where the row itself plans none.
+    """
 
     part: int
     name: str
     function: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    gib: float | None = None
 
     def missing(self) -> list[str]:
         """Return the missing packages."""
         return [name for name in (*BASE, *self.needs) if importlib.util.find_spec(name) is None]
 
 
-def _speed(name: str, shape: str, tokens: int, peer: str, num: int, *, checkpointing: bool = False) -> Row:
-    arguments = {"shape": shape, "tokens": tokens, "peer": peer, "num_sequences": num}
-    return Row(2, name, "training.speed", arguments | {"checkpointing": checkpointing})
+def _speed(
+    part: int, shape: str, tokens: int, anchor: tuple[float, float], peer: str, *, checkpointing: bool = False
+) -> Row:
+    """`anchor`: estimated tokens/s and MFU on one H100 with compiled layers and FlashAttention 2."""
+    name = f"{shape}-{tokens // 1000}k{'-checkpointing' if checkpointing and shape == '0.6B' else ''}"
+    arguments = {"shape": shape, "tokens": tokens, "anchor": anchor, "peer": peer}
+    arguments |= {"num_sequences": 4 if tokens < 20_000 else 2, "checkpointing": checkpointing}
+    return Row(part, name, "training.speed", arguments)
 
 
+PRIME_RL = "prime-rl on one H100, recomputing all:"
 ROWS = (
-    Row(1, "tests", "correct.marked_tests", needs=("pytest", "hypothesis")),
-    Row(1, "losses", "correct.all_losses"),
-    Row(1, "head", "correct.head"),
-    Row(1, "weights", "correct.against_cpu", {"trainer": {}}),
-    Row(1, "lora", "correct.against_cpu", {"trainer": {"lora": {"rank": 16}}}, needs=("peft",)),
-    Row(1, "distances-0.5B", "correct.distances", {"shape": "0.5B"}),
-    Row(1, "distances-7B", "correct.distances", {"shape": "7B"}),
-    _speed("0.6B-16k", "0.6B", 16_384, "11,900 tok/s and 11.1 % MFU on one H100", 4),
-    _speed("0.6B-65k", "0.6B", 65_536, "26.8 % MFU on one H100", 2),
-    _speed("4B-16k", "4B", 16_384, "14.7 % and 36.1 % MFU on 8 H200", 4, checkpointing=True),
-    Row(2, "trl", "training.beside_trl", needs=("trl", "datasets")),
-    _speed("0.6B-65k-checkpointing", "0.6B", 65_536, "26.8 % MFU on one H100", 2, checkpointing=True),
-    Row(3, "turns-ipc", "turns.handover", {"way": "ipc"}),
-    Row(3, "turns-shm", "turns.handover", {"way": "shm"}),
-    Row(3, "quickstart", "jobs.learns", {"config": "quickstart"}),
-    Row(3, "agent", "jobs.learns", {"config": "agent"}, needs=("openai",)),
+    _speed(1, "0.6B", 16_384, (27_200, 0.25), f"{PRIME_RL} 11,900 tok/s, 11.1 %"),
+    _speed(1, "4B", 16_384, (7_300, 0.28), "prime-rl on 8 H200: 14.7 %", checkpointing=True),
+    Row(1, "0.6B-ipc", "pushes.by_chunks", {"shape": "0.6B"}),
+    Row(1, "turns-ipc", "turns.handover", {"way": "ipc"}),
+    Row(1, "quickstart", "jobs.learns", {"config": "quickstart"}),
+    Row(2, "tests", "correct.marked_tests", needs=("pytest", "hypothesis")),
+    Row(2, "losses", "correct.all_losses", gib=0.1),
+    Row(2, "head", "correct.head", gib=1.5),
+    Row(2, "weights", "correct.against_cpu", {"trainer": {}}, gib=13.0),
+    Row(2, "lora", "correct.against_cpu", {"trainer": {"lora": {"rank": 16}}}, gib=5.0),
+    Row(2, "distances-0.5B", "correct.distances", {"shape": "0.5B"}, gib=4.0),
+    Row(2, "distances-7B", "correct.distances", {"shape": "7B"}, gib=20.0),
+    _speed(3, "0.6B", 65_536, (10_100, 0.27), f"{PRIME_RL} 10,100 tok/s, 26.8 %"),
+    Row(3, "trl", "training.beside_trl", needs=("trl", "datasets")),
+    _speed(3, "0.6B", 65_536, (8_100, 0.21), f"{PRIME_RL} 10,100 tok/s, 26.8 %", checkpointing=True),
+    Row(4, "turns-shm", "turns.handover", {"way": "shm"}),
+    Row(4, "agent", "jobs.learns", {"config": "agent"}, needs=("openai", *GATEWAY)),
     Row(4, "0.6B-shm", "pushes.by_file", {"shape": "0.6B"}),
-    Row(4, "0.6B-ipc", "pushes.by_chunks", {"shape": "0.6B"}),
     Row(4, "4B-shm", "pushes.by_file", {"shape": "4B"}),
     Row(4, "4B-ipc", "pushes.by_chunks", {"shape": "4B"}),
     Row(5, "nccl", "jobs.with_vllm", {"case": "nccl"}),
@@ -97,6 +110,18 @@ class Bench:
     def tell(self, what: str, value: str, *, against: str = "", ok: bool | None = None) -> None:
         """Print a result. `against`: comparison; `ok`: None without a limit."""
         say(what=what, value=value, against=against, ok=ok)
+
+    def against_anchor(self, what: str, value: float, anchor: float, form: str, *, against: str = "") -> None:
+        """Print a figure beside its estimate. Below it, the row is marked and does not fail."""
+        estimated = f"estimated {anchor:{form}} on an H100"
+        is_below = value < anchor and not self.is_tiny
+        say(what=what, value=f"{value:{form}}", against=f"{estimated}; {against}", ok=None, below=is_below)
+
+    def memory(self, planned: float, measured: float, *, is_limit: bool = True) -> None:
+        """Print the peak memory in bytes beside the planned one, within a limit or not."""
+        against = f"planned {planned / 2**30:.2f} GiB, {measured / planned - 1:+.1%}"
+        ok = abs(measured / planned - 1) <= WITHIN if is_limit else None
+        self.tell("peak memory", f"{measured / 2**30:.2f} GiB", against=against, ok=ok)
 
     def check(self, what: str, value: float, limit: float, form: str = ".4f") -> None:
         """Print a result that may be at most `limit`."""

@@ -17,12 +17,17 @@ from gpu.rows import Bench
 
 PROMPT, GROUP_SIZE = 64, 2
 STEPS = 3
-WITHIN = 0.25
-"""Allowed difference from the planned memory."""
 
 
 def speed(
-    bench: Bench, *, shape: str, tokens: int, num_sequences: int, checkpointing: bool, peer: str
+    bench: Bench,
+    *,
+    shape: str,
+    tokens: int,
+    num_sequences: int,
+    checkpointing: bool,
+    anchor: tuple[float, float],
+    peer: str,
 ) -> None:
     """Measure steps over sequences of `tokens` tokens, one per micro-batch, with float32 AdamW."""
     model = make_folder(bench, shape)
@@ -39,14 +44,11 @@ def speed(
     batch = make_batch(vocab_size, [tokens - PROMPT] * num_sequences, prompt=PROMPT, group_size=GROUP_SIZE)
     batches = [at_version(version, *batch) for version in range(1 + STEPS)]
     metrics = [made.call(lambda one=one: made.step.train(*one)) for one in batches][1:]
-    _tell(bench, metrics, num_sequences, tokens, peer)
+    _tell(bench, metrics, f"{num_sequences} sequences of {tokens}", anchor, peer)
     if bench.device != "cuda":
         bench.tell("peak memory against the plan", "not run: no CUDA device")
     else:
-        peak = max(one["perf/device_memory_bytes"] for one in metrics)
-        against = f"planned {size_text(planned)}, {peak / planned - 1:+.1%}"
-        ok = abs(peak / planned - 1) <= WITHIN
-        bench.tell("peak memory", size_text(int(peak)), against=against, ok=ok)
+        bench.memory(planned, max(one["perf/device_memory_bytes"] for one in metrics))
 
 
 def _planned(config: RunConfig) -> int:
@@ -54,12 +56,14 @@ def _planned(config: RunConfig) -> int:
     return trainer_memory(config, model_shape(config.model), "cuda:0").total
 
 
-def _tell(bench: Bench, metrics: list[dict[str, float]], num: int, tokens: int, peer: str) -> None:
+def _tell(
+    bench: Bench, metrics: list[dict[str, float]], what: str, anchor: tuple[float, float], peer: str
+) -> None:
     numbers = {name: median(one[name] for one in metrics) for name in metrics[0] if name.startswith("perf/")}
-    what = f"tokens/s, {num} sequences of {tokens}"
-    bench.tell(what, f"{numbers['perf/device_tokens_per_s']:.0f}", against=peer)
+    tokens_per_s = numbers["perf/device_tokens_per_s"]
+    bench.against_anchor(f"tokens/s, {what}", tokens_per_s, anchor[0], ",.0f", against=peer)
     if "perf/mfu" in numbers:
-        bench.tell("MFU", f"{numbers['perf/mfu']:.1%}", against=peer)
+        bench.against_anchor("MFU", numbers["perf/mfu"], anchor[1], ".1%", against=peer)
     phases = ("pack", "forward", "backward", "optimizer")
     parts = ", ".join(f"{phase} {numbers[f'perf/{phase}_s']:.2f}" for phase in phases)
     bench.tell("seconds of a step", f"{numbers['perf/train_s']:.2f}", against=parts)

@@ -6,7 +6,10 @@ from statistics import median
 
 import torch
 
-from gpu.jobs import run_job
+from asyncrl.config.load import load_config
+from asyncrl.launch.machine import single_node
+from asyncrl.launch.placement import chunk_devices, place
+from gpu.jobs import run_job, tell_memory
 from gpu.models import make_folder
 from gpu.rows import Bench
 
@@ -39,6 +42,12 @@ def handover(bench: Bench, way: str) -> None:
             device=bench.device,
         )
     )
+    loaded = load_config(config)
+    if is_cuda:
+        shared = chunk_devices(loaded, place(loaded, single_node()))
+        assert (way == "shm") == (not shared), (
+            f"with transport={way}, chunks are shared on {shared or 'none'}"
+        )
     steps = run_job(bench, config, "turns", [], limit_s=bench.limit_s - 20.0)
     counted = steps[1:-1]  # the first step warms up; after the last one the engine gets nothing
     seconds = {
@@ -57,6 +66,4 @@ def handover(bench: Bench, way: str) -> None:
     bench.tell("bytes copied in both handovers, GB", f"{num_bytes / 1e9:.3g}")
     bench.tell("memory copy of that size, pinned, seconds", f"{copies_s:.3f}", against=against)
     bench.tell("first handovers, seconds", f"{steps[0]['perf/handover_s']:.3f}")
-    if is_cuda:
-        peak = max(step["perf/device_memory_bytes"] for step in steps)
-        bench.tell("peak memory of the trainer, GB", f"{peak / 1e9:.2f}")
+    tell_memory(bench, loaded, steps)

@@ -65,7 +65,7 @@ def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Rea
     return reader.chat(chat), MessageWriter()
 
 
-MESSAGES = Dialect("msg", "messages", True, _read)
+MESSAGES = Dialect("msg", "messages", True, _read, MessagesRequest)
 
 
 def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -41,21 +41,12 @@ Path = list["ChatNode"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecordedChat:
-    """`key`: in a Chain; `text`: of all ids, or None."""
-
-    num_messages: int
-    key: bytes
-    text: TextHash | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ChatNode:
     """A recorded completion. `ids` follow the parent's: A prompt ids, then N sampled ids.
 
     ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token.
-    `order`: (number of the call, choice). `path_hash`: of all_ids(). A prompt of ids has no `chat`. Not
-    `is_trained`: context.
+    `order`: (number of the call, choice). `path_hash`: of all_ids(). Not `is_trained`: context. Of a chat:
+    `num_messages` with the answer, `key` in a Chain, and `text`, the hash of the text of all ids or None.
     """
 
     name: str
@@ -67,9 +58,11 @@ class ChatNode:
     version_spans: tuple[VersionSpan, ...]
     is_truncated: bool
     num_interruptions: int
-    chat: RecordedChat | None
     num_path_ids: int
     path_hash: blake2b
+    num_messages: int
+    key: bytes
+    text: TextHash | None
     is_trained: bool = True
     grammar: str | None = None
 
@@ -84,14 +77,6 @@ class ChatNode:
     @property
     def num_trained(self) -> int:
         return self.num_sampled if self.is_trained else 0
-
-    @property
-    def num_messages(self) -> int:
-        return self.chat.num_messages if self.chat else 0
-
-    @property
-    def text(self) -> TextHash | None:
-        return self.chat.text if self.chat else None
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
@@ -117,7 +102,6 @@ class GatewayStats:
     extended: int = 0
     realigned: int = 0
     edited: int = 0
-    uncut: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     refused: Mapping[int, int] = field(default_factory=dict)
@@ -219,12 +203,10 @@ class Capture:
         """Not `is_trained`: not sampled from the run's distribution."""
         assert name not in self._nodes, f"{name} is recorded already"
         sampled = np.array(completion.token_ids, dtype=np.int32)
-        chat: RecordedChat | None = None
-        if (match := planned.match) is not None:
-            text = match.text_hash
-            if text is not None:
-                text = text.then(self._renderer.decode(completion.token_ids, skip_special_tokens=False))
-            chat = RecordedChat(match.num_messages + 1, match.chain.key_with(message), text)
+        match = planned.match
+        text = None if match is None else match.text_hash
+        if text is not None:
+            text = text.then(self._renderer.decode(completion.token_ids, skip_special_tokens=False))
         node = ChatNode(
             name=name,
             order=(planned.number, choice),
@@ -235,9 +217,11 @@ class Capture:
             version_spans=completion.version_spans,
             is_truncated=completion.finish_reason == "length",
             num_interruptions=completion.num_interruptions,
-            chat=chat,
             num_path_ids=planned.num_prompt + len(sampled),
             path_hash=_hash_on(planned.prompt_hash, sampled),
+            num_messages=match.num_messages + 1 if match else 0,
+            key=match.chain.key_with(message) if match else b"",
+            text=text,
             is_trained=is_trained,
             grammar=grammar,
         )
@@ -301,14 +285,10 @@ def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome,
     """
     nodes = _in_order(list(nodes), outcome)
     paths = _paths([node for node in nodes if node.num_trained])
-    if not paths and (num_sampled := sum(node.num_sampled for node in nodes)):
-        what = f"none of the {num_sampled} tokens that the harness sampled is trained"
-        rule = "only calls sampled from the run's distribution are trained"
-        way_out = "make a call with the run's temperature and top_p."
-        raise RolloutFailure(what, rule=rule, way_out=way_out)
     if not paths:
-        what = f"the harness ended with {len(nodes)} completions and not one sampled token"
-        raise RolloutFailure(what, way_out="let it call the model with its session's key.")
+        what = f"the harness ended with {len(nodes)} completions and not one sampled token to train on"
+        rule = "calls that set temperature or top_p are not trained"
+        raise RolloutFailure(what, rule=rule, way_out="let it call the model with its session's key.")
     owners: dict[ChatNode, int] = {}
     for branch, path in enumerate(paths):
         for node in path:
@@ -379,29 +359,25 @@ def _credited(
     """Return (reward, unit) of each completion. Raises RolloutFailure."""
     by_turn = outcome.turn_rewards
     by_branch = outcome.branch_rewards
-    known = sorted(node.name for node in nodes)
-    if unknown := sorted({*by_turn, *by_branch}.difference(known)):
-        raise _wrong_rewards(f"its rewards name {_listed(unknown)}; this rollout has {_listed(known)}")
-    if by_turn:
-        if missing := [node.name for node in nodes if node.num_trained and node.name not in by_turn]:
-            raise _wrong_rewards(f"turn_rewards does not name {_listed(missing)}")
-        return {node: (by_turn[node.name], unit) for unit, node in enumerate(nodes) if node.name in by_turn}
-    if not by_branch:
-        return {}
+    known = {node.name for node in nodes}
+    needed = {node.name for node in nodes if node.num_trained}
     named = [[node.name for node in path if node.name in by_branch] for path in paths]
     rewards = [{by_branch[name] for name in names} for names in named]
-    if sorted(itertools.chain(*named)) != sorted(by_branch) or any(len(each) != 1 for each in rewards):
-        ends = _listed([path[-1].name for path in paths])
-        raise _wrong_rewards(f"branch_rewards={dict(by_branch)} does not fit the branches to {ends}")
-    return {node: (next(iter(rewards[branch])), branch) for node, branch in owners.items()}
+    fits = needed <= by_turn.keys() <= known if by_turn else True
+    if by_branch:
+        is_each_once = sorted(itertools.chain(*named)) == sorted(by_branch)
+        fits = is_each_once and all(len(each) == 1 for each in rewards)
+    if not fits:
+        raise RolloutFailure(
+            f"its rewards name {_listed({*by_turn, *by_branch})}; this rollout has {_listed(known)}",
+            rule="turn_rewards names every completion, branch_rewards a completion of only one branch",
+            way_out="name every answer by its `id`; 0.0 is a reward too.",
+        )
+    if by_branch:
+        return {node: (next(iter(rewards[branch])), branch) for node, branch in owners.items()}
+    return {node: (by_turn[node.name], unit) for unit, node in enumerate(nodes) if node.name in by_turn}
 
 
-def _wrong_rewards(what: str) -> RolloutFailure:
-    rule = "turn_rewards names every completion, branch_rewards a completion of only one branch"
-    way_out = "name every answer by its `id`; 0.0 is a reward too."
-    return RolloutFailure(what, rule=rule, way_out=way_out)
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(name[:80] for name in names[:most])
+def _listed(names: Collection[str], most: int = 5) -> str:
+    shown = ", ".join(name[:80] for name in sorted(names)[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from pydantic import BaseModel
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.newest import Newest
@@ -54,6 +55,7 @@ class Dialect:
     path: str
     splits_thoughts: bool | None
     read: Callable[[RequestReader, dict[str, Any], KeptAnswers], Read]
+    body: type[BaseModel]
 
 
 def encoded(*events: Event) -> bytes:

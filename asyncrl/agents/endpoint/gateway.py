@@ -12,6 +12,9 @@ from hashlib import blake2b
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -86,10 +89,15 @@ class Gateway:
         app = FastAPI(title="asyncrl gateway", redoc_url=None, redirect_slashes=False)
         for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._failed)
+        dialects = (CHAT, TEXT, RESPONSES, MESSAGES)
+        app.openapi = partial(_openapi, app, [dialect.body for dialect in dialects])  # type: ignore[method-assign]
         for prefix in ("/v1", "/s/{key}/v1"):
             add = partial(app.add_api_route, response_model=None, include_in_schema=prefix == "/v1")
-            for dialect in (CHAT, TEXT, RESPONSES, MESSAGES):
-                add(f"{prefix}/{dialect.path}", self._handler(dialect), methods=["POST"])
+            for dialect in dialects:
+                schema = {"$ref": f"#/components/schemas/{dialect.body.__name__}"}
+                extra = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+                handler = self._handler(dialect)
+                add(f"{prefix}/{dialect.path}", handler, methods=["POST"], openapi_extra=extra)
             add(f"{prefix}/messages/count_tokens", self._count, methods=["POST"])
             add(f"{prefix}/models", self._models)
             add(f"{prefix}/models/{{model:path}}", self._models)
@@ -295,3 +303,13 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"The body of this request did not arrive within {READ_TIMEOUT_S} s.") from None
     return bytes(body)
+
+
+def _openapi(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    """Add schemas for bodies, which are read after the key check."""
+    if app.openapi_schema is None:
+        app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        models = [(body, "validation") for body in bodies]
+        _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+        app.openapi_schema["components"] = {"schemas": schemas["$defs"]}
+    return app.openapi_schema

@@ -21,9 +21,11 @@ from asyncrl.agents.endpoint.reasoning import sealed, unsealed
 from asyncrl.agents.endpoint.requests import (
     ApiError,
     CallParameters,
+    ChatRequest,
     Count,
     RequestReader,
     Settings,
+    TextRequest,
     invalid,
     joined_texts,
     present,
@@ -120,8 +122,8 @@ def _read_text(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -
     return asked, TextWriter(asked.stream_options)
 
 
-CHAT = Dialect("chatcmpl", "chat/completions", None, _read_chat)
-TEXT = Dialect("cmpl", "completions", False, _read_text)
+CHAT = Dialect("chatcmpl", "chat/completions", None, _read_chat, ChatRequest)
+TEXT = Dialect("cmpl", "completions", False, _read_text, TextRequest)
 
 
 # ---- responses
@@ -395,4 +397,4 @@ class ResponseWriter(Writer):
             yield item | {name: tool[name] for name in ("namespace", "name") if name in tool}
 
 
-RESPONSES = Dialect("resp", "responses", True, _read_response)
+RESPONSES = Dialect("resp", "responses", True, _read_response, ResponsesRequest)

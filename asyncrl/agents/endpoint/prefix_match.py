@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
-How = Literal["new", "extended", "realigned", "edited", "uncut"]
-"""Origin of a prompt. edited and uncut start a branch: the chat's last answer was edited, or the text cannot
-be cut after it.
+How = Literal["new", "extended", "realigned", "edited"]
+"""Origin of a prompt. edited starts a branch: the last answer was edited, or the text cannot be cut after it.
 """
 
 Prefill = Callable[[str], str]
@@ -146,12 +145,11 @@ class Recorded:
 
     def add(self, node: ChatNode, keys: Iterable[bytes]) -> None:
         """`keys`: forms of its chat, the delivered form first."""
-        assert node.chat is not None, "it answers a chat"
         for key in keys:
             if _rank(node, key) < _rank(self._by_chat.get(key), key):
                 self._by_chat[key] = node
-            self._settled.setdefault(key, node.chat.key)
-        self._settled[node.chat.key] = node.chat.key
+            self._settled.setdefault(key, node.key)
+        self._settled[node.key] = node.key
         if node.text is not None and _rank(node) < _rank(self._by_text.get(node.text.place)):
             self._by_text[node.text.place] = node
 
@@ -177,9 +175,7 @@ class Recorded:
 
 
 def _rank(node: ChatNode | None, key: bytes | None = None) -> tuple[Any, ...]:
-    if node is None or node.chat is None:
-        return (2,)
-    return key is not None and node.chat.key != key, node.order[1], node.content
+    return (2,) if node is None else (key is not None and node.key != key, node.order[1], node.content)
 
 
 # ---- the match
@@ -202,13 +198,19 @@ class ChatMatcher:
         try:
             text = self._render(self.messages)
         except ValueError:
-            found = self._realigned(at, known) if known is not None else None
+            found = self._realigned(at, known)
             if found is None:
                 raise
             return found
-        node = self.recorded.longest(text + self._begun(text))
-        found = self._extended(node, text, at) if node is not None else None
-        if known is not None and (found is None or node is None or node.num_messages <= at):
+        whole = text + self._begun(text)
+        node = self.recorded.longest(whole)
+        found = None
+        if node is not None and node.text is not None:
+            rest = whole[node.text.num_chars :]
+            if self._has_all(node.num_messages, rest):
+                how = self._how("extended", node.num_messages)
+                found = self._match(rest, how, node, self.prefill(text), node.text.then(rest))
+        if found is None or (node is not None and node.num_messages <= at):
             found = self._realigned(at, known) or found
         if found is not None:
             return found
@@ -216,33 +218,20 @@ class ChatMatcher:
         if index is not None:
             what = f"the chat template leaves out what messages[{index}] says"
             rule = f"it has no place there for role {self.messages[index]['role']}"
-            way_out = "send no such message, or set another model.chat_template"
-            raise ValueError(f"{what}: {rule}; {way_out}")
-        whole = text + self._begun(text)
-        how = self._how("extended", 0, at)
-        return self._match(whole, how, None, self.prefill(text), TextHash().then(whole))
+            raise ValueError(f"{what}: {rule}; send no such message, or set another model.chat_template")
+        return self._match(whole, "edited", None, self.prefill(text), TextHash().then(whole))
 
-    def _extended(self, node: ChatNode, text: str, at: int) -> PromptMatch | None:
-        assert node.text is not None, "it was found by its text"
-        rest = (text + self._begun(text))[node.text.num_chars :]
-        if not self._has_all(node.num_messages, rest):
-            return None
-        how = self._how("extended", node.num_messages, at)
-        return self._match(rest, how, node, self.prefill(text), node.text.then(rest))
-
-    def _realigned(self, at: int, node: ChatNode) -> PromptMatch | None:
-        for rest in self._cuts(at, node):
+    def _realigned(self, at: int, node: ChatNode | None) -> PromptMatch | None:
+        for rest in self._cuts(at, node) if node is not None else ():
             if self._has_all(at + 1, rest):
-                how = self._how("realigned", at + 1, at)
+                how = self._how("realigned", at + 1)
                 return self._match(rest + self._begun(rest), how, node, self.prefill(rest), None)
         return None
 
-    def _how(self, how: How, num_covered: int, known_at: int) -> How:
-        """Return `how` if the recorded ids contain the last answer, else the reason."""
+    def _how(self, how: How, num_covered: int) -> How:
+        """Return `how` if the recorded ids contain the last answer."""
         last = self.chain.answers[-1][0] if self.chain.answers else -1
-        if last < num_covered > 0:
-            return how
-        return "uncut" if known_at >= num_covered else "edited"
+        return how if last < num_covered else "edited"
 
     def _match(
         self, text: str, how: How, parent: ChatNode | None, prefill: str, text_hash: TextHash | None

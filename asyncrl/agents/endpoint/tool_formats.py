@@ -1,31 +1,33 @@
-"""Tool calls: parsers, formats of model families, and the choice of a format."""
+"""Formats of tool calls by model family, as data for one parser."""
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from pydantic_core import from_json
 
-from asyncrl.agents.endpoint.reasoning import THINKING, Marks, overlap
+from asyncrl.agents.endpoint.reasoning import THINKING, Marks
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 
 MAX_TOOLS = 128
-MAX_SCHEMAS = 64
-MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
-SPACE = re.compile(r"[ \t\n\r]*")
+MALFORMED = (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError)
 _DECODER = json.JSONDecoder()
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """`{"type": "function", "function": {"name": ..., "parameters": {...}}}` by tool."""
+Found: TypeAlias = tuple[list[tuple[Any, Any]], int]
+"""((name, arguments) by call, end)."""
+Read: TypeAlias = Callable[[str, Any, Tools], Found]
+"""From text, match of the head, and tools."""
 
 
 class ToolCall(NamedTuple):
@@ -35,13 +37,11 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
-ReadArguments: TypeAlias = Callable[[str, int, Mapping[str, Any]], tuple[dict[str, Any], int]]
-"""(text, start, schema) -> (arguments, end)."""
-ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[ToolCall], int]]
-"""(text, start, tools) -> (calls, end)."""
+class ParsedAnswer(NamedTuple):
+    """`content`: text outside the calls, None if empty."""
 
-
-# ---- parsers
+    content: str | None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
@@ -52,147 +52,77 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
     return ToolCall(name, text)
 
 
-def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    return found.end() if found else at
+@cache
+def _compiled(pattern: str) -> Any:
+    import regex  # comes with transformers, and finds partial matches
+
+    return regex.compile(pattern, regex.DOTALL)
 
 
-def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
+# ---- arguments
+
+_BETWEEN = re.compile(r"[\s;]*")
+
+
+def _after(pattern: Any, text: str, at: int) -> int:
     found = pattern.match(text, at)
     if found is None:
         raise ValueError(f"a call does not continue with {pattern.pattern}")
-    return found.end()
+    return int(found.end())
 
 
-def _read_json(text: str, at: int, schema: Any = None) -> tuple[Any, int]:
-    value, end = _DECODER.raw_decode(text, _skip(SPACE, text, at))
-    return value, _skip(SPACE, text, end)
+def read_json(text: str, begun: Any, tools: Tools) -> Found:
+    """Read the arguments of a named call, or `{"name": ..., "arguments": {...}}` repeatedly or in a list."""
+    name = begun.groupdict().get("tool")
+    at = _after(_BETWEEN, text, begun.end())
+    if name is not None:
+        arguments, at = _DECODER.raw_decode(text, at)
+        return [(name, arguments)], _after(_BETWEEN, text, at)
+    values: list[Any] = []
+    while not values or text.startswith("{", at):
+        value, at = _DECODER.raw_decode(text, at)
+        values += value if isinstance(value, list) else [value]
+        at = _after(_BETWEEN, text, at)
+    return [(each["name"], each["arguments" if "arguments" in each else "parameters"]) for each in values], at
 
 
-def json_calls(end: str) -> ReadCalls:
-    """Read `{"name": ..., "arguments": {...}}`, or a list of them, up to the pattern `end`."""
-    ends = re.compile(end)
-
-    def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
-        calls: list[ToolCall] = []
-        while not calls or text.startswith(("{", "["), at):
-            value, at = _read_json(text, at)
-            several = value if isinstance(value, list) else [value]
-            calls += [make_call(each["name"], each["arguments"]) for each in several]
-            if not several:
-                break
-        return calls, _after(ends, text, at)
-
-    return read
-
-
-def named_calls(
-    head: str, read_arguments: ReadArguments, tail: str, *, between: str | None = None, end: str = ""
-) -> ReadCalls:
-    """Read calls that begin with their name. Patterns: `head` has a group `name`, `tail` ends a call,
-    `between` separates calls, `end` follows the last.
-    """
-    heads, tails, ends = map(re.compile, (head, tail, end))
-    gaps = None if between is None else re.compile(between)
-
-    def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
-        calls: list[ToolCall] = []
-        begun = heads.match(text, _skip(SPACE, text, at))
-        while begun:
-            functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-            schema = functions.get(begun["name"], {}).get("parameters") or {}
-            arguments, at = read_arguments(text, begun.end(), schema)
-            calls.append(make_call(begun["name"], arguments))
-            at = _after(tails, text, at)
-            gap = gaps and gaps.match(text, at)
-            begun = heads.match(text, gap.end()) if gap else None
-        if not calls:
-            raise ValueError("there is no call after the marker")
-        return calls, _after(ends, text, at)
-
-    return read
-
-
-def tagged(pattern: str) -> ReadArguments:
+def tagged(pattern: str) -> Read:
     """Read tagged arguments. Groups: `key`, `value`, optionally `string` ("true": text)."""
     arguments = re.compile(pattern, re.DOTALL)
 
-    def read(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        pairs: list[tuple[str, Any]] = []
+    def read(text: str, begun: Any, tools: Tools) -> Found:
+        name, at = begun["tool"], begun.end()
+        function: Mapping[str, Any] = next(
+            (each["function"] for each in tools if each["function"]["name"] == name), {}
+        )
+        schemas = (function.get("parameters") or {}).get("properties") or {}
+        found: dict[str, Any] = {}
         while match := arguments.match(text, at):
             at = match.end()
-            groups = match.groupdict()
-            is_text = groups.get("string") == "true"
-            value = groups["value"] if is_text else typed(groups["value"], groups["key"], schema)
-            pairs.append((groups["key"], value))
-        return _unique(pairs), at
+            key, value = match["key"], match["value"]
+            if key in found:
+                raise ValueError("an argument is given twice")
+            is_text = match.groupdict().get("string") == "true"
+            found[key] = value if is_text else typed(value, schemas.get(key))
+        return [(name, found)], at
 
     return read
-
-
-_AS_JSON = {"(": "{", ")": "}", "=": ":", "True": "true", "False": "false", "None": "null"}
-_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)|\"", re.DOTALL)
-
-
-def rewritten(tokens: str, outer: str = "") -> ReadArguments:
-    """Read `{key:value}` or `(key=value)` by rewriting its tokens to JSON.
-
-    `tokens`: pattern of strings (group `raw`, or `escaped` with Python escapes) and unquoted keys (`key`).
-    `outer`: tokens outside of lists and objects.
-    """
-    inner = rf"[ \t\n\r]+|{tokens}|(?P<word>[-+.\w]+)|(?P<mark>[{{}}()\[\],:=])"
-    in_depth = re.compile(inner, re.DOTALL)
-    at_top = re.compile(f"{outer}|{inner}", re.DOTALL) if outer else in_depth
-
-    def read(text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        pieces: list[str] = []
-        depth = 0
-        while depth or not pieces:
-            match = (at_top if depth == 1 else in_depth).match(text, at)
-            if match is None:
-                raise ValueError("the arguments do not end")
-            at = match.end()
-            kind = match.lastgroup or ""
-            token = match[kind] if kind else ""
-            if kind == "mark":
-                depth += (token in "{([") - (token in "})]")
-            if kind in ("raw", "key"):
-                token = json.dumps(token)
-            elif kind == "escaped":
-                token = f'"{_ESCAPE.sub(_escape, token)}"'
-            pieces.append(_AS_JSON.get(token, token))
-        return json.loads("".join(pieces), strict=False, object_pairs_hook=_unique), at
-
-    return read
-
-
-def _escape(found: re.Match[str]) -> str:
-    escape = found[1] or '"'
-    if len(escape) > 1:
-        return json.dumps(chr(int(escape[1:], 16)))[1:-1]
-    return f"\\{escape}" if escape in '"\\/bfnrtu' else "'" if escape == "'" else f"\\\\{escape}"
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("an argument is given twice")
-    return found
 
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-def typed(raw: str, key: str, schema: Mapping[str, Any]) -> Any:
+def typed(raw: str, schema: Any) -> Any:
     """Parse `raw` as JSON if the parameter's type allows it; otherwise it is text.
 
     Without a type, quoted strings stay text, because templates write text unquoted.
     """
-    properties = schema.get("properties")
-    types = _types(properties.get(key), schema) if isinstance(properties, Mapping) else set()
+    types = _types(schema)
     if types == {"string"}:
         return raw
     try:
-        value = json.loads(_AS_JSON.get(raw.strip(), raw) if types else raw)
+        value = json.loads(_PYTHON_WORDS.get(raw.strip(), raw) if types else raw)
     except (ValueError, RecursionError):
         return raw
     if isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)):
@@ -203,50 +133,93 @@ def typed(raw: str, key: str, schema: Mapping[str, Any]) -> Any:
     return value if not types or found in types or (found == "integer" and "number" in types) else raw
 
 
-def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema allows; none if it is too large."""
+def _types(schema: Any) -> set[str]:
+    """Return the types that a schema names; none if it allows others, too."""
     found: set[str] = set()
-    waiting = [schema]
-    for _ in range(MAX_SCHEMAS):
-        if not waiting:
-            return found
-        part = waiting.pop()
-        if not isinstance(part, Mapping):
-            continue
-        declared = part.get("type") or []
-        found.update([declared] if isinstance(declared, str) else declared)
+    schema = schema if isinstance(schema, Mapping) else {}
+    for part in schema.get("anyOf") or schema.get("oneOf") or [schema]:
+        declared = part.get("type") if isinstance(part, Mapping) else None
         if not declared:
-            values = part.get("enum") or [part[key] for key in ("const",) if key in part]
-            found.update(_TYPES.get(type(value), "string") for value in values[:MAX_SCHEMAS])
-        for key in ("anyOf", "oneOf", "allOf"):
-            waiting += (part.get(key) or [])[:MAX_SCHEMAS]
-        if isinstance(path := part.get("$ref"), str):
-            target: Any = root
-            for step in path.split("/")[1:]:
-                target = target.get(step) if isinstance(target, Mapping) else None
-            waiting.append(target)
-    return set()
+            return set()
+        found.update([declared] if isinstance(declared, str) else declared)
+    return found
+
+
+_PYTHON_CALL = re.compile(r"\s*[\[,]\s*(?P<tool>[\w.-]+)\(")
+_PYTHON_END = re.compile(r"\s*\)")
+_PYTHON_ARGUMENT = re.compile(
+    r"[\s,]*(?P<key>\w+)=(?P<value>'(?:[^'\\]|\\.)*'|.*?)"
+    r"(?=,\s*\w+=|\)\s*(?:,\s*[\w.-]+\(|\]\s*(?:<\|tool_call_end\|>|\Z)))",
+    re.DOTALL,
+)
+
+
+def read_python(text: str, begun: Any, tools: Tools) -> Found:
+    """Read `[f(x='a', y=1), g()`."""
+    calls: list[tuple[Any, Any]] = []
+    at = begun.end()
+    while call := _PYTHON_CALL.match(text, at):
+        at = call.end()
+        arguments: dict[str, Any] = {}
+        while match := _PYTHON_ARGUMENT.match(text, at):
+            at = match.end()
+            arguments[match["key"]] = _literal(match["value"])
+        at = _after(_PYTHON_END, text, at)
+        calls.append((call["tool"], arguments))
+    return calls, at
+
+
+def _literal(text: str) -> Any:
+    """Read JSON or Python; quoted text may contain quotes and line breaks."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            if text[:1] + text[-1:] != "''":
+                raise
+            return text[1:-1]
+
+
+_GEMMA_WORD = re.compile(r"(?<=[{,])[^{}\[\],:]+(?=:)|None")
+
+
+def _read_gemma(text: str, begun: Any, tools: Tools) -> Found:
+    """Read `{key:<|"|>text<|"|>}`."""
+    body = text[begun.end() :].partition("<tool_call|>")[0]
+    parts = body.split('<|"|>')
+    for number, part in enumerate(parts):
+        is_text = number % 2 == 1
+        parts[number] = json.dumps(part) if is_text else _GEMMA_WORD.sub(_as_json, part)
+    return [(begun["tool"], json.loads("".join(parts)))], begun.end() + len(body)
+
+
+def _as_json(word: re.Match[str]) -> str:
+    return "null" if word[0] == "None" else json.dumps(word[0])
 
 
 # ---- formats
 
 
-class ParsedAnswer(NamedTuple):
-    """`content`: text outside the calls, None if empty."""
-
-    content: str | None
-    tool_calls: tuple[ToolCall, ...] = ()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """Format without calls, and base of others."""
+    """`head`: pattern of a call up to its arguments, with a group `tool` for a name there. `read`: reads the
+    arguments. `tail`: pattern of its end.
+
+    `noise`: pattern of text that is no content: thoughts and heads of channels. Templates of channels refuse
+    thoughts sent back.
+    """
 
     name: str = "none"
+    head: str = r"(?!)"
+    read: Read = read_json
+    tail: str = ""
+    noise: str = ""
     marks: Sequence[str] = ()
+    """Markers that may be special tokens."""
     call: str = ""
     """A call of the tool NAME up to its arguments, or with JSON ARGUMENTS. Empty: no call can be forced."""
-    _: KW_ONLY
     close: str | None = None
     joint: str | None = None
     """Text between calls; None: one call per answer."""
@@ -263,18 +236,44 @@ class ToolFormat:
         try:
             content, calls = self._read(text, tools)
         except MALFORMED:
-            return ParsedAnswer(text)
-        return ParsedAnswer(content or None, tuple(calls)) if calls else ParsedAnswer(text)
+            calls = ()
+        return ParsedAnswer(content or None, tuple(calls)) if calls else ParsedAnswer(self._clean(text))
 
     def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
         """Raises MALFORMED errors."""
-        return text, ()
+        head, tail = _compiled(self.head), _compiled(self.tail)
+        calls: list[ToolCall] = []
+        content: list[str] = []
+        end = 0
+        begun = head.search(text, 0 if self.noise else text.find(self.thinking[1]) + 1)
+        while begun:
+            content.append(self._clean(text[end : begun.start()]).rstrip())
+            found, end = self.read(text, begun, tools)
+            calls += [make_call(*each) for each in found]
+            end = _after(tail, text, end)
+            begun = head.search(text, end)
+        return "".join([*content, self._clean(text[end:]).rstrip()]), calls
+
+    def _clean(self, text: str) -> str:
+        if not self.noise:
+            return text
+        return "".join(part.rstrip() for part in _compiled(self.noise).split(text))
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         """Return (final text from `start` on, the next start). The joined pieces are a prefix of
         parse(...).content.
         """
-        return text[start:], len(text)
+        begun = _compiled(self.head).search(text, start, partial=True)
+        end = begun.start() if begun else len(text)
+        pieces: list[str] = []
+        for found in _compiled(self.noise).finditer(text, start, end, partial=True) if self.noise else ():
+            if found.end() == end:  # it may continue
+                end = found.start()
+                break
+            pieces.append(text[start : found.start()].rstrip())
+            start = found.end()
+        shown = text[start:end].rstrip()
+        return "".join([*pieces, shown]), start + len(shown)
 
     def prefill(self, name: str | None) -> str | None:
         """Return the beginning of an answer that forces a call of this or any tool. It must not end with a
@@ -290,216 +289,19 @@ class ToolFormat:
         return (head.replace("NAME", name), tail) if found else None
 
     def without_tools(self) -> ToolFormat:
-        parts = [mark for mark in self.marks if any(mark in text for text in self.thinking)]
-        return ToolFormat(thinking=self.thinking, marks=parts)
-
-
-def _show_until(marker: str, text: str, start: int) -> tuple[str, int]:
-    at = text.find(marker, start)
-    if at < 0:
-        at = max(start, len(text) - overlap(text, marker))
-    shown = text[start:at].rstrip()
-    return shown, start + len(shown)
-
-
-@dataclass(frozen=True)
-class MarkedFormat(ToolFormat):
-    """Calls after the first of `marks`."""
-
-    read: ReadCalls = json_calls("")
-
-    def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
-        calls: list[ToolCall] = []
-        content: list[str] = []
-        begin = self.marks[0]
-        end = 0
-        at = text.find(begin, text.find(self.thinking[1]) + 1)
-        while at >= 0:
-            content.append(text[end:at].rstrip())
-            found, end = self.read(text, at + len(begin), tools)
-            calls += found
-            at = text.find(begin, end)
-        return "".join([*content, text[end:].rstrip()]), calls
-
-    def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        return _show_until(self.marks[0], text, start)
-
-
-PYTHON_TAG = "<|python_tag|>"
-_BETWEEN = re.compile(r"(?:[\s;]|<\|python_tag\|>)*")
-
-
-@dataclass(frozen=True)
-class LlamaFormat(ToolFormat):
-    """Llama 3.1 to 3.3: JSON objects with "parameters" or "arguments", separated by `;`.
-
-    Text may precede only <|python_tag|>; JSON within text, and code, is text.
-    """
-
-    name: str = "llama"
-    marks: Sequence[str] = (PYTHON_TAG,)
-    call: str = '{"name": "NAME", "parameters": ARGUMENTS}'
-
-    def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
-        before, tag, after = text.partition(PYTHON_TAG)
-        if not tag:
-            before, after = "", text
-        calls: list[ToolCall] = []
-        at = 0
-        while at < len(after) or not calls:
-            value, at = _read_json(after, at)
-            arguments = value["parameters"] if "parameters" in value else value["arguments"]
-            calls.append(make_call(value["name"], arguments))
-            at = _skip(_BETWEEN, after, at)
-        return before.rstrip(), calls
-
-    def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        if text.startswith("{", _skip(SPACE, text, 0)):
-            return "", 0
-        return _show_until(PYTHON_TAG, text, start)
-
-
-_START = "<|start|>assistant"
-_MESSAGE = "<|message|>"
-
-
-@dataclass(frozen=True)
-class ChannelFormat(ToolFormat):
-    """Messages with a head that names their channel: a thought, a call, or the user.
-
-    `head`: pattern with a group `thought` or `call`, none for the user. `read`: returns the calls of (head,
-    body, tools).
-
-    Templates refuse thoughts sent back, so they are dropped. From an unreadable message on, or from the first
-    call if a later message is unreadable, all text is content.
-    """
-
-    _: KW_ONLY
-    head: str
-    ends: Sequence[str]
-    read: Callable[[str, str, Tools], list[ToolCall]]
-    reads_calls: bool = True
-
-    @property
-    def opens(self) -> Sequence[str]:
-        return (*self.ends, *self.marks, _START.removesuffix("assistant"), _MESSAGE)
-
-    @cached_property
-    def _head(self) -> re.Pattern[str]:
-        return re.compile(self.head)
-
-    @cached_property
-    def _end(self) -> re.Pattern[str]:
-        return re.compile("|".join([*map(re.escape, self.ends), rf"(?={re.escape(_START)})"]))
-
-    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        calls: list[ToolCall] = []
-        content: list[str] = []
-        sure = (0, 0)
-        try:
-            for head, channel, body, end, behind in self._messages(text, 0):
-                if channel == "call":
-                    if not self.reads_calls:
-                        raise ValueError("no tools are given")
-                    calls += self.read(head, text[body:end], tools)
-                elif channel != "thought":
-                    content.append(text[body:end])
-                if not calls:
-                    sure = len(content), behind
-        except MALFORMED:
-            num, at = sure
-            marks = "|".join(map(re.escape, self.opens))
-            return ParsedAnswer("".join(content[:num]) + re.sub(marks, "", text[at:]))
-        return ParsedAnswer("".join(content) or (None if calls else ""), tuple(calls))
-
-    def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        pieces: list[str] = []
-        shown = start
-        with contextlib.suppress(ValueError):
-            for _, channel, body, end, behind in self._messages(text, max(text.rfind(_START, 0, start), 0)):
-                if channel == "call":
-                    break
-                is_open = end == behind == len(text)
-                if is_open:
-                    held = [overlap(text[body:], mark) for mark in (*self.ends, _START)]
-                    end = max(body, end - max(held))
-                if channel != "thought":
-                    pieces.append(text[max(body, shown) : end])
-                shown = max(shown, end if is_open else behind)
-        return "".join(pieces), shown
-
-    def _messages(self, text: str, at: int) -> Iterator[tuple[str, str | None, int, int, int]]:
-        """Yield (head, channel, start and end of the body, next start)."""
-        while at < len(text):
-            start = at + (len(_START) if text.startswith(_START, at) else 0)
-            body = text.find(_MESSAGE, start)
-            head = self._head.fullmatch(text, start, max(body, start))
-            if body < 0 or head is None:
-                raise ValueError("this is no message")
-            body += len(_MESSAGE)
-            found = self._end.search(text, body)
-            end, behind = found.span() if found else (len(text), len(text))
-            yield head[0], head.lastgroup, body, end, behind
-            at = behind
-
-    def without_tools(self) -> ToolFormat:
-        return replace(self, reads_calls=False)
-
-
-@dataclass(frozen=True)
-class ResponseTemplateFormat(ToolFormat):
-    """`response_template` of a tokenizer, parsed by transformers."""
-
-    name: str = "response_template"
-    _: KW_ONLY
-    template: Any
-
-    @classmethod
-    def of(cls, template: Any) -> ResponseTemplateFormat:
-        """Raises ConfigError if the template parses no calls."""
-        from transformers.utils.chat_parsing import ResponseParser
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
-        try:
-            loaded = load_response_template(template or {})
-            ResponseParser(loaded, prefix="", tools=[])
-            loaded.fields["tool_calls"]
-        except (TypeError, ValueError, KeyError) as error:
-            what = "gateway.tool_format=response_template: the tokenizer has no response_template that reads "
-            way_out = "set gateway.tool_format to auto or to another format."
-            raise ConfigError(f"{what}tool calls: {error}", way_out=way_out) from error
-        return cls(template=loaded)
-
-    def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
-        from transformers.utils.chat_parsing import parse_response
-
-        begun = self._opening.search(text, text.find(self.thinking[1]) + 1)
-        if begun is None:
-            return text, ()
-        found = parse_response(text, self.template, prefix="", tools=list(tools) or None)
-        functions = [call["function"] for call in found.get("tool_calls") or ()]
-        calls = [make_call(each["name"], each["arguments"]) for each in functions]
-        return text[: begun.start()].rstrip(), calls
-
-    def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        begun = self._opening.search(text, start, partial=True)
-        shown = text[start : len(text) if begun is None else begun.start()].rstrip()
-        return shown, start + len(shown)
-
-    @property
-    def _opening(self) -> Any:
-        return self.template.fields["tool_calls"].open_re
+        marks = [mark for mark in self.marks if self.noise or any(mark in text for text in self.thinking)]
+        return ToolFormat(noise=self.noise, marks=marks, thinking=self.thinking)
 
 
 USAGE = "parse(text) -> [(name, arguments), ...], (content, [(name, arguments), ...]) or None"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UserFormat(ToolFormat):
     """User-defined `parse(text)` of a whole answer."""
 
-    _: KW_ONLY
     function: Callable[[str], Any]
+    head: str = r"\A"
 
     def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
         try:
@@ -519,12 +321,29 @@ class UserFormat(ToolFormat):
             for name, arguments in pairs
         ]
 
-    def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        return "", 0
-
     def _misused(self, what: str) -> RolloutFailure:
         rule = f"it is called as {USAGE}; a ValueError says that a call is malformed"
         return RolloutFailure(f"gateway.tool_format={self.name} {what}", rule=rule)
+
+
+def response_template_format(template: Any) -> ToolFormat:
+    """Return the format of a tokenizer's `response_template`, parsed by transformers. Raises ConfigError."""
+    from transformers.utils.chat_parsing import parse_response
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    def read(text: str, begun: Any, tools: Tools) -> Found:
+        answer = parse_response(text, loaded, prefix="", tools=list(tools) or None)
+        functions = [call["function"] for call in answer["tool_calls"]]
+        return [(each["name"], each["arguments"]) for each in functions], len(text)
+
+    try:
+        loaded = load_response_template(template or {})
+        head = loaded.fields["tool_calls"].open_re.pattern
+    except (TypeError, ValueError, KeyError) as error:
+        what = "gateway.tool_format=response_template: the tokenizer has no response_template that reads "
+        way_out = "set gateway.tool_format to auto or to another format."
+        raise ConfigError(f"{what}tool calls: {error}", way_out=way_out) from error
+    return ToolFormat(name="response_template", head=head, read=read)
 
 
 # ---- families
@@ -532,166 +351,166 @@ class UserFormat(ToolFormat):
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 _JSON_CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
-
-
-def _hermes(call: str) -> MarkedFormat:
-    return MarkedFormat("hermes", [OPEN, CLOSE], call, json_calls(rf"{CLOSE}|\Z"), close=CLOSE, joint="\n")
-
-
-def _json_list(name: str, begin: str, end: str) -> MarkedFormat:
-    return MarkedFormat(name, [begin, end], f"{begin}[{_JSON_CALL}]{end}", json_calls(rf"{end}|\Z"))
-
-
-_PARAMETER = (
-    r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))"
+_HERMES = ToolFormat(
+    name="hermes",
+    head=OPEN,
+    tail=rf"{CLOSE}|\Z",
+    marks=(OPEN, CLOSE),
+    call=f"{OPEN}\n{_JSON_CALL}\n{CLOSE}",
+    close=CLOSE,
+    joint="\n",
 )
-_ARGUMENT = (
-    r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-    r"(?=\s*(?:<arg_key>|</tool_call>|\Z))"
+_LLAMA = ToolFormat(
+    name="llama",
+    head=r"\A\s*(?=\{)|<\|python_tag\|>",
+    tail=r"(?=<\|python_tag\|>)|\Z",
+    marks=("<|python_tag|>",),
+    call='{"name": "NAME", "parameters": ARGUMENTS}',
 )
-_INVOKED = (
-    r'\s*<parameter name="(?P<key>[^"]*)">(?P<value>.*?)</parameter>'
-    r"(?=\s*<(?:parameter name=|/invoke>)|\s*\Z)"
-)
-_DSML = (
-    r'\s*<｜DSML｜parameter name="(?P<key>[^"]*)" string="(?P<string>true|false)">'
-    r"(?P<value>.*?)</｜DSML｜parameter>"
-)
-_ATEM = (
-    r'\s*<atem:parameter name="(?P<key>[^"]*)">(?P<value>.*?)</atem:parameter>'
-    r"(?=\s*<(?:atem:parameter name=|/atem:invoke>))"
-)
-_QWEN3_CODER = MarkedFormat(
-    "qwen3_coder",
-    (OPEN, CLOSE),
-    f"{OPEN}\n<function=NAME>",
-    named_calls(r"<function=(?P<name>[^>\n]+)>", tagged(_PARAMETER), rf"\s*</function>\s*(?:{CLOSE}|\Z)"),
+
+
+def _json_list(name: str, begin: str, end: str) -> ToolFormat:
+    call = f"{begin}[{_JSON_CALL}]{end}"
+    return ToolFormat(name=name, head=begin, tail=rf"{end}|\Z", marks=(begin, end), call=call)
+
+
+_QWEN3_CODER = ToolFormat(
+    name="qwen3_coder",
+    head=rf"{OPEN}\s*<function=(?P<tool>[^>\n]+)>",
+    read=tagged(
+        r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))"
+    ),
+    tail=rf"\s*</function>\s*(?:{CLOSE}|\Z)",
+    marks=(OPEN, CLOSE),
+    call=f"{OPEN}\n<function=NAME>",
     close=CLOSE,
 )
-_GLM_END = rf"\s*{CLOSE}|\n\s*\Z|(?<=</arg_value>)\Z"  # a name that was cut off is no call
-_GLM = MarkedFormat(
-    "glm",
-    (OPEN, CLOSE),
-    f"{OPEN}NAME",
-    named_calls(r"(?P<name>[^\s<]+)", tagged(_ARGUMENT), _GLM_END),
+_GLM = ToolFormat(
+    name="glm",
+    head=rf"{OPEN}\s*(?P<tool>[^\s<]+)",
+    read=tagged(
+        r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+        r"(?=\s*(?:<arg_key>|</tool_call>|\Z))"
+    ),
+    tail=rf"\s*{CLOSE}|\n\s*\Z|(?<=</arg_value>)\Z",  # a name that was cut off is no call
+    marks=(OPEN, CLOSE),
+    call=f"{OPEN}NAME",
     close=CLOSE,
 )
-_MINIMAX_HEAD = r'<invoke name="(?P<name>[^"]+)">'
-_MINIMAX_TAIL = r"\s*</invoke>|\n\s*\Z|(?<=</parameter>)\Z"
-_MINIMAX_END = r"\s*(?:</minimax:tool_call>|\Z)"
-_MINIMAX = MarkedFormat(
-    "minimax",
-    ("<minimax:tool_call>", "</minimax:tool_call>", "</invoke>"),
-    '<minimax:tool_call>\n<invoke name="NAME">',
-    named_calls(_MINIMAX_HEAD, tagged(_INVOKED), _MINIMAX_TAIL, between=r"\s*", end=_MINIMAX_END),
+
+
+def _invoke(prefix: str) -> str:
+    return rf'<{prefix}invoke name="(?P<tool>[^"]+)">'
+
+
+def _parameters(prefix: str) -> Read:
+    return tagged(
+        rf'\s*<{prefix}parameter name="(?P<key>[^"]*)"(?: string="(?P<string>true|false)")?>(?P<value>.*?)'
+        rf"</{prefix}parameter>(?=\s*<(?:{prefix}parameter name=|/{prefix}invoke>)|\s*\Z)"
+    )
+
+
+_MINIMAX = ToolFormat(
+    name="minimax",
+    head=rf"(?:<minimax:tool_call>\s*)?{_invoke('')}",
+    read=_parameters(""),
+    tail=r"(?:\s*</invoke>|\n\s*\Z|(?<=</parameter>)\Z)(?:\s*</minimax:tool_call>)?",
+    marks=("<minimax:tool_call>", "</minimax:tool_call>", "</invoke>"),
+    call='<minimax:tool_call>\n<invoke name="NAME">',
     close="</invoke>",
 )
-_DSML_HEAD = r'<｜DSML｜invoke name="(?P<name>[^"]+)">'
-_DSML_END = r"\s*(?:</｜DSML｜function_calls>|\Z)"
-_DEEPSEEK_V32 = MarkedFormat(
-    "deepseek_v32",
-    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜"),
-    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="NAME">',
-    named_calls(_DSML_HEAD, tagged(_DSML), r"\s*</｜DSML｜invoke>", between=r"\s*", end=_DSML_END),
+_DEEPSEEK_V32 = ToolFormat(
+    name="deepseek_v32",
+    head=rf"(?:<｜DSML｜function_calls>\s*)?{_invoke('｜DSML｜')}",
+    read=_parameters("｜DSML｜"),
+    tail=r"\s*</｜DSML｜invoke>(?:\s*</｜DSML｜function_calls>)?",
+    marks=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜"),
+    call='<｜DSML｜function_calls>\n<｜DSML｜invoke name="NAME">',
 )
 _BEGIN = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 _END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-_DEEPSEEK_HEAD = (
-    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?=[^\s{]))?"
-    r"(?P<name>[^\s<]+)(?:<｜tool▁sep｜>|\s*```json)"
-)
-_DEEPSEEK_TAIL = r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>|\Z)"
-_DEEPSEEK_END = r"\s*(?:<｜tool▁calls▁end｜>|\Z)"
-_DEEPSEEK = MarkedFormat(
-    "deepseek",
-    [f"<｜tool▁{part}｜>" for part in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")],
-    f"{_BEGIN}NAME<｜tool▁sep｜>ARGUMENTS{_END}",
-    named_calls(_DEEPSEEK_HEAD, _read_json, _DEEPSEEK_TAIL, between=r"\s*", end=_DEEPSEEK_END),
+_DEEPSEEK = ToolFormat(
+    name="deepseek",
+    head=r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?=[^\s{]))?"
+    r"(?P<tool>[^\s<]+)(?:<｜tool▁sep｜>|\s*```json)",
+    tail=r"(?:```)?\s*(?:<｜tool▁call▁end｜>|\Z)(?:\s*<｜tool▁calls▁end｜>)?",
+    marks=[f"<｜tool▁{part}｜>" for part in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")],
+    call=f"{_BEGIN}NAME<｜tool▁sep｜>ARGUMENTS{_END}",
     close="<｜tool▁call▁end｜>",
 )
 """V3.1: the name, then JSON. V3 and R1: `function`, then the name and a JSON block."""
 _DEEPSEEK_V3 = replace(_DEEPSEEK, call=f"{_BEGIN}function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```{_END}")
-_KIMI_HEAD = (
-    r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
-)
 _KIMI_CALL = "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"
 _KIMI_PARTS = ("s_section_begin", "_begin", "_argument_begin", "_end", "s_section_end")
-_KIMI_TAIL = r"<\|tool_call_end\|>|\Z"
-_KIMI_END = r"\s*(?:<\|tool_calls_section_end\|>|\Z)"
-_KIMI = MarkedFormat(
-    "kimi",
-    [f"<|tool_call{part}|>" for part in _KIMI_PARTS],
-    f"<|tool_calls_section_begin|>{_KIMI_CALL}<|tool_calls_section_end|>",
-    named_calls(_KIMI_HEAD, _read_json, _KIMI_TAIL, between=r"\s*", end=_KIMI_END),
+_KIMI = ToolFormat(
+    name="kimi",
+    head=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?"
+    r"(?P<tool>[^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+    tail=r"(?:<\|tool_call_end\|>|\Z)(?:\s*<\|tool_calls_section_end\|>)?",
+    marks=[f"<|tool_call{part}|>" for part in _KIMI_PARTS],
+    call=f"<|tool_calls_section_begin|>{_KIMI_CALL}<|tool_calls_section_end|>",
     close="<|tool_call_end|>",
 )
-_LISTED = json_calls("")
-_NAMED = named_calls(r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)", _read_json, "")
-
-
-def _read_mistral(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
-    is_list = text.startswith(("[", "{"), _skip(SPACE, text, at))
-    return (_LISTED if is_list else _NAMED)(text, at, tools)
-
-
-_MISTRAL = MarkedFormat(
-    "mistral", ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"], f"[TOOL_CALLS][{_JSON_CALL}]", _read_mistral
+_MISTRAL = ToolFormat(
+    name="mistral",
+    head=r"\[TOOL_CALLS\]\s*(?:(?P<tool>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{))?",
+    marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    call=f"[TOOL_CALLS][{_JSON_CALL}]",
 )
 _MISTRAL_V11 = replace(
     _MISTRAL, call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", joint="", thinking=("[THINK]", "[/THINK]")
 )
-_GEMMA_ARGUMENTS = rewritten(r'<\|"\|>(?P<raw>.*?)<\|"\|>|(?P<key>[^:{}\[\],]+)(?=:)')
-_GEMMA4 = MarkedFormat(
-    "gemma4",
-    ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>"),
-    "<|tool_call>call:NAME",
-    named_calls(r"call:(?P<name>[^\s{]+)(?=\{)", _GEMMA_ARGUMENTS, r"<tool_call\|>|\Z"),
+_GEMMA4 = ToolFormat(
+    name="gemma4",
+    head=r"<\|tool_call>call:(?P<tool>[^\s{]+)(?=\{)",
+    read=_read_gemma,
+    tail=r"<tool_call\|>|\Z",
+    marks=("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>"),
+    call="<|tool_call>call:NAME",
     close="<tool_call|>",
     thinking=("<|channel>thought", "<channel|>"),
 )
+_LFM2 = ToolFormat(
+    name="lfm2",
+    head=r"<\|tool_call_start\|>",
+    read=read_python,
+    tail=r"\s*\]\s*(?:<\|tool_call_end\|>|\Z)",
+    marks=("<|tool_call_start|>", "<|tool_call_end|>"),
+    call="<|tool_call_start|>[NAME(",
+)
+
+_START = r"(?:\A|<\|start\|>assistant)"
+_NEXT = r"(?=<\|start\|>assistant)|\Z"
 
 
-def _lfm2(outer: str = "") -> MarkedFormat:
-    """`[f(x='a', y=1)]`, as in Python."""
-    quoted = r"""(?P<quote>['"])(?P<escaped>(?:(?!(?P=quote))[^\\]|\\.)*)(?P=quote)"""
-    arguments = rewritten(rf"{quoted}|(?P<key>\w+)(?=\s*=)", outer)
-    head = r"\[?\s*(?P<name>[\w.-]+)(?=\()"
-    marks = ("<|tool_call_start|>", "<|tool_call_end|>")
-    end = r"\s*\]\s*(?:<\|tool_call_end\|>|\Z)"
-    read = named_calls(head, arguments, "", between=r"\s*,\s*", end=end)
-    return MarkedFormat("lfm2", marks, "<|tool_call_start|>[NAME(", read)
+def _noise(thought: str, user: str, end: str, marks: Sequence[str]) -> str:
+    """Return the pattern of thoughts, and of heads and ends of messages to the user."""
+    heads = rf"{_START}\s*{thought}\s*<\|message\|>.*?(?:{end}|{_NEXT})|{_START}\s*{user}<\|message\|>"
+    return "|".join([heads, *map(re.escape, marks)])
 
 
-_LFM2 = _lfm2()
-_LFM2_RAW = _lfm2(r"'(?P<raw>.*?)'(?=\s*(?:,\s*\w+=|\)\s*(?:,\s*[\w.-]+\(|\]\s*(?:<\|tool_call_end\|>|\Z))))")
-
-
-def _read_gpt_oss(head: str, body: str, tools: Tools) -> list[ToolCall]:
-    recipient = re.search(r"\bto=functions\.([\w.-]+)", head)
-    return [make_call(recipient[1] if recipient else None, json.loads(body))]
-
-
-_GPT_OSS = ChannelFormat(
+_HARMONY_END = r"<\|(?:end|return|call)\|>"
+_HARMONY = [f"<|{name}|>" for name in ("end", "return", "call", "channel", "constrain", "start", "message")]
+_CONSTRAINED = r"(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?"
+_GPT_OSS = ToolFormat(
     name="gpt_oss",
-    head=r"(?P<call>(?=[^\n]*\bto=)[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)"
-    r"|(?P<thought>\s*<\|channel\|>analysis\s*)|\s*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?",
-    ends=("<|end|>", "<|return|>", "<|call|>"),
-    marks=("<|channel|>", "<|constrain|>"),
-    read=_read_gpt_oss,
+    head=rf"{_START}[^<]*(?:<\|channel\|>[^<]*)?\bto=functions\.(?P<tool>[\w.-]+)"
+    rf"[^<]*{_CONSTRAINED}<\|message\|>",
+    tail=rf"{_HARMONY_END}|{_NEXT}",
+    noise=_noise(r"<\|channel\|>analysis", _CONSTRAINED, _HARMONY_END, _HARMONY),
+    marks=_HARMONY,
     call=" to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS",
     thinking=("<|channel|>analysis<|message|>", "<|end|>"),
 )
-_ATEM_CALLS = named_calls(
-    r'<atem:function_calls>\s*<atem:invoke name="(?P<name>[^"]*)">',
-    tagged(_ATEM),
-    r"\s*</atem:invoke>",
-    end=r"\s*(?:</atem:function_calls>\s*)?\Z",
-)
-_MUSE_GLIMMER = ChannelFormat(
+_ATEM_END = r"<\|(?:eom|eot)\|>"
+_ATEM = ("<|eom|>", "<|eot|>", "<|start|>", "<|message|>")
+_MUSE_GLIMMER = ToolFormat(
     name="muse_glimmer",
-    head=r"(?P<thought>\s*to=self\s*)|\s*(?:to=user)?\s*|(?P<call>[^<]*)",
-    ends=("<|eom|>", "<|eot|>"),
-    read=lambda head, body, tools: _ATEM_CALLS(body, 0, tools)[0],
+    head=rf"{_START}[^<]*<\|message\|><atem:function_calls>\s*{_invoke('atem:')}",
+    read=_parameters("atem:"),
+    tail=rf"\s*</atem:invoke>\s*(?:</atem:function_calls>\s*)?(?:{_ATEM_END}|{_NEXT})",
+    noise=_noise("to=self", r"(?:to=user\s*)?", _ATEM_END, _ATEM),
+    marks=_ATEM,
     call=' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">',
     thinking=("to=self<|message|>", "<|eom|>"),
 )
@@ -708,8 +527,6 @@ FAMILIES: Sequence[tuple[tuple[str, ...], ToolFormat]] = [
     (("<|tool_call_argument_begin|>",), _KIMI),
     (("[TOOL_CALLS]", "[ARGS]"), _MISTRAL_V11),
     (("[TOOL_CALLS]",), _MISTRAL),
-    (("<|tool_call_start|>", "format_arg_value", "replace("), _LFM2),
-    (("<|tool_call_start|>", "format_arg_value"), _LFM2_RAW),
     (("<|tool_call_start|>",), _LFM2),
     (("<|tool_list_start|>",), _LFM2),
     (("<arg_key>",), _GLM),
@@ -718,17 +535,12 @@ FAMILIES: Sequence[tuple[tuple[str, ...], ToolFormat]] = [
     (("<tool_calls>",), _json_list("tool_calls", "<tool_calls>", "</tool_calls>")),
     (("<function=",), _UNKNOWN),  # Functionary
     (("functools[",), _UNKNOWN),  # Firefunction
-    ((f"{OPEN}[",), _hermes(f"{OPEN}[\n{_JSON_CALL}\n]{CLOSE}")),  # SmolLM2
-    ((OPEN,), _hermes(f"{OPEN}\n{_JSON_CALL}\n{CLOSE}")),
-    (('"parameters"', "<|python_tag|>"), LlamaFormat()),
-    (('"parameters"', "ipython"), LlamaFormat()),
+    ((f"{OPEN}[",), replace(_HERMES, call=f"{OPEN}[\n{_JSON_CALL}\n]{CLOSE}")),  # SmolLM2
+    ((OPEN,), _HERMES),
+    (('"parameters"', "<|python_tag|>"), _LLAMA),
+    (('"parameters"', "ipython"), _LLAMA),
 ]
 """(substrings of chat templates, format); the first match counts, or the last format of a name."""
-
-NO_TOOLS = (
-    "the chat template never mentions `tools`, so the model would not see them. Set model.chat_template to a "
-    "Jinja file that shows tools to the model."
-)
 
 
 def find_tool_format(name: str, template: str, response_template: Any = None) -> ToolFormat:
@@ -737,27 +549,24 @@ def find_tool_format(name: str, template: str, response_template: Any = None) ->
     """
     if ":" in name:
         function = load_function(name, "gateway.tool_format", usage=USAGE, arguments=("",))
-        return UserFormat(name, function=function)
+        return UserFormat(name=name, function=function)
     fitting = [each for shown, each in FAMILIES if all(mark in template for mark in shown)]
     named = {each.name: each for _, each in FAMILIES} | {each.name: each for each in reversed(fitting)}
     known = ", ".join([*(each for each in named if each != "none"), "response_template"])
-    is_auto = name == "auto"
-    if is_auto:
-        name = fitting[0].name if fitting else "none"
-        if name == "none" and "tool_calls" in (response_template or {}).get("fields", {}):
-            name = "response_template"
-    if name != "response_template" and name not in named:
+    found = fitting[0].name if fitting else "none"
+    if found == "none" and "tool_calls" in (response_template or {}).get("fields", {}):
+        found = "response_template"
+    chosen = found if name == "auto" else name
+    tool_format = named.get(chosen)
+    if chosen == "response_template":
+        tool_format = response_template_format(response_template)
+    if tool_format is None:
         way_out = f"set it to auto, {known}, none, or module:function of a parser of your own."
         raise ConfigError(f"gateway.tool_format={name} is not known", way_out=way_out)
-    refusal = ""
     if template and not re.search(r"\btools\b", template):
-        refusal = NO_TOOLS
-    elif name == "none" and is_auto:
-        refusal = (
-            "gateway.tool_format=auto does not know the tool calls that this chat template shows. Set "
-            f"it to {known}, or module:function of a parser of your own, or set model.chat_template."
-        )
-    elif name == "none":
-        refusal = "gateway.tool_format is none."
-    found = named[name] if name in named else ResponseTemplateFormat.of(response_template)
-    return replace(found, refusal=refusal)
+        why = "the chat template never mentions `tools`, so the model would not see them"
+        return replace(tool_format, refusal=f"{why}. Set model.chat_template to another Jinja file.")
+    if tool_format.name == "none":
+        why = f"gateway.tool_format={name} knows no tool calls of this chat template. Set it to {known}, or "
+        return replace(tool_format, refusal=f"{why}module:function of a parser, or set model.chat_template.")
+    return tool_format

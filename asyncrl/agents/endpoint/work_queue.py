@@ -7,8 +7,8 @@ import hmac
 import itertools
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from fastapi.routing import APIRoute
@@ -33,19 +33,18 @@ FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)
 Handler = Callable[[Request], Awaitable[Message]]
 WorkerId = tuple[str, str]
 """(name, random text of the process)."""
-CHECKS_PER_LEASE = 20
 LATE_S = 1.0
-"""A check this late means that this process was stopped."""
+"""A timer this late means that this process was stopped."""
 
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """`started` may be called repeatedly, `ended` once."""
+    """`started` may be called repeatedly."""
 
     item: wire.WorkItem
     started: Callable[[], None]
-    ended: Callable[[Outcome | RolloutFailure], None]
-    worker: WorkerId | None = None
+    done: asyncio.Future[Outcome | RolloutFailure]
+    worker: WorkerRecord | None = None
     posted: Outcome = field(default_factory=Outcome)
 
     @property
@@ -55,132 +54,9 @@ class QueuedItem:
 
 @dataclass(eq=False, slots=True)
 class WorkerRecord:
-    last_seen_s: float = 0.0
     last_number: int = -1
     held: dict[str, QueuedItem] = field(default_factory=dict)
-
-
-class WorkItems:
-    """Work items between run() and their end. Pure: no HTTP, no clock.
-
-    Life: queued -> held -> ended, by a result, by its worker's silence, or withdrawn.
-
-    Invariant: every item ends once, in _end.
-    """
-
-    def __init__(self, outcomes: Outcomes) -> None:
-        self.outcomes = outcomes
-        self._items: dict[str, QueuedItem] = {}
-        self._by_key: dict[str, QueuedItem] = {}
-        self._queue: OrderedDict[str, QueuedItem] = OrderedDict()
-        self._ended = Newest[str, str](3 * MAX_EXPIRED)  # by item, and by both keys
-        self.workers: dict[WorkerId, WorkerRecord] = {}
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._queue)
-
-    @property
-    def num_held(self) -> int:
-        return len(self._items) - len(self._queue)
-
-    def add(self, item: QueuedItem) -> None:
-        self._items[item.item.item_id] = item
-        self._by_key |= dict.fromkeys(item.keys, item)
-        self._queue[item.item.item_id] = item
-
-    def seen(self, worker_id: WorkerId, now_s: float) -> None:
-        self.workers.setdefault(worker_id, WorkerRecord()).last_seen_s = now_s
-
-    def ask(self, worker_id: WorkerId, number: int, holding: Collection[str]) -> bool:
-        """Return false for an old request. Requeue items lost in transit."""
-        worker = self.workers[worker_id]
-        if number <= worker.last_number:
-            return False
-        worker.last_number = number
-        kept = set(holding)
-        for item_id in [item_id for item_id in worker.held if item_id not in kept][::-1]:
-            item = worker.held.pop(item_id)
-            item.worker = None
-            self._queue[item_id] = item
-            self._queue.move_to_end(item_id, last=False)
-        return True
-
-    def take(self, worker_id: WorkerId, max_items: int) -> list[wire.WorkItem]:
-        taken: list[QueuedItem] = []
-        while self._queue and len(taken) < max_items:
-            item_id, item = self._queue.popitem(last=False)
-            item.worker = worker_id
-            self.workers[worker_id].held[item_id] = item
-            taken.append(item)
-        for item in taken:
-            item.started()
-        return [item.item for item in taken]
-
-    def lost(self, worker_id: WorkerId, holding: Collection[str]) -> dict[str, str]:
-        held = self.workers[worker_id].held
-        return {item_id: self._why(item_id) for item_id in holding if item_id not in held}
-
-    def result(self, worker_id: WorkerId, item_id: str, result: Outcome | RolloutFailure) -> str | None:
-        """Accept a worker's result, or return the reason for a refusal."""
-        item = self._items.get(item_id)
-        if item is None or item.worker != worker_id:
-            return self._why(item_id)
-        if isinstance(result, Outcome):
-            result = self._counted(item, result)
-        self._end(item, result, "its result was already accepted")
-        return None
-
-    def find_postable(self, key: str) -> QueuedItem:
-        """Raises ApiError: 401 for an unknown key, 403 for a session's key, 410 for an ended item."""
-        item = self._by_key.get(key)
-        if item is None:
-            raise no_session(self._ended.get(key, ""))
-        if key != item.item.outcome_key:
-            raise outcome_refused(self.outcomes)
-        return item
-
-    def withdraw(self, item_id: str, why: str) -> None:
-        if (item := self._items.get(item_id)) is not None:
-            self._end(item, None, why)
-
-    def drop_worker(self, worker_id: WorkerId, what: str, *, rule: str, way_out: str) -> int:
-        worker = self.workers.pop(worker_id)
-        why = f"worker {worker_id[0]} {what}"
-        for item in list(worker.held.values()):
-            self._end(item, RolloutFailure(f"{item.item.rollout_id}: {why}", rule=rule, way_out=way_out), why)
-        return len(worker.held)
-
-    def _end(self, item: QueuedItem, result: Outcome | RolloutFailure | None, why: str) -> None:
-        item_id = item.item.item_id
-        del self._items[item_id]
-        if item.worker is None:
-            del self._queue[item_id]
-        elif item.worker in self.workers:
-            del self.workers[item.worker].held[item_id]
-        for key in item.keys:
-            del self._by_key[key]
-        for name in (item_id, *item.keys):
-            self._ended[name] = why
-        if result is not None:
-            item.ended(result)
-
-    def _counted(self, item: QueuedItem, returned: Outcome) -> Outcome | RolloutFailure:
-        posted = item.posted
-        metrics = {**posted.metrics, **returned.metrics}
-        if self.outcomes == "none":
-            return Outcome(metrics=metrics)
-        if self.outcomes == "returned":
-            return returned
-        if returned.reward is not None or returned.turn_rewards or returned.branch_rewards:
-            rule = "with generator.outcomes=posted, only posted rewards count"
-            return RolloutFailure(f"{item.item.rollout_id}: the harness returned a reward", rule=rule)
-        return Outcome(posted.reward, metrics, posted.turn_rewards, posted.branch_rewards)
-
-    def _why(self, item_id: str) -> str:
-        if item_id in self._items:
-            return "it was given to another worker"
-        return self._ended.get(item_id) or "this run never gave it out, or it ended long ago"
+    silence: asyncio.TimerHandle | None = None
 
 
 def outcome_refused(outcomes: Outcomes) -> ApiError:
@@ -191,6 +67,8 @@ def outcome_refused(outcomes: Outcomes) -> ApiError:
 @dataclass(eq=False, repr=False, kw_only=True)
 class RolloutQueue:
     """WorkQueue for harness workers.
+
+    Life of an item: queued -> held by a worker -> ended, by a result, by its worker's silence, or withdrawn.
 
     Waits: run waits for a result, or until its worker has been silent for lease_timeout_s of running event
     loop. A /work/take poll waits for work, MAX_WAIT_S at most.
@@ -206,14 +84,16 @@ class RolloutQueue:
     give_answer: bool = False
 
     def __post_init__(self) -> None:
-        self._items = WorkItems(self.outcomes)
+        self._queue: OrderedDict[str, QueuedItem] = OrderedDict()
+        self._by_key: dict[str, QueuedItem] = {}
+        self._workers: dict[WorkerId, WorkerRecord] = {}
+        self._ended = Newest[str, str](3 * MAX_EXPIRED)  # by item, and by both keys
         self._takers: dict[str, Callable[[Outcome], None] | None] = {}
         self._run_id = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
-        self._silence: asyncio.TimerHandle | None = None
-        self._clock = asyncio.get_running_loop().time
-        self._last_seen_s = self._clock()
+        self._loop = asyncio.get_running_loop()
+        self._last_seen_s = self._loop.time()
         self._is_closed = False
         self.is_over = False
         """Workers are dismissed. Set before aclose."""
@@ -222,39 +102,34 @@ class RolloutQueue:
 
     def gauges(self) -> dict[str, float]:
         return {
-            "harness/queued": self._items.num_queued,
-            "harness/workers": len(self._items.workers),
-            "harness/unseen_s": self._clock() - self._last_seen_s,
+            "harness/queued": len(self._queue),
+            "harness/workers": len(self._workers),
+            "harness/unseen_s": self._loop.time() - self._last_seen_s,
             "harness/leases": self._num_given,
             "harness/lost": self._num_lost,
         }
 
     def _what_runs(self) -> str:
-        queued, held, workers = self._items.num_queued, self._items.num_held, len(self._items.workers)
-        return f"harnesses ({queued} wait for a worker, {held} run on {workers} workers)"
+        num_held = sum(len(worker.held) for worker in self._workers.values())
+        queued, workers = len(self._queue), len(self._workers)
+        return f"harnesses ({queued} wait for a worker, {num_held} run on {workers} workers)"
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        item = self._make_item(work)
-        done: asyncio.Future[Outcome | RolloutFailure] = asyncio.get_running_loop().create_future()
-
-        def ended(result: Outcome | RolloutFailure) -> None:
-            if not done.done():
-                done.set_result(result)
-
-        self._items.add(QueuedItem(item, started, ended))
+        item = QueuedItem(self._make_item(work), started, self._loop.create_future())
+        self._queue[item.item.item_id] = item
+        self._by_key |= dict.fromkeys(item.keys, item)
         self._wake()
         try:
             with waiting(self._what_runs, on="a worker's result"):
-                result = await done
+                result = await item.done
         finally:
-            why = "the rollout ran past rollout.timeout_s, its group was requeued, or the run ends"
-            self._items.withdraw(item.item_id, why)
+            self._end(item, "the rollout ran past rollout.timeout_s, its group was requeued, or the run ends")
         if isinstance(result, RolloutFailure):
             raise result
         return result
 
     def worker_gone_nowait(self, name: str, why: str) -> None:
-        for worker_id in list(self._items.workers):
+        for worker_id in list(self._workers):
             if worker_id[0] == name:
                 self._drop(worker_id, f"is gone: {why}", way_out="read that worker's log.")
 
@@ -267,12 +142,13 @@ class RolloutQueue:
     async def aclose(self) -> None:
         """Answer waiting polls, and give out no more work."""
         self._is_closed = True
+        for worker in self._workers.values():
+            if worker.silence is not None:
+                worker.silence.cancel()
         self._wake()
-        if self._silence is not None:
-            self._silence.cancel()
 
     async def wait_no_workers(self) -> None:
-        while self._items.workers:
+        while self._workers:
             await self._changed.wait()
 
     # ---- routes
@@ -304,9 +180,16 @@ class RolloutQueue:
         message, worker_id = await self._heard(request, wire.TakeRequest)
         if self._is_closed and not self.is_over:  # it would ask again at once
             raise Refused(503, "the run ends", way_out="wait until it is started again.")
+        worker = self._workers[worker_id]
         items = list[wire.WorkItem]()
-        if self._items.ask(worker_id, message.number, message.holding):
-            items = await self._wait_items(request, message, worker_id)
+        if message.number > worker.last_number:
+            worker.last_number = message.number
+            lost = worker.held.keys() - message.holding  # in transit
+            for item_id in [item_id for item_id in reversed(worker.held) if item_id in lost]:
+                item = self._queue[item_id] = worker.held.pop(item_id)
+                item.worker = None
+                self._queue.move_to_end(item_id, last=False)
+            items = await self._wait_items(request, message, worker)
         self._num_given += len(items)
         return wire.TakeAnswer(
             items=items,
@@ -316,55 +199,59 @@ class RolloutQueue:
         )
 
     async def _wait_items(
-        self, request: Request, message: wire.TakeRequest, worker_id: WorkerId
+        self, request: Request, message: wire.TakeRequest, worker: WorkerRecord
     ) -> list[wire.WorkItem]:
-        worker = self._items.workers[worker_id]
         wait_s = min(message.wait_s, wire.MAX_WAIT_S, self.lease_timeout_s / 2)
-        until_s = self._clock() + wait_s
+        until_s = self._loop.time() + wait_s
         self._wake()  # ends this worker's older poll
-        while True:
-            is_known = self._items.workers.get(worker_id) is worker and worker.last_number == message.number
-            if self._is_closed or not is_connected(request) or not is_known:
-                return []
-            if items := self._items.take(worker_id, message.max_items):
-                return items
+        while not self._is_closed and is_connected(request) and worker.last_number == message.number:
+            num_taken = min(message.max_items, len(self._queue))
+            taken = [self._queue.popitem(last=False)[1] for _ in range(num_taken)]
+            for item in taken:
+                item.worker = worker
+                worker.held[item.item.item_id] = item
+                item.started()
+            if taken:
+                return [item.item for item in taken]
             try:
                 async with asyncio.timeout_at(until_s):
                     await self._changed.wait()
             except TimeoutError:
-                return []
+                break
+        return []
 
     async def _alive(self, request: Request) -> Message:
         message, worker_id = await self._heard(request, wire.AliveRequest)
-        lost = self._items.lost(worker_id, message.holding)
+        held = self._workers[worker_id].held
+        gone = {item_id: self._why_gone(item_id) for item_id in message.holding if item_id not in held}
         if message.is_leaving:
             self._drop(worker_id, "was ended", way_out="its log says why, unless it was ended on purpose.")
-        return wire.AliveAnswer(cancel=lost)
+        return wire.AliveAnswer(cancel=gone)
 
     async def _result(self, request: Request) -> Message:
         message, worker_id = await self._heard(request, wire.ResultRequest)
-        result: Outcome | RolloutFailure = message.outcome or Outcome()
+        item = self._workers[worker_id].held.get(message.item_id)
+        if item is None:
+            why = self._why_gone(message.item_id)
+            raise Refused(410, f"work item {message.item_id} is not this worker's: {why}")
+        result = self._counted(item, message.outcome or Outcome())
         if (failure := message.failure) is not None:
             result = RolloutFailure(failure.error, rule=failure.rule, way_out=failure.way_out)
-        why = self._items.result(worker_id, message.item_id, result)
-        if why is not None:
-            raise Refused(410, f"work item {message.item_id} is not this worker's: {why}")
+        self._end(item, "its result was already accepted", result)
         return wire.Accepted()
 
     async def _outcome(self, request: Request) -> Response:
         key = shown_key(request)
         take = self._takers.get(key)
-        if take is None and key in self._takers:
-            raise outcome_refused("posted")
         if take is None:
-            self._items.find_postable(key)
+            self._find_postable(key)
         body = await read_body(request, wire.MAX_OUTCOME_BYTES)
         try:
             outcome = OUTCOME.validate_json(body)
             if take is not None:
                 take(outcome)
             else:
-                self._items.find_postable(key).posted = outcome  # the item may have ended since
+                self._find_postable(key).posted = outcome  # the item may have ended since
         except (ValidationError, RolloutFailure) as error:
             raise invalid(f"The outcome is refused: {first_fault(error)}") from None
         return _as_response(wire.Accepted())
@@ -379,32 +266,77 @@ class RolloutQueue:
             way_out = "run worker and trainer with the same asyncrl."
             raise Refused(422, first_fault(error), way_out=way_out) from error
         worker_id = (message.worker, message.instance)
-        self._last_seen_s = self._clock()
-        self._items.seen(worker_id, self._last_seen_s)
-        if self._silence is None and not self._is_closed:
-            self._check_silence(self._last_seen_s)
+        self._last_seen_s = self._loop.time()
+        self._await_sign(worker_id, self._workers.setdefault(worker_id, WorkerRecord()))
         return message, worker_id
 
-    def _check_silence(self, due_s: float) -> None:
-        now_s = self._clock()
-        if now_s - due_s < LATE_S:
-            for worker_id, worker in list(self._items.workers.items()):
-                silent_s = now_s - worker.last_seen_s
-                if silent_s > self.lease_timeout_s:
-                    rule = f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit"
-                    way_out = "read its log; run blocking calls in asyncio.to_thread, or raise it."
-                    what = f"gave no sign of life for {silent_s:.1f} s"
-                    self._drop(worker_id, what, rule=rule, way_out=way_out)
-        self._silence = None
-        if self._items.workers:
-            due_s = now_s + self.lease_timeout_s / CHECKS_PER_LEASE
-            self._silence = asyncio.get_running_loop().call_at(due_s, self._check_silence, due_s)
+    def _await_sign(self, worker_id: WorkerId, worker: WorkerRecord) -> None:
+        if worker.silence is not None:
+            worker.silence.cancel()
+        if not self._is_closed:
+            due_s = self._loop.time() + self.lease_timeout_s
+            worker.silence = self._loop.call_at(due_s, self._silent, worker_id, worker, due_s)
+
+    def _silent(self, worker_id: WorkerId, worker: WorkerRecord, due_s: float) -> None:
+        if self._loop.time() - due_s >= LATE_S:
+            self._await_sign(worker_id, worker)
+            return
+        rule = f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit"
+        way_out = "read its log; run blocking calls in asyncio.to_thread, or raise it."
+        self._drop(worker_id, "gave no sign of life", rule=rule, way_out=way_out)
 
     def _drop(
         self, worker_id: WorkerId, what: str, *, rule: str = "a rollout ends with its worker", way_out: str
     ) -> None:
-        self._num_lost += self._items.drop_worker(worker_id, what, rule=rule, way_out=way_out)
+        worker = self._workers.pop(worker_id)
+        worker.last_number = -1  # ends its poll
+        if worker.silence is not None:
+            worker.silence.cancel()
+        self._num_lost += len(worker.held)
+        why = f"worker {worker_id[0]} {what}"
+        for item in list(worker.held.values()):
+            failure = RolloutFailure(f"{item.item.rollout_id}: {why}", rule=rule, way_out=way_out)
+            self._end(item, why, failure)
         self._wake()
+
+    def _end(self, item: QueuedItem, why: str, result: Outcome | RolloutFailure | None = None) -> None:
+        """Idempotent."""
+        item_id = item.item.item_id
+        if self._by_key.get(item.item.key) is not item:
+            return
+        self._queue.pop(item_id, None)
+        if item.worker is not None:
+            item.worker.held.pop(item_id, None)
+        for key in item.keys:
+            del self._by_key[key]
+        for name in (item_id, *item.keys):
+            self._ended[name] = why
+        if result is not None and not item.done.done():
+            item.done.set_result(result)
+
+    def _counted(self, item: QueuedItem, returned: Outcome) -> Outcome | RolloutFailure:
+        posted = item.posted
+        metrics = {**posted.metrics, **returned.metrics}
+        if self.outcomes == "none":
+            return Outcome(metrics=metrics)
+        if self.outcomes == "returned":
+            return returned
+        if returned.reward is not None or returned.turn_rewards or returned.branch_rewards:
+            rule = "with generator.outcomes=posted, only posted rewards count"
+            return RolloutFailure(f"{item.item.rollout_id}: the harness returned a reward", rule=rule)
+        return replace(posted, metrics=metrics)
+
+    def _why_gone(self, item_id: str) -> str:
+        return self._ended.get(item_id) or "it was given to another worker, or this run never gave it out"
+
+    def _find_postable(self, key: str) -> QueuedItem:
+        """Raises ApiError: 401 for an unknown key, 403 for one that samples, 410 for an ended item."""
+        item = self._by_key.get(key)
+        if key in self._takers or (item is not None and key != item.item.outcome_key):
+            raise outcome_refused("posted" if item is None else self.outcomes)
+        if item is None:
+            raise no_session(self._ended.get(key, ""))
+        return item
 
     def _make_item(self, work: Work) -> wire.WorkItem:
         prompt = work.prompt
