@@ -14,7 +14,6 @@ from engine_in_process import make_spec as engine_spec
 from engine_replies import ask
 from rank_processes import running
 from safetensors.torch import load_file
-from test_engine_sleep import sleep, wake
 from test_weights_export import chunks_of
 from tiny_model import MOE, STACKED, make_tiny_moe
 from torch import Tensor
@@ -37,6 +36,8 @@ from asyncrl.messages.engine_api import (
     Interrupt,
     LoadChunkRequest,
     PrepareRequest,
+    SleepRequest,
+    WakeRequest,
 )
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
@@ -110,8 +111,8 @@ def test_embedded_engine_computes_with_pushed_experts(tmp_path: Path, model_type
                 answer = step.export(tmp_path / f"v{version + 1}.safetensors")
                 publish(engine, prepare_request(answer))
         assert engine.weights.digest == answer.digest
-        sleep(engine)
-        wake(engine)
+        engine.sleep(SleepRequest(parts=["kv", "weights"])).result(timeout=60)
+        engine.wake(WakeRequest(parts=["kv", "weights"])).result(timeout=60)
         told, index = None, 0
         while told is None or not told.is_last:
             told, index = step.export_chunk(3, index), index + 1

@@ -130,9 +130,9 @@ OWN = "trackers_for_test:Noting"
         (OWN, {}, "cannot be called as"),
         (OWN, {"path": "a", "paht": "b"}, "paht"),
         ("pathlib:Path", {}, "is not a subclass of Tracker"),
-        ("trackers_for_test:Nothing", {}, "did you mean Noting?"),
+        ("trackers_for_test:Nothing", {}, "has no attribute 'Nothing'"),
         ("wandb", {"projekt": "x"}, "projekt"),
-        ("no_such_module:Mine", {}, "there is no module no_such_module"),
+        ("no_such_module:Mine", {}, "No module named 'no_such_module'"),
     ],
 )
 def test_a_users_tracker_is_checked_before_a_run(name: str, args: dict[str, Any], says: str) -> None:
