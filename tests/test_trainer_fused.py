@@ -197,6 +197,7 @@ def test_compiled_head_gives_the_same_scores(
 
 
 @GUARDED
+@pytest.mark.slow
 def test_activation_budget_saves_memory_and_changes_no_bit(
     compiler: CompileCounterWithBackend,
     tiny_model_dir: Path,
