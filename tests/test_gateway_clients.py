@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop, num_forked, talking
@@ -226,6 +227,34 @@ async def test_thinking_can_be_turned_off() -> None:
         await talk.chat(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
         await talk.chat()
         assert [prompt.endswith("</think>\n\n") for prompt in talk.prompts()] == [True, True, False]
+
+
+@streams
+@in_loop
+async def test_thread_continues_from_a_kept_message(streamed: bool) -> None:
+    says = f"<think>\nA sum.\n</think>\n\n{CALL}", "Three."
+    async with talking(*says) as talk:
+        made: Any = {"extra_body": {"thread": {"type": "create"}}, "system": "Be brief."}
+        first = await talk.message(streamed=streamed, tools=[ANTHROPIC_ADD], **made)
+        result = [{"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "3"}]
+        more: dict[str, Any] = {"messages": [{"role": "user", "content": result}], "streamed": streamed}
+        thread = {"type": "continue", "previous_message_id": first.id}
+        second = await talk.message(**more, extra_body={"thread": thread})
+        assert second.content[-1].text == "Three."
+        assert talk.prompts()[1].startswith(talk.prompts()[0] + says[0])
+        assert talk.is_one_branch_of(*says)
+        for shape in ({"system": "Be long."}, {"tools": [ANTHROPIC_ADD]}):
+            with pytest.raises(anthropic.BadRequestError, match="keeps its system and tools"):
+                await talk.message(**more, **shape, extra_body={"thread": thread})
+        for other in ({}, {"type": "continue"}):
+            with pytest.raises(anthropic.BadRequestError, match="its type is create, or continue"):
+                await talk.message(extra_body={"thread": other})
+        unkept = await talk.message()
+        for name in ("msg-77", unkept.id):
+            with pytest.raises(anthropic.NotFoundError, match="not kept") as missing:
+                await talk.message(extra_body={"thread": thread | {"previous_message_id": name}})
+            body: Any = missing.value.body
+            assert body["error"]["details"] == {"error_code": "thread_not_found"}, "the SDK starts a new one"
 
 
 # ---- responses

@@ -54,7 +54,8 @@ async def test_ended_sessions_leave_no_objects() -> None:
             ("completions", {"prompt": "Hi", "n": 2}),
             ("responses", {"input": "Hi"}),
             ("responses", {"input": "More", "previous_response_id": "resp-2", "stream": True}),
-            ("messages", {"messages": HI}),
+            ("messages", {"messages": HI, "thread": {"type": "create"}}),
+            ("messages", {"messages": HI, "thread": {"type": "continue", "previous_message_id": "msg-4"}}),
         ]
         for number in range(2):
             session = world.open(f"g{number}/r0")

@@ -10,12 +10,14 @@ from pydantic_core import from_json, to_json
 
 from asyncrl.agents.endpoint.dialects import (
     Dialect,
+    Kept,
     KeptAnswers,
     Read,
     Writer,
     anthropic_error,
     blocks,
     encoded,
+    kept_answer,
 )
 from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.agents.endpoint.requests import (
@@ -48,13 +50,17 @@ class MessagesRequest(CallParameters):
     stop_sequences: Stops = []
     output_config: dict[str, Any] = {}
     output_format: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
     chat_template_kwargs: Settings = {}
 
 
 def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
     asked = reader.checked(body, MessagesRequest)
-    chat = asked.common() | {"messages": _messages(asked), "stop": asked.stop_sequences}
-    chat["tools"] = [_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools)]
+    before = _continued(asked, kept)
+    messages = [*before.messages, *_messages(asked)]
+    given = (_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools))
+    tools = [*before.tools, *given]
+    chat = asked.common() | {"messages": messages, "tools": tools, "stop": asked.stop_sequences}
     if asked.tool_choice is not None:
         chat["tool_choice"] = _choice(asked.tool_choice)
         chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
@@ -62,10 +68,22 @@ def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Rea
         chat["chat_template_kwargs"] = {"enable_thinking": False} | asked.chat_template_kwargs
     if (form := asked.output_format or asked.output_config.get("format")) is not None:
         chat["response_format"] = _response_format(form)
-    return reader.chat(chat), MessageWriter()
+    return reader.chat(chat), MessageWriter(Kept(messages, tools) if asked.thread else None)
 
 
 MESSAGES = Dialect("msg", "messages", True, _read, MessagesRequest)
+
+
+def _continued(asked: MessagesRequest, kept: KeptAnswers) -> Kept:
+    """Raises ApiError: 404 if the answer is gone."""
+    match asked.thread:
+        case None | {"type": "create"}:
+            return Kept([])
+        case {"type": "continue", "previous_message_id": str(name)}:
+            if asked.system or asked.tools:
+                raise invalid("A continued thread keeps its system and tools: omit them.", "thread")
+            return kept_answer(name, "thread.previous_message_id", kept)
+    raise invalid("thread: its type is create, or continue with a previous_message_id.", "thread")
 
 
 def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
@@ -147,6 +165,9 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageWriter(Writer):
+    def __init__(self, continues: Kept | None) -> None:
+        self.continues = continues
+
     def body(self, call: GatewayCall) -> dict[str, Any]:
         (choice,) = call.choices
         content = [_thinking(choice)] if choice.thought else []

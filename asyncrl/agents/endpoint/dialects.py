@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.newest import Newest
-from asyncrl.agents.endpoint.requests import ApiError
+from asyncrl.agents.endpoint.requests import ApiError, shown
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Kind
@@ -21,15 +21,28 @@ if TYPE_CHECKING:
 Event = Mapping[str, Any]
 
 
-KeptAnswers = Newest[str, Sequence[Mapping[str, Any]]]
+class Kept(NamedTuple):
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+KeptAnswers = Newest[str, Kept]
 """Messages through delivered answers of a session, by the ids of their calls."""
+
+
+def kept_answer(name: str, param: str, kept: KeptAnswers) -> Kept:
+    """Raises ApiError: 404."""
+    if (answer := kept.get(name)) is not None:
+        return answer
+    why = f"{shown(name)} is not kept: it had store=false or no thread, belongs to another session, or is"
+    raise ApiError(404, f"{why} older than the newest {kept.most}.", code=NOT_KEPT, param=param)
 
 
 class Writer(ABC):
     """Form of one call's answer."""
 
-    continues: Sequence[Mapping[str, Any]] | None = None
-    """The messages before an answer that later calls may name by its id."""
+    continues: Kept | None = None
+    """What comes before an answer that later calls may name by its id."""
 
     @abstractmethod
     def body(self, call: GatewayCall) -> dict[str, Any]: ...
@@ -105,11 +118,10 @@ ANTHROPIC_ERRORS = {
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     kind = ANTHROPIC_ERRORS.get(error.status, "invalid_request_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": error.error["message"]},
-        "request_id": None,
-    }
+    body: dict[str, Any] = {"type": kind, "message": error.error["message"]}
+    if error.error["code"] == NOT_KEPT:  # clients then start a new thread
+        body["details"] = {"error_code": "thread_not_found"}
+    return {"type": "error", "error": body, "request_id": None}
 
 
 def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from asyncrl.agents.endpoint.dialects import (
-    NOT_KEPT,
     Dialect,
+    Kept,
     KeptAnswers,
     Read,
     Writer,
     blocks,
     encoded,
+    kept_answer,
 )
 from asyncrl.agents.endpoint.reasoning import sealed, unsealed
 from asyncrl.agents.endpoint.requests import (
@@ -153,7 +154,7 @@ class ResponsesRequest(CallParameters):
 def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
     asked = reader.checked(body, ResponsesRequest)
     name = asked.previous_response_id
-    before = [] if name is None else _kept(name, "previous_response_id", kept)
+    before = [] if name is None else kept_answer(name, "previous_response_id", kept).messages
     items = asked.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}] if items else []
@@ -175,14 +176,6 @@ def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswer
     }
     spaces = {_full_name(tool): tool for tool in tools if "namespace" in tool}
     return reader.chat(chat), ResponseWriter(asked, spaces, [*before, *messages])
-
-
-def _kept(name: str, param: str, kept: KeptAnswers) -> Sequence[Mapping[str, Any]]:
-    """Raises ApiError: 404."""
-    if (messages := kept.get(name)) is not None:
-        return messages
-    why = f"{shown(name)} is not kept: it had store=false, belongs to another session, or is older than the "
-    raise ApiError(404, f"{why}newest {kept.most}.", code=NOT_KEPT, param=param)
 
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
@@ -239,7 +232,7 @@ def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
         return {"type": "message"} | item if isinstance(item, dict) and "role" in item else item
     kind, _, rest = str(item.get("id")).partition("_")
     name, _, index = rest.partition("_")
-    answer = _kept(name, param, kept)[-1]
+    answer = kept_answer(name, param, kept).messages[-1]
     calls = answer.get("tool_calls", [])
     match kind:
         case "rs":
@@ -302,7 +295,7 @@ class ResponseWriter(Writer):
         spaces: Mapping[str, Mapping[str, Any]],
         messages: Sequence[Mapping[str, Any]],
     ) -> None:
-        self.continues = messages if asked.store else None
+        self.continues = Kept(messages) if asked.store else None
         self._spaces = spaces
         self._is_sealed = "reasoning.encrypted_content" in asked.include
         self._echoed = asked.model_dump(exclude=NOT_ECHOED)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.answers import Answer, Kind
 from asyncrl.agents.endpoint.capture import Capture, PromptPlan
-from asyncrl.agents.endpoint.dialects import KeptAnswers
+from asyncrl.agents.endpoint.dialects import Kept, KeptAnswers
 from asyncrl.agents.endpoint.newest import Newest
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
@@ -209,7 +209,7 @@ class GatewaySession:
         if digest in self._free_numbers:
             heapq.heappush(self._free_numbers[digest], number)
 
-    def deliver_nowait(self, call: GatewayCall, continues: Messages | None) -> None:
+    def deliver_nowait(self, call: GatewayCall, continues: Kept | None) -> None:
         """Record answers just before they are written. Raises ApiError if the session ended."""
         if self.ended is not None:
             raise session_ended(self.ended)
@@ -227,7 +227,8 @@ class GatewaySession:
             )
         call.planned = None
         if continues is not None:
-            self.kept[call.name] = [*continues, call.choices[0].message]
+            messages = [*continues.messages, call.choices[0].message]
+            self.kept[call.name] = continues._replace(messages=messages)
         self.has_trained |= call.is_trained
         if call.order > self._overflow_order:
             self.overflow = None
