@@ -111,7 +111,7 @@ def test_init_writes_configs_that_pass_the_check(kind: str, writes: set[str], tm
     checks = [f"check {name}{machine}" for name in configs]
     first, *checked, again = run_lines(tmp_path, f"init {kind}", *checks, f"init {kind}")
     assert first[0] == 0, first
-    assert {path.name for path in tmp_path.iterdir()} == writes
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == writes
     assert all(f"wrote {name}\n" in first[1] for name in writes)
     for name, (code, _, error) in zip(configs, checked, strict=True):
         assert re.search(rf"^  asyncrl run {name}", first[1], re.MULTILINE)

@@ -19,7 +19,7 @@ from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.requests import ChatRequest
 from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, find_tool_format
 from asyncrl.messages.records import Completion, VersionSpan
-from asyncrl.messages.stop_watch import StopWatch
+from asyncrl.messages.stop_strings import StopWatch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.random_init import make_character_tokenizer
 

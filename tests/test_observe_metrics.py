@@ -27,7 +27,7 @@ from asyncrl.observe.console import plain_line
 from asyncrl.observe.metrics import GAUGES, PROGRESS, SpecialTokens, Totals, batch_metrics, gauge_of
 from asyncrl.observe.run_dir import evaluation_metrics
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.trainer.step_report import append_line
+from asyncrl.trainer.step_metrics import append_line
 
 DOCS = Path(__file__).parents[1] / "docs"
 

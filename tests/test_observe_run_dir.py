@@ -35,7 +35,7 @@ from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_dir import Recorder, judge_state
 from asyncrl.observe.show import render_inspect, render_status
 from asyncrl.observe.trackers import Background, TrackedRun
-from asyncrl.trainer.step_report import append_line, note_restored, trained_line
+from asyncrl.trainer.step_metrics import append_line, note_restored, trained_line
 from asyncrl.trainer.trainer_client import pack_groups
 
 NUM_GROUPS = 2

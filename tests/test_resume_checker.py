@@ -19,7 +19,7 @@ from resume_checker import Promise, read_evidence, violations
 
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket
-from asyncrl.trainer.step_report import trained_line
+from asyncrl.trainer.step_metrics import trained_line
 from asyncrl.trainer.trainer_client import pack_groups
 
 PROMISE = Promise(seed=5, num_prompts=7, num_groups=2, group_size=2, max_staleness=1)

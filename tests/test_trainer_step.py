@@ -236,7 +236,7 @@ def sampled_by_two(step: TrainStep, offset: float) -> tuple[BatchHeader, BatchAr
     return header, changed(arrays, behaviour_logprobs=behaviour, engines=engines)
 
 
-def test_step_reports_the_gap_of_each_engine(make_step: MakeStep) -> None:
+def test_step_metricss_the_gap_of_each_engine(make_step: MakeStep) -> None:
     step = make_step()
     header, arrays = sampled_by_two(step, 0.02)
     metrics = step.train(header, arrays)

@@ -19,7 +19,7 @@ from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.base.message import ErrorBody
 from asyncrl.engines.engine import CallScope
 from asyncrl.messages.engine_api import EnginePart
-from asyncrl.messages.stop_watch import Decode
+from asyncrl.messages.stop_strings import Decode
 
 if TYPE_CHECKING:
     from asyncrl.engines.vllm_sampling import Segment

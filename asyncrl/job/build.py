@@ -30,7 +30,7 @@ from asyncrl.job.servers import Servers
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState
 from asyncrl.journal.journal import Journal
-from asyncrl.journal.schema import FILE_NAME
+from asyncrl.journal.schema import journal_path
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.processes import run_module
@@ -186,7 +186,7 @@ async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
-    path = life.run_dir / FILE_NAME
+    path = journal_path(life.run_dir)
     journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(life.run_dir))
     life.closes("journal", journal.aclose)
     staging_dir = new_staging_dir(disk_dir)

@@ -29,7 +29,7 @@ from asyncrl.base.files import clear_own_staging, run_lock, write_whole
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.journal.read import reading
-from asyncrl.journal.schema import FILE_NAME
+from asyncrl.journal.schema import journal_path
 from asyncrl.launch.launchers import Launcher
 from asyncrl.launch.supervise import Server, first_death
 from asyncrl.observe.console import outliving
@@ -282,7 +282,7 @@ def has_begun(run_dir: Path) -> bool:
     """Return whether a group was admitted or a checkpoint made."""
     if any((run_dir / "checkpoints").glob("step_*")):
         return True
-    journal = run_dir / FILE_NAME
+    journal = journal_path(run_dir)
     if not journal.exists():
         return (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0
     with reading(journal) as connection:

@@ -34,7 +34,7 @@ from asyncrl.observe.watchdog import Reported
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.step_report import GAP_WARNING
+from asyncrl.trainer.step_metrics import GAP_WARNING
 
 if TYPE_CHECKING:
     from asyncrl.job.build import Components

@@ -23,7 +23,7 @@ from asyncrl.job.report import Reporter
 from asyncrl.job.trainer_recovery import load_batches
 from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState, Whole
 from asyncrl.journal.read import ResumeState, reading
-from asyncrl.journal.schema import FILE_NAME
+from asyncrl.journal.schema import journal_path
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
@@ -185,7 +185,7 @@ def _is_named(key: str, allowed: Collection[str]) -> bool:
 def _refuse_trained(run_dir: Path, config: RunConfig, num_saved: int) -> None:
     """Raise ConfigError if all steps were trained."""
     num_trained = num_saved
-    if (journal := run_dir / FILE_NAME).exists():
+    if (journal := journal_path(run_dir)).exists():
         with reading(journal) as connection:
             query = "SELECT count(trained_s) + coalesce(min(version), 0) FROM batches"
             num_trained = max(num_saved, *connection.execute(query).fetchone())

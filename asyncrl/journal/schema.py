@@ -12,7 +12,7 @@ from asyncrl.base.errors import JournalError
 from asyncrl.base.files import sync
 
 FILE_NAME = "journal.sqlite"
-"""File in the run directory. Every reader and writer of the journal takes its name from here."""
+"""File in the run directory."""
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 SCHEMA_VERSION = 5
 EPOCH = "epoch/"
@@ -24,6 +24,12 @@ MOVE_ASIDE = (
     "restore journal.sqlite and its -wal file from a copy; or move journal.sqlite* out of the run directory "
     "and resume from the newest whole checkpoint."
 )
+
+
+def journal_path(run_dir: Path) -> Path:
+    """Every reader and writer of the journal takes its path from here."""
+    return run_dir / FILE_NAME
+
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;

@@ -23,7 +23,7 @@ from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.base.files import LOST, cut_at, lines_from_end
 from asyncrl.config import RunConfig, load_config
 from asyncrl.journal.read import reading
-from asyncrl.journal.schema import FILE_NAME
+from asyncrl.journal.schema import journal_path
 from asyncrl.observe.metrics import is_total
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ def read_lines(
 
 def read_journal(run_dir: Path, problems: list[str], read: Callable[[sqlite3.Connection], T]) -> T | None:
     """Return what `read` finds in a snapshot; None, and a problem, without a whole journal."""
-    path = run_dir / FILE_NAME
+    path = journal_path(run_dir)
     if not path.is_file():
-        tell(problems, f"there is no {FILE_NAME}: groups, failures and restarts are unknown")
+        tell(problems, f"there is no {path.name}: groups, failures and restarts are unknown")
         return None
     try:
         with reading(path) as connection:

@@ -119,7 +119,7 @@ def table_of(lines: Iterable[Mapping[str, Any]]) -> Table:
 
 
 class Entry(TypedDict):
-    """A trajectory of a step, written by asyncrl.trainer.step_report."""
+    """A trajectory of a step, written by asyncrl.trainer.step_metrics."""
 
     group_id: int
     prompt_id: str

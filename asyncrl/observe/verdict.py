@@ -17,7 +17,7 @@ from asyncrl.buffer.staleness import POLICIES
 from asyncrl.config import RunConfig
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.run_numbers import Steps, recent, several, time_shares, waiting_share
-from asyncrl.trainer.step_report import GAP_WARNING
+from asyncrl.trainer.step_metrics import GAP_WARNING
 
 Trend = Literal["rising", "flat", "falling", "unknown"]
 MIN_STEPS = 20

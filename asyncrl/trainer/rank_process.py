@@ -44,7 +44,7 @@ from asyncrl.messages import trainer_api as api
 from asyncrl.trainer.build_model import resolve_device
 from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
 from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.step_report import hold_record
+from asyncrl.trainer.step_metrics import hold_record
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerSpec
 
 T = TypeVar("T")

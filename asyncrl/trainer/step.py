@@ -26,7 +26,7 @@ from asyncrl.base.http import Refused
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
-from asyncrl.trainer import objective, packing, step_report
+from asyncrl.trainer import objective, packing, step_metrics
 from asyncrl.trainer.build_model import TrainedModel, load_tokenizer, reshard
 from asyncrl.trainer.lora import save_adapter
 from asyncrl.trainer.model_folder import hub_source
@@ -108,7 +108,7 @@ class TrainStep:
         self._masters = parts.masters
         self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
         cuda = torch.cuda if self.device.type == "cuda" else None
-        self._meter = step_report.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
+        self._meter = step_metrics.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         folder = spec.failed_dir.parent / "offload"
         self._offload = Offload(ranks, self.device, folder, self._tensors_of)
@@ -151,8 +151,8 @@ class TrainStep:
         if self.ranks.is_first:
             if not self._has_recorded:  # earlier lines are repeated
                 self._note_restored(header.version)
-            line = step_report.trained_line(header, arrays, has_loss, metrics["policy/loss"])
-            step_report.append_line(self.spec.record_path, line)
+            line = step_metrics.trained_line(header, arrays, has_loss, metrics["policy/loss"])
+            step_metrics.append_line(self.spec.record_path, line)
         self._state.wait_lent()  # charge a slow disk to a step, not to a handover
         return metrics
 
@@ -174,7 +174,7 @@ class TrainStep:
             **{f"policy/{name}": value / num_tokens for name, value in stats.items()},
             "policy/loss": loss,
             "policy/grad_norm": grad_norm,
-            **step_report.policy_metrics(logprobs_N[has_loss], behaviour_M, entropies_N[has_loss]),
+            **step_metrics.policy_metrics(logprobs_N[has_loss], behaviour_M, entropies_N[has_loss]),
             **steps[0].gap,
             "sample/masked_fraction": 1.0 - num_loss_tokens / int(batch.arrays.loss_mask.sum()),
             "tokens/trained": float(num_loss_tokens),
@@ -287,16 +287,16 @@ class TrainStep:
         arrays = batch.arrays
         limit = self.spec.trainer.logprob_gap_limit
         is_fresh = chosen & (arrays.versions == batch.header.version)
-        self.rollout_gaps = step_report.gaps_of_rollouts(batch.header, arrays, is_fresh, sums.logprobs_N)
-        gaps = step_report.measure_gaps(
+        self.rollout_gaps = step_metrics.gaps_of_rollouts(batch.header, arrays, is_fresh, sums.logprobs_N)
+        gaps = step_metrics.measure_gaps(
             sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh]
         )
-        if limit is not None and (fault := step_report.gap_fault(gaps, limit)):
+        if limit is not None and (fault := step_metrics.gap_fault(gaps, limit)):
             rule = f"trainer.logprob_gap_limit={limit}, for the means of all fresh tokens and of each engine"
-            raise self._refused_saved(batch, fault, rule, f"{step_report.GAP_ADVICE}; or raise the limit.")
-        if fault := step_report.gap_fault(gaps, step_report.GAP_WARNING):
-            log.warning("step %d: %s; %s", batch.header.version + 1, fault, step_report.GAP_ADVICE)
-        return step_report.gap_metrics(gaps)
+            raise self._refused_saved(batch, fault, rule, f"{step_metrics.GAP_ADVICE}; or raise the limit.")
+        if fault := step_metrics.gap_fault(gaps, step_metrics.GAP_WARNING):
+            log.warning("step %d: %s; %s", batch.header.version + 1, fault, step_metrics.GAP_ADVICE)
+        return step_metrics.gap_metrics(gaps)
 
     def _clip_gradient(self) -> float:
         limit = self.spec.trainer.max_grad_norm
@@ -319,7 +319,7 @@ class TrainStep:
 
     def _note_restored(self, version: int) -> None:
         if self.ranks.is_first:
-            step_report.note_restored(self.spec.record_path, version)
+            step_metrics.note_restored(self.spec.record_path, version)
             self._has_recorded = True
 
     def before_change(self) -> None:

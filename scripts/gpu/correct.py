@@ -22,7 +22,7 @@ from asyncrl.trainer.packing import Costs, micro_batches, pack_texts
 from asyncrl.trainer.policy import Policy, find_plan, head_scores, probe_model
 from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.step_report import GAP_WARNING
+from asyncrl.trainer.step_metrics import GAP_WARNING
 from gpu.models import Trainer, architecture, make_batch, make_folder, make_model, make_spec
 from gpu.rows import Bench
 

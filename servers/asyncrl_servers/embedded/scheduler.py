@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.records import TopLogprobs
-from asyncrl.messages.stop_watch import StopWatch
+from asyncrl.messages.stop_strings import StopWatch
 from asyncrl.messages.token_grammars import GrammarError, TokenMatcher
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, grammar_refusal, mask, sample
 from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
