@@ -141,6 +141,10 @@ def test_compiled_layers_learn_the_same_for_all_lengths(
 
 
 @GUARDED
+@pytest.mark.skipif(
+    not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"),
+    reason="transformers 5.17 cannot compile experts on a CPU",
+)
 @pytest.mark.usefixtures("compiler")
 def test_compiled_experts_learn_the_same_in_one_graph(tmp_path: Path) -> None:
     """Layers without experts add one graph; replay adds none."""
