@@ -182,6 +182,7 @@ def with_vllm(bench: Bench, case: str) -> None:
         limit_s = bench.limit_s / len(runs) - GRACE_S
         steps = run_job(bench, config, config.stem, [], limit_s=limit_s)
         _tell_run(bench, name, steps[2:] or steps)
+        tell_memory(bench, load_config(config), steps)
         tokens.append(_tokens(bench.folder / config.stem / "trained.jsonl"))
     if case == "batch-invariance":
         one, other = (sorted(found) for found in tokens)
