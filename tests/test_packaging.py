@@ -102,7 +102,7 @@ def test_base_install_checks_and_reads_runs_without_torch(
     outcome("init", "quickstart")
     config = tmp_path / "quickstart.yaml"
     checked = outcome("check", config)
-    assert "not checked: trackers, the model's tokenizer" in checked
+    assert "not checked: the model's tokenizer" in checked
     assert "pip install 'asyncrl[train]'" in checked
     assert "buffer.look_ahead" in outcome("keys", "buffer")
     training = tmp_path / "venv"  # the wheel, with the packages of these tests in place of the extra train
