@@ -183,11 +183,8 @@ class Digests:
             return
         flats = [tensor.reshape(-1).view(torch.int8) for tensor in self._small.values()]
         padding = torch.zeros(BLOCK_BYTES, dtype=torch.int8, device=flats[0].device)
-        self._sums.append(
-            block_sums(
-                torch.cat([part for flat in flats for part in (flat, padding[: -len(flat) % BLOCK_BYTES])])
-            )
-        )
+        parts = [part for flat in flats for part in (flat, padding[: -len(flat) % BLOCK_BYTES])]
+        self._sums.append(block_sums(torch.cat(parts)))
         for name, tensor in self._small.items():
             self._note(name, tensor)
         self._small, self._small_bytes = {}, 0
