@@ -45,6 +45,9 @@ TASK_SEED_TURN = -1
 """Turn in the seed of a harness's own draws."""
 
 
+NO_WORKER_S = 30.0
+
+
 def model_name(config: RunConfig) -> str:
     return Path(config.model.path).name if config.model.path else "policy"
 
@@ -213,6 +216,15 @@ class AgentRuntime:
         if not self.workers:
             command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
             job.log.print_secret(f"gateway at {self.url}; start workers with: {command}")
+
+    def missing_workers(self) -> str | None:
+        """Return a warning if rollouts wait and no worker comes."""
+        work = self.queue.gauges()
+        if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
+            return None
+        command = f"asyncrl work {self.url} --key-file RUN_DIR/gateway.json --python AGENT"
+        way_out = "see logs/worker-0.log" if self.workers else f"start one with: {command}"
+        return f"{work['harness/queued']:.0f} rollouts wait, and no worker has been seen lately; {way_out}"
 
     async def aclose(self) -> None:
         await self.queue.aclose()

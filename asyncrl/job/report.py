@@ -221,6 +221,9 @@ class Reporter:
     def status(self, run: Components, waits: Mapping[str, float]) -> None:
         self._note_slots(run)
         now = self._now = self._counted(gauges(run))
+        missing = None if run.harnessing is None else run.harnessing.missing_workers()
+        if missing is not None:
+            self.log.warn_once("workers", missing)
         self._recorder.write_status(
             {
                 "state": "running",
