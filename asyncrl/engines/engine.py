@@ -29,15 +29,11 @@ from asyncrl.messages.engine_api import (
     PrepareRequest,
     ScoreRequest,
     ScoreResponse,
-    SleepRequest,
     TransferStats,
     WakeRequest,
 )
 from asyncrl.messages.records import Rollout, SamplingRequest, Trajectory
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
-
-_NEEDED = "a run needs its engine servers"
-_TWICE = "weights that the trainer sends are asked for twice, then the process is given up"
 
 
 class CallScope:
@@ -53,7 +49,6 @@ class CallScope:
         self.version = version
         self.is_given_up = False
         self._why_cut = ""
-        self._rule = _NEEDED
         self._limits: set[asyncio.Timeout] = set()
 
     @contextlib.asynccontextmanager
@@ -78,24 +73,22 @@ class CallScope:
     def check_whole(self) -> None:
         """Raise EngineLost if the process is cut."""
         if self._why_cut:
-            raise self.lost(self._why_cut, rule=self._rule) from None
+            raise self.lost(self._why_cut) from None
 
     def disconnect_nowait(self) -> None:
         """Idempotent."""
         self.is_given_up = True
         self.break_nowait("was given up")
 
-    def break_nowait(self, what: str, *, rule: str = _NEEDED) -> None:
+    def break_nowait(self, what: str) -> None:
         """Mark the process as broken; calls report it to the supervisor. Idempotent."""
-        if not self._why_cut:
-            self._why_cut = what
-            self._rule = rule
+        self._why_cut = self._why_cut or what
         while self._limits:
             self._limits.pop().reschedule(asyncio.get_running_loop().time())
 
-    def lost(self, what: str, *, rule: str = _NEEDED) -> EngineLost:
+    def lost(self, what: str) -> EngineLost:
         way_out = f"read {self.name}'s log for why, then start the run again."
-        return EngineLost(self.name, what, rule=rule, way_out=way_out, is_told=self.is_given_up)
+        return EngineLost(self.name, what, way_out=way_out, is_told=self.is_given_up)
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
         where = f"({self.caller.url})"
@@ -131,8 +124,8 @@ class EngineClient(Protocol):
       `on_interrupted` and continues if that returns true. Cancelling the call ends the request.
     - abort: end these requests (None: all) with their tokens; return the ids found.
     - prepare, load_chunk: load weights during serving, or a chunk into woken weights; return the digest.
-    - sleep, wake: interrupt requests and free these parts; allocate them again. Idempotent. Requests wait
-      until all parts are awake and a push is committed.
+    - sleep, wake: interrupt requests and free all memory; allocate these parts again. Idempotent. Requests
+      wait until all parts are awake and a push is committed.
 
     `broadcast_group`: for transport nccl.
     """
@@ -176,7 +169,7 @@ class EngineClient(Protocol):
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth: ...
     async def prepare(self, manifest: ExportResponse) -> str: ...
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse: ...
-    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats: ...
+    async def sleep(self) -> TransferStats: ...
     async def wake(self, parts: Sequence[EnginePart]) -> TransferStats: ...
     async def load_chunk(self, chunk: ExportChunkResponse) -> str: ...
 
@@ -253,8 +246,8 @@ class EngineServer(EngineClient):
         self._line.version = version
         return answer
 
-    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
-        return await self._post("/sleep", SleepRequest(parts=list(parts)), TransferStats)
+    async def sleep(self) -> TransferStats:
+        return await self._post("/sleep", None, TransferStats)
 
     async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
         return await self._post("/wake", WakeRequest(parts=list(parts)), TransferStats)
@@ -278,11 +271,11 @@ class EngineServer(EngineClient):
                 raise
             except EngineError as error:
                 if is_last:
-                    self._line.break_nowait(error.fault, rule=_TWICE)
-                    raise self._line.lost(error.fault, rule=error.rule or _TWICE) from error
+                    self._line.break_nowait(error.fault)
+                    raise self._line.lost(error.fault) from error
                 self._group.expect_nowait(self.name, manifest.version, 1)
 
-    async def _post(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
+    async def _post(self, path: str, body: BaseModel | None, answer: type[Answer]) -> Answer:
         async with self._line.calls():
             return await self._caller.post(path, body, answer, timeout_s=None)
 

@@ -30,7 +30,7 @@ from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 RESUME_LIMIT_S = 10.0
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
-_RULE = "once a load has begun, the weights belong to no version until they are loaded and checked"
+_RULE = "its weights belong to no version"
 
 
 class VllmServer(EngineClient):
@@ -98,17 +98,11 @@ class VllmServer(EngineClient):
             counts = await process.counts(timeout_s=timeout_s)
         num_waiting = sum(not segment.is_sent for segment in process.segments.values())
         return EngineHealth(
-            name=self.name,
-            kind="vllm",
             policy_version=process.version_of(label),
-            slots=self.needed.slots,
-            max_length=self.needed.max_length,
             num_running=int(counts["num_running"]),
             num_queued=int(counts["num_queued"]) + num_waiting,
             tokens_generated=int(counts["tokens_generated"]),
-            device=self.needed.device,
             decode_s=counts["decode_s"],
-            tokens_prefilled=int(counts["tokens_prompted"] - counts["tokens_cached"]),
             asleep=sorted(process.asleep),
         )
 
@@ -142,12 +136,8 @@ class VllmServer(EngineClient):
             return answer
         if load is None or (load.version, load.digest) != (version, digest):
             staged = "nothing" if load is None else f"policy_version {load.version} with digest {load.digest}"
-            raise EngineError(
-                self.name,
-                f"cannot serve policy_version {version} with digest {digest}: staged is {staged}",
-                rule="staged weights are committed, one version at a time",
-                way_out="prepare this version first.",
-            )
+            what = f"cannot serve policy_version {version} with digest {digest}: staged is {staged}"
+            raise EngineError(self.name, what, rule="staged weights are committed, one version at a time")
         with self._all_or_broken(process, version):
             async with process.calls():
                 if process.asleep:
@@ -158,29 +148,23 @@ class VllmServer(EngineClient):
                     await self._confirm(process, load)
         return answer
 
-    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
-        """Put parts to sleep. vLLM sleeps as a whole; other parts are woken again.
-
-        Weights are dropped (level 2): level 1 leaves a copy in pinned host memory that vLLM never frees
-        (vLLM #16663); it is used if only the KV cache sleeps. With `stays` vLLM pauses instead and clears
-        its prefix cache.
+    async def sleep(self) -> TransferStats:
+        """Sleep at level 2: level 1 leaves a copy of the weights in pinned host memory that vLLM never frees
+        (vLLM #16663). With `stays` vLLM pauses instead and clears its prefix cache.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         asleep_before = set(process.asleep)
-        process.asleep |= set(parts)
-        if "weights" in parts:
-            process.state = "asleep"
-            self._unchecked = None
+        process.asleep = {*_TAGS}
+        process.state = "asleep"
+        self._unchecked = None
         if process.asleep != asleep_before:
             async with process.calls():
                 if self.needed.stays:
                     await process.tell("/pause?mode=abort&clear_cache=true")
                 else:
-                    await self._wake(asleep_before)
-                    await process.tell(f"/sleep?level={2 if 'weights' in process.asleep else 1}&mode=abort")
+                    await self._wake(asleep_before)  # vLLM sleeps as a whole
+                    await process.tell("/sleep?level=2&mode=abort")
                 await process.end(process.sent)
-                if not self.needed.stays:
-                    await self._wake(_TAGS.keys() - process.asleep)
         return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
@@ -252,7 +236,7 @@ class VllmServer(EngineClient):
             except EngineError as error:
                 if is_last:
                     what = f"was paused and could not be resumed: {error.fault}"
-                    process.break_nowait(what, rule="a pause ends with its commit")
+                    process.break_nowait(what)
 
     async def _confirm(self, process: VllmProcess, load: Load) -> None:
         await check_canary(load, self.needed.canary_limit)
@@ -265,17 +249,16 @@ class VllmServer(EngineClient):
     @contextmanager
     def _all_or_broken(self, process: VllmProcess, version: int) -> Iterator[None]:
         """Break the process on an error or cancellation while its weights are unknown."""
-        failed = f"failed in a swap from policy_version {process.version} to {version}"
+        failed = f"failed in a swap from policy_version {process.version} to {version}: {_RULE}"
         try:
             yield
         except BaseException as error:
             if process is self._process:
                 self._leave_group_nowait()
             if process.state == "loading":
-                process.break_nowait(failed, rule=_RULE)
+                process.break_nowait(failed)
                 if isinstance(error, EngineError) and not isinstance(error, EngineLost | CanaryError):
-                    what = f"{failed}: {error.fault}"
-                    raise EngineLost(process.name, what, rule=_RULE, way_out=error.way_out) from error
+                    raise process.lost(f"{failed}: {error.fault}") from error
             raise
 
     async def _wake(self, parts: Iterable[EnginePart]) -> None:

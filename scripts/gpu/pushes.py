@@ -113,7 +113,7 @@ async def push_file(server: EngineClient, weights: LazyWeights, staging: Path, v
 async def push_chunks(server: EngineClient, weights: LazyWeights, cut: Chunks, version: int) -> Times:
     """Return the seconds of one push; the engine samples nothing from its sleep to its wake."""
     begun = time.perf_counter()
-    await server.sleep(BOTH)
+    await server.sleep()
     await server.wake(["weights"])
     awake = time.perf_counter()
     writing_s = 0.0

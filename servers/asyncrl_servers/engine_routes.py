@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
-import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -14,10 +11,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from aiohttp import WSMsgType, web
-from pydantic import BaseModel, Field, ValidationError
+from aiohttp import web
+from pydantic import BaseModel, Field
 
-from asyncrl.base.http import Refused, add_route, child_arguments, fail, make_app, secret_of, serve
+from asyncrl.base.http import Refused, add_route, child_arguments, make_app, secret_of, serve
 from asyncrl.base.message import SECRET_ENV, Message
 from asyncrl.messages import codec
 from asyncrl.messages.codec import Asked, Sampled
@@ -28,14 +25,11 @@ from asyncrl.messages.engine_api import (
     LoadChunkRequest,
     Loaded,
     PrepareRequest,
-    SleepRequest,
     TransferStats,
     WakeRequest,
 )
 from asyncrl_servers.weight_state import WeightState
 
-MAX_QUEUED = 1_000_000
-"""Maximum requests waiting for a slot; others get 503."""
 FRAME_ROWS = 256
 Act = Callable[..., Awaitable[BaseModel]]
 
@@ -51,13 +45,9 @@ Spec = TypeVar("Spec", bound=EngineSpec)
 
 
 def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
-    """Return the spec and the socket number; exit if the spec is invalid."""
+    """Return the spec and the socket number."""
     text, fd = child_arguments()
-    try:
-        return kind.model_validate_json(text), fd
-    except ValidationError as error:
-        rule = f"its fields are the fields of {kind.__name__}"
-        fail(f"the spec of this server is wrong: {error}", rule=rule)
+    return kind.model_validate_json(text), fd
 
 
 class Listener(Protocol):
@@ -87,20 +77,20 @@ class RunQueue(Generic[AnyRun]):
         self.interrupted: dict[AnyRun, None] = {}
         self._results: dict[Listener, list[Sampled]] = {}
 
-    @property
-    def num_queued(self) -> int:
-        return len(self.queued)
-
     def submit(self, runs: Iterable[AnyRun]) -> None:
         self.queued.update(dict.fromkeys(runs))
 
+    def put_first(self, runs: Sequence[AnyRun]) -> None:
+        for run in reversed(runs):
+            self.queued[run] = None
+            self.queued.move_to_end(run, last=False)
+
     def resume(self, runs: Sequence[AnyRun]) -> None:
         """Put interrupted runs before the queue."""
-        for run in reversed(runs):
-            if run in self.interrupted:
-                del self.interrupted[run]
-                self.queued[run] = None
-                self.queued.move_to_end(run, last=False)
+        found = [run for run in runs if run in self.interrupted]
+        for run in found:
+            del self.interrupted[run]
+        self.put_first(found)
 
     def report(self, run: AnyRun, sampled: Sampled) -> None:
         self._results.setdefault(run.listener, []).append(sampled)
@@ -120,15 +110,13 @@ class ServedEngine(Protocol):
 
     @property
     def weights(self) -> WeightState: ...
-    @property
-    def num_queued(self) -> int: ...
     def health(self) -> EngineHealth: ...
     def run(self, asked: Asked, listener: Listener) -> Any: ...
     def submit(self, runs: Sequence[Any]) -> None: ...
     def resume(self, runs: Sequence[Any]) -> None: ...
     def abort(self, runs: Sequence[Any]) -> None: ...
     def commit(self, request: CommitRequest) -> Future[CommitResponse]: ...
-    def sleep(self, request: SleepRequest) -> Future[TransferStats]: ...
+    def sleep(self) -> Future[TransferStats]: ...
     def wake(self, request: WakeRequest) -> Future[TransferStats]: ...
 
 
@@ -160,22 +148,15 @@ class ServedLink:
     """Server end of one link.
 
     Life: open -> closed by the client or with its process, which aborts open requests.
-    Waits: the reader sleeps until a frame comes; sending never blocks.
-    Invariant: frames leave whole, in sampling order.
+    Waits: the reader sleeps until a frame comes, the writer until the engine's thread reports results.
     """
 
-    def __init__(
-        self, engine: ServedEngine, link: web.WebSocketResponse, transport: asyncio.Transport
-    ) -> None:
+    def __init__(self, engine: ServedEngine, link: web.WebSocketResponse) -> None:
         self._engine = engine
         self._link = link
-        self._transport = transport
         self._loop = asyncio.get_running_loop()
         self._runs: dict[int, Run] = {}
-        self._sending = threading.Lock()
-        self._socket: socket.socket = transport.get_extra_info("socket").dup()
-        self._unsent: list[bytes] = []
-        self._is_behind = False
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
 
     def sampled(self, rows: Sequence[Sampled]) -> None:
         known = [row for row in rows if row.number in self._runs]
@@ -190,34 +171,23 @@ class ServedLink:
             self._send(codec.refused_frame(number, refusal.status, refusal.body))
 
     async def serve(self) -> None:
+        writer = asyncio.ensure_future(self._write())
         try:
             async for message in self._link:
                 self._take(codec.read_frame(message.data))
         finally:
+            writer.cancel()
             self._engine.abort(list(self._runs.values()))
             self._runs.clear()
-            with self._sending:
-                self._socket.close()
+
+    async def _write(self) -> None:
+        with suppress(ConnectionError):  # serve() ends too
+            while True:
+                await self._link.send_bytes(await self._frames.get())
 
     def _send(self, frame: bytes) -> None:
-        message = _message(frame)
-        with self._sending, suppress(RuntimeError):  # the loop is closed
-            if not self._is_behind:
-                num_sent = 0
-                with suppress(OSError):
-                    num_sent = self._socket.send(message)
-                message = message[num_sent:]
-                self._is_behind = bool(message)
-            if message:
-                self._unsent.append(message)
-                self._loop.call_soon_threadsafe(self._catch_up)
-
-    def _catch_up(self) -> None:
-        with self._sending:
-            # some Python versions' writelines() ignores a lost connection
-            self._transport.write(b"".join(self._unsent))
-            self._unsent.clear()
-            self._is_behind = self._transport.get_write_buffer_size() > 0
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._frames.put_nowait, frame)
 
     def _take(self, frame: codec.Frame) -> None:
         if frame.kind == "submit":
@@ -233,9 +203,6 @@ class ServedLink:
         runs = list[Run]()
         for one in asked:
             try:
-                if self._engine.num_queued + len(runs) >= MAX_QUEUED:
-                    way_out = "keep fewer rollouts in flight, or add engines."
-                    raise Refused(503, f"{MAX_QUEUED} requests are queued already", way_out=way_out)
                 run = self._engine.run(one, self)
             except Refused as refusal:
                 self._send(codec.refused_frame(one.number, refusal.status, refusal.body))
@@ -245,26 +212,14 @@ class ServedLink:
         self._engine.submit(runs)
 
 
-def _message(data: bytes) -> bytes:
-    """Return an unmasked, unfragmented binary WebSocket message (RFC 6455, section 5.2)."""
-    size, kind = len(data), 0x80 | WSMsgType.BINARY
-    if size < 126:
-        return struct.pack("!BB", kind, size) + data
-    if size < 2**16:
-        return struct.pack("!BBH", kind, 126, size) + data
-    return struct.pack("!BBQ", kind, 127, size) + data
-
-
 def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Application:
     """`more`: additional POST routes."""
     app = make_app(secret)
 
     async def link(request: web.Request) -> web.WebSocketResponse:
-        # a pong could split a frame, so pings are errors
-        opened = web.WebSocketResponse(max_msg_size=0, compress=False, autoping=False)
+        opened = web.WebSocketResponse(max_msg_size=0, compress=False)
         await opened.prepare(request)
-        if request.transport is not None:  # the client is still here
-            await ServedLink(engine, opened, request.transport).serve()
+        await ServedLink(engine, opened).serve()
         return opened
 
     async def health() -> EngineHealth:
@@ -279,8 +234,8 @@ def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Applicat
     async def commit(body: CommitRequest) -> CommitResponse:
         return await asyncio.wrap_future(engine.commit(body))
 
-    async def sleep(body: SleepRequest) -> TransferStats:
-        return await asyncio.wrap_future(engine.sleep(body))
+    async def sleep() -> TransferStats:
+        return await asyncio.wrap_future(engine.sleep())
 
     async def wake(body: WakeRequest) -> TransferStats:
         return await asyncio.wrap_future(engine.wake(body))

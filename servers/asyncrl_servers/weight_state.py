@@ -30,13 +30,9 @@ def check_arrived(place: str, arrived: Arrived, announced: PrepareRequest | Load
     digest = joint_digest(digests.values())
     expected = (announced.num_tensors, announced.num_bytes, announced.digest)
     if (len(digests), num_bytes, digest) != expected:
-        raise Refused(
-            409,
-            f"{place} holds {len(digests)} tensors of {num_bytes} bytes with digest {digest}, announced were "
-            f"{expected[0]} of {expected[1]} with digest {expected[2]} (policy_version {announced.version})",
-            rule="an engine serves a version only if it loaded the bytes that were sent",
-            way_out=RESEND,
-        )
+        what = f"{place} holds {len(digests)} tensors of {num_bytes} bytes with digest {digest}, announced "
+        what += f"were {expected[0]} of {expected[1]} with digest {expected[2]} (version {announced.version})"
+        raise Refused(409, what, way_out=RESEND)
     return digest
 
 
@@ -77,8 +73,7 @@ class ChunkedPush:
             self.clear()
         elif (request.version, request.index) != (self.version, self.num_chunks):
             what = f"chunk {request.index} of policy_version {request.version} came, loaded are "
-            what += f"{self.num_chunks} of version {self.version}"
-            raise Refused(409, what, rule="the chunks of one version come in order", way_out=PUSH_AGAIN)
+            raise Refused(409, f"{what}{self.num_chunks} of {self.version}", way_out=PUSH_AGAIN)
         try:
             arrived = read(request)
             digest = check_arrived(request.place, arrived, request)
@@ -97,12 +92,11 @@ class ChunkedPush:
         is_other = (self.version, loaded) != (version, digest)
         what = (
             f"commit of policy_version {version} with digest {digest}: loaded are {self.num_chunks} chunks "
-            f"of {self.version} with digest {loaded}, which lack {len(missing)} tensors {missing[:3]}"
         )
+        what += f"of {self.version} with digest {loaded}, which lack {len(missing)} tensors {missing[:3]}"
         self.clear()
         if missing or is_other:
-            rule = "an engine serves a version only if it loaded all chunks that were sent"
-            raise Refused(409, what, rule=rule, way_out=PUSH_AGAIN)
+            raise Refused(409, what, way_out=PUSH_AGAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +109,7 @@ def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
     """Raise Refused (409) for another version or digest."""
     if staged is None or (staged.request.version, staged.request.digest) != (version, digest):
         there = f"{staged.request.version} with digest {staged.request.digest}" if staged else "nothing"
-        what = f"policy_version {version} with digest {digest} cannot be loaded: staged is {there}"
-        raise Refused(409, what, rule="only prepared weights serve", way_out="prepare this version first.")
+        raise Refused(409, f"policy_version {version} with digest {digest} is not staged: that is {there}")
     return staged
 
 
@@ -159,12 +152,11 @@ class WeightState:
     def can_serve(self) -> bool:
         return self.has_content and not self._asleep
 
-    def set_asleep(self, part: EnginePart) -> None:
-        self._asleep.add(part)
-        if part == "weights":
-            self.has_content = False
-            self.staged = None
-            self.push.clear()
+    def set_asleep(self) -> None:
+        self._asleep = {"kv", "weights"}
+        self.has_content = False
+        self.staged = None
+        self.push.clear()
 
     def set_awake(self, part: EnginePart) -> None:
         self._asleep.discard(part)
@@ -188,9 +180,8 @@ class WeightState:
         """Load into weights without content. Raises Refused (400, 409) and drops all chunks."""
         with self.lock:
             if self.has_content or "weights" in self._asleep:
-                what = f"a chunk of policy_version {request.version} cannot be loaded here"
                 rule = "chunks are loaded into weights that have slept, and are awake"
-                raise Refused(409, what, rule=rule, way_out="use /prepare.")
+                raise Refused(409, f"a chunk of policy_version {request.version} came", rule=rule)
             digest = self.push.load(request, self.load)
         return Loaded(digest=digest)
 
@@ -201,8 +192,7 @@ class WeightState:
         is_same = version == self.version and self.digest in ({digest} if self.has_content else {"", digest})
         if version <= self.version and not is_same:
             what = f"policy_version {version} with digest {digest} cannot be committed over {self.version}"
-            rule = "versions only grow, and the serving one is accepted again only with its own digest"
-            raise Refused(409, what, rule=rule, way_out="commit a newer version.")
+            raise Refused(409, what, rule="versions only grow")
         if not self.has_content and self.push.version == version:
             self.push.take(version, digest, self.names)
             self.settle(version, digest)

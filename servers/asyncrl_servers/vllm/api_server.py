@@ -36,8 +36,6 @@ class BearerOnly:
         may_pass = bool(self.expected) and hmac.compare_digest(given, self.expected)
         if scope["type"] == "lifespan" or may_pass:
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
             rule = "internal servers answer only to the run that started them"
             body = ErrorBody(error="wrong or missing bearer token", rule=rule)
@@ -50,21 +48,11 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
         raise Refused(400, f"vLLM refuses its arguments: {message}", way_out=way_out)
 
 
-def parse_arguments(spec: VllmSpec) -> argparse.Namespace:
-    """Raises Refused."""
-    parser = make_arg_parser(_Parser())
-    args: argparse.Namespace = parser.parse_args(build_arguments(spec, is_cpu=is_cpu_build()))
-    try:
-        validate_parsed_serve_args(args)
-    except (TypeError, ValueError) as error:
-        parser.error(str(error))
-    return args
-
-
 def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
     """Serve until SIGTERM. Raises Refused if the engine cannot start or dies."""
     BearerOnly.expected = f"Bearer {secret}".encode()
-    args = parse_arguments(spec)
+    args = make_arg_parser(_Parser()).parse_args(build_arguments(spec, is_cpu=is_cpu_build()))
+    validate_parsed_serve_args(args)
     listener = socket.socket(fileno=fd)
     args.host, args.port = listener.getsockname()[:2]
     server_info._get_system_env_info_cached = dict  # saves 2 s of pip and gcc
