@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Answer, CallGarbled, CallLost
-from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_process import GENERATE, GRAMMARS, VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import GenerateResponse, Interrupt
@@ -283,16 +282,3 @@ async def lost(call: Coroutine[Any, Any, object]) -> EngineLost:
 
 def versions(answer: GenerateResponse | Completion) -> list[int]:
     return [span.version for span in answer.version_spans]
-
-
-def some(
-    tasks: asyncio.TaskGroup, pool: EnginePool, count: int, max_tokens: int
-) -> list[asyncio.Task[Completion]]:
-    asked = [SamplingRequest(f"{index}", PROMPT, max_tokens, 1.0, seed=index) for index in range(count)]
-    return [tasks.create_task(pool.generate(one)) for one in asked]
-
-
-def check_all(running: list[asyncio.Task[Completion]], max_tokens: int) -> None:
-    for task in running:
-        assert len(task.result().token_ids) == max_tokens
-        check_logprobs(task.result())

@@ -14,14 +14,12 @@ from fake_vllm import (
     MODES,
     SLOTS,
     FakeVllm,
-    check_all,
     check_logprobs,
     lost,
     publish,
     ready_server,
     request,
     server_over,
-    some,
     versions,
 )
 from rollout_cases import virtual
@@ -56,7 +54,8 @@ async def test_failed_canary_ends_the_commit_and_requests_move_on(interrupt: Int
     pool = EnginePool([server], slots=SLOTS, on_lost=on_lost)
     fake.wrong_loads = [2.0]
     async with asyncio.TaskGroup() as tasks:
-        running = some(tasks, pool, SLOTS, 100)
+        asked = [request(f"{number}", max_tokens=100) for number in range(SLOTS)]
+        running = [tasks.create_task(pool.generate(one)) for one in asked]
         await asyncio.sleep(5 * DECODE_S)
         says = "engine-0: does not compute with policy_version 1"
         with pytest.raises(EngineError, match=says) as caught:
@@ -68,7 +67,9 @@ async def test_failed_canary_ends_the_commit_and_requests_move_on(interrupt: Int
         assert (await lost(server.generate_segment(request()))).is_told
         await another_process(fake, server)
         pool.up_nowait("engine-0")
-    check_all(running, 100)
+    for task in running:
+        assert len(task.result().token_ids) == 100
+        check_logprobs(task.result())
 
 
 @pytest.mark.parametrize("interrupt", MODES)

@@ -16,22 +16,7 @@ from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.base.waits import waiting
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.link import LOGPROB_SLACK, Link, OnChunk, OnInterrupted, OpenRequest, SegmentCheck
-from asyncrl.messages.engine_api import (
-    CommitRequest,
-    CommitResponse,
-    EngineHealth,
-    EnginePart,
-    GenerateResponse,
-    GroupMember,
-    Interrupt,
-    LoadChunkRequest,
-    Loaded,
-    PrepareRequest,
-    ScoreRequest,
-    ScoreResponse,
-    TransferStats,
-    WakeRequest,
-)
+from asyncrl.messages import engine_api as api
 from asyncrl.messages.records import Rollout, SamplingRequest, Trajectory
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
@@ -164,13 +149,13 @@ class EngineClient(Protocol):
     def _begin_nowait(self) -> None: ...
     async def generate_segment(
         self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
-    ) -> GenerateResponse: ...
+    ) -> api.GenerateResponse: ...
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]: ...
-    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth: ...
+    async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth: ...
     async def prepare(self, manifest: ExportResponse) -> str: ...
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse: ...
-    async def sleep(self) -> TransferStats: ...
-    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats: ...
+    async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse: ...
+    async def sleep(self) -> api.TransferStats: ...
+    async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats: ...
     async def load_chunk(self, chunk: ExportChunkResponse) -> str: ...
 
 
@@ -198,7 +183,7 @@ class EngineServer(EngineClient):
 
     async def generate_segment(
         self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
-    ) -> GenerateResponse:
+    ) -> api.GenerateResponse:
         line = self._line
         check = SegmentCheck(self.name, request, oldest=line.version)
         # calls() would set up a timeout per request.
@@ -223,9 +208,9 @@ class EngineServer(EngineClient):
             await asyncio.wait([opened.done for opened in found], timeout=timeout_s)
         return [opened.request.request_id for opened in found]
 
-    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
+    async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth:
         async with self._line.calls():
-            return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
+            return await self._caller.get("/health", api.EngineHealth, timeout_s=timeout_s)
 
     async def prepare(self, manifest: ExportResponse) -> str:
         if self._group is not None and manifest.is_held:
@@ -233,36 +218,36 @@ class EngineServer(EngineClient):
             self._group.expect_nowait(self.name, manifest.version, 1)
             self._expected = manifest
             return manifest.digest  # the server compares it on arrival
-        request = PrepareRequest.model_validate(manifest, from_attributes=True)
-        return (await self._post("/prepare", request, Loaded)).digest
+        request = api.PrepareRequest.model_validate(manifest, from_attributes=True)
+        return (await self._post("/prepare", request, api.Loaded)).digest
 
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
+    async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse:
         expected, self._expected = self._expected, None
         if expected is not None:
             await self._receive(expected)
         self._offered_version = max(self._offered_version, version)
-        request = CommitRequest(version=version, digest=digest, interrupt=interrupt)
-        answer = await self._post("/commit", request, CommitResponse)
+        request = api.CommitRequest(version=version, digest=digest, interrupt=interrupt)
+        answer = await self._post("/commit", request, api.CommitResponse)
         self._line.version = version
         return answer
 
-    async def sleep(self) -> TransferStats:
-        return await self._post("/sleep", None, TransferStats)
+    async def sleep(self) -> api.TransferStats:
+        return await self._post("/sleep", None, api.TransferStats)
 
-    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
-        return await self._post("/wake", WakeRequest(parts=list(parts)), TransferStats)
+    async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats:
+        return await self._post("/wake", api.WakeRequest(parts=list(parts)), api.TransferStats)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
-        request = LoadChunkRequest.model_validate(chunk, from_attributes=True)
-        return (await self._post("/load_chunk", request, Loaded)).digest
+        request = api.LoadChunkRequest.model_validate(chunk, from_attributes=True)
+        return (await self._post("/load_chunk", request, api.Loaded)).digest
 
     async def _receive(self, manifest: ExportResponse) -> None:
         """Raises EngineLost after two failures, and WeightsLost if the trainer is lost."""
         assert self._group is not None, "weights are expected only from a broadcast"
         announced = manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
-        async def take(member: GroupMember) -> None:
-            await self._post("/prepare", PrepareRequest(path="", member=member, **announced), Loaded)
+        async def take(member: api.GroupMember) -> None:
+            await self._post("/prepare", api.PrepareRequest(path="", member=member, **announced), api.Loaded)
 
         for is_last in (False, True):
             try:
@@ -334,7 +319,7 @@ class Teacher:
     async def _judge(self, branch: Trajectory) -> Trajectory:
         (places,) = np.nonzero(branch.loss_mask)
         start, end = int(places[0]), int(places[-1]) + 1
-        request = ScoreRequest(
+        request = api.ScoreRequest(
             token_ids=branch.token_ids[:end].tolist(), start=start, temperature=self._temperature
         )
         found = np.array((await self._score(request)).logprobs, np.float32)
@@ -348,7 +333,7 @@ class Teacher:
         self._num_scored += len(places)
         return replace(branch, teacher_logprobs=logprobs)
 
-    async def _score(self, request: ScoreRequest) -> ScoreResponse:
+    async def _score(self, request: api.ScoreRequest) -> api.ScoreResponse:
         while True:
             with waiting("a teacher that is up", on="supervisor", who="rollouts"):
                 await self._up.wait()
@@ -356,7 +341,7 @@ class Teacher:
                 with waiting("teacher logprobs", on=self.name, who="rollouts"):
                     async with self._places, self._line.calls():
                         post = self._caller.post
-                        return await post("/score", request, ScoreResponse, timeout_s=self._timeout_s)
+                        return await post("/score", request, api.ScoreResponse, timeout_s=self._timeout_s)
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise

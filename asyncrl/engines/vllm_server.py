@@ -16,20 +16,12 @@ from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.vllm_process import Text, VllmProcess, VllmRequirements, make_ready
 from asyncrl.engines.vllm_sampling import Segment, check_request
 from asyncrl.engines.vllm_weights import CanaryError, ChunksLoad, Load, check_canary, load_of
-from asyncrl.messages.engine_api import (
-    CommitResponse,
-    EngineHealth,
-    EnginePart,
-    GenerateResponse,
-    Interrupt,
-    LoadChunkRequest,
-    TransferStats,
-)
+from asyncrl.messages import engine_api as api
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 RESUME_LIMIT_S = 10.0
-_TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
+_TAGS: dict[api.EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 _RULE = "its weights belong to no version"
 
 
@@ -61,7 +53,7 @@ class VllmServer(EngineClient):
         self._staged: Load | None = None
         self._unchecked: Load | None = None
 
-    async def ready(self, timeout_s: float) -> EngineHealth:
+    async def ready(self, timeout_s: float) -> api.EngineHealth:
         """Wait until the server is configured and warmed up. Raises ConfigError, EngineError, or
         EngineLost after `timeout_s`.
         """
@@ -71,7 +63,7 @@ class VllmServer(EngineClient):
 
     async def generate_segment(
         self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
-    ) -> GenerateResponse:
+    ) -> api.GenerateResponse:
         """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens."""
         check_request(self._process, request, self.needed)
         return await Segment(self._process, request, self.needed, on_chunk).sample()
@@ -90,14 +82,14 @@ class VllmServer(EngineClient):
             await process.end([segment for segment in segments if segment.is_sent])
         return [segment.request.request_id for segment in segments]
 
-    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
+    async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth:
         process = self._process
         async with process.calls():
             await process.get("/health", Text, timeout_s)
             label = await process.served_label(timeout_s)
             counts = await process.counts(timeout_s=timeout_s)
         num_waiting = sum(not segment.is_sent for segment in process.segments.values())
-        return EngineHealth(
+        return api.EngineHealth(
             policy_version=process.version_of(label),
             num_running=int(counts["num_running"]),
             num_queued=int(counts["num_queued"]) + num_waiting,
@@ -118,7 +110,7 @@ class VllmServer(EngineClient):
         process = self._process
         self._staged = None
         process.begin_load_nowait()
-        request = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
+        request = api.LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
             workers = await process.rpc("load_chunk", **request)
         if chunk.is_last:
@@ -126,11 +118,11 @@ class VllmServer(EngineClient):
             self._staged = ChunksLoad(process, ExportResponse(**whole, digest=chunk.whole_digest))
         return str(workers[0]["digest"])
 
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
+    async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse:
         """Return once the canary agrees, or a sleeping engine has the weights."""
         process, load = self._process, self._staged
         self._staged = None
-        answer = CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
+        answer = api.CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
         if (version, digest) == (process.version, process.digest) and process.state == "serving":
             self._leave_group_nowait()
             return answer
@@ -148,7 +140,7 @@ class VllmServer(EngineClient):
                     await self._confirm(process, load)
         return answer
 
-    async def sleep(self) -> TransferStats:
+    async def sleep(self) -> api.TransferStats:
         """Sleep at level 2: level 1 leaves a copy of the weights in pinned host memory that vLLM never frees
         (vLLM #16663). With `stays` vLLM pauses instead and clears its prefix cache.
         """
@@ -165,9 +157,9 @@ class VllmServer(EngineClient):
                     await self._wake(asleep_before)  # vLLM sleeps as a whole
                     await process.tell("/sleep?level=2&mode=abort")
                 await process.end(process.sent)
-        return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
+        return api.TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
-    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
+    async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats:
         process, started = self._process, asyncio.get_running_loop().time()
         if woken := process.asleep & set(parts):
             async with process.calls():
@@ -182,9 +174,9 @@ class VllmServer(EngineClient):
                         await self._confirm(process, load)
             process.asleep -= woken
             process.change_nowait()
-        return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
+        return api.TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
-    async def _swap(self, process: VllmProcess, load: Load, interrupt: Interrupt) -> CommitResponse:
+    async def _swap(self, process: VllmProcess, load: Load, interrupt: api.Interrupt) -> api.CommitResponse:
         clock = asyncio.get_running_loop().time
         keeps = interrupt in ("keep", "keep_kv")  # vLLM is about to ignore clear_cache here
         pause = {"mode": "keep" if keeps else interrupt, "clear_cache": str(not keeps).lower()}
@@ -213,7 +205,7 @@ class VllmServer(EngineClient):
                 process.confirm_nowait()
             if cancelled is not None:
                 raise cancelled
-        return CommitResponse(
+        return api.CommitResponse(
             version=load.version,
             digest=load.digest,
             pause_s=clock() - started,
@@ -261,7 +253,7 @@ class VllmServer(EngineClient):
                     raise process.lost(f"{failed}: {error.fault}") from error
             raise
 
-    async def _wake(self, parts: Iterable[EnginePart]) -> None:
+    async def _wake(self, parts: Iterable[api.EnginePart]) -> None:
         """After level 1 the weights are copied back."""
         if tags := sorted(_TAGS[part] for part in parts):
             await self._process.tell(f"/wake_up?{urlencode([('tags', tag) for tag in tags])}")

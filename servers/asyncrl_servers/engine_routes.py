@@ -17,17 +17,8 @@ from pydantic import BaseModel, Field
 from asyncrl.base.http import Refused, add_route, child_arguments, make_app, secret_of, serve
 from asyncrl.base.message import SECRET_ENV, Message
 from asyncrl.messages import codec
+from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked, Sampled
-from asyncrl.messages.engine_api import (
-    CommitRequest,
-    CommitResponse,
-    EngineHealth,
-    LoadChunkRequest,
-    Loaded,
-    PrepareRequest,
-    TransferStats,
-    WakeRequest,
-)
 from asyncrl_servers.weight_state import WeightState
 
 FRAME_ROWS = 256
@@ -110,14 +101,14 @@ class ServedEngine(Protocol):
 
     @property
     def weights(self) -> WeightState: ...
-    def health(self) -> EngineHealth: ...
+    def health(self) -> api.EngineHealth: ...
     def run(self, asked: Asked, listener: Listener) -> Any: ...
     def submit(self, runs: Sequence[Any]) -> None: ...
     def resume(self, runs: Sequence[Any]) -> None: ...
     def abort(self, runs: Sequence[Any]) -> None: ...
-    def commit(self, request: CommitRequest) -> Future[CommitResponse]: ...
-    def sleep(self) -> Future[TransferStats]: ...
-    def wake(self, request: WakeRequest) -> Future[TransferStats]: ...
+    def commit(self, request: api.CommitRequest) -> Future[api.CommitResponse]: ...
+    def sleep(self) -> Future[api.TransferStats]: ...
+    def wake(self, request: api.WakeRequest) -> Future[api.TransferStats]: ...
 
 
 def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray[np.int64]:
@@ -222,22 +213,22 @@ def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Applicat
         await ServedLink(engine, opened).serve()
         return opened
 
-    async def health() -> EngineHealth:
+    async def health() -> api.EngineHealth:
         return engine.health()
 
-    async def prepare(body: PrepareRequest) -> Loaded:
+    async def prepare(body: api.PrepareRequest) -> api.Loaded:
         return await asyncio.to_thread(engine.weights.prepare, body)
 
-    async def load_chunk(body: LoadChunkRequest) -> Loaded:
+    async def load_chunk(body: api.LoadChunkRequest) -> api.Loaded:
         return await asyncio.to_thread(engine.weights.load_chunk, body)
 
-    async def commit(body: CommitRequest) -> CommitResponse:
+    async def commit(body: api.CommitRequest) -> api.CommitResponse:
         return await asyncio.wrap_future(engine.commit(body))
 
-    async def sleep() -> TransferStats:
+    async def sleep() -> api.TransferStats:
         return await asyncio.wrap_future(engine.sleep())
 
-    async def wake(body: WakeRequest) -> TransferStats:
+    async def wake(body: api.WakeRequest) -> api.TransferStats:
         return await asyncio.wrap_future(engine.wake(body))
 
     app.router.add_get("/link", link)

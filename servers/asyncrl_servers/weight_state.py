@@ -8,14 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import (
-    CommitRequest,
-    CommitResponse,
-    EnginePart,
-    LoadChunkRequest,
-    Loaded,
-    PrepareRequest,
-)
+from asyncrl.messages import engine_api as api
 from asyncrl.weights.tensor_files import RESEND, joint_digest
 
 PUSH_AGAIN = "push this version again, from chunk 0."
@@ -24,7 +17,7 @@ Arrived = tuple[dict[str, bytes], int]
 Part = TypeVar("Part")
 
 
-def check_arrived(place: str, arrived: Arrived, announced: PrepareRequest | LoadChunkRequest) -> str:
+def check_arrived(place: str, arrived: Arrived, announced: api.PrepareRequest | api.LoadChunkRequest) -> str:
     """Return the digest. Raises Refused (409) on a mismatch."""
     digests, num_bytes = arrived
     digest = joint_digest(digests.values())
@@ -38,7 +31,7 @@ def check_arrived(place: str, arrived: Arrived, announced: PrepareRequest | Load
 
 def take_announced(
     received: Iterable[tuple[int, Part]],
-    announced: PrepareRequest,
+    announced: api.PrepareRequest,
     place: str,
     take: Callable[[Part], Arrived],
 ) -> dict[str, bytes]:
@@ -67,7 +60,7 @@ class ChunkedPush:
         self.num_chunks = 0
         self.digests: dict[str, bytes] = {}
 
-    def load(self, request: LoadChunkRequest, read: Callable[[LoadChunkRequest], Arrived]) -> str:
+    def load(self, request: api.LoadChunkRequest, read: Callable[[api.LoadChunkRequest], Arrived]) -> str:
         """Load a chunk with `read` and return its digest; an error ends the push. Raises Refused (409)."""
         if request.index == 0:
             self.clear()
@@ -101,7 +94,7 @@ class ChunkedPush:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    request: PrepareRequest
+    request: api.PrepareRequest
     tensors: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -128,16 +121,16 @@ class WeightState:
         self.lock = threading.Lock()
         self.push = ChunkedPush()
         self.staged: Staged | None = None
-        self.swapping: tuple[CommitRequest, Staged] | None = None
+        self.swapping: tuple[api.CommitRequest, Staged] | None = None
         self.has_content = True
         self._digest = ""
-        self._asleep: set[EnginePart] = set()
+        self._asleep: set[api.EnginePart] = set()
 
-    def read(self, request: PrepareRequest) -> Mapping[str, Any]:
+    def read(self, request: api.PrepareRequest) -> Mapping[str, Any]:
         """Return the verified tensors to stage. Raises Refused (400, 409)."""
         raise NotImplementedError
 
-    def load(self, request: LoadChunkRequest) -> Arrived:
+    def load(self, request: api.LoadChunkRequest) -> Arrived:
         raise NotImplementedError
 
     @property
@@ -145,7 +138,7 @@ class WeightState:
         return self._digest
 
     @property
-    def asleep(self) -> list[EnginePart]:
+    def asleep(self) -> list[api.EnginePart]:
         return sorted(self._asleep)
 
     @property
@@ -158,7 +151,7 @@ class WeightState:
         self.staged = None
         self.push.clear()
 
-    def set_awake(self, part: EnginePart) -> None:
+    def set_awake(self, part: api.EnginePart) -> None:
         self._asleep.discard(part)
 
     def settle(self, version: int, digest: str) -> None:
@@ -169,23 +162,23 @@ class WeightState:
         self.staged = None
         self.swapping = None
 
-    def prepare(self, request: PrepareRequest) -> Loaded:
+    def prepare(self, request: api.PrepareRequest) -> api.Loaded:
         """Stage during generation. Raises Refused (400, 409)."""
         with self.lock:
             self.staged = None
             self.staged = Staged(request, self.read(request))
-        return Loaded(digest=request.digest)
+        return api.Loaded(digest=request.digest)
 
-    def load_chunk(self, request: LoadChunkRequest) -> Loaded:
+    def load_chunk(self, request: api.LoadChunkRequest) -> api.Loaded:
         """Load into weights without content. Raises Refused (400, 409) and drops all chunks."""
         with self.lock:
             if self.has_content or "weights" in self._asleep:
                 rule = "chunks are loaded into weights that have slept, and are awake"
                 raise Refused(409, f"a chunk of policy_version {request.version} came", rule=rule)
             digest = self.push.load(request, self.load)
-        return Loaded(digest=digest)
+        return api.Loaded(digest=digest)
 
-    def begin_commit(self, request: CommitRequest) -> CommitResponse | None:
+    def begin_commit(self, request: api.CommitRequest) -> api.CommitResponse | None:
         """Return the answer if this version serves, else set `swapping`. Raises Refused (409)."""
         version, digest = request.version, request.digest
         # Compare the digest last: the initial digest takes long to compute.
@@ -199,4 +192,4 @@ class WeightState:
         elif not (is_same and self.has_content):
             self.swapping = request, the_staged(self.staged, version, digest)
             return None
-        return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
+        return api.CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)

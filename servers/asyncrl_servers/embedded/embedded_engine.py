@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused, fail
+from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked
-from asyncrl.messages.engine_api import (
-    CommitRequest,
-    CommitResponse,
-    EngineHealth,
-    ScoreRequest,
-    ScoreResponse,
-    TransferStats,
-    WakeRequest,
-)
 from asyncrl.weights.adapters import routers_of
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.loaded_weights import Weights
@@ -62,7 +54,7 @@ class Engine:
         self._scorer = scorer
         self._scheduler = Scheduler(spec, runner, weights)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._committed: Future[CommitResponse]
+        self._committed: Future[api.CommitResponse]
         self._streamed_s = self._decode_s = 0.0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine-loop", daemon=True)
@@ -77,9 +69,9 @@ class Engine:
         self._inbox.put(self._stop)
         self._thread.join()
 
-    def health(self) -> EngineHealth:
+    def health(self) -> api.EngineHealth:
         scheduler = self._scheduler
-        return EngineHealth(
+        return api.EngineHealth(
             policy_version=self.weights.version,
             num_running=len(scheduler.rows) + len(scheduler.interrupted),
             num_queued=len(scheduler.queued),
@@ -101,19 +93,19 @@ class Engine:
     def abort(self, runs: Iterable[Sequence]) -> None:
         self._inbox.put(partial(self._scheduler.abort, set(runs)))
 
-    def commit(self, request: CommitRequest) -> Future[CommitResponse]:
+    def commit(self, request: api.CommitRequest) -> Future[api.CommitResponse]:
         """Swap weights between decode steps. Raises Refused (409)."""
         return self._ask(partial(self._commit, request))
 
-    def sleep(self) -> Future[TransferStats]:
-        """Interrupt requests and free all memory. Raises Refused (409)."""
+    def sleep(self) -> Future[api.TransferStats]:
+        """Interrupt requests and free all memory."""
         return self._ask(lambda answer: answer.set_result(self._sleep()))
 
-    def wake(self, request: WakeRequest) -> Future[TransferStats]:
+    def wake(self, request: api.WakeRequest) -> Future[api.TransferStats]:
         """Allocate memory for these parts. Raises Refused (507)."""
         return self._ask(lambda answer: answer.set_result(self._wake(request)))
 
-    def score(self, request: ScoreRequest) -> Future[ScoreResponse]:
+    def score(self, request: api.ScoreRequest) -> Future[api.ScoreResponse]:
         """Needs a scorer. Raises Refused (400)."""
         assert self._scorer is not None
         return self._ask(partial(self._scorer.add, request))
@@ -169,7 +161,7 @@ class Engine:
         self._is_stopping = True
 
     @torch.inference_mode(False)  # other threads load chunks into these tensors
-    def _sleep(self) -> TransferStats:
+    def _sleep(self) -> api.TransferStats:
         started_s = time.perf_counter()
         self._scheduler.interrupt()
         if self.weights.swapping is not None:
@@ -182,10 +174,10 @@ class Engine:
             if self.runner.graphs is not None:
                 self.runner.graphs.drop()
             self.runner.loaded.give_back()
-        return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
+        return api.TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
     @torch.inference_mode(False)
-    def _wake(self, request: WakeRequest) -> TransferStats:
+    def _wake(self, request: api.WakeRequest) -> api.TransferStats:
         started_s = time.perf_counter()
         num_bytes = 0
         parts = set(request.parts) & set(self.weights.asleep)
@@ -200,9 +192,9 @@ class Engine:
         except RuntimeError as error:
             way_out = "lower rollout.slots, or use a smaller model."
             raise Refused(507, f"{' and '.join(parts)} cannot wake: {error}", way_out=way_out) from error
-        return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
+        return api.TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
-    def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> None:
+    def _commit(self, request: api.CommitRequest, answer: Future[api.CommitResponse]) -> None:
         served = self.weights.begin_commit(request)
         if served is not None:
             self._scheduler.rows.forget_kept()  # chunks were loaded while the cache was awake
@@ -221,7 +213,7 @@ class Engine:
         scheduler.hand_over()  # the client works during the swap
         self.weights.swap()
         scheduler.weights_changed(request.version, rereads=request.interrupt == "keep")
-        answer = CommitResponse(
+        answer = api.CommitResponse(
             version=request.version,
             digest=self.weights.digest,
             pause_s=time.perf_counter() - started_s,
