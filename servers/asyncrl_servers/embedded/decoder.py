@@ -21,7 +21,14 @@ from asyncrl.base.http import Refused, fail
 from asyncrl.messages.records import SamplingRequest, TopLogprobs
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.weights.ipc import limit_memory
-from asyncrl_servers.embedded.kv_attention import NAME, CacheShape, Pass, RoutedExperts
+from asyncrl_servers.embedded.kv_attention import (
+    NAME,
+    CacheShape,
+    Pass,
+    ProbePass,
+    RoutedExperts,
+    in_force,
+)
 from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -64,9 +71,8 @@ class LoadedModel:
         self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(24, spec.max_length))]
         self.reference_logits = self._own_logits()
         """The model's own logits for `probe_ids`."""
-        self.model.set_attn_implementation(NAME)
         self.routed = RoutedExperts(self.model) if spec.returns_routing else None
-        self.shape = CacheShape.of(self.model.config, 0 if self.routed is None else self.routed.num_routed)
+        self.shape = self._use_slots(spec)
         has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
         self.tokenizer: Any | None = (
             AutoTokenizer.from_pretrained(self.folder, local_files_only=True) if has_tokenizer else None
@@ -118,6 +124,23 @@ class LoadedModel:
     def _own_logits(self) -> Tensor:
         ids = torch.tensor([self.probe_ids], device=self.device)
         return cast(Tensor, self.model(input_ids=ids, use_cache=False).logits[0].float())
+
+    @torch.inference_mode()
+    def _use_slots(self, spec: EmbeddedSpec) -> CacheShape:
+        """Install our attention and return the cache's shape."""
+        self.model.set_attn_implementation(NAME)
+        probe = ProbePass()
+        ids = torch.arange(4, device=self.device)[:, None]
+        try:
+            with in_force(probe, spec.max_length):
+                self.model(input_ids=ids, position_ids=ids, use_cache=False)
+        except ValueError as error:
+            fail(
+                f"{spec.name}: {type(self.model).__name__} is not supported: {error}",
+                way_out="use a decoder-only model with plain causal attention, like Llama, Qwen3 or SmolLM2.",
+            )
+        num_routed = 0 if self.routed is None else self.routed.take().shape[1]
+        return CacheShape(self.model.config.num_hidden_layers, *probe.shape, num_routed)
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -173,7 +196,6 @@ class PlainDecoder:
             and config.hidden_act in ("silu", "swish")
             and rope.get("rope_type", "default") in STATIC_ROPE
             and rope.get("partial_rotary_factor", 1.0) == 1.0
-            and (getattr(config, "sliding_window", None) or max_length) >= max_length
         )
         return cls(model, max_length) if is_plain else None
 

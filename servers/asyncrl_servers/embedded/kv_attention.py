@@ -53,13 +53,6 @@ class CacheShape:
     head_dim: int
     num_routed: int = 0
 
-    @classmethod
-    def of(cls, config: Any, num_routed: int) -> CacheShape:
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(config.num_hidden_layers, kv_heads, head_dim, num_routed)
-
     def stretch_worth(self, device: torch.device) -> float:
         floats = STRETCH_FLOATS if device.type == "cpu" else CUDA_STRETCH_FLOATS
         return floats / (self.kv_heads * self.head_dim)
@@ -92,14 +85,12 @@ class SlotCache:
 
 
 class RoutedExperts:
-    """Router hooks. `num_routed`: experts per token."""
+    """Router hooks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._chosen: list[Tensor] = []
         """int64 [R, k] for each router."""
-        routers = routers_of(model)
-        self.num_routed = sum(int(router.top_k) for router in routers)
-        for router in routers:
+        for router in routers_of(model):
             router.register_forward_hook(lambda _, inputs, found: self._chosen.append(found[2]))
 
     def take(self) -> Tensor:
@@ -207,11 +198,22 @@ def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
     return mixed
 
 
+@dataclass(slots=True)
+class ProbePass:
+    """Pass that only records the keys' shape: (kv_heads, head_dim)."""
+
+    shape: tuple[int, int] = (0, 0)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.shape = key.shape[1], key.shape[2]
+        return torch.zeros_like(query)
+
+
 _local = threading.local()
 
 
 @contextmanager
-def in_force(pass_: Pass, max_length: int) -> Iterator[None]:
+def in_force(pass_: Pass | ProbePass, max_length: int) -> Iterator[None]:
     _local.pass_, _local.max_length = pass_, max_length
     try:
         yield

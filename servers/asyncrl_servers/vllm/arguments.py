@@ -58,7 +58,7 @@ def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int
     kv_heads = config.get("num_key_value_heads") or heads
     floats = 2 * config["num_hidden_layers"] * kv_heads * head_dim
     blocks = slots * -(-max_length // _BLOCK_TOKENS) + 1
-    return max(MIN_BYTES, blocks * _BLOCK_TOKENS * floats * (4 if dtype == "float32" else 2))
+    return max(MIN_BYTES, int(blocks * _BLOCK_TOKENS * floats * (4 if dtype == "float32" else 2)))
 
 
 OWN = frozenset(
