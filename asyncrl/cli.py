@@ -298,10 +298,9 @@ def work(
     python: Annotated[Text, Option(metavar="MODULE:FUNCTION", help="Agent: a function.")] = None,
     command: Annotated[Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program.")] = None,
     verifiers: Annotated[Text, Option(metavar="ID", help="Agent: a verifiers environment.")] = None,
-    key: Annotated[
-        Text, Option(help="The worker key (default: ASYNCRL_WORKER_KEY; arguments are public).")
+    key_file: Annotated[
+        File, Option(metavar="FILE", help="The run's gateway.json (default: the key in ASYNCRL_WORKER_KEY).")
     ] = None,
-    key_file: Annotated[File, Option(metavar="FILE", help="File with the key, or gateway.json.")] = None,
     slots: Annotated[int, typer.Option(help="Concurrent rollouts.")] = 8,
     name: Annotated[Text, Option(help="Name in messages (default: HOST/PID).")] = None,
     args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent.")] = None,
@@ -324,7 +323,6 @@ def work(
 
     code = run_worker(
         url,
-        key=key,
         key_file=key_file,
         harness={"python": python, "command": command, "verifiers": verifiers},
         slots=slots,

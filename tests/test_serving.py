@@ -120,7 +120,7 @@ def test_served_gateway_is_conformant(tmp_path: Path, serve: Serve) -> None:
     _, stderr = process.communicate(timeout=240)
     assert (process.returncode, stderr) == (0, "")
     (record,) = read_lines(file)
-    assert len(record["branches"]) > 10, "what was asked without anything before it is a branch"
+    assert len(record["branches"]) > 5, "what was asked without anything before it is a branch"
 
 
 def test_agent_of_the_config_is_recorded(tmp_path: Path, serve: Serve) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
-from asyncrl.agents.verifiers import taskset_loader
+from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError, TaskError, install_extra, may_lack_train
 from asyncrl.base.message import ErrorBody, fatal_line, find_fatal
@@ -130,7 +130,7 @@ def validate(config: RunConfig, *, reads_all: bool = False) -> Found:
 
 
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
-    load = taskset_loader(config.generator)
+    load = partial(load_taskset, config.generator.verifiers or "", config.generator.args)
     total = sum(config.shares.values())
     for name, settings in config.tasks.items():
         with may_lack_train(key_of("task", name), found.unchecked):
