@@ -63,15 +63,6 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
-def metaspace() -> Tokenizer:
-    """Pieces with a mark for the space before a word, and unknown characters."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL))
-    return tokenizer
-
-
 def save(tokenizer: Tokenizer, folder: Path, *, markers: tuple[str, ...] = ()) -> HFChatTokenizer:
     """Write it as a model folder has it, and open it. `markers` are added tokens that are not special, like
     Qwen's <tool_call>.

@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 
-from asyncrl.agents.endpoint.answers import Answer, GatewayTokenizer
+from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
@@ -32,6 +32,7 @@ from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.work import ChatTokenizer
 
 Value = TypeVar("Value")
 
@@ -61,7 +62,7 @@ class EngineRoute:
 
     sessions: Sessions
     engine: EnginePool
-    tokenizer: GatewayTokenizer
+    tokenizer: ChatTokenizer
     tool_format: ToolFormat
     rules: CallRules
     seed_of: SeedOf
@@ -117,7 +118,7 @@ class EngineRoute:
         if asked.has_one_call and tool_format.close is not None:
             stop += (tool_format.close,)
         rules = self.rules
-        room = rules.max_length - planned.num_prompt
+        room = rules.max_length - planned.whole.length
         spans = () if planned.parent is None else planned.parent.version_spans
         request_id = f"{session.rollout_id}/a{session.attempt}/c{planned.number}"
         prompt_ids = planned.prompt_ids
@@ -158,7 +159,7 @@ class EngineRoute:
             number=number,
             choices=choices,
             requests=requests,
-            num_prompt_tokens=planned.num_prompt,
+            num_prompt_tokens=planned.whole.length,
             is_streamed=asked.stream,
             is_trained=asked.temperature is None and asked.top_p is None,
             grammar=grammar,
@@ -234,7 +235,7 @@ class EngineRoute:
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
         ids = await self._encode(matched.text, asked)
-        num_before = 0 if matched.parent is None else matched.parent.num_path_ids
+        num_before = 0 if matched.parent is None else matched.parent.whole.length
         return matched, ids, num_before + len(ids)
 
     async def _encode(self, text: str, asked: AnyRequest) -> Sequence[int]:
@@ -262,7 +263,7 @@ def call_keys(
     take_number: Callable[[bytes], int], planned: PromptPlan, asked: AnyRequest, grammar: str
 ) -> tuple[list[int], tuple[bytes, int] | None]:
     """Return (seed keys, source). They never depend on time; equal concurrent calls may swap answers."""
-    digest = planned.prompt_hash.digest()
+    digest = planned.whole.state.digest()
     if shape := asked.shape() + grammar.encode():
         digest = blake2b(digest + shape, digest_size=16).digest()
     number = None if asked.seed is not None else (digest, take_number(digest))

@@ -203,7 +203,6 @@ class GatewaySession:
         """Forget an undelivered call; the next equal call reuses its seed."""
         if call.planned is None:
             return
-        self.capture.withdraw(call.planned)
         call.planned = None
         digest, number = call.number or (b"", 0)
         if digest in self._free_numbers:

@@ -321,7 +321,7 @@ class RolloutQueue:
             return Outcome(metrics=metrics)
         if self.outcomes == "returned":
             return returned
-        if returned.reward is not None or returned.turn_rewards or returned.branch_rewards:
+        if returned.reward is not None or returned.turn_rewards:
             rule = "with generator.outcomes=posted, only posted rewards count"
             return RolloutFailure(f"{item.item.rollout_id}: the harness returned a reward", rule=rule)
         return replace(posted, metrics=metrics)
