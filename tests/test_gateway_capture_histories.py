@@ -60,9 +60,9 @@ class History:
     """Completion id -> (prompt ids, delivered completion)."""
 
     def __post_init__(self) -> None:
-        self.renderer, self.counts = CharRenderer(self.habit), GatewayStats()
+        self.renderer = CharRenderer(self.habit)
         self.thinking = ("<", "|") if self.habit == "strips" else THINKING
-        self.capture = Capture(self.renderer, self.counts, self.thinking)
+        self.capture = Capture(self.renderer, GatewayStats(), self.thinking)
 
     def round(self, number: int, calls: list[Call]) -> None:
         """Plan all, then answer each; the answers are known to the calls of the next round."""
