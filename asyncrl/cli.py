@@ -69,13 +69,12 @@ def _root(version: Version = False) -> None:
 
 @app.command()
 def init(
-    kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent|tutorial", help="What to start from.")],
+    kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent", help="What to start from.")],
     folder: Annotated[Path, Option(help="Where to write (default: here).")] = Path(),
 ) -> None:
     """Write a config with its task and agent. Never overwrites files.
 
     quickstart: letters on a CPU in half a minute. gsm8k: Qwen3-0.6B on one GPU. agent: a model calls a tool.
-    tutorial: the tutorial's task and agent.
     """
     from asyncrl.templates import write_template
 

@@ -254,7 +254,7 @@ async def test_tool_loop_is_one_branch(is_kept: bool, streamed: bool) -> None:
         assert second.output_text == "Three."
         assert talk.is_one_branch_of(THINKS, DONE)
         assert second.usage.output_tokens == len(DONE.encode()) + 1
-        assert second.usage.output_tokens_details.reasoning_tokens == len(b"<think>\nDone.\n</think>")
+        assert 0 < second.usage.output_tokens_details.reasoning_tokens < second.usage.output_tokens
 
 
 @in_loop

@@ -307,8 +307,7 @@ async def test_last_posted_outcome_counts() -> None:
     assert len(key) > 20
     assert await desk.post({"reward": 0.25}, key) == (200, None)
     assert await desk.post({"reward": 0.5, "metrics": {"turns": 3}}, key) == (200, None)
-    parts = {"turn_rewards": {"a": 1}, "branch_rewards": {"a": 1}}
-    for wrong in ({"reward": math.nan}, {"rewrd": 1}, 1, parts, {"metrics": {"x" * 2**18: 1}}):
+    for wrong in ({"reward": math.nan}, {"rewrd": 1}, 1, {"metrics": {"x" * 2**18: 1}}):
         assert (await desk.post(wrong, key))[0] in (400, 413)
     assert await desk.post({"reward": 1}, "key-3") == (401, "invalid_api_key"), "it only samples"
     await desk.result(item.item_id)

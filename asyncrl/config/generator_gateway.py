@@ -127,8 +127,8 @@ class GatewayConfig(FrozenConfig):
     values. honour: sample as requested, but never train on the tokens (auto = honour under
     `asyncrl serve gateway`, use_config in a run)."""
     tool_format: str = "auto"
-    """Format of tool calls: a format of docs/gateway.md, response_template, none, or `module:function`:
-    parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto = from the chat template)."""
+    """Format of tool calls: a format of docs/gateway.md, none, or `module:function`:
+    parse(text) -> [(name, arguments), ...] or None (auto = from the chat template)."""
     thoughts: Literal["inline", "apart"] = "inline"
     """Thoughts in /v1/chat/completions: in `content` (inline) or in `reasoning_content` (apart)."""
     max_calls: int = Field(default=256, ge=1)

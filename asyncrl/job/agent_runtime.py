@@ -47,9 +47,7 @@ def model_name(config: RunConfig) -> str:
 
 def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialTokens:
     """Return end-of-turn tokens, and special tokens outside tool calls and thoughts."""
-    tool_format = find_tool_format(
-        config.gateway.tool_format, tokenizer.template, tokenizer.response_template
-    )
+    tool_format = find_tool_format(config.gateway.tool_format, tokenizer.template)
     vocabulary = tokenizer.vocabulary
     marks = {vocabulary.get(mark) for mark in (*tool_format.opens, *tool_format.thinking)}
     stray_ids = tokenizer.special_ids - tokenizer.end_ids - marks
@@ -101,7 +99,7 @@ def make_gateway(
     gateway = Gateway(
         engines,
         tokenizer,
-        find_tool_format(config.gateway.tool_format, tokenizer.template, tokenizer.response_template),
+        find_tool_format(config.gateway.tool_format, tokenizer.template),
         rules,
         config.gateway,
         seed_of=lambda prompt, sample, attempt, call: derive_seed(seed, prompt, sample, call, attempt),

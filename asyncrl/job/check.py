@@ -113,9 +113,9 @@ def validate(config: RunConfig, *, reads_all: bool = False) -> Found:
         tokenizer = _check_model(config, found)
     _check_prompts(config, found, tokenizer)
     if tokenizer is not None:
-        find_tool_format(config.gateway.tool_format, tokenizer.template, tokenizer.response_template)
+        find_tool_format(config.gateway.tool_format, tokenizer.template)
     elif ":" in config.gateway.tool_format:
-        find_tool_format(config.gateway.tool_format, "", None)
+        find_tool_format(config.gateway.tool_format, "")
     if config.teacher is not None:
         with may_lack_train("the teacher", found.unchecked):
             is_here = tokenizer is not None and find_teacher(config, tokenizer, find_on_disk) is not None

@@ -166,9 +166,12 @@ new_hash = partial(blake2b, digest_size=16)
 """Hash of a growing text or ids: copying the hash of a prefix continues it."""
 
 
-class ChatRenderer(Protocol):
-    @property
-    def end_ids(self) -> frozenset[int]: ...
+class ChatTokenizer(Protocol):
+    end_ids: frozenset[int]
+    text_ids: frozenset[int]
+    special_ids: frozenset[int]
+    byte_ids: frozenset[int]
+    """They decode only as a whole run."""
 
     def render(
         self,
@@ -189,7 +192,7 @@ class ChatRenderer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
-def answer_text(tokenizer: ChatRenderer, token_ids: Sequence[int], *, shows_special: bool) -> str:
+def answer_text(tokenizer: ChatTokenizer, token_ids: Sequence[int], *, shows_special: bool) -> str:
     """Return a sampled answer without its end-of-turn token. `shows_special`: with other special tokens."""
     is_ended = len(token_ids) > 0 and token_ids[-1] in tokenizer.end_ids
     said = token_ids[:-1] if is_ended else token_ids

@@ -198,7 +198,7 @@ def _head(call: GatewayCall) -> dict[str, Any]:
 
 
 def _usage(call: GatewayCall, num_output: int) -> dict[str, int]:
-    usage = {"input_tokens": call.planned.num_prompt, "output_tokens": num_output}
+    usage = {"input_tokens": call.planned.whole.length, "output_tokens": num_output}
     return usage | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 

@@ -85,7 +85,7 @@ Step = Literal["open", "delta", "close"]
 
 
 async def blocks(call: GatewayCall) -> AsyncIterator[tuple[Step, Kind, str]]:
-    """Yield the steps of a stream of one choice: a thought, a text, or an empty text without either."""
+    """Yield the steps of a stream: a thought, a text, or an empty text without either."""
     opened: Kind | None = None
     async for kind, text in call.pieces():
         if opened != kind:

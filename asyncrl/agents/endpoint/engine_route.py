@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 
-from asyncrl.agents.endpoint.answers import Answer, GatewayTokenizer
+from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
@@ -32,6 +32,7 @@ from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.work import ChatTokenizer
 
 Value = TypeVar("Value")
 
@@ -59,7 +60,7 @@ class EngineRoute:
 
     sessions: Sessions
     engine: EnginePool
-    tokenizer: GatewayTokenizer
+    tokenizer: ChatTokenizer
     tool_format: ToolFormat
     rules: CallRules
     seed_of: SeedOf
@@ -104,7 +105,7 @@ class EngineRoute:
             await self.checks.wait_checked(grammar, source)
         if session.user_key and session.opening is None:
             session.opening = asked.messages
-        digest = planned.prompt_hash.digest()
+        digest = planned.whole.state.digest()
         number = None if asked.seed is not None else session.take_number(digest)
         key = call_key(digest, f"seed {asked.seed}" if number is None else f"number {number}")
         tool_format = ToolFormat()
@@ -116,7 +117,6 @@ class EngineRoute:
         marks = self.tool_format.thinking
         thoughts = ReasoningSplitter(marks, is_open=opens_thought(prompt, marks)) if splits_thoughts else None
         answer = Answer(
-            0,
             self.tokenizer,
             tool_format,
             asked,
@@ -129,12 +129,11 @@ class EngineRoute:
         if asked.has_one_call and tool_format.close is not None:
             stop += (tool_format.close,)
         rules = self.rules
+        room = rules.max_length - planned.whole.length
         request = SamplingRequest(
             request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
             prompt_ids=planned.prompt_ids,
-            max_tokens=min(
-                asked.max_tokens or rules.max_tokens, rules.max_tokens, rules.max_length - planned.num_prompt
-            ),
+            max_tokens=min(asked.max_tokens or rules.max_tokens, rules.max_tokens, room),
             temperature=rules.temperature if asked.temperature is None else asked.temperature,
             top_p=1.0 if asked.top_p is None else asked.top_p,
             stop=stop,
@@ -183,7 +182,7 @@ class EngineRoute:
         finally:
             call.is_sampled = True
             call.news.set()
-        self.counts.prompt_tokens += call.planned.num_prompt
+        self.counts.prompt_tokens += call.planned.whole.length
         self.counts.completion_tokens += answer.num_tokens
 
     async def _planned(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> PromptPlan:
@@ -219,7 +218,7 @@ class EngineRoute:
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
         ids = await self._encode(matched.text, asked)
-        num_before = 0 if matched.parent is None else matched.parent.num_path_ids
+        num_before = 0 if matched.parent is None else matched.parent.whole.length
         return matched, ids, num_before + len(ids)
 
     async def _encode(self, text: str, asked: AnyRequest) -> Sequence[int]:

@@ -19,7 +19,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
-from asyncrl.agents.endpoint.answers import GatewayTokenizer
 from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES
 from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, models_body
@@ -33,6 +32,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
+from asyncrl.messages.work import ChatTokenizer
 
 MAX_BODY_BYTES = 2**22
 """Size of the largest call; a larger one gets 413."""
@@ -60,7 +60,7 @@ class Gateway:
     def __init__(
         self,
         engine: EnginePool,
-        tokenizer: GatewayTokenizer,
+        tokenizer: ChatTokenizer,
         tool_format: ToolFormat,
         rules: CallRules,
         config: GatewayConfig,

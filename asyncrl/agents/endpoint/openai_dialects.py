@@ -80,7 +80,7 @@ class ChatWriter(Writer):
         return {"id": call.name, "object": kind, "created": call.created_s, "model": call.model}
 
     def _usage(self, call: GatewayCall) -> dict[str, int]:
-        prompt = call.planned.num_prompt
+        prompt = call.planned.whole.length
         completion = call.answer.num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -217,11 +217,11 @@ class ResponseWriter(Writer):
         if answer.content or not (kinds or answer.tool_calls):
             kinds.append("text")
         usage = {
-            "input_tokens": call.planned.num_prompt,
+            "input_tokens": call.planned.whole.length,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": answer.num_tokens,
             "output_tokens_details": {"reasoning_tokens": answer.num_thought_tokens},
-            "total_tokens": call.planned.num_prompt + answer.num_tokens,
+            "total_tokens": call.planned.whole.length + answer.num_tokens,
         }
         output = [*(self._item(call, kind) for kind in kinds), *self._calls(call)]
         body = self._head(call) | {"status": "completed", "output": output, "usage": usage}

@@ -175,8 +175,7 @@ class GatewaySession:
         """Forget an undelivered call; the next equal call reuses its seed."""
         if call.is_delivered:
             return
-        self.capture.withdraw(call.planned)
-        self._numbers[call.planned.prompt_hash.digest()].discard(call.number)
+        self._numbers[call.planned.whole.state.digest()].discard(call.number)
 
     def deliver_nowait(self, call: GatewayCall, continues: Kept | None) -> None:
         """Record an answer just before it is written. Raises ApiError if the session ended."""
