@@ -50,21 +50,11 @@ ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. co
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
 
 
-def _print_version(is_wanted: bool) -> None:
-    if is_wanted:
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
         typer.echo(f"asyncrl {__version__}")
         raise typer.Exit
-
-
-Version = Annotated[
-    bool,
-    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-]
-
-
-@app.callback()
-def _root(version: Version = False) -> None:
-    pass
 
 
 @app.command()
@@ -104,11 +94,9 @@ def run(
     loaded = load_config(config, overrides or [])
     with serving():  # imports for children run in parallel
         from asyncrl.job.loop import run_job
-        from asyncrl.job.resume import as_resume_mode
 
-        mode = as_resume_mode(resume)
         code = run_job(
-            loaded, run_dir, name=name_of_config(config), resume=mode, allow_change=allow_change or []
+            loaded, run_dir, name=name_of_config(config), resume=resume, allow_change=allow_change or []
         )
     _exit(code)
 
@@ -262,8 +250,6 @@ def export(
         str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
     ] = "last",
     adapter: Annotated[bool, Option("--adapter", help="LoRA: only the adapters, not merged.")] = False,
-    base: Annotated[Text, Option(metavar="NAME", help="Hub id of the base model.")] = None,
-    dtype: Annotated[Text, Option(help="float32, bfloat16 or float16 (default: as trained).")] = None,
 ) -> None:
     """Export weights as a Hugging Face folder with a model card, for transformers, vLLM and peft.
 
@@ -275,7 +261,7 @@ def export(
     if len(paths) > 2:
         raise typer.BadParameter(f"export takes RUN_DIR and OUT, not {len(paths)} paths")
     run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
-    export_run(run_dir, out, step=step, adapter=adapter, base=base, dtype=dtype, tell=typer.echo)
+    export_run(run_dir, out, step=step, adapter=adapter, tell=typer.echo)
 
 
 @app.command()
@@ -380,25 +366,15 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
     _exit(code)
 
 
-def _leave_trackers(exit_code: int) -> None:
-    """Exit immediately if a tracker is stuck; its client would wait for its server."""
-    trackers = sys.modules.get("asyncrl.observe.trackers")
-    if trackers is not None and trackers.LEFT:
-        _exit_at_once(exit_code)
-
-
 def _exit(exit_code: int) -> None:
-    if exit_code > 128:  # a library's download thread would delay the exit
-        _exit_at_once(exit_code)
-    _leave_trackers(exit_code)
-    raise typer.Exit(exit_code)
-
-
-def _exit_at_once(exit_code: int) -> None:
-    for file in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            file.flush()
-    os._exit(exit_code)
+    """Exit, immediately if a library's thread would delay it: of a download, or of a stuck tracker."""
+    trackers = sys.modules.get("asyncrl.observe.trackers")
+    if exit_code > 128 or (trackers is not None and trackers.LEFT):
+        for file in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                file.flush()
+        os._exit(exit_code)
+    raise SystemExit(exit_code)
 
 
 def main() -> None:
@@ -412,8 +388,7 @@ def main() -> None:
             raise without_train(module) from None
     except AsyncrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        _leave_trackers(error.exit_code)
-        raise SystemExit(error.exit_code) from None
+        _exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from asyncrl.base.errors import ConfigError
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
-from asyncrl.job import loop, resume
+from asyncrl.job import loop
 from asyncrl.job.resume import ResumePoint, find_resume
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
@@ -79,7 +79,7 @@ def test_run_directory_is_resumed_or_refused(run_dir: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="contains a run already"):
         find_resume(run_dir, config, "never")
     with pytest.raises(ConfigError, match="--resume always is not known; it is auto, never or must"):
-        resume.as_resume_mode("always")
+        find_resume(run_dir, config, "always")
     (new / "adapter").mkdir(parents=True)
     with pytest.raises(ConfigError, match="adapter, which a new run would replace"):
         find_resume(new, config, "auto")

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from asyncrl.job.build import Components
 
 logger = logging.getLogger("asyncrl.job.resume")
-
-ResumeMode = Literal["auto", "never", "must"]
 
 FREE_KEYS = {
     *"""
@@ -76,12 +74,6 @@ class ResumePoint:
         return 0 if self.checkpoint is None else self.checkpoint.version
 
 
-def as_resume_mode(text: str) -> ResumeMode:
-    if text not in get_args(ResumeMode):
-        raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
-    return cast(ResumeMode, text)
-
-
 def settle_saved(folder: Path) -> bool:
     """Restore or remove unfinished weight folders. Return True if the directory is a run's."""
     is_ours = (folder / "run.id").exists()
@@ -91,11 +83,13 @@ def settle_saved(folder: Path) -> bool:
 
 
 def find_resume(
-    run_dir: Path, config: RunConfig, mode: ResumeMode, allow_change: Collection[str] = ()
+    run_dir: Path, config: RunConfig, mode: str, allow_change: Collection[str] = ()
 ) -> ResumePoint | None:
     """Return the point to resume from, if any. Blocks. Raises ConfigError if mode or changed keys forbid it,
     CheckpointError for an unreadable checkpoint.
     """
+    if mode not in ("auto", "never", "must"):
+        raise ConfigError(f"--resume {mode} is not known", rule="it is auto, never or must")
     saved = run_dir / "config.yaml"
     if not has_begun(run_dir):
         if mode == "must":

@@ -15,7 +15,7 @@ from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.lifecycle import RunLog, run_again
 from asyncrl.launch.supervise import NO_LOSS, summary_of
-from asyncrl.observe.run_dir import judge_state, read_config, read_status
+from asyncrl.observe.run_dir import read_config
 from asyncrl.rollouts.producers import Spawn
 
 WANTED_FILE = "wanted.json"
@@ -27,8 +27,7 @@ KEY = "engines"
 class EngineScale:
     """Keep the first `wanted` engines working, and park the others.
 
-    Invariant: an engine that is up is parked only while `wanted` others are up, the highest number first. A
-        new engine that never comes up ends no run.
+    Invariant: a new engine that never comes up ends no run.
 
     `on_change` gets the number of engines that work.
     """
@@ -72,7 +71,9 @@ class EngineScale:
                 self.log.info(f"scaling from {self.wanted} to {wanted} engines")
                 self.wanted = wanted
             self.watch_nowait()
-            while (engine := self._next_to_park()) is not None:
+            for engine in reversed(self.engines[wanted:]):
+                if engine.state == "parked":
+                    continue
                 if (task := self._watching.pop(engine.name, None)) is not None:
                     task.cancel()
                     await asyncio.wait({task})
@@ -94,14 +95,6 @@ class EngineScale:
                 self.wanted = num
             await engine.park()
             self._watching.pop(engine.name, None)
-
-    def _next_to_park(self) -> EngineSupervisor | None:
-        up = [engine for engine in self.engines if engine.is_up]
-        for engine in reversed(self.engines[self.wanted :]):
-            may_leave = not engine.is_up or (engine is up[-1] and len(up) > self.wanted)
-            if engine.state != "parked" and may_leave:
-                return engine
-        return None
 
     def _count(self) -> None:
         num = list(self.states.values()).count("")
@@ -136,9 +129,5 @@ def scale_run(run_dir: Path, asked: str) -> str:
             rule="memory is planned for this range",
             way_out=f"choose a number in it; or stop the run, and resume it with another range: `{again}`.",
         )
-    state, why = judge_state(read_status(run_dir, []), run_dir)
-    if state not in ("starting", "running", "unknown"):
-        way_out = f"start it with `{run_again(run_dir)}`, then scale it."
-        raise ConfigError(f"no run is active in {run_dir}: {state} {why}".rstrip(), way_out=way_out)
     write_wanted(run_dir, num)
     return f"asked for {num} engines; `asyncrl status {run_dir}` shows their progress"
