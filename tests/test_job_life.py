@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import logging
 import os
 import resource
 import signal
@@ -22,7 +21,7 @@ from journal_cases import RUN_ID, admit, with_journal
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
-from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to
+from asyncrl.job.lifecycle import Lifecycle, locked_run_dir
 from asyncrl.job.loop import Job, run_job
 from asyncrl.job.report import Reporter
 from asyncrl.job.resume import ResumePoint
@@ -112,40 +111,16 @@ def test_failed_or_refused_start_restores_earlier_weights(
     assert [*run_dir.glob(".final*"), *run_dir.glob(".adapter*"), *run_dir.glob(".model*")] == []
 
 
-@pytest.mark.parametrize(
-    ("before", "holds", "wanted", "then"),
-    [
-        (None, "", 0o750, 0o750),
-        (0o2755, "run.lock", 0o700, 0o2700),
-        (0o755, "thesis.txt", 0o700, 0o755),
-    ],
-)
-def test_run_directory_gets_the_mode_of_its_config(
-    before: int | None, holds: str, wanted: int, then: int, tmp_path: Path
-) -> None:
-    folder = tmp_path / "runs" / "new"
-    if before is not None:
-        folder.mkdir(parents=True)
-        folder.chmod(before)
-        (folder / holds).touch()
-    with locked_run_dir(folder, wanted):
+@pytest.mark.parametrize(("holds", "then"), [("", 0o750), ("thesis.txt", 0o755)])
+def test_empty_run_directory_gets_the_mode_of_its_config(holds: str, then: int, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / holds).touch()
+    with locked_run_dir(folder, 0o750):
         pass
     assert (stat.S_IMODE(folder.stat().st_mode), (folder / "logs").is_dir()) == (then, True)
     assert ObserveConfig().dir_mode == 0o700
-
-
-def test_a_secret_is_printed_and_never_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run" / "logs").mkdir(parents=True)
-    monkeypatch.setattr(logging.getLogger("asyncrl"), "propagate", True)  # logging_to turns it off
-    with logging_to(tmp_path / "run"):
-        RunLog().info("ready")
-        RunLog().print_secret("export OPENAI_API_KEY=abc")
-    assert capsys.readouterr().out == "ready\nexport OPENAI_API_KEY=abc\n"
-    log = (tmp_path / "run" / "logs" / "controller.log").read_text()
-    assert "ready" in log
-    assert "abc" not in log
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

@@ -65,6 +65,7 @@ model.chat_template=refuses.jinja generator.command=[/bin/true] -> cannot render
 generator.command=[/bin/true] generator.pass_env=[NOT_SET_HERE] -> generator.pass_env names NOT_SET_HERE
 task.python=exits_here:f -> task.python=exits_here:f cannot be loaded: SystemExit: 0
 task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
+observe.trackers=[no_such:Mine] -> No module named 'no_such'
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'
 """

@@ -171,13 +171,3 @@ def test_settings_of_the_computation_may_not_change(
     with pytest.raises(ConfigError, match=f"{section}.{next(iter(keys))}: "):
         find_resume(run_dir, config, "auto")
     found(run_dir, config, "auto", section)
-
-
-def test_model_path_may_change_with_a_pin(tmp_path: Path) -> None:
-    models = ({"path": f"some/{name}", "scratch": None} for name in ("before", "now"))
-    before, now = (make_config(tmp_path, model=model) for model in models)
-    run_dir = killed_run(tmp_path / "run", before)
-    with pytest.raises(ConfigError, match="model.path"):
-        find_resume(run_dir, now, "auto")
-    (run_dir / "model.json").write_text("{}")
-    found(run_dir, now)

@@ -11,7 +11,6 @@ import resource
 import secrets
 import shlex
 import signal
-import stat
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -100,8 +99,7 @@ class Lifecycle:
     """Their deaths replace the failed calls that they cause."""
 
     def __post_init__(self) -> None:
-        if self.config.launcher != "local":  # other nodes have another working directory
-            self.run_dir = self.run_dir.absolute()
+        self.run_dir = self.run_dir.absolute()  # other nodes have another working directory
         self.stack = AsyncExitStack()
         self.stop = asyncio.Event()
         self.can_stop = False
@@ -239,14 +237,12 @@ def new_run_dir(name: str) -> Path:
 
 @contextlib.contextmanager
 def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
-    """Make and lock the directory. A directory with foreign files keeps its permissions; the caller refuses
-    it.
-    """
+    """Make and lock the directory. One with files keeps its permissions."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (folder / "run.lock").exists() or not any(folder.iterdir()):
+        if not any(folder.iterdir()):
             with contextlib.suppress(PermissionError):  # a mounted volume of another user
-                folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o777 | mode)
+                folder.chmod(mode)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         what = f"cannot write to {folder}: {error.strerror}"

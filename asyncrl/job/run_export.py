@@ -16,7 +16,7 @@ from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_whole
 from asyncrl.observe.run_dir import SUMMARY_FILE, read_config, read_evaluations, read_metrics, read_object
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import write_reward_plot
-from asyncrl.trainer.model_folder import ModelPin, find_model, hub_source
+from asyncrl.trainer.model_folder import ModelPin, find_model
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FINAL = "final"
@@ -42,30 +42,19 @@ def export_run(
             rule="an export changes no other file",
             way_out="choose another folder, or remove this one.",
         )
-    base, commit = _initial_model(config, run_dir)
+    folder = Path(config.model.path or run_dir / "model").expanduser()
+    base = str(folder.resolve()) if folder.is_dir() else str(config.model.path)
     version, folder = find_weights(run_dir, config, step, has_final=not adapter)
     with whole_folder(out) as unfinished:
         tell(f"exporting {folder}")
         if folder.name == FINAL:
             shutil.copytree(folder, unfinished)
         else:
-            _load(run_dir, config, folder / TRAINER, unfinished, (base, commit) if adapter else None, tell)
+            _load(run_dir, config, folder / TRAINER, unfinished, base if adapter else None, tell)
         _write_card(run_dir, config, version, base, unfinished, adapter=adapter)
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
     kind = "adapter" if adapter else "model"
     tell(f"{kind} of policy_version {version}, {num_bytes / 1e6:,.1f} MB: {out}")
-
-
-def _initial_model(config: RunConfig, run_dir: Path) -> tuple[str, str | None]:
-    """Return the hub id with its commit, or the folder."""
-    path = config.model.path
-    if path is None:
-        return str((run_dir / "model").resolve()), None
-    folder = Path(path).expanduser()
-    if (cached := hub_source(folder)) is not None:
-        return cached
-    commit = ModelPin(run_dir, config.model.source).revision
-    return (str(folder.resolve()), None) if commit is None else (path, commit)
 
 
 def find_weights(run_dir: Path, config: RunConfig, step: str, *, has_final: bool = True) -> tuple[int, Path]:
@@ -109,10 +98,10 @@ def _load(
     config: RunConfig,
     state: Path,
     out: Path,
-    adapter_of: tuple[str, str | None] | None,
+    adapter_of: str | None,
     tell: Callable[[str], None],
 ) -> None:
-    """Write a model, or the adapters of a base model (name, commit)."""
+    """Write a model, or the adapters of the base model of this name."""
     from asyncrl.trainer.state import read_state, save_model, save_peft
 
     model = config.model
@@ -130,7 +119,7 @@ def _load(
         if adapter_of is None:
             save_model(state, folder, out, tell, dtype=model.dtype, chat_template=template)
         else:
-            save_peft(state, folder, out, *adapter_of, dtype=model.dtype, chat_template=template)
+            save_peft(state, folder, out, adapter_of, pin.revision, dtype=model.dtype, chat_template=template)
     except ConfigError as error:
         error.way_out = "restore the files of the base model; an export uses the model that was trained."
         raise

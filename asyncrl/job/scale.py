@@ -43,7 +43,6 @@ class EngineScale:
 
     def __post_init__(self) -> None:
         self.is_fixed = self.range.min == self.range.max
-        self._num_working = self.wanted
         self._watching = dict[str, asyncio.Task[None]]()
         for engine in self.engines[self.wanted :]:
             engine.park_nowait()
@@ -51,6 +50,10 @@ class EngineScale:
     @property
     def states(self) -> dict[str, str]:
         return {engine.name: engine.state for engine in self.engines}
+
+    @property
+    def num_working(self) -> int:
+        return list(self.states.values()).count("")
 
     def gauges(self) -> dict[str, float]:
         return {} if self.is_fixed else {"engine/up": sum(engine.is_up for engine in self.engines)}
@@ -78,9 +81,9 @@ class EngineScale:
                     task.cancel()
                     await asyncio.wait({task})
                 engine.state = "leaving"
-                self._count()
+                self.on_change(self.num_working)
                 await engine.park()
-            self._count()
+            self.on_change(self.num_working)
 
     async def _watch(self, engine: EngineSupervisor) -> None:
         try:
@@ -95,12 +98,6 @@ class EngineScale:
                 self.wanted = num
             await engine.park()
             self._watching.pop(engine.name, None)
-
-    def _count(self) -> None:
-        num = list(self.states.values()).count("")
-        if num != self._num_working:
-            self._num_working = num
-            self.on_change(num)
 
 
 def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:
