@@ -47,6 +47,8 @@ app = typer.Typer(
 serve_app = typer.Typer(help="A gateway, to try an agent, or an engine.", no_args_is_help=True)
 app.add_typer(serve_app, name="serve")
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
+DEVICES_HELP = """Plan for other CUDA devices: 8xH200-141GB, 2x80GB, cpu; 2x8xH200-141GB: two nodes.
+GB is 10^9 bytes, GiB 2^30. Needs --cores and --memory."""
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
 
 
@@ -78,9 +80,7 @@ def run(
     config: ConfigPath,
     overrides: Overrides = None,
     run_dir: Annotated[File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")] = None,
-    resume: Annotated[
-        str, typer.Option(help="auto: resume a run in --run-dir; never: refuse it; must: refuse a new run.")
-    ] = "auto",
+    resume: Annotated[str, typer.Option(help="never: refuse a run in --run-dir; must: a new one.")] = "auto",
     allow_change: Annotated[Texts, Option(help="Key or section that may change in a resumed run.")] = None,
 ) -> None:
     """Train. Start with trainer.num_groups, buffer.max_staleness and placement; `asyncrl keys` describes all
@@ -105,18 +105,9 @@ def run(
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
-    devices: Annotated[
-        str | None,
-        Option(
-            metavar="NxNAME-SIZE",
-            help="Plan for other CUDA devices: 8xH200-141GB, 2x80GB, cpu; 2x8xH200-141GB: two nodes. GB is "
-            "10^9 bytes, GiB 2^30. Needs --cores and --memory.",
-        ),
-    ] = None,
+    devices: Annotated[Text, Option(metavar="NxNAME-SIZE", help=DEVICES_HELP)] = None,
     cores: Annotated[int | None, Option(metavar="N", help="Cores of each node.")] = None,
-    memory: Annotated[
-        str | None, Option(metavar="SIZE", help="Host memory of each node: 512GB, 2TB.")
-    ] = None,
+    memory: Annotated[Text, Option(metavar="SIZE", help="Host memory of each node: 512GB, 2TB.")] = None,
 ) -> None:
     """Validate a config without loading weights, and print processes, devices, threads and memory by node."""
     from asyncrl.job.check import check_lines
@@ -158,15 +149,13 @@ def _or_newest(run_dir: Path | None) -> Path:
 
 @app.command()
 def runs(
-    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="Folder of runs (default: runs).")] = Path(
-        "runs"
-    ),
+    folder: Annotated[File, Argument(metavar="[FOLDER]", help="Folder of runs (default: runs).")] = None,
     as_json: Json = False,
 ) -> None:
     """List runs, newest first: state, steps, reward, and time of the last write."""
     from asyncrl.observe.show import render_runs
 
-    typer.echo(render_runs(folder, as_json=as_json))
+    typer.echo(render_runs(folder or Path("runs"), as_json=as_json))
 
 
 @app.command()
@@ -189,12 +178,8 @@ def inspect(
     as_json: Json = False,
     step: Annotated[int | None, Option(help="Only the batch of this step.")] = None,
     group: Annotated[int | None, Option(help="History of this group, with its conversation.")] = None,
-    samples: Annotated[
-        bool, typer.Option("--samples", help="Rollouts as text: the newest, or of --step.")
-    ] = False,
-    best: Annotated[
-        bool, typer.Option("--best", help="Samples with the best reward of their batch.")
-    ] = False,
+    samples: Annotated[bool, Option("--samples", help="Rollouts as text: the newest, or of --step.")] = False,
+    best: Annotated[bool, Option("--best", help="Samples with the best reward of their batch.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Samples with the worst reward.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
 ) -> None:
@@ -246,9 +231,7 @@ def export(
         list[Path],
         Argument(metavar="[RUN_DIR] OUT", help="Run (default: the newest in runs/), and new folder."),
     ],
-    step: Annotated[
-        str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
-    ] = "last",
+    step: Annotated[str, typer.Option(metavar="N|best|last", help="best: by eval/reward_mean.")] = "last",
     adapter: Annotated[bool, Option("--adapter", help="LoRA: only the adapters, not merged.")] = False,
 ) -> None:
     """Export weights as a Hugging Face folder with a model card, for transformers, vLLM and peft.
@@ -331,9 +314,7 @@ def serve_gateway(
     config: ConfigPath,
     overrides: Overrides = None,
     record: Annotated[File, Option(metavar="FILE", help="Append rollouts as JSON lines.")] = None,
-    rollouts: Annotated[
-        int | None, Option(metavar="N", min=1, help="Run N rollouts, print the model's text, and end.")
-    ] = None,
+    rollouts: Annotated[int | None, Option(metavar="N", min=1, help="Run N rollouts, and end.")] = None,
     run_dir: ServeDir = None,
 ) -> None:
     """Serve engines and a gateway without training, until Ctrl-C.

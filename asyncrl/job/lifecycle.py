@@ -144,6 +144,7 @@ class Lifecycle:
             self.closes("launcher", self.launcher.aclose)
             try:
                 async with asyncio.TaskGroup() as self._group:
+                    self.spawn(self._wait_broken(), name="watch gateway")
                     code = await live()
                     self.cancel_tasks()
             except BaseExceptionGroup as errors:
@@ -174,7 +175,7 @@ class Lifecycle:
         if not self._broken.done():
             self._broken.set_exception(error)
 
-    async def wait_broken(self) -> None:
+    async def _wait_broken(self) -> None:
         await asyncio.wrap_future(self._broken)
 
     def _fail(self, error: BaseException) -> AsyncrlError:

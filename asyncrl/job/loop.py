@@ -146,7 +146,6 @@ class Job:
         self.life.spawn(run.journal.wait_failed(), name="watch journal")
         self.life.spawn(run.trainer.run(), name="watch trainer")
         run.scale.watch_nowait()
-        self.life.spawn(self.life.wait_broken(), name="watch gateway")
         if (teacher := run.fleet.supervisors.get(TEACHER)) is not None:
             self.life.spawn(teacher.run(), name="watch teacher")
 

@@ -133,7 +133,6 @@ async def _live_gateway(life: Lifecycle, path: Path | None, num_tried: int | Non
     _, clients, tokenizer = await _start_engines(life)
     pool = EnginePool(clients, slots=life.config.rollout.slots)
     recorder = RolloutRecorder(tokenizer, path)
-    life.spawn(life.wait_broken(), name="watch gateway")
     if num_tried is None:
         code = await _serve_user(life, pool, recorder)
     else:
