@@ -98,7 +98,7 @@ def killed(on_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("killed") / "run"
 
     def has_two() -> bool:  # the older ones are removed a moment later, and one more may come before the kill
-        return len(checkpoints(run_dir)) >= 2 and checkpoints(run_dir)[-1] >= 9
+        return len(checkpoints(run_dir)) >= 2 and checkpoints(run_dir)[-1] >= 6
 
     killed_on_the_way(lambda: start(on_policy, run_dir), has_two, run_dir)
     return run_dir
