@@ -17,8 +17,7 @@ from asyncrl.cli import app
 ROOT = Path(__file__).parent.parent
 RUN_LINES = """
 import contextlib, io, json, sys
-if sys.argv[1] == "without torch":
-    sys.modules["torch"] = None
+sys.modules["torch"] = None
 from asyncrl.cli import main
 answers = []
 for line in json.load(sys.stdin):
@@ -44,7 +43,7 @@ keys buffer.max_stalenes -> 2: did you mean buffer.max_staleness?
 keys --schema -> 0: "max_staleness": {
 -h -> 0: scale ... --install-completion
 run -h -> 0: --resume
-check configs/quickstart.yaml -> 2: needs the package torch ... pip install 'asyncrl[train]'
+check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... cpu: needs
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
 check configs/quickstart.yaml --slots 3 -> 2: No such option: --slots
 status docs -> 2: Way out:
@@ -58,10 +57,10 @@ init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent, tutor
 """.strip().splitlines()
 
 
-def run_lines(folder: Path, *lines: str, torch: str = "without torch") -> list[tuple[int, str, str]]:
-    """Return exit code, output and errors of each command, in one process."""
+def run_lines(folder: Path, *lines: str) -> list[tuple[int, str, str]]:
+    """Return exit code, output and errors of each command, in one process without torch."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN_LINES, torch],
+        [sys.executable, "-c", RUN_LINES],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         input=json.dumps(lines),
@@ -109,7 +108,7 @@ def test_init_writes_configs_that_pass_the_check(kind: str, writes: set[str], tm
     machine = " --devices 1xRTX4090-24GB --cores 16 --memory 64GB" if kind == "gsm8k" else ""
     configs = sorted(name for name in writes if name.endswith(".yaml"))
     checks = [f"check {name}{machine}" for name in configs]
-    first, *checked, again = run_lines(tmp_path, f"init {kind}", *checks, f"init {kind}", torch="with torch")
+    first, *checked, again = run_lines(tmp_path, f"init {kind}", *checks, f"init {kind}")
     assert first[0] == 0, first
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == writes
     assert all(f"wrote {name}\n" in first[1] for name in writes)

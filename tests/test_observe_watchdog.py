@@ -63,6 +63,7 @@ def watched(
             restart=restart,
             note=lambda what, details: notes.append((what, details)),
         )
+        watchdog.look()
         running = [
             asyncio.create_task(coro, name=name)
             for name, coro in (("rollout g7/r1", hang()), ("watchdog", watchdog.run()))
@@ -84,7 +85,7 @@ def test_a_report_names_waits_rollouts_and_children(log_path: Path, caplog: pyte
     assert at == 1
     for line in (
         "nothing has moved for 60 s",
-        "rollout g7/r1 waits in hang for optimizer step 4, to be woken by trainer-0, since 60 s",
+        "rollouts waits in hang for optimizer step 4, to be woken by trainer-0, since 60 s",
         "rollout g7/r1 runs for 62 s, in hang on trainer-0",
         "trainer-0: process 7 is stopped; no answer",
         "at: steps 3",
@@ -121,7 +122,7 @@ def test_only_progress_or_a_starting_process_gets_time(log_path: Path, moves: st
 def test_fail_ends_the_run_naming_who_is_stuck(log_path: Path, is_well: bool) -> None:
     with pytest.raises(RoomError) as caught:
         watched(log_path, 300, on_stuck="fail", is_well=is_well)
-    blamed = "rollout g7/r1 waits in hang" if is_well else "trainer-0: process 7 is stopped; no"
+    blamed = "rollouts waits in hang" if is_well else "trainer-0: process 7 is stopped; no"
     assert f"watchdog: nothing has moved for 60 s: {blamed}" in str(caught.value)
     assert "supervision.watchdog_s=60 and on_stuck=fail end such a run" in str(caught.value)
 
