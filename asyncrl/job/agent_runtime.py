@@ -173,6 +173,8 @@ class AgentRuntime:
         job.closes("gateway", self.aclose)
         await self.gateway.start()
         await start_all(self.workers)
+        for supervisor in self.supervisors:
+            job.spawn(supervisor.run(), name=f"watch {supervisor.name}")
         collect_less()
         if not self.workers:
             command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
