@@ -42,19 +42,11 @@ def hang_reward(house: House) -> None:
     house.reward = lambda: 0.0 if house.worker.policy_version < 2 else 1e8
 
 
-def hang_restarted_trainer(house: House) -> None:
-    asyncio.get_running_loop().call_later(10.0, house.worker.die)
-    asyncio.get_running_loop().call_later(11.0, lambda: setattr(house.worker, "hangs_at", 1))
-
-
 HANGS = {
     hang_trainer: r"""
 train loop waits in TrainerClient.train for optimizer step 4.* by trainer-0
 producers waits in Buffer.wait_open for admission of a group \(2 ready, 0 run, step 5
 publisher waits .* for a policy_version above 3.* woken by the train loop""",
-    hang_restarted_trainer: r"""
-catching up waits in TrainerClient.catch_up for the journaled batches .* woken by trainer-0
-train loop waits in \w+Trainer.wait_up for the trainer to be back""",
     hang_commit: r"""
 publisher waits .* for commit of policy_version 1, .* woken by engine-1
 train loop waits in Buffer.wait_batch for publishing \(step""",
@@ -69,7 +61,7 @@ rollout g\d+/r\d runs for \d+ s, in TaskScorer.score""",
 
 
 @pytest.mark.parametrize(
-    ("hang", "lines"), HANGS.items(), ids=["trainer", "restarted trainer", "commit", "engine", "reward"]
+    ("hang", "lines"), HANGS.items(), ids=["trainer", "commit", "engine", "reward"]
 )
 def test_a_report_names_what_hangs_and_who_waits(
     log_path: Path, hang: Callable[[House], None], lines: str, caplog: pytest.LogCaptureFixture
@@ -81,7 +73,6 @@ def test_a_report_names_what_hangs_and_who_waits(
     for line in lines.split("\n")[1:]:
         assert re.search(line, text), text
     logged = next(record.getMessage() for record in caplog.records if record.name == "asyncrl.watchdog")
-    assert logged.startswith(text)
     assert "task train loop: House._train (stuck_runs.py:" in logged, "and the stacks of all tasks"
     assert "thread MainThread:" in logged
 
@@ -118,32 +109,23 @@ def test_only_a_starting_engine_is_given_time(log_path: Path, starts: bool, told
     assert [round(told_s / WATCHDOG_S) for told_s, _ in house.told] == told_at
 
 
-@pytest.mark.parametrize("is_well", [True, False])
-def test_fail_ends_the_run_naming_who_is_stuck(log_path: Path, is_well: bool) -> None:
+def test_fail_ends_the_run_naming_who_is_stuck(log_path: Path) -> None:
     def prepare(house: House) -> None:
         hang_trainer(house)
-        house.children = {"trainer-0: process 7 is stopped; no answer": is_well}
+        house.children = {"trainer-0: process 7 is stopped; no answer": False}
 
     with pytest.raises(ExceptionGroup) as caught:
         play(log_path, 300, prepare, on_stuck="fail")
     (error,) = caught.value.exceptions
     assert isinstance(error, RoomError)
-    blamed = "train loop waits in TrainerClient.train" if is_well else "trainer-0: process 7 is stopped; no"
-    assert f"watchdog: nothing has moved for 60 s: {blamed}" in str(error)
-    assert "supervision.watchdog_s=60 and on_stuck=fail end such a run" in str(error)
+    assert "nothing has moved for 60 s: trainer-0: process 7 is stopped; no answer" in str(error)
 
 
 def test_a_blocked_loop_gets_its_thread_stacks_logged(log_path: Path) -> None:
-    written = threading.Event()
-
-    def look() -> None:
+    def block() -> None:
         deadline_s = time.monotonic() + 30
         while "in block" not in log_path.read_text() and time.monotonic() < deadline_s:
-            pass  # faulthandler writes without a lock, line by line
-        written.set()
-
-    def block() -> None:  # at rest: the stack of a thread that runs may be caught while it changes
-        written.wait()
+            threading.Event().wait(0.01)  # faulthandler writes without a lock, line by line
 
     async def story() -> None:
         calls: Any = {"tell": lambda text: None, "ask_children": None, "restart": None, "note": None}
@@ -151,35 +133,8 @@ def test_a_blocked_loop_gets_its_thread_stacks_logged(log_path: Path) -> None:
         watchdog = Watchdog(settings, lambda: Reported({}), log_path=log_path, way_out="", **calls)
         running = asyncio.create_task(watchdog.run(), name="watchdog")
         await asyncio.sleep(0)  # it runs up to its own sleep
-        looking = threading.Thread(target=look)
-        looking.start()
         block()
-        looking.join()
         running.cancel()
 
     asyncio.run(story())
     assert "in block" in log_path.read_text()
-
-
-def test_time_of_a_stopped_process_is_not_counted(log_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, told = [0.0], list[str]()
-    late_s = iter([1000.0])
-
-    async def sleep(seconds: float) -> None:
-        now_s[0] += seconds + next(late_s)
-
-    async def no_children() -> dict[str, bool]:
-        return {}
-
-    async def story() -> None:
-        calls: Any = {"ask_children": no_children, "restart": None, "note": lambda what, detail: None}
-        settings = SupervisionConfig(watchdog_s=60.0)
-        watchdog = Watchdog(settings, lambda: Reported({}), log_path, told.append, way_out="", **calls)
-        watchdog._now = lambda: now_s[0]
-        watchdog._moved()
-        monkeypatch.setattr("asyncrl.observe.watchdog.asyncio.sleep", sleep)
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            await watchdog.run()
-
-    asyncio.run(story())
-    assert [text.partition("\n")[0] for text in told] == ["nothing has moved for 60 s"]
