@@ -253,20 +253,9 @@ def test_the_story_of_a_group_joins_journal_and_record(run_dir: Path) -> None:
     (branched,) = inspected(run_dir, group=8)["story"]["rollouts"]
     assert (branched["reward"], branched["num_sampled"]) == (0.25, 20)
     assert [part["branch"] for part in branched["parts"] if part["is_sampled"]] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, ["engine_restarted", "name engine-0", "bound kept True", "masked 7"]),
-        ({"group": 4}, ["state failed", "reason too few usable rollouts", "timed out"]),
-        ({"group": 8}, ["finished sample of step 1: reward 0.250", "branch 1"]),
-        ({"step": 1}, ["0 40", "retried"]),
-    ],
-)
-def test_inspect_shows_people_the_same(run_dir: Path, options: dict[str, Any], said: list[str]) -> None:
-    text = words(render_inspect(run_dir, **options))
-    assert [part for part in said if part not in text] == []
+    text = words(render_inspect(run_dir)) + words(render_inspect(run_dir, group=8))
+    for said in ("engine_restarted", "masked 7", "finished sample of step 1: reward 0.250", "branch 1"):
+        assert said in text
 
 
 def test_reading_a_run_imports_no_torch(run_dir: Path) -> None:
@@ -303,9 +292,7 @@ def test_the_status_names_its_process(tmp_path: Path) -> None:
     assert (status["step"], status["rooms"], status["pid"]) == (3, {"ready": [2, None]}, os.getpid())
 
 
-@pytest.mark.parametrize(
-    "left", ['{"step": 3, "rew', '12\n{"step": null}\n', "\0" * 4096, '{"step": 3}\n']
-)
+@pytest.mark.parametrize("left", ['{"step": 3, "rew', '12\n{"step": null}\n', "\0" * 4096, '{"step": 3}\n'])
 def test_steps_to_repeat_and_invalid_lines_are_removed(tmp_path: Path, left: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + left)
     recorder = Recorder(tmp_path)

@@ -60,9 +60,7 @@ rollout g\d+/r\d runs for \d+ s, in TaskScorer.score""",
 }
 
 
-@pytest.mark.parametrize(
-    ("hang", "lines"), HANGS.items(), ids=["trainer", "commit", "engine", "reward"]
-)
+@pytest.mark.parametrize(("hang", "lines"), HANGS.items(), ids=["trainer", "commit", "engine", "reward"])
 def test_a_report_names_what_hangs_and_who_waits(
     log_path: Path, hang: Callable[[House], None], lines: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -140,7 +140,6 @@ def test_prometheus_reads_every_declared_metric() -> None:
     [
         ("perf/step_s", "asyncrl_perf_step_seconds 1.0"),
         ("perf/tokens_per_s", "asyncrl_perf_tokens_per_s 1.0"),
-        ("policy/logprob_gap_max/engine-1", 'asyncrl_policy_logprob_gap_max_by_name{name="engine-1"} 1.0'),
         ("rollout/failed/sums", 'asyncrl_rollout_failed_by_name_total{name="sums"} 1.0'),
         ("eval/held/reward_mean", 'asyncrl_eval_reward_mean{name="held"} 1.0'),
         ('task/a "b"\n\\', r'asyncrl_task{name="a \"b\"\n\\"} 1.0'),

@@ -201,7 +201,8 @@ def staleness_text(steps: Steps, part: slice, max_staleness: int) -> str:
     largest = max(steps.values("sample/staleness_max", part))
     sampled = steps.total("tokens/sampled", part)
     masked = 1 - steps.total("tokens/trained", part) / sampled if sampled else 0.0
-    return f"{age:.1f} (max {largest:.0f} of {max_staleness})" + (f", {masked:.1%} masked" if masked > 0 else "")
+    of_masked = f", {masked:.1%} masked" if masked > 0 else ""
+    return f"{age:.1f} (max {largest:.0f} of {max_staleness}){of_masked}"
 
 
 PIECE = 1000

@@ -100,12 +100,6 @@ def waiting_share(shares: Mapping[str, float]) -> float:
     return shares["generation"] + shares["stragglers"] + shares["publishing"]
 
 
-def masked_tokens(steps: Steps) -> int:
-    both = zip(steps.column("tokens/sampled"), steps.column("tokens/trained"), strict=True)
-    masked = (sampled - (0.0 if math.isnan(trained) else trained) for sampled, trained in both)
-    return int(sum(num for num in masked if num > 0))
-
-
 # ---- as text
 
 

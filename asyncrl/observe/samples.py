@@ -280,4 +280,5 @@ def samples_text(samples: Sequence[ShownRollout], run_dir: Path, problems: Seque
             rule="only observe.samples_per_step rollouts of a step are written",
             way_out=f"`asyncrl inspect {run_dir} --samples` shows the newest.",
         )
-    return "\n\n".join([*(f"problem: {harmless(problem)}" for problem in problems), *map(sample_text, samples)])
+    texts = [f"problem: {harmless(problem)}" for problem in problems]
+    return "\n\n".join([*texts, *map(sample_text, samples)])

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -194,10 +195,7 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
         if step in (None, batch["step"]) and (group is None or group in batch["group_ids"])
     ]
 
-    def tell_stories(connection: sqlite3.Connection) -> dict[str, Any]:
-        return _stories(connection, files, step, group)
-
-    stories = read_journal(files.run_dir, files.problems, tell_stories) or {}
+    stories = read_journal(files.run_dir, files.problems, partial(_stories, files, step, group)) or {}
     is_whole = step is None and group is None
     if not batches and not stories and not is_whole:
         what = f"step {step}" if group is None else f"group {group}"
@@ -230,7 +228,7 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
 
 
 def _stories(
-    connection: sqlite3.Connection, files: RunRecord, step: int | None, group: int | None
+    files: RunRecord, step: int | None, group: int | None, connection: sqlite3.Connection
 ) -> dict[str, Any]:
     stories: dict[str, Any] = {}
     if group is not None:
@@ -239,7 +237,8 @@ def _stories(
         stories["batch"] = batch_story(connection, step - 1)
     if not stories:
         stories["journal"] = run_story(connection)
-        stories["journal"]["wasted_tokens"]["masked"] = numbers.masked_tokens(files.columns)
+        masked = files.columns.total("tokens/sampled") - files.columns.total("tokens/trained")
+        stories["journal"]["wasted_tokens"]["masked"] = int(masked)
     return {name: story for name, story in stories.items() if story is not None}
 
 
@@ -251,8 +250,8 @@ def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord
     decode = _decoder(files)
     step = (story["start_version"] if story["batch"] is None else story["batch"]) + 1
     story["running"] = [
-        {"sample_index": index, "attempt": attempt, "turn": turn, "num_sampled": len(partial.token_ids)}
-        for index, (attempt, turn, partial) in partials_of(connection, group_id).items()
+        {"sample_index": index, "attempt": attempt, "turn": turn, "num_sampled": len(begun.token_ids)}
+        for index, (attempt, turn, begun) in partials_of(connection, group_id).items()
     ]
     story["failures"] = [
         {"sample_index": index, "attempts": attempts, "why": why}
@@ -269,7 +268,7 @@ def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord
 
 
 def _decoder(files: RunRecord) -> Decode:
-    """Return a decoder, of token ids as numbers without a tokenizer.json. Other formats would import torch."""
+    """Without a tokenizer.json, text is the token ids. Other formats would import torch."""
     model = files.config.model
     folders = [files.run_dir / "model", files.run_dir / "final"]
     folders += [Path(model.path).expanduser()] if model.path else []

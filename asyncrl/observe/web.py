@@ -43,13 +43,8 @@ KEY_FILE = "status.key"
 KEY_ENV = "ASYNCRL_STATUS_KEY"
 """The user's own key, written to no file."""
 STATES = ("starting", "running", "done", "failed", "interrupted")
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "frame-ancestors 'none'",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+"""The address has the key."""
 
 
 class WebServer:
