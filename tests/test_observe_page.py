@@ -163,7 +163,7 @@ def test_a_damaged_file_is_reported_and_the_rest_shown(tmp_path: Path, name: str
     assert any(name in problem for problem in run["problems"])
 
 
-@pytest.mark.parametrize(("state", "num_steps"), [("starting", 0), ("running", 1), ("failed", 1), ("???", 1)])
+@pytest.mark.parametrize(("state", "num_steps"), [("starting", 0), ("running", 1), ("failed", 1)])
 def test_a_run_in_any_state_is_shown(tmp_path: Path, state: str, num_steps: int) -> None:
     make_run(tmp_path, num_steps, state=state)
     with run_lock(tmp_path / "run.lock"):

@@ -19,6 +19,7 @@ from typing import Any
 import journal_cases
 import numpy as np
 import pytest
+import test_observe_page
 from hypothesis import given
 from hypothesis import strategies as st
 from journal_cases import admit, make_batch, make_trajectory, tell_a_run
@@ -37,18 +38,11 @@ NUM_GROUPS = 2
 
 
 def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", max_staleness: int = 2) -> None:
-    trainer = {"num_steps": 9, "num_groups": NUM_GROUPS}
-    buffer = {"max_staleness": max_staleness}
-    sections = {"model": {"path": "m"}, "task": {"python": "a:B"}, "buffer": buffer, "trainer": trainer}
-    (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(sections)))
-    recorder = Recorder(run_dir)
+    test_observe_page.make_run(run_dir, num_steps, state=state, buffer={"max_staleness": max_staleness})
     for version in range(num_steps):
         append_line(run_dir / "trained.jsonl", record_line(version))
-        ages = {"sample/staleness_mean": 1.0, "sample/staleness_max": 2.0}
-        times = {"time_s": version + 1.0, "perf/step_s": 1.0, "perf/train_s": 0.9}
-        recorder.record_step({"step": version + 1, "reward/mean": 0.25 * version, **ages, **times})
     waits = {"train loop waits in TrainerClient.train for optimizer step 4": 12.25}
-    recorder.write_status({"state": state, "waits": waits, "oldest_rollouts": [["g7/r1", 12.0]]})
+    Recorder(run_dir).write_status({"state": state, "waits": waits, "oldest_rollouts": [["g7/r1", 12.0]]})
 
 
 def record_line(version: int, ages: tuple[int, int] = (0, 2)) -> dict[str, Any]:
@@ -83,7 +77,7 @@ def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
         text = words(render_status(tmp_path))
         verbose = words(render_status(tmp_path, is_verbose=True))
     pace = "3 of 9 in 3.0 s, 1.00 s each, 6.0 s left"
-    for said in (f"process {os.getpid()} on host", pace, "Too short to", "from 0.000, last step 0.500"):
+    for said in (f"process {os.getpid()} on host", pace, "Too short to", "from 0.000, last step 0.200"):
         assert said in text
     for said in ("TrainerClient.train for optimizer step 4, since 12 s", "g7/r1, 12.0"):
         assert (said in text, said in verbose) == (False, True)
@@ -168,7 +162,7 @@ def test_one_step_or_group_is_shown_with_its_trajectories(tmp_path: Path) -> Non
     (step,) = plain["steps"]
     assert (step["num_trajectories"], step["num_loss_tokens"], step["reward_mean"]) == (3, 12, 0.5)
     assert [entry["branch"] for entry in plain["trajectories"]] == [0, 1, 0]
-    assert inspected(tmp_path, step=2)["metrics"]["reward/mean"] == 0.25
+    assert inspected(tmp_path, step=2)["metrics"]["reward/mean"] == 0.1
     found = inspected(tmp_path, group=5)
     assert [step["step"] for step in found["steps"]] == [3]
     assert found["trajectories"] == [record_line(2)["trajectories"][1] | {"step": 3, "staleness": 2}]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
 
 from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.base.files import cut_at, lines_from_end
@@ -178,10 +177,19 @@ def _is_held(path: Path) -> bool | None:
 def append_lines(path: Path, lines: Iterable[Any]) -> None:
     """End an incomplete line first; write NaN and infinity as null. Raises OSError."""
     torn = path.exists() and next(lines_from_end(path), (0, b"\n"))[1][-1:] != b"\n"
-    with path.open("ab") as file:
-        file.write(b"\n" if torn else b"")
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" if torn else "")
         for line in lines:
-            file.write(to_json(line, inf_nan_mode="null", fallback=methodcaller("item")) + b"\n")
+            file.write(json.dumps(_finite(line), default=methodcaller("item")) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinity by null: JSON has neither."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_bounded(path: Path, lines: Sequence[Any], max_bytes: int) -> None:
@@ -254,8 +262,7 @@ class Recorder:
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json atomically, adding pid, host and `updated_s`."""
         body = {**status, **self._owner, "updated_s": time.time()}
-        text = to_json(body, indent=2, inf_nan_mode="null").decode()
-        replace_text(self.run_dir / STATUS_FILE, text + "\n")
+        replace_text(self.run_dir / STATUS_FILE, json.dumps(_finite(body), indent=2) + "\n")
 
 
 def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:

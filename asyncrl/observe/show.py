@@ -194,7 +194,6 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
         for batch in record.batches.values()
         if step in (None, batch["step"]) and (group is None or group in batch["group_ids"])
     ]
-
     stories = read_journal(files.run_dir, files.problems, partial(_stories, files, step, group)) or {}
     is_whole = step is None and group is None
     if not batches and not stories and not is_whole:
@@ -209,7 +208,6 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
         "run_dir": str(files.run_dir),
         "state": files.state,
         "max_staleness": files.config.buffer.max_staleness,
-        "on_overdue": files.config.buffer.on_overdue,
         **record.totals(),
         "bound_kept": not violations if record.batches else None,
         "violations": violations,

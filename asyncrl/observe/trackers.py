@@ -209,9 +209,7 @@ class Background:
             for name, tracker in [*self._live.items()]:
                 with self._turned_off(name, method):
                     key = f"{name} {method}"
-                    if method in ("weights", "close"):
-                        getattr(tracker, method)(*arguments)
-                    elif arguments[0] > earlier.get(key, -1):
+                    if method == "close" or arguments[0] > earlier.get(key, -1):
                         getattr(tracker, method)(*arguments)
                         sent[key] = arguments[0]
                         replace_text(path, json.dumps(sent))
