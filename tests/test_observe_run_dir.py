@@ -239,7 +239,7 @@ def test_the_story_of_a_group_joins_journal_and_record(run_dir: Path) -> None:
     assert story["admitted_at"] <= story["ended_at"] <= story["trained_at"]
     assert story["messages"] == [{"role": "user", "content": "Question 1"}]
     first = story["rollouts"][0]
-    assert (first["versions"], first["num_sampled"], first["reward"]) == ([0], 10, expected.reward)
+    assert (first["versions"], first["num_sampled"], first["reward"]) == ([0, 0], 10, expected.reward)
     assert [part["text"] for part in first["parts"] if part["is_sampled"]] == [
         " ".join(map(str, expected.token_ids[2:].tolist()))
     ]
