@@ -48,7 +48,7 @@ _SECRET_TEXT = re.compile(
 def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> dict[str, Any]:
     """Raises ConfigError."""
     runs = [view_run(run_dir) for run_dir in run_dirs]
-    if len(runs) > 1:
+    if len({run["name"] for run in runs}) < len(runs):
         runs = [run | {"name": run["run_dir"]} for run in runs]
     return {"asyncrl": __version__, "made_s": time.time(), "is_live": is_live, "runs": runs}
 
