@@ -64,7 +64,6 @@ def make_step(folder: Path) -> TrainStep:
             trainer=TrainerConfig(),
             staging_dir=folder / "staging",
             record_path=folder / "trained.jsonl",
-            failed_dir=folder / "failed",
         )
     )
 

@@ -212,9 +212,8 @@ class Reporter:
                 f"{logs / 'trainer-0.log'} says why",
             )
         if skipped := skipped_text(metrics):
-            saved = self.run_dir / "failed_batches" / f"step_{batch.version + 1}.safetensors"
             groups = ", ".join(str(group.group_id) for group in batch.groups)
-            text = f"{skipped}, groups {groups}: loss or gradient was not finite; the batch is in {saved}"
+            text = f"{skipped}, groups {groups}: loss or gradient was not finite"
             logger.warning("%s", text)
             self.log.warn_once("skipped", text)
 

@@ -56,7 +56,6 @@ end.
 """
 MODEL_KEYS = ("model.path", "model.revision")
 """May change if a ModelPin recorded the old files, which must match."""
-SAVED = ("final", "adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def as_resume_mode(text: str) -> ResumeMode:
 def settle_saved(folder: Path) -> bool:
     """Restore or remove unfinished weight folders. Return True if the directory is a run's."""
     is_ours = (folder / "run.id").exists()
-    for saved in (*SAVED, "model") if is_ours else ():
+    for saved in ("final", "model") if is_ours else ():
         settle_folder(folder / saved)
     return is_ours
 
@@ -102,8 +101,8 @@ def find_resume(
             raise _refused(run_dir, "no run", "pass the directory of a run, or omit --resume.")
         if saved.exists() and not (run_dir / "run.id").exists():
             raise _refused(run_dir, "a config.yaml that no run has written")
-        for there in (run_dir / name for name in SAVED if (run_dir / name).exists()):
-            raise _refused(run_dir, f"no run, and {there}, which a new run would replace")
+        if (run_dir / "final").exists():
+            raise _refused(run_dir, f"no run, and {run_dir / 'final'}, which a new run would replace")
         return None
     if not saved.exists():
         raise _refused(run_dir, "a run without its config.yaml", "restore its original config.")

@@ -65,7 +65,7 @@ def find_model(
     path: str, revision: str | None = None, key: str = MODEL_KEY, *, commit: str | None = None
 ) -> Path:
     """Return the folder of a model, fetched if necessary. Raises ConfigError."""
-    if (given := _find_given(path, key, revision)) is not None:
+    if (given := _find_given(path, key)) is not None:
         return given
     from huggingface_hub import snapshot_download
 
@@ -83,7 +83,7 @@ def find_model(
 
 def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -> Path | None:
     """Return a model folder, or None to fetch it. Raises ConfigError."""
-    if (given := _find_given(path, key, revision)) is not None:
+    if (given := _find_given(path, key)) is not None:
         return given
     from huggingface_hub import snapshot_download
 
@@ -102,7 +102,7 @@ def fetch_architectures(config: RunConfig) -> None:
         wanted.append((config.teacher.path, config.teacher.revision))
     for path, revision in wanted:
         with contextlib.suppress(OSError, ValueError, ConfigError, ModuleNotFoundError):
-            if path is None or _find_given(path, MODEL_KEY, revision) is not None:
+            if path is None or _find_given(path, MODEL_KEY) is not None:
                 continue
             from huggingface_hub import hf_hub_download
 
@@ -133,14 +133,9 @@ def hub_source(folder: Path) -> tuple[str, str] | None:
     return ("/".join(parts), folder.name) if is_cached else None
 
 
-def _find_given(name: str, key: str, revision: str | None) -> Path | None:
+def _find_given(name: str, key: str) -> Path | None:
     path = Path(name).expanduser()
     if path.is_dir():
-        if revision is not None:
-            revised = key.replace("path", "revision")
-            what = f"{revised}={revision}, and {key}={name} is a folder"
-            rule = "a revision is a branch, tag or commit of a hub id"
-            raise ConfigError(what, rule=rule, way_out=f"remove {revised}, or give the hub id as {key}.")
         _check_folder(path, f"{key}={name}")
         return path.resolve()
     owner = name.partition("/")[0]

@@ -20,7 +20,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -62,7 +62,7 @@ class Progress(BaseModel, frozen=True):
 
 class SavedState(BaseModel, frozen=True):
     model_path: str
-    lora: dict[str, Any] | None
+    lora: LoraConfig | None
     progress: Progress
 
 
@@ -70,7 +70,6 @@ class TrainerState:
     """Saves and loads weights and optimizer, on all ranks together.
 
     Life: begin_save -> `copying` ends, then sources may change -> `pending` ends -> begin_save ...
-    Invariant: a refused load changes nothing.
     """
 
     def __init__(
@@ -84,9 +83,7 @@ class TrainerState:
         self._masters = masters
         self._optimizer = optimizer
         self._device = device
-        self._model_path = spec.model_path
-        lora = spec.trainer.lora
-        self._lora = None if lora is None else lora.model_dump(mode="json")
+        self._spec = spec
         self._ranks = ranks.with_own_group()
         self._group: dict[str, Any] = {
             "process_group": self._ranks.group,
@@ -113,7 +110,7 @@ class TrainerState:
         states = {name: self._optimizer.state.get(one, {}) for name, one in self._masters.named.items()}
         live = self._live(states)
         reading = after_what_was_begun(self._device)
-        saved = SavedState(model_path=self._model_path, lora=self._lora, progress=progress)
+        saved = SavedState(model_path=self._spec.model_path, lora=self._spec.trainer.lora, progress=progress)
         self.copying = self._thread.submit(self._copy, live, content_of, reading)
         self.pending = self._thread.submit(self._write, path, live, saved, self.copying)
         return self.pending
@@ -125,7 +122,7 @@ class TrainerState:
 
     def load(self, path: Path) -> Progress:
         """Restore the state and return the counts. Raises Refused."""
-        saved, index = self._ranks.agree(lambda: self._fitting(path))
+        saved, index = read_state(path), _read_index(path)
         states = defaultdict[str, dict[str, Tensor]](dict)
         for key, stored in index.state_dict_metadata.items():
             if key.startswith("optimizer."):
@@ -137,7 +134,8 @@ class TrainerState:
                     present = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
                 states[name][kind] = present.detach()
         # Other numbers of ranks and kinds of devices have other generators.
-        live = {key: one for key, one in self._live(states).items() if key in index.state_dict_metadata}
+        known = index.state_dict_metadata
+        live = {key: one for key, one in self._live(states).items() if key in known or "rng." not in key}
         with _errors(path):
             dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
         for name, master in self._masters.named.items():
@@ -201,21 +199,6 @@ class TrainerState:
         finally:
             self._memory.free_if_short()
 
-    def _fitting(self, path: Path) -> tuple[SavedState, Metadata]:
-        saved = read_state(path)
-        index = _read_index(path)
-        if saved.lora != self._lora:
-            what = f"{path} has trainer.lora={saved.lora}, and this run {self._lora}"
-            way_out = "start with the configuration of the run that wrote it."
-            raise Refused(422, what, rule="a run trains the same weights", way_out=way_out)
-        there = _shapes_of(index)
-        ours = {name: list(master.shape) for name, master in self._masters.named.items()}
-        for name in sorted({*there, *ours}):
-            if there.get(name) != ours.get(name):
-                what = f"the weight {name} is {there.get(name)} in {path} and {ours.get(name)} in the model"
-                raise Refused(422, what, way_out="start with the model that the run began with.")
-        return saved, index
-
 
 class _HostPlanner(DefaultSavePlanner):
     """Writes the copies of the tensors that the state consists of."""
@@ -229,12 +212,7 @@ class _HostPlanner(DefaultSavePlanner):
 
 
 def read_state(path: Path) -> SavedState:
-    try:
-        return SavedState.model_validate_json((path / STATE).read_bytes())
-    except (OSError, ValidationError) as error:
-        what = f"{path / STATE} cannot be read: {error}"
-        way_out = "give the folder of a whole checkpoint, which all nodes of the trainer see."
-        raise Refused(422, what, way_out=way_out) from error
+    return SavedState.model_validate_json((path / STATE).read_bytes())
 
 
 @contextmanager
@@ -319,7 +297,7 @@ def save_model(
         for module in adapted_modules(adapters):
             base_weight = parameters[f"{module}.weight"]
             lora_A, lora_B = (adapters[module + suffix] for suffix in SUFFIXES)
-            base_weight.copy_(merge(base_weight, lora_A, lora_B, lora["alpha"] / lora["rank"]))
+            base_weight.copy_(merge(base_weight, lora_A, lora_B, lora.alpha / lora.rank))
     tell("writing the model")
     save_folder(model, in_export_dtype(named_weights(model), of_dtype), tokenizer, of_dtype, path)
 
@@ -337,7 +315,7 @@ def save_peft(
     """Write adapters as a peft folder on the model `name`. Raises like save_model."""
     lora = read_state(state).lora
     assert lora is not None, "the run trains adapters"
-    save_adapter(path, _read_adapters(state, getattr(torch, dtype)), LoraConfig(**lora), name, revision)
+    save_adapter(path, _read_adapters(state, getattr(torch, dtype)), lora, name, revision)
     with loading(base):
         load_tokenizer(base, chat_template).save_pretrained(path)
 
