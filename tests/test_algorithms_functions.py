@@ -114,6 +114,7 @@ def test_weighted_kl_has_the_gradient_of_the_kl(estimator: str, is_stale: bool) 
 
 # ---- names, and the page
 
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -101,7 +101,7 @@ def test_gradient_follows_reward_and_reverse_kl(make_step: MakeStep, tiny_model_
     sums = step._accumulate(step._numbers(BatchNumbers(header, arrays, sampled)), sampled)
     assert sums.loss == pytest.approx(loss.item(), abs=1e-6)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(step._masters.named[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(step.masters.named[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
     current = naive_logprobs(model, header, arrays, 1.0)
     divergence = float((current - arrays.teacher_logprobs)[sampled].mean())
     assert again.train(header, arrays)["policy/kl_teacher"] == pytest.approx(divergence, abs=1e-5)

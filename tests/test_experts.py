@@ -250,7 +250,9 @@ def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Pat
         step = make_step(folder, tmp_path, algorithm={"router_replay": True}, **values)
         router, *_ = routers_of(step.policy.model)
         with torch.no_grad():
-            router.weight += 0.02 * torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(3))
+            router.weight += 0.02 * torch.randn(
+                router.weight.shape, generator=torch.Generator().manual_seed(3)
+            )
         before = router.weight.detach().clone()
         gaps.append(step.train(header, given)["policy/logprob_gap_mean"])
         assert not torch.equal(router.weight, before), "its weights have a gradient"

@@ -124,7 +124,7 @@ def test_exported_checkpoint_is_what_the_trainer_saves(
     assert (again / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
     if dtype == "bfloat16" and lora is None and not experts:  # the masters, which final/ has rounded
         more = load_file(made.export(tmp_path / "wide", dtype="float32") / "model.safetensors")
-        for name, master in step._masters.named.items():
+        for name, master in step.masters.named.items():
             assert torch.equal(more[name], master), name
 
 

@@ -94,7 +94,7 @@ Found = tuple[float, dict[str, torch.Tensor]]
 
 def loss_and_gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> Found:
     sums = step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
-    return sums.loss, {name: master.grad for name, master in step._masters.named.items()}
+    return sums.loss, {name: master.grad for name, master in step.masters.named.items()}
 
 
 def assert_same(found: Found, expected: Found) -> None:

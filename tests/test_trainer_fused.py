@@ -15,7 +15,7 @@ from tiny_model import STACKED, make_tiny_moe
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from trainer_cases import assert_all_close, changed, learned, make_batch, make_spec, mesh_of_one
+from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from tiny_model import STACKED, make_tiny_moe
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import LoraConfig, TrainerConfig
-from asyncrl.trainer.lora import ADAPTER, Adapters, MergedLinear, find_targets, merge
+from asyncrl.trainer.lora import ADAPTER, Adapters, find_targets
 from asyncrl.trainer.objective import BatchNumbers
 from asyncrl.trainer.step import TrainStep
 
@@ -40,13 +39,13 @@ def test_adapters_alone_are_trained(make_step: MakeStep, tiny_model_dir: Path) -
     step = make_step(trainer=LORA, dtype="bfloat16", algorithm={"kl_coefficient": 0.1})
     before = logprobs(step)
     trained(step)
-    assert len(step._masters.named) == 2 * 14, "A and B of seven linear layers in each of two decoder layers"
+    assert len(step.masters.named) == 2 * 14, "A and B of seven linear layers in each of two decoder layers"
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).state_dict()
     for name, parameter in step.policy.model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert parameter.requires_grad == (".lora_" in name)
         if parameter.requires_grad:
-            assert step._masters.named[name].dtype == torch.float32
+            assert step.masters.named[name].dtype == torch.float32
             assert parameter.any(), f"{name} is still 0"
         else:
             assert torch.equal(parameter, base[name.replace(".base_layer", "")].bfloat16())
@@ -60,9 +59,9 @@ def test_gradient_of_an_adapter_follows_from_the_full_weight(make_step: MakeStep
     gradients = []
     for step in (make_step(trainer=LORA), make_step()):
         step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
-        gradients.append({name: master.grad for name, master in step._masters.named.items()})
+        gradients.append({name: master.grad for name, master in step.masters.named.items()})
     with_adapters, full = gradients
-    weights = dict(make_step(trainer=LORA)._masters.named)
+    weights = dict(make_step(trainer=LORA).masters.named)
     for name, gradient in with_adapters.items():
         module, _, kind = name.partition(".lora_")
         if kind.startswith("A"):
@@ -84,7 +83,7 @@ def test_merge_once_a_step_is_merge_in_each_pass(
         step.begin_save_state(tmp_path / when).result()
         step.offload(["optimizer"])
         step.offload(["weights"])
-        assert all(layer.kept is None for layer in step._adapters.layers.values()), "copies do not move"
+        assert all(layer.kept is None for layer in step.adapters.layers.values()), "copies do not move"
         step.onload(["weights", "optimizer"])
         before = logprobs(step)
         step.train(*make_batch(version=step.policy_version))

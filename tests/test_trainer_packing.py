@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import TINY_ARCHITECTURE
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_cases import Rows, assert_all_close, batch_of, random_groups, trees
+from trainer_cases import Rows, batch_of, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
-from asyncrl.trainer import attention, tree
+from asyncrl.messages.trainer_api import BatchArrays
+from asyncrl.trainer import tree
 from asyncrl.trainer.packing import (
     Costs,
-    MicroBatch,
     assign,
     costs_of,
     micro_batches,
     token_ranges,
 )
 from asyncrl.trainer.ranks import ONE_RANK
-from asyncrl.trainer.tree import Layout, TokenRange, places_of
-
+from asyncrl.trainer.tree import TokenRange, places_of
 
 
 @settings(max_examples=100, deadline=None)

@@ -25,7 +25,7 @@ Answer = tuple[torch.Tensor, dict[str, Any]]
 
 
 def weights(step: TrainStep) -> dict[str, torch.Tensor]:
-    return {name: master.detach().clone() for name, master in step._masters.named.items()}
+    return {name: master.detach().clone() for name, master in step.masters.named.items()}
 
 
 def logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
@@ -81,7 +81,7 @@ def test_third_skipped_step_in_a_row_is_refused(
         step.train(*make_batch(version=2))
     assert "after 3 skipped steps in a row" in caught.value.body.rule
     assert step.weights_digest() == before
-    assert all(weight.grad is None for weight in step._masters.named.values())
+    assert all(weight.grad is None for weight in step.masters.named.values())
 
 
 def test_refused_loss_of_the_user_changes_nothing(make_step: MakeStep) -> None:
@@ -95,7 +95,7 @@ def test_refused_loss_of_the_user_changes_nothing(make_step: MakeStep) -> None:
 
 def test_nan_logprobs_skip_the_step_and_training_continues(make_step: MakeStep) -> None:
     step = make_step(algorithm={"kl_coefficient": 0.1})
-    weight = next(iter(step._masters.named.values()))
+    weight = next(iter(step.masters.named.values()))
     before = weight.detach().clone()
     with torch.no_grad():
         weight[10] = torch.nan

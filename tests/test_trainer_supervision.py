@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_cases import make_batch
 
-from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
+from asyncrl.base.errors import TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.registry import ICEPOP_FLOOR
 from asyncrl.config import AlgorithmConfig
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
@@ -38,6 +37,8 @@ class LossTokens:
     """int64, 0 to S-1, ascending."""
 
 
+ICEPOP_FLOOR = 0.5
+"""Smallest importance weight that icepop keeps."""
 LARGEST_LOG_RATIO = 20.0
 """Log ratios are clamped to this many nats before exp: e^89 is infinite in float32, and NaN when multiplied
 by 0."""

@@ -16,11 +16,6 @@ BUILT_IN_ADVANTAGES = {
     for name in "grpo grpo_sample lite_ppo dr_grpo rloo reinforce_pp reinforce_pp_baseline".split()
 } | {"leave_one_out": _ADVANTAGES + "rloo"}
 
-_CAP, _CAPS = 2.0, {"icepop": 5.0}
-"""importance_cap for auto, by correction."""
-ICEPOP_FLOOR = 0.5
-"""Smallest importance weight that icepop keeps."""
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -63,11 +58,6 @@ def resolve(config: AlgorithmConfig) -> Recipe:
         rule = "its ratio is taken to the behaviour policy, so a correction would weigh stale data twice"
         raise _refused(what, rule, "set algorithm.ratio=proximal, or algorithm.correction=none")
     return recipe
-
-
-def importance_cap(config: AlgorithmConfig, recipe: Recipe) -> float:
-    cap = config.importance_cap
-    return _CAPS.get(recipe.correction, _CAP) if cap == "auto" else cap
 
 
 def _own(name: str, key: str, known: Iterable[str]) -> str:

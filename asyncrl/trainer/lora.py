@@ -38,7 +38,7 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
     if missing := [end for end, names in chosen.items() if not names]:
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
         raise ConfigError(
-            f"trainer.lora.targets={config.targets}, and {type(model).__name__} has no layer {', '.join(missing)}",
+            f"trainer.lora.targets: {type(model).__name__} has no layer {', '.join(missing)}",
             rule="adapters need a torch.nn.Linear with an unshared weight, other than the head",
             way_out=f"name modules or the ends of their names; the linear layers are {kinds}.",
         )

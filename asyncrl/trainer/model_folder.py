@@ -44,14 +44,11 @@ async def make_model_folder(
         path = str(config.model.path)
         return await asyncio.to_thread(find_model, path, config.model.revision, commit=commit)
     folder = run_dir / "model"
-    spec = run_dir / "specs" / "scratch.json"
-    if folder.exists() and spec.exists():  # a resumed run
+    if folder.exists():  # a resumed run
         return folder
-    spec.parent.mkdir(parents=True, exist_ok=True)
     scratch = config.model.scratch.model_dump()
     values = {"out": str(folder), "seed": config.seed, "scratch": scratch, "dtype": config.model.dtype}
-    spec.write_text(json.dumps(values), encoding="utf-8")
-    returncode, text = await run("asyncrl.trainer.random_init", ["--spec", str(spec)], MAKE_TIMEOUT_S)
+    returncode, text = await run("asyncrl.trainer.random_init", [json.dumps(values)], MAKE_TIMEOUT_S)
     if returncode != 0:
         fatal = find_fatal(text)
         raise ConfigError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import overlong_penalty
-from asyncrl.algorithms.registry import importance_cap, resolve
+from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
@@ -42,19 +42,16 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
+        entry = next(entry for entry in header.trajectories if entry.start <= worst < entry.end)
+        name = f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {worst - entry.start}"
         raise Refused(
             409,
-            f"a token of {_token_name(header, worst)} was sampled at version {arrays.versions[worst]}, and "
+            f"a token of {name} was sampled at version {arrays.versions[worst]}, and "
             f"{int(old.sum())} are older than min_version {header.min_version} in batch {header.version}",
             rule="no token older than version - buffer.max_staleness may be trained on",
             way_out="buffer.on_overdue=mask gives such tokens no weight.",
         )
     return arrays.loss_mask & ~old
-
-
-def _token_name(header: BatchHeader, index: int) -> str:
-    entry = next(entry for entry in header.trajectories if entry.start <= index < entry.end)
-    return f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {index - entry.start}"
 
 
 def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[float], list[int], IntN]:
@@ -94,7 +91,8 @@ class Objective:
         self.spec = spec
         self.settings = spec.algorithm
         self._recipe = resolve(spec.algorithm)
-        self._cap = importance_cap(spec.algorithm, self._recipe)
+        cap = spec.algorithm.importance_cap
+        self._cap = cap if cap != "auto" else 5.0 if self._recipe.correction == "icepop" else 2.0
         self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
         self._is_corrected = self._recipe.correction != "none"
@@ -172,9 +170,7 @@ class Objective:
         correction_M = None
         if self._is_corrected:
             log_weight_M = proximal_M - behaviour_M
-            correction_M = losses.correct(
-                self._recipe.correction, log_weight_M, micro.sequence_M, self._cap
-            )
+            correction_M = losses.correct(self._recipe.correction, log_weight_M, micro.sequence_M, self._cap)
             stats["importance_weight"] = correction_M.sum()
             loss_M = loss_M * correction_M
         if (limit := self.settings.off_policy_mask) is not None:
@@ -216,7 +212,7 @@ class Objective:
         if not is_tensor or loss_M.shape != tokens.current_M.shape:
             raise ConfigError(
                 f"algorithm.loss={self.settings.loss} returned {loss_M!r}"[:500],
-                rule=f"it returns (a tensor [{len(tokens.current_M)}] with gradient, dict of one number each)",
+                rule=f"it returns a tensor [{len(tokens.current_M)}] with gradient, and a dict of numbers",
                 way_out="correct the function; asyncrl/algorithms/losses.py has some that fit.",
             )
         return loss_M, {name: torch.as_tensor(value).detach() for name, value in stats.items()}

@@ -100,7 +100,9 @@ class Offload:
         started_s = time.perf_counter()
         moving = [part for part in PARTS if part in set(parts) - self.away]
         what = f"offload {', '.join(moving)}"
-        copies = self._together(what, "free host memory.", lambda: {part: self._copied(part) for part in moving})
+        copies = self._together(
+            what, "free host memory.", lambda: {part: self._copied(part) for part in moving}
+        )
         num_bytes = sum(_free(copied) for copied in copies.values())
         self._copies |= copies
         if self._device.type == "cuda":

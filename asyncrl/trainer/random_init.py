@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -97,12 +97,9 @@ def make_scratch_model(spec: ScratchSpec) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--spec", required=True)
     disable_progress_bar()
-    text = Path(parser.parse_args().spec).read_text(encoding="utf-8")
     try:
-        make_scratch_model(ScratchSpec.model_validate_json(text))
+        make_scratch_model(ScratchSpec.model_validate_json(sys.argv[1]))
     except (ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
         way_out = "correct model.scratch (architecture has a transformers config's keys), or free disk space."
         fail(f"cannot make a model from model.scratch: {error}", way_out=way_out)

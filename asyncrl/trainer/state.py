@@ -128,20 +128,16 @@ class TrainerState:
             if key.startswith("optimizer."):
                 _, kind, name = key.split(".", 2)
                 master = self._masters.named[name]
-                present = self._optimizer.state.get(master, {}).get(kind)
-                if present is None:
-                    is_scalar = not getattr(stored, "size", ())
-                    present = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
-                states[name][kind] = present.detach()
+                scalar = torch.zeros((), device=master.device)
+                states[name][kind] = torch.zeros_like(master) if getattr(stored, "size", ()) else scalar
         # Other numbers of ranks and kinds of devices have other generators.
         known = index.state_dict_metadata
         live = {key: one for key, one in self._live(states).items() if key in known or "rng." not in key}
         with _errors(path):
             dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
-        for name, master in self._masters.named.items():
-            self._optimizer.state.pop(master, None)
-            if name in states:
-                self._optimizer.state[master] = states[name]
+        self._optimizer.state.clear()
+        for name, state in states.items():
+            self._optimizer.state[self._masters.named[name]] = state
         self._masters.write_back()
         if (cpu := live.get(f"rng.cpu.{self._ranks.rank}")) is not None:
             torch.set_rng_state(cpu)
@@ -235,13 +231,6 @@ def _read_index(path: Path) -> Metadata:
         return FileSystemReader(path).read_metadata()
 
 
-def _shapes_of(index: Metadata) -> dict[str, list[int]]:
-    sizes = {name: getattr(stored, "size", ()) for name, stored in index.state_dict_metadata.items()}
-    return {
-        name.removeprefix("weights."): [*size] for name, size in sizes.items() if name.startswith("weights.")
-    }
-
-
 def _refuse_incomplete(path: Path) -> None:
     wanted = {Path(place.relative_path).name for place in _read_index(path).storage_data.values()}
     if missing := sorted(name for name in wanted if not (path / name).is_file()):
@@ -329,7 +318,8 @@ def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
 
 
 def _read_adapters(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    shapes = _shapes_of(_read_index(path))
-    adapters = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    known = _read_index(path).state_dict_metadata.items()
+    named = {key.removeprefix("weights."): stored for key, stored in known if key.startswith("weights.")}
+    adapters = {name: torch.empty(stored.size, dtype=dtype) for name, stored in named.items()}
     _read_weights(path, adapters)
     return {name.replace(f".{ADAPTER}.weight", ".weight"): tensor for name, tensor in adapters.items()}

@@ -81,7 +81,7 @@ def add_up(outputs: list[Output], chosen: BoolN, ranks: Ranks) -> StepSums:
     return sums
 
 
-class TrainStep:
+class TrainStep(TrainedModel):
     """Weights and optimizer, owned by one thread. A refused batch leaves policy_version unchanged."""
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
@@ -94,19 +94,12 @@ class TrainStep:
         self.rollout_gaps: list[tuple[int, int, float]] = []
         self._has_recorded = False
         self._objective = Objective(spec)
-        parts = TrainedModel(spec, ranks, needs_reference=self._objective.needs_reference)
-        self.device = parts.device
-        self.dtype = parts.dtype
-        self.policy = parts.policy
-        self._kernels = parts.kernels
+        super().__init__(spec, ranks, needs_reference=self._objective.needs_reference)
         self._vocab_size = self.policy.model.get_input_embeddings().num_embeddings
-        self._reference = parts.reference
-        self._adapters = parts.adapters
-        self._masters = parts.masters
-        self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
+        self._optimizer = make_optimizer(self.masters.named.values(), spec.trainer)
         cuda = torch.cuda if self.device.type == "cuda" else None
         self._meter = step_metrics.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
-        self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
+        self._state = TrainerState(self.masters, self._optimizer, ranks, spec, self.device)
         self._offload = Offload(ranks, self.device, self._tensors_of)
         self._pieces: Pieces | None = None
         self._chunks = exports.Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
@@ -176,7 +169,7 @@ class TrainStep:
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
             "trainer/skipped_steps": float(len(steps) - len(taken)),
             **self._meter.numbers(),
-            **self._kernels,
+            **self.kernels,
         }
 
     @cached_property
@@ -187,11 +180,11 @@ class TrainStep:
     def _numbers(self, batch: BatchNumbers) -> BatchNumbers:
         if self._objective.needs_proximal:
             batch.proximal_N = self._forward(self.policy, batch)
-        if self._reference is not None:
-            batch.reference_N = self._forward(self._reference, batch)
+        if self.reference is not None:
+            batch.reference_N = self._forward(self.reference, batch)
         elif self._objective.needs_reference:
-            assert self._adapters is not None
-            with self._adapters.off():
+            assert self.adapters is not None
+            with self.adapters.off():
                 batch.reference_N = self._forward(self.policy, batch)
         batch.advantage_N = self._objective.advantages(batch)
         return batch
@@ -236,7 +229,7 @@ class TrainStep:
                 self.before_change()
                 self._meter.enter("optimizer")
                 self._optimizer.step()
-                self._masters.write_back()
+                self.masters.write_back()
                 self.num_skipped_in_a_row = 0
                 sums.grad_norm = grad_norm
         finally:
@@ -292,7 +285,7 @@ class TrainStep:
 
     def _clip_gradient(self) -> float:
         limit = self.spec.trainer.max_grad_norm
-        weights = list(self._masters.named.values())
+        weights = list(self.masters.named.values())
         norm = torch.nn.utils.clip_grad_norm_(weights, math.inf if limit is None else limit)
         whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return float(self.ranks.gather(float(whole))[0])
@@ -348,7 +341,7 @@ class TrainStep:
         """
         self._offload.need("export", "weights")
         canary = self._canary()
-        adapters = None if self._adapters is None else self._adapters.export_tensors
+        adapters = None if self.adapters is None else self.adapters.export_tensors
         exported = exports.Exported(self.policy_version, self._lazy_weights, adapters)
         exporting = self._exporting = self.transport.begin(exported, path)
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
@@ -357,7 +350,7 @@ class TrainStep:
         return self.begin_export(path)()
 
     def weights_digest(self) -> str:
-        return exports.digest_of(self._masters.named)
+        return exports.digest_of(self.masters.named)
 
     def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
         """Write a chunk; the last has the canary. Return None on other ranks. Raises OSError or Refused."""
@@ -394,10 +387,10 @@ class TrainStep:
 
     def _lazy_weights(self) -> exports.LazyWeights:
         merges: dict[str, Callable[[], Tensor]] = {}
-        if self._adapters is None:
+        if self.adapters is None:
             weights = exports.named_weights(self.policy.model)
         else:
-            weights, merges = self._adapters.merging()
+            weights, merges = self.adapters.merging()
         if self._pieces is None:
             self._pieces = stored_pieces(self.policy.model, weights)
         return exports.LazyWeights(weights, merges, self._pieces)
@@ -412,8 +405,8 @@ class TrainStep:
         self.before_change()
         self._state.wait_lent()
         parts = frozenset(parts)
-        if self._adapters is not None and "weights" in parts:
-            self._adapters.forget_merged()
+        if self.adapters is not None and "weights" in parts:
+            self.adapters.forget_merged()
         return self._offload.offload(parts)
 
     def onload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
@@ -423,13 +416,13 @@ class TrainStep:
     def _tensors_of(self, part: api.TrainerPart) -> list[Tensor]:
         if part == "gradients":
             return []
-        models = [self.policy] if self._reference is None else [self.policy, self._reference]
+        models = [self.policy] if self.reference is None else [self.policy, self.reference]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         if part == "weights":
             return weights
         of_model = {id(tensor) for tensor in weights}
         states = [value for state in self._optimizer.state.values() for value in state.values()]
-        masters = [master for master in self._masters.named.values() if id(master) not in of_model]
+        masters = [master for master in self.masters.named.values() if id(master) not in of_model]
         return [*masters, *(value for value in states if isinstance(value, Tensor))]
 
 

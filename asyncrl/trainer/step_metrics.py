@@ -129,11 +129,9 @@ class StepMeter:
 
 
 def _peak_host_bytes() -> int:
-    """Return peak memory; ru_maxrss would include the parent's."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
-    return 0
+    """Return peak memory, or 0 if unknown; ru_maxrss would include the parent's."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 class Gap(NamedTuple):
