@@ -297,15 +297,14 @@ _attend.register_autograd(_differentiate, setup_context=_keep)
 
 def choose_flash(capability: tuple[int, int]) -> int:
     """Activate FlashAttention 3 (https://arxiv.org/abs/2407.08608) on Hopper. Return the version in use."""
+    if capability != HOPPER:
+        return 2
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    is_hopper = capability == HOPPER
-    if is_hopper and activate is not None and importlib.util.find_spec("flash_attn_interface") is not None:
-        activate("FA3")
-        log.info("attention runs FlashAttention 3")
-        return 3
-    if is_hopper:
+    if activate is None or importlib.util.find_spec("flash_attn_interface") is None:
         log.warning("attention runs FlashAttention 2, at 1.1 to 1.6 times 3's time: install flash-attn-3")
-    return 2
+        return 2
+    activate("FA3")
+    return 3
 
 
 def _by_token(tensor: Tensor) -> Tensor:

@@ -217,9 +217,8 @@ def choose_kernels(device: torch.device, *, is_compiled: bool) -> dict[str, floa
     if device.type != "cuda":
         return {}
     capability = torch.cuda.get_device_capability()
-    flash = choose_flash(capability)
-    kernels = {"trainer/compiled": float(is_compiled)}
-    return kernels | ({"trainer/flash_attention": float(flash)} if capability == HOPPER else {})
+    flash = {"trainer/flash_attention": float(choose_flash(capability))} if capability == HOPPER else {}
+    return {"trainer/compiled": float(is_compiled), **flash}
 
 
 class TrainedModel:
@@ -261,7 +260,7 @@ class TrainedModel:
         if is_sharded:
             self.masters = MasterWeights(model, torch.float32)
         if self.adapters is not None and spec.trainer.keeps_merged and not is_sharded:
-            self.masters.then = self.adapters.note_change
+            self.masters.then = self.adapters.forget_merged
             self.policy.before_pass = self.adapters.keep_merged
         if spec.algorithm.router_replay:
             self.policy.replay = RouterReplay(model)

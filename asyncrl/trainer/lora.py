@@ -105,7 +105,6 @@ class Adapters:
         self._model = model
         self._dtype = dtype
         self.scale = config.alpha / config.rank
-        self.is_merged = False
         # With a transformers config, peft would rename names and move dense adapters to experts.
         holder = nn.Module()
         holder.model = model
@@ -131,18 +130,12 @@ class Adapters:
     @torch.no_grad()
     def keep_merged(self) -> None:
         """Merge, unless no adapter has changed."""
-        for layer in () if self.is_merged else self.layers.values():
-            lora_A, lora_B = layer.pair()
-            merged = merge(layer.get_base_layer().weight, lora_A, lora_B, self.scale)
-            layer.kept = merged if layer.kept is None else layer.kept.copy_(merged)
-        self.is_merged = True
-
-    def note_change(self) -> None:
-        self.is_merged = False
+        for layer in self.layers.values():
+            if layer.kept is None:
+                layer.kept = merge(layer.get_base_layer().weight, *layer.pair(), self.scale)
 
     def forget_merged(self) -> None:
         """Free the merged weights until the next pass."""
-        self.is_merged = False
         for layer in self.layers.values():
             layer.kept = None
 

@@ -128,6 +128,8 @@ class Offload:
             raise
         for part in moving:
             del self._copies[part]
+            if self._device.type == "cpu":  # no second copy stays in the same memory
+                self._memory[part].free()
         return self._moved(sum(len(data) for _, data in copied), started_s)
 
     def need(self, what: str, *parts: TrainerPart) -> None:

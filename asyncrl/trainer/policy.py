@@ -314,8 +314,6 @@ def find_plan(model: Any) -> ForwardPlan:
     before, windows = model.config._attn_implementation, set[int]()
     try:
         model.set_attn_implementation(ATTENTION)
-        if model.config._attn_implementation != ATTENTION:
-            return ForwardPlan(False, has_plain_head, reason="its attention cannot be exchanged")
         inputs = packed_inputs(micro)
         hidden_ND = model.base_model(**inputs, windows_seen=windows, use_cache=False).last_hidden_state[0]
     except MODEL_ERRORS as error:

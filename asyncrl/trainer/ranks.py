@@ -28,7 +28,6 @@ from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interfac
 
 T = TypeVar("T")
 BEATS = 2
-MESH_DIMENSIONS = ("shard",)
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
     select_device()
     commands = meet(spec, connect)
-    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=MESH_DIMENSIONS)
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return Ranks(spec.rank, size, mesh, commands, timeout=timeout)
 
 
