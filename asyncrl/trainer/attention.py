@@ -180,7 +180,8 @@ def attention(
         if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
             shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
             raise CannotPackError(shapes)
-        windows |= {options.get("sliding_window")} - {None}
+        if options.get("sliding_window") is not None:
+            windows.add(int(options["sliding_window"]))
     output = _attend(query, key, value, number, scale)[0]
     return output if size == output.shape[3] else output[..., :size], None
 

@@ -132,7 +132,8 @@ class Adapters:
         """Merge, unless no adapter has changed."""
         for layer in self.layers.values():
             if layer.kept is None:
-                layer.kept = merge(layer.get_base_layer().weight, *layer.pair(), self.scale)
+                lora_A, lora_B = layer.pair()
+                layer.kept = merge(layer.get_base_layer().weight, lora_A, lora_B, self.scale)
 
     def forget_merged(self) -> None:
         """Free the merged weights until the next pass."""

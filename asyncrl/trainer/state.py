@@ -318,7 +318,7 @@ def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
 
 
 def _read_adapters(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    known = _read_index(path).state_dict_metadata.items()
+    known: Any = _read_index(path).state_dict_metadata.items()
     named = {key.removeprefix("weights."): stored for key, stored in known if key.startswith("weights.")}
     adapters = {name: torch.empty(stored.size, dtype=dtype) for name, stored in named.items()}
     _read_weights(path, adapters)
