@@ -42,14 +42,13 @@ def weighted(mode: str, **more: Any) -> dict[str, Any]:
     return {**DAPO, "use_vllm": True, "vllm_importance_sampling_mode": mode, **more}
 
 
-OPTIONS = ("clip_delta", "off_policy_mask", "kl_weighted")
+OPTIONS = ("clip_delta", "kl_weighted")
 AROUND_BEHAVIOUR = {
     "PPO-clip": ({}, {"loss_type": "bnpo"}),
     "CISPO": ({"loss": "cispo"}, {"loss_type": "cispo", "epsilon_high": 1.28}),
     "GSPO": ({"loss": "gspo", **CLIPS}, GSPO),
     "LUSPO": ({"loss": "luspo", **CLIPS}, {**GSPO, "loss_type": "luspo"}),
     "two-sided clip": ({"clip_delta": 1.5}, {"loss_type": "bnpo", "delta": 1.5}),
-    "OPSM": ({"off_policy_mask": 0.1}, {"loss_type": "bnpo", "off_policy_mask_threshold": 0.1}),
     "KL of stale data": ({"kl_coefficient": 0.3}, {"loss_type": "bnpo", "beta": 0.3}),
     "SAPO": ({"loss": "test_algorithms_functions:sapo", "aggregate": "sequence"}, {"loss_type": "sapo"}),
 }

@@ -164,7 +164,7 @@ def test_every_sampled_token_is_in_one_unit_and_step(
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"loss": "gspo", "off_policy_mask": 0.1},
+        {"loss": "gspo"},
         {"loss": "decoupled_ppo", "correction": "tis_sequence", "kl_coefficient": 0.1},
     ],
 )

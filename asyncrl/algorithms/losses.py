@@ -1,4 +1,4 @@
-"""Parts of the loss: surrogates, corrections for stale data, masks, KL, distillation, and token weights.
+"""Parts of the loss: surrogates, corrections for stale data, KL, distillation, and token weights.
 
 Surrogates, including user losses (algorithm.loss=module:function), have the signature
 
@@ -116,16 +116,6 @@ def correct(correction: str, log_weight_M: Tensor, sequence_M: Tensor, cap: floa
         return weight_M.clamp(max=cap)
     floor = ICEPOP_FLOOR if correction == "icepop" else 0.0
     return torch.where((weight_M >= floor) & (weight_M <= cap), weight_M, 0.0)
-
-
-def off_policy_mask(tokens: LossTokens, limit: float) -> Tensor:
-    """Return 0 for tokens with negative advantage in sequences whose mean of behaviour - current exceeds
-    `limit` nats: they have no surrogate, but KL and divisors stay.
-
-    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 9.
-    """
-    distance_M = sequence_mean(tokens.behaviour_M - tokens.current_M.detach(), tokens.sequence_M)
-    return ((tokens.advantage_M >= 0) | (distance_M <= limit)).float()
 
 
 def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:

@@ -136,9 +136,6 @@ class AlgorithmConfig(FrozenConfig):
     clip_delta: float | None = Field(default=None, gt=1)
     """Two-sided clip: maximum ratio of a token with a negative advantage; above 1 + clip_high (none
     = off)."""
-    off_policy_mask: float | None = Field(default=None, gt=0)
-    """Off-policy sequence masking: mask tokens with a negative advantage if their sequence's mean of
-    behaviour - current logprob exceeds this, in nats (none = off)."""
     importance_cap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Largest importance weight towards the behaviour policy (tis, mis, icepop, decoupled_ppo) (auto = 5
     for the correction icepop, else 2)."""

@@ -207,8 +207,6 @@ def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: tor
     functorch.activation_memory_budget = 1.0 if isinstance(checkpointing, bool) else checkpointing
     if reason:
         log.warning("layers run uncompiled, at about half the speed: %s", reason)
-    else:
-        log.info("layers are compiled")
     return not reason
 
 

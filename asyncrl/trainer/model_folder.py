@@ -181,10 +181,9 @@ class ModelPin:
         """`is_free`: accept any model."""
         self.path = run_dir / MODEL_PIN
         self._given = given
-        self._pinned: PinnedModel | None = None
         self._found: PinnedModel | None = None
-        if not is_free and self.path.exists():
-            self._pinned = PinnedModel.model_validate_json(self.path.read_bytes())
+        is_pinned = self.path.exists() and not is_free
+        self._pinned = PinnedModel.model_validate_json(self.path.read_bytes()) if is_pinned else None
 
     @property
     def revision(self) -> str | None:

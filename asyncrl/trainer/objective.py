@@ -177,10 +177,6 @@ class Objective:
             correction_M = losses.correct(self._recipe.correction, log_weight_M, micro.sequence_M, self._cap)
             stats["importance_weight"] = correction_M.sum()
             loss_M = loss_M * correction_M
-        if (limit := self.settings.off_policy_mask) is not None:
-            mask_M = losses.off_policy_mask(tokens, limit)
-            loss_M = loss_M * mask_M
-            stats["off_policy_fraction"] = (mask_M == 0).sum()
         if batch.reference_N is not None:
             kl_M = self._kl(current_M, over_tokens(batch.reference_N), anchor_M, correction_M)
             stats["kl_reference"] = kl_M.detach().sum()

@@ -77,12 +77,10 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:
-    """Write the model folder. Raises ValueError or FileExistsError."""
+    """Write the model folder. Raises ValueError."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    if spec.out.exists():
-        raise FileExistsError(f"{spec.out} exists already")
     tokenizer = make_character_tokenizer(spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role)
     config = scratch_config(spec.scratch.architecture, tokenizer)
     torch.manual_seed(spec.seed)
