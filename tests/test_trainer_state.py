@@ -86,7 +86,7 @@ def test_failed_save_is_an_error_and_the_next_succeeds(make_step: MakeStep, tmp_
     step.begin_save_state(folder).result()
     make_step().load_state(folder)
     adapted = make_step(trainer={"lora": LORA})
-    with pytest.raises(Refused, match=r"Missing key in checkpoint state_dict: weights\.model\..*lora_A"):
+    with pytest.raises(KeyError, match="embed_tokens"):
         adapted.load_state(folder)
     (folder / ".metadata").write_bytes(b"")
     with pytest.raises(Refused, match=f"cannot write or read {folder}.*EOFError"):

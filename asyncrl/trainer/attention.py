@@ -141,7 +141,6 @@ _varlen = torch.ops.aten._flash_attention_forward
 _varlen_backward = torch.ops.aten._flash_attention_backward
 
 ATTENTION = "asyncrl_packed"
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 _layouts: WeakValueDictionary[int, Layout] = WeakValueDictionary()
@@ -174,8 +173,9 @@ def attention(
     if size < query.shape[3]:  # kernels support one head size; zero columns change nothing
         value = functional.pad(value, (0, query.shape[3] - size))
     if windows is not None:
-        if present := [name for name in UNSUPPORTED if options.get(name) is not None]:
-            raise CannotPackError(f"its attention has {present[0]}")
+        for name in ("softcap", "s_aux", "position_bias"):
+            if options.get(name) is not None:
+                raise CannotPackError(f"its attention has {name}")
         is_whole = query.shape[::2] == (1, _layouts[int(number)].num_tokens)
         if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
             shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"

@@ -185,9 +185,6 @@ def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-
-
 def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device) -> bool:
     """Resolve trainer.compile. Raises ConfigError."""
     setting, checkpointing = spec.trainer.compile, spec.trainer.gradient_checkpointing
@@ -225,7 +222,9 @@ class TrainedModel:
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
         self.device, self.dtype = resolve_device(spec)
         limit_memory(self.device, spec.share)
-        if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
+        if self.device.type == "cuda" and {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}.isdisjoint(
+            os.environ
+        ):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         is_sharded, lora = ranks.mesh is not None, spec.trainer.lora
         dtype = torch.float32 if lora is None else self.dtype

@@ -94,16 +94,13 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
 
 def fetch_architectures(config: RunConfig) -> None:
     """Fetch config.json of hub models for memory plans. Ignores failures."""
-    wanted = [(config.model.path, config.model.revision)]
-    if config.teacher is not None:
-        wanted.append((config.teacher.path, config.teacher.revision))
-    for path, revision in wanted:
+    sources: list[Any] = [config.model, config.teacher]
+    for source in filter(None, sources):
         with contextlib.suppress(OSError, ValueError, ConfigError, ModuleNotFoundError):
-            if path is None or _find_given(path, MODEL_KEY) is not None:
-                continue
-            from huggingface_hub import hf_hub_download
+            if source.path is not None and _find_given(source.path, MODEL_KEY) is None:
+                from huggingface_hub import hf_hub_download
 
-            hf_hub_download(path, "config.json", revision=revision)
+                hf_hub_download(source.path, "config.json", revision=source.revision)
 
 
 def load_limit_s(folder: Path) -> float:

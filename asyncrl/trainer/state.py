@@ -85,19 +85,15 @@ class TrainerState:
         self._device = device
         self._spec = spec
         self._ranks = ranks.with_own_group()
-        self._group: dict[str, Any] = {
-            "process_group": self._ranks.group,
-            "no_dist": self._ranks.group is None,
-        }
+        group = self._ranks.group
+        self._group: dict[str, Any] = {"process_group": group, "no_dist": group is None}
         self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
         self._is_lent = False
         self.copying: Future[dict[str, Tensor]] | None = None
         self.pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "state")
         # DCP warns without a process group. Not on the thread: filters are global.
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning
-        )
+        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
 
     def begin_save(
         self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]

@@ -43,7 +43,6 @@ from asyncrl.weights.tensor_files import Pieces, stored_pieces
 
 log = logging.getLogger("asyncrl.trainer")
 MAX_SKIPPED_STEPS = 3
-CHUNK_FILE = "chunk.safetensors"
 TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport}
 """Transports that write no file of all weights, by name."""
 
@@ -379,7 +378,7 @@ class TrainStep(TrainedModel):
     def _chunk_place(self) -> exports.ChunkPlace:
         spec = self.spec
         if spec.chunks == "file" or (spec.chunks == "memory" and not self.ranks.is_first):
-            return ChunkFile(spec.staging_dir / CHUNK_FILE)
+            return ChunkFile(spec.staging_dir / "chunk.safetensors")
         gather = self.ranks.gather if spec.chunks == "memories" else None
         chunks = exports.chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
         entries = [exports.entries_of(chunk, self.dtype) for chunk in chunks]
