@@ -35,6 +35,7 @@ from asyncrl.weights.ipc import limit_memory
 from asyncrl.weights.tensor_files import float32_names
 
 log = logging.getLogger("asyncrl.trainer")
+ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 @contextmanager
@@ -222,9 +223,7 @@ class TrainedModel:
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
         self.device, self.dtype = resolve_device(spec)
         limit_memory(self.device, spec.share)
-        if self.device.type == "cuda" and {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}.isdisjoint(
-            os.environ
-        ):
+        if self.device.type == "cuda" and ALLOCATOR_ENV.isdisjoint(os.environ):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         is_sharded, lora = ranks.mesh is not None, spec.trainer.lora
         dtype = torch.float32 if lora is None else self.dtype

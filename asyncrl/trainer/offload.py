@@ -100,9 +100,7 @@ class Offload:
         started_s = time.perf_counter()
         moving = [part for part in PARTS if part in set(parts) - self.away]
         what = f"offload {', '.join(moving)}"
-        copies = self._together(
-            what, "free host memory.", lambda: {part: self._copied(part) for part in moving}
-        )
+        copies = self._together(what, lambda: {part: self._copied(part) for part in moving})
         num_bytes = sum(_free(copied) for copied in copies.values())
         self._copies |= copies
         if self._device.type == "cuda":
@@ -122,7 +120,7 @@ class Offload:
 
         try:
             way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
-            self._together(f"onload {', '.join(moving)}", way_out, bring_back)
+            self._together(f"onload {', '.join(moving)}", bring_back, way_out)
         except Refused:
             _free(copied)
             raise
@@ -165,7 +163,7 @@ class Offload:
             copies.append((storage, copy))
         return copies
 
-    def _together(self, what: str, way_out: str, move: Callable[[], T]) -> T:
+    def _together(self, what: str, move: Callable[[], T], way_out: str = "free host memory.") -> T:
         """Call `move` on all ranks. Raises Refused on all if it fails on one."""
 
         def moved() -> T:

@@ -79,12 +79,7 @@ class _HeadUse(NamedTuple):
 class _HeadScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        target_M: Tensor,
-        use: _HeadUse,
+        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor, use: _HeadUse
     ) -> tuple[Tensor, Tensor, Tensor]:
         add_slice = use.body(_add_slice)
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
