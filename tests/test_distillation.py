@@ -56,22 +56,18 @@ def plain_logprobs(model: Any, branch: Trajectory, temperature: float) -> np.nda
     return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
 
 
-def make_teacher(url: str, **values: Any) -> Teacher:
-    given = {"temperature": 1.0, "places": 4, "timeout_s": 60.0, "on_lost": None, **values}
-    return Teacher(Caller("teacher", url, SECRET), **given)
-
-
 def test_teachers_logprobs_are_those_of_a_plain_forward(tiny_model_dir: Path, tmp_path: Path) -> None:
     model, temperature = AutoModelForCausalLM.from_pretrained(tiny_model_dir), 0.7
     spec = {"name": "teacher", "slots": 1, "score_slots": 3, "max_length": 300, "device": "cpu"}
 
     async def story(url: str) -> list[Rollout]:
-        teacher = make_teacher(url, temperature=temperature)
+        caller = Caller("teacher", url, SECRET)
+        teacher = Teacher(caller, temperature=temperature, places=4, timeout_s=60.0, on_lost=None)
         found = await asyncio.gather(*(teacher.judge(rollout) for rollout in [*ROLLOUTS, *ROLLOUTS]))
         too_long = (make_branch(301, [slice(300, 301)]),)
         with pytest.raises(RequestRefused, match="a text has 300 tokens at most"):
             await teacher.judge(too_long)
-        await teacher._caller.aclose()
+        await caller.aclose()
         return found
 
     with engine_process("embedded", spec | {"model_path": str(tiny_model_dir)}, tmp_path) as server:

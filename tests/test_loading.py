@@ -63,7 +63,6 @@ def test_reward_function_scores_rows_and_is_built_without_any(here: Path) -> Non
     [
         ("nowhere_here:Task", "No module named 'nowhere_here'; modules are imported from the working dir"),
         ("broken_here:Task", r"broken_here:Task cannot be loaded: AttributeError"),
-        ("tasks_here:Goood", r"module 'tasks_here' has no attribute 'Goood'"),
         ("tasks_here:NoScore", r"made a NoScore, which lacks a method; a task has __len__"),
         ("tasks_here:OddScore", r"cannot be called as score\(prompt, completion\)"),
         ('tasks_here:Good {"lenght": 2}', r"Good\(size=1000, seed=9, lenght=2\): got an unexpected"),

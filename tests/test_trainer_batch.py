@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -159,21 +158,6 @@ def test_every_sampled_token_is_in_one_unit_and_step(
             assert all(len(micro.source_M) == 1 for micro, counts in micros if not counts)
         assert sorted(found) == np.flatnonzero(chosen).tolist()
         assert len(num_micros) == 1, "or FSDP's collectives would not match"
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        {"loss": "gspo"},
-        {"loss": "decoupled_ppo", "correction": "tis_sequence", "kl_coefficient": 0.1},
-    ],
-)
-def test_any_micro_batches_give_the_same_gradient(make_step: MakeStep, algorithm: dict[str, Any]) -> None:
-    header, arrays = make_branch_batch(6)
-    limits = [{"micro_batch_tokens": tokens} for tokens in (10**6, 40)]
-    steps = (make_step(algorithm=algorithm, trainer=limit) for limit in limits)
-    whole, cut = (loss_and_gradients(step, header, arrays) for step in steps)
-    assert_same(cut, whole)
 
 
 def make_trajectory(sample_index: int) -> Trajectory:

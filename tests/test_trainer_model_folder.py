@@ -12,7 +12,7 @@ import pytest
 import torch
 from job_runs import write_config
 from safetensors.torch import load_file, save_file
-from tiny_model import STACKED, TINY_ARCHITECTURE, TINY_CHARACTERS, make_tiny_model, make_tiny_moe
+from tiny_model import STACKED, TINY_CHARACTERS, make_tiny_model, make_tiny_moe
 from torch.distributed.tensor import DTensor
 from trainer_cases import make_spec, mesh_of_one
 from transformers import AutoModelForCausalLM
@@ -23,7 +23,7 @@ from asyncrl.launch.processes import run_module
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.build_model import TrainedModel, load_model
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
-from asyncrl.trainer.random_init import make_character_tokenizer, scratch_config
+from asyncrl.trainer.random_init import make_character_tokenizer
 
 
 def begin(run_dir: Path, model: Path, *, is_free: bool = False) -> ModelPin:
@@ -70,18 +70,15 @@ def test_commit_of_the_hub_is_kept(
         pin.write()
     assert asked == [given, given or "commit1"]
     assert pin.revision == asked[1]
-    for other in ("some/other", "some/model@v2"):  # it is fetched, and its files are compared
-        assert ModelPin(tmp_path, other).revision is None
+    assert ModelPin(tmp_path, "some/model@v2").revision is None, "it is fetched, and its files are compared"
 
 
 # ---- a model from nothing
 
-TOKENIZER = make_character_tokenizer(TINY_CHARACTERS)
-
 
 def test_tool_role_is_one_more_token(tmp_path: Path) -> None:
     tokenizer = make_character_tokenizer(TINY_CHARACTERS, has_tool_role=True)
-    assert len(tokenizer) == len(TOKENIZER) + 1
+    assert len(tokenizer) == len(make_character_tokenizer(TINY_CHARACTERS)) + 1
     tokenizer.save_pretrained(tmp_path)
     chats = HFChatTokenizer(tmp_path)
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -94,11 +91,6 @@ def test_tool_role_is_one_more_token(tmp_path: Path) -> None:
     )
     assert text == "<|user|>1+2<|im_end|><|assistant|><|im_end|><|tool|>3<|im_end|><|assistant|>"
     assert len(chats.encode(text)) == 7 + 4, "one token a character, one a mark"
-
-
-def test_unknown_key_of_an_architecture_is_named() -> None:
-    with pytest.raises(ValueError, match="a qwen3 config does not know hiden_size"):
-        scratch_config({**TINY_ARCHITECTURE, "hiden_size": 3}, TOKENIZER)
 
 
 # ---- loading
