@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages.records import SamplingRequest, TopLogprobs
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import (
     NAME,
@@ -71,6 +72,9 @@ class LoadedModel:
         self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(24, spec.max_length))]
         self.reference_logits = self._own_logits()
         """The model's own logits for `probe_ids`."""
+        if spec.returns_routing and not routers_of(self.model):
+            what = f"{spec.name}: {type(self.model).__name__} has no routers"
+            fail(what, way_out="set algorithm.router_replay=false.")
         self.routed = RoutedExperts(self.model) if spec.returns_routing else None
         self.shape = self._use_slots(spec)
         has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
