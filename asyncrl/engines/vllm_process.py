@@ -342,26 +342,22 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
 async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
     """Wait until the server is up and configured. Raises ConfigError, CallRefused or CallLost."""
     try:
-        await _make_ready(process, needed)
+        await _until_up(process)
+        settings = await process.get("/server_info?config_format=json", Json)
+        check_settings(process.name, settings.root, needed)
+        workers = await process.rpc("facts")
+        process.num_workers = len(workers)
+        process.vocab_size = min(worker["vocab_size"] for worker in workers)
+        await process.tell("/resume")  # an earlier run may have paused it and died
+        await process.set_label(process.label)
+        # vLLM compiles at the first seeded sampling, and at the first prompt logprobs.
+        sampling = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1, "prompt_logprobs": 0}
+        await process.tell(GENERATE, vllm_request([1, 2, 3], "warm-up", process.label, None, **sampling))
     except CallRefused as refusal:
         if refusal.status not in (401, 403, 404):
             raise
         what = f"{process.name}: the vLLM server there refuses {refusal.path} ({refusal.body.error})"
         raise ConfigError(what, way_out=_WAY_OUT) from refusal
-
-
-async def _make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
-    await _until_up(process)
-    settings = await process.get("/server_info?config_format=json", Json)
-    check_settings(process.name, settings.root, needed)
-    workers = await process.rpc("facts")
-    process.num_workers = len(workers)
-    process.vocab_size = min(worker["vocab_size"] for worker in workers)
-    await process.tell("/resume")  # an earlier run may have paused it and died
-    await process.set_label(process.label)
-    # vLLM compiles at the first seeded sampling, and at the first prompt logprobs.
-    sampling = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1, "prompt_logprobs": 0}
-    await process.tell(GENERATE, vllm_request([1, 2, 3], "warm-up", process.label, None, **sampling))
 
 
 async def _until_up(process: VllmProcess) -> None:

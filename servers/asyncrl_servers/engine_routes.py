@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -11,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from aiohttp import web
+from aiohttp import WSMsgType, web
 from pydantic import BaseModel, Field
 
 from asyncrl.base.http import Refused, add_route, child_arguments, make_app, secret_of, serve
@@ -139,15 +142,22 @@ class ServedLink:
     """Server end of one link.
 
     Life: open -> closed by the client or with its process, which aborts open requests.
-    Waits: the reader sleeps until a frame comes, the writer until the engine's thread reports results.
+    Waits: the reader sleeps until a frame comes; sending never blocks.
+    Invariant: frames leave whole, in sampling order.
     """
 
-    def __init__(self, engine: ServedEngine, link: web.WebSocketResponse) -> None:
+    def __init__(
+        self, engine: ServedEngine, link: web.WebSocketResponse, transport: asyncio.Transport
+    ) -> None:
         self._engine = engine
         self._link = link
+        self._transport = transport
         self._loop = asyncio.get_running_loop()
         self._runs: dict[int, Run] = {}
-        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self._sending = threading.Lock()
+        self._socket: socket.socket = transport.get_extra_info("socket").dup()
+        self._unsent: list[bytes] = []
+        self._is_behind = False
 
     def sampled(self, rows: Sequence[Sampled]) -> None:
         known = [row for row in rows if row.number in self._runs]
@@ -162,23 +172,34 @@ class ServedLink:
             self._send(codec.refused_frame(number, refusal.status, refusal.body))
 
     async def serve(self) -> None:
-        writer = asyncio.ensure_future(self._write())
         try:
             async for message in self._link:
                 self._take(codec.read_frame(message.data))
         finally:
-            writer.cancel()
             self._engine.abort(list(self._runs.values()))
             self._runs.clear()
-
-    async def _write(self) -> None:
-        with suppress(ConnectionError):  # serve() ends too
-            while True:
-                await self._link.send_bytes(await self._frames.get())
+            with self._sending:
+                self._socket.close()
 
     def _send(self, frame: bytes) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._frames.put_nowait, frame)
+        message = _message(frame)
+        with self._sending, suppress(RuntimeError):  # the loop is closed
+            if not self._is_behind:
+                num_sent = 0
+                with suppress(OSError):
+                    num_sent = self._socket.send(message)
+                message = message[num_sent:]
+                self._is_behind = bool(message)
+            if message:
+                self._unsent.append(message)
+                self._loop.call_soon_threadsafe(self._catch_up)
+
+    def _catch_up(self) -> None:
+        with self._sending:
+            # some Python versions' writelines() ignores a lost connection
+            self._transport.write(b"".join(self._unsent))
+            self._unsent.clear()
+            self._is_behind = self._transport.get_write_buffer_size() > 0
 
     def _take(self, frame: codec.Frame) -> None:
         if frame.kind == "submit":
@@ -203,14 +224,26 @@ class ServedLink:
         self._engine.submit(runs)
 
 
+def _message(data: bytes) -> bytes:
+    """Return an unmasked, unfragmented binary WebSocket message (RFC 6455, section 5.2)."""
+    size, kind = len(data), 0x80 | WSMsgType.BINARY
+    if size < 126:
+        return struct.pack("!BB", kind, size) + data
+    if size < 2**16:
+        return struct.pack("!BBH", kind, 126, size) + data
+    return struct.pack("!BBQ", kind, 127, size) + data
+
+
 def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Application:
     """`more`: additional POST routes."""
     app = make_app(secret)
 
     async def link(request: web.Request) -> web.WebSocketResponse:
-        opened = web.WebSocketResponse(max_msg_size=0, compress=False)
+        # a pong could split a frame, so pings are errors
+        opened = web.WebSocketResponse(max_msg_size=0, compress=False, autoping=False)
         await opened.prepare(request)
-        await ServedLink(engine, opened).serve()
+        if request.transport is not None:  # the client is still here
+            await ServedLink(engine, opened, request.transport).serve()
         return opened
 
     async def health() -> api.EngineHealth:
