@@ -61,7 +61,6 @@ class Progress(BaseModel, frozen=True):
 
 
 class SavedState(BaseModel, frozen=True):
-    model_path: str
     lora: dict[str, Any] | None
     progress: Progress
 
@@ -84,7 +83,6 @@ class TrainerState:
         self._masters = masters
         self._optimizer = optimizer
         self._device = device
-        self._model_path = spec.model_path
         lora = spec.trainer.lora
         self._lora = None if lora is None else lora.model_dump(mode="json")
         self._ranks = ranks.with_own_group()
@@ -113,7 +111,7 @@ class TrainerState:
         states = {name: self._optimizer.state.get(one, {}) for name, one in self._masters.named.items()}
         live = self._live(states)
         reading = after_what_was_begun(self._device)
-        saved = SavedState(model_path=self._model_path, lora=self._lora, progress=progress)
+        saved = SavedState(lora=self._lora, progress=progress)
         self.copying = self._thread.submit(self._copy, live, content_of, reading)
         self.pending = self._thread.submit(self._write, path, live, saved, self.copying)
         return self.pending
