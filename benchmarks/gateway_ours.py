@@ -85,7 +85,6 @@ async def run(model_path: str, engine_url: str, fd_port: int) -> None:
     rules = CallRules(
         model_name="policy",
         temperature=1.0,
-        top_p=1.0,
         max_tokens=MAX_TOKENS,
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         max_length=MAX_TOKENS + MAX_PROMPT_TOKENS,

@@ -244,7 +244,6 @@ def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(tmp_path: Path
     }
     assert 0 < max(ages) <= 3
     assert (run_dir / "final" / "model.safetensors").exists()
-    assert json.loads((run_dir / "adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
 def test_merged_adapters_of_two_ranks_are_pushed_in_chunks(tmp_path: Path) -> None:
