@@ -224,7 +224,7 @@ def _gradient_findings(steps: Steps, config: RunConfig, has_risen: bool) -> Iter
         num = several(steps.total("trainer/skipped_steps"), "update")
         where = f"first step {skipped[0]:.0f}, last step {skipped[-1]:.0f}"
         clause = f"{num} skipped because loss or gradient was not finite ({where})"
-        advice = "logs/trainer-0.log has the values, failed_batches/ the batches; lower trainer.learning_rate"
+        advice = "logs/trainer-0.log has the values; lower trainer.learning_rate"
         yield _Finding(clause, advice, is_certain=len(skipped) == len(steps))
 
 

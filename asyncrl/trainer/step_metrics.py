@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,6 @@ GAP_ADVICE = (
 )
 
 Phase = Literal["pack", "logprobs", "forward", "backward", "optimizer", "blocked", ""]
-PHASES: tuple[Phase, ...] = ("pack", "logprobs", "forward", "backward", "optimizer", "blocked")
 
 PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
@@ -103,7 +102,7 @@ class StepMeter:
 
     def numbers(self) -> dict[str, float]:
         self.enter("")
-        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds = {phase: 0.0 for phase in get_args(Phase) if phase}
         peak_bytes = 0
         if self._cuda is not None:
             self._stamps[-1][1].synchronize()
@@ -129,11 +128,9 @@ class StepMeter:
 
 
 def _peak_host_bytes() -> int:
-    """Return peak memory; ru_maxrss would include the parent's."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
-    return 0
+    """Return peak memory, or 0 if unknown; ru_maxrss would include the parent's."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 class Gap(NamedTuple):
