@@ -63,7 +63,8 @@ def written(renderer: HFChatTokenizer, calls: Calls, content: str) -> str:
     chat = [user("Question?"), assistant(content, tool_calls=sent)]
     texts = [renderer.render(chat[:length], tools=TOOLS) for length in (1, 2)]
     text = texts[1][len(os.path.commonprefix(texts)) :]
-    return text[: [end.start() for end in END.finditer(text)][-1]].rstrip("\n")
+    ends = [end.start() for end in re.finditer(rf"{END.pattern}|<\|assistant\|>", text)]
+    return text[: ends[-1]].rstrip("\n")
 
 
 def calls_of(parsed: ParsedAnswer) -> Calls:
