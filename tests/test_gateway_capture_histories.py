@@ -119,7 +119,7 @@ class History:
             return
         name = f"chatcmpl-{place:03}"
         content = call["prefill"] + choice["text"]
-        self.capture.record(planned, completion, assistant(content), name, choice=index)
+        self.capture.record(planned, completion, assistant(content), name)
         self.sampled[name] = (planned.prompt_ids.tolist(), completion)
         thought, answer = split_thought(assistant(content), self.thinking)
         sent_back = {

@@ -141,7 +141,6 @@ class Answer:
         or mark.
     """
 
-    index: int
     tokenizer: ChatTokenizer
     tool_format: ToolFormat
     asked: InitVar[CallRequest]

@@ -42,12 +42,12 @@ class ChatNode:
     """A recorded completion. `ids` follow the parent's: A prompt ids, then N sampled ids.
 
     ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token.
-    `order`: (number of the call, choice). `whole`: of all_ids(). Not `is_trained`: context. Of a chat:
+    `order`: number of the call. `whole`: of all_ids(). Not `is_trained`: context. Of a chat:
     `num_messages` with the answer, `key` in a Chain, and `text`, the text of all ids or None.
     """
 
     name: str
-    order: tuple[int, int]
+    order: int
     parent: ChatNode | None
     ids: npt.NDArray[np.int32]
     num_added: int
@@ -185,7 +185,6 @@ class Capture:
         message: Message,
         name: str,
         *,
-        choice: int = 0,
         is_trained: bool = True,
         grammar: str | None = None,
     ) -> None:
@@ -198,7 +197,7 @@ class Capture:
             text = text.then(self._tokenizer.decode(completion.token_ids, skip_special_tokens=False))
         node = ChatNode(
             name=name,
-            order=(planned.number, choice),
+            order=planned.number,
             parent=planned.parent,
             ids=np.concatenate([planned.added, sampled]),
             num_added=len(planned.added),

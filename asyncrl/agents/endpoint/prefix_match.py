@@ -155,7 +155,7 @@ class Recorded:
 
 def _rank(node: ChatNode, place: Hashable) -> tuple[Any, ...]:
     """Rank completions of one place; the order of arrival does not count."""
-    return node.key != place, node.order[1], node.content
+    return node.key != place, node.content
 
 
 # ---- the match

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
-from hashlib import blake2b
 from typing import Any, Literal
 
 Marks = tuple[str, str]
@@ -92,23 +90,3 @@ class ReasoningSplitter:
             piece = piece.lstrip()
             self._is_first = not piece
         return piece
-
-
-def signature_of(thought: str) -> str:
-    """Return a signature that detects altered thoughts; no secret."""
-    digest = blake2b(thought.encode(), digest_size=24, person=b"asyncrl thought").digest()
-    return base64.b64encode(digest).decode()
-
-
-_SEALED = "asyncrl:"
-
-
-def sealed(thought: str) -> str:
-    return _SEALED + base64.b64encode(thought.encode()).decode()
-
-
-def unsealed(text: str) -> str:
-    """Invert sealed(). Raises ValueError."""
-    if not text.startswith(_SEALED):
-        raise ValueError("it does not come from this gateway")
-    return base64.b64decode(text.removeprefix(_SEALED), validate=True).decode()
