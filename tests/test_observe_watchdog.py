@@ -50,7 +50,7 @@ def hang_restarted_trainer(house: House) -> None:
 HANGS = {
     hang_trainer: r"""
 train loop waits in TrainerClient.train for optimizer step 4.* by trainer-0
-producers waits in Buffer.wait_open for admission of a group \(2 ready, 0 run, step 5
+producers waits in Buffer.wait_open for admission of a group \(step 5: 2 of 2 groups are ready, 0 run
 publisher waits .* for a policy_version above 3.* woken by the train loop""",
     hang_restarted_trainer: r"""
 catching up waits in TrainerClient.catch_up for the journaled batches .* woken by trainer-0

@@ -21,7 +21,7 @@ from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
-from asyncrl.base.errors import ConfigError, TaskError, install_extra, may_lack_train
+from asyncrl.base.errors import ConfigError, install_extra, may_lack_train
 from asyncrl.base.message import ErrorBody, fatal_line, find_fatal
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import RolloutConfig, RunConfig, load_config, run_config_yaml
@@ -200,12 +200,9 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
     num_prompts = NUM_PROMPTS if config.model.scratch is None else NUM_SCRATCH_PROMPTS
     if len(found.tasks) == len(config.tasks):
         source = make_prompt_source(config, found.tasks)
-        try:
-            for _ in range(min(num_prompts, sum(map(len, found.tasks.values())))):
-                prompt = source.next_nowait()
-                by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
-        except TaskError as error:
-            raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
+        for _ in range(min(num_prompts, sum(map(len, found.tasks.values())))):
+            prompt = source.next_nowait()
+            by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
     for name, (_, held_out) in found.evals.items():
         by_task[f"eval task {name}".rstrip()] = list(held_out)
     if config.model.scratch is not None:

@@ -269,11 +269,10 @@ def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord
         return None
     decode = _decoder(files)
     rollouts: dict[int, dict[str, Any]] = {}
-    for index, (attempt, turn, partial) in partials_of(connection, group_id).items():
+    for index, (attempt, partial) in partials_of(connection, group_id).items():
         rollouts[index] = {
             "state": "running",
             "attempt": attempt,
-            "turn": turn,
             "num_sampled": len(partial.token_ids),
             "branches": [{"pieces": _pieces(partial.token_ids, partial.version_spans, decode)}],
         }
