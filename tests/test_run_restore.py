@@ -165,7 +165,7 @@ def test_resume_trains_batches_again_and_restores_everything_else(tmp_path: Path
         assert (nine.ticket.group_id, nine.prompt.prompt_id) == (9, "0/9")
         assert {index: len(rollout) for index, rollout in nine.rollouts.items()} == {1: 2}
         assert (nine.failures, nine.partials) == ({0: (3, "it timed out")}, {2: (1, make_partial(5))})
-        assert (*life.numbers(), life.buffer.rule.served, life.buffer.next_group_id) == (4, 1, 1, 4, 13)
+        assert (*life.numbers(), life.buffer.rule.served, life.buffer.rule.num_issued) == (4, 1, 1, 4, 13)
         assert life.next_prompts(3) == [("0/10", 1), ("0/11", 2), ("0/13", 0)]
         assert [(at, prompt.prompt_id, prompt.num_requeued) for at, prompt in life.returned] == [
             (4, "0/12", 2)
@@ -273,7 +273,7 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
         life.admit()
         ready = {prompt.prompt_id: 0 for prompt in life.buffer.prompts_ready()}
         controller.update(order=life.feed.order, num_drawn=life.feed.num_drawn, epochs=[])
-        controller.update(out={"0/7": 2, **ready}, next_group_id=life.buffer.next_group_id)
+        controller.update(out={"0/7": 2, **ready}, next_group_id=life.buffer.rule.num_issued)
 
     async def killed_before_a_group(life: Life) -> None:
         await life.restore(whole)
@@ -289,7 +289,7 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
         unfinished = await life.restore(whole)
         assert [group.prompt.prompt_id for group in unfinished] == ["0/6", "0/7", "0/8", "0/9"]
         assert life.next_prompts(1) == [("0/10", 0)], "0 to 5 are consumed, though this journal saw none"
-        assert life.buffer.next_group_id == 12
+        assert life.buffer.rule.num_issued == 12
         with pytest.raises(JournalError, match="begins at version 3, after the newest checkpoint, 2"):
             await life.journal.read_resume(2)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item, PromptSource, TaskPrompts
-from asyncrl.tasks.prompt_source import FLOOR, Epochs, Rota
+from asyncrl.tasks.prompt_source import FLOOR, Epochs, make_rota
 
 
 class Numbers:
@@ -82,13 +82,13 @@ SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
 
 @given(SHARES)
 def test_task_stays_within_two_draws_of_its_share(shares: dict[str, int]) -> None:
-    rota, whole, drawn = Rota(shares), sum(shares.values()), Counter[str]()
-    for draw in range(2 * whole):
-        name, number = rota.turn(draw)
+    drawn = Counter[str]()
+    rota = make_rota(shares)
+    for draw, (name, number) in enumerate(rota, 1):
         assert number == drawn[name]
         drawn[name] += 1
-        assert all(abs(drawn[task] - share * (draw + 1) / whole) < 2 for task, share in shares.items())
-    assert drawn == {name: 2 * share for name, share in shares.items()}
+        assert all(abs(drawn[task] - share * draw / len(rota)) < 2 for task, share in shares.items())
+    assert drawn == shares
 
 
 def difficult(size: int) -> Epochs:

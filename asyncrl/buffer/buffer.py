@@ -188,10 +188,6 @@ class Buffer:
 
     # ---- queries
 
-    @property
-    def next_group_id(self) -> int:
-        return self.rule.num_issued
-
     def prompts_ready(self) -> list[Prompt]:
         return [group.prompt for group in self._ready.values()]
 

@@ -361,6 +361,6 @@ def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -
         "order": feed.order,
         "num_drawn": feed.num_drawn,
         "out": feed.requeued | {prompt.prompt_id: prompt.num_requeued for prompt in prompts},
-        "next_group_id": buffer.next_group_id,
+        "next_group_id": buffer.rule.num_issued,
         "epochs": feed.epochs(),
     }

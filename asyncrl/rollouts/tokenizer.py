@@ -31,15 +31,6 @@ class HFChatTokenizer:
     AutoTokenizer would import torch.
     """
 
-    template: str
-    response_template: dict[str, Any] | None
-    vocab_size: int
-    end_ids: frozenset[int]
-    text_ids: frozenset[int]
-    special_ids: frozenset[int]
-    byte_ids: frozenset[int]
-    """Byte-fallback tokens, whose text depends on their neighbors."""
-
     def __init__(
         self,
         model_path: str | Path,
@@ -64,7 +55,8 @@ class HFChatTokenizer:
             raise ConfigError(f"the tokenizer of {self.model_path} has no chat template", way_out=way_out)
         if not isinstance(template, str):
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()))
-        self.template, self.response_template = template, getattr(tokenizer, "response_template", None)
+        self.template: str = template
+        self.response_template: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
         self._settings = dict(chat_template_kwargs or {})
         environment = _compile(template, f"the chat template of {self.model_path}").environment
         known = find_undeclared_variables(environment.parse(template))
@@ -83,12 +75,13 @@ class HFChatTokenizer:
         decoder = self._backend.decoder
         model = _read_json(self.model_path, "config.json")
         generation = _read_json(self.model_path, "generation_config.json")
-        self.vocab_size = model.get("vocab_size") or 1 + max(vocabulary.values())
+        self.vocab_size: int = model.get("vocab_size") or 1 + max(vocabulary.values())
         ends = (generation.get("eos_token_id"), model.get("eos_token_id"), tokenizer.eos_token_id)
         several = [end if isinstance(end, list) else [end] for end in ends if end is not None]
         self.end_ids = frozenset(chain.from_iterable(several))
         byte_tokens = filter(BYTE_TOKEN.fullmatch, vocabulary) if "ByteFallback" in repr(decoder) else ()
         self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens)
+        """Byte-fallback tokens, whose text depends on their neighbors."""
 
     @property
     def vocabulary(self) -> dict[str, int]:

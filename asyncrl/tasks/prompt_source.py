@@ -167,7 +167,8 @@ class PromptSource:
     ) -> None:
         """`on_epoch` is called before the first prompt of an epoch sampled by difficulty."""
         self._tasks = {task.label: task for task in tasks}
-        self._rota = Rota(shares or dict.fromkeys(self._tasks, 1))
+        self._shares = dict(shares or dict.fromkeys(self._tasks, 1))
+        self._rota = make_rota(self._shares)
         self._on_epoch = on_epoch
         self.num_drawn = 0
         self.requeued: dict[str, int] = {}
@@ -177,7 +178,9 @@ class PromptSource:
         if self.requeued:
             prompt_id = min(self.requeued, key=_place_of)
             return self.make_again(prompt_id, self.requeued.pop(prompt_id))
-        name, number = self._rota.turn(self.num_drawn)
+        cycle, place = divmod(self.num_drawn, len(self._rota))
+        name, number = self._rota[place]
+        number += cycle * self._shares[name]
         task = self._tasks[name]
         if (epoch := task.epochs.reach_nowait(number, version)) is not None:
             self._on_epoch(name, *epoch)
@@ -205,7 +208,7 @@ class PromptSource:
         for name, task in self._tasks.items():
             epochs = task.epochs
             settings = [epochs.num_prompts, epochs.seed, epochs.shuffle, epochs.by_difficulty]
-            order[name] = [self._rota.shares[name], *settings]
+            order[name] = [self._shares[name], *settings]
         return order
 
     def check_order(self, saved: Mapping[str, Any]) -> None:
@@ -246,19 +249,10 @@ def _place_of(prompt_id: str) -> tuple[int, int, str]:
     return int(epoch), int(index), task_of(prompt_id)
 
 
-class Rota:
-    """Cycle of tasks, each as often as its integer share.
+def make_rota(shares: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return (task, number of its draw) for a cycle of tasks, each as often as its share.
 
     Draw k of a task with share s is due at (k + 1/2) / s of the cycle.
     """
-
-    def __init__(self, shares: Mapping[str, int]) -> None:
-        self.shares = dict(shares)
-        due = sorted(((2 * k + 1) / share, name, k) for name, share in shares.items() for k in range(share))
-        self._turns = [(name, k) for _, name, k in due]
-
-    def turn(self, draw: int) -> tuple[str, int]:
-        """Return the task of a draw, and its number among the task's draws."""
-        cycle, place = divmod(draw, len(self._turns))
-        name, number = self._turns[place]
-        return name, cycle * self.shares[name] + number
+    due = sorted(((2 * k + 1) / share, name, k) for name, share in shares.items() for k in range(share))
+    return [(name, k) for _, name, k in due]
