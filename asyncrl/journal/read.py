@@ -18,7 +18,14 @@ from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, UnfinishedGroup, task_of
 
 MAX_EVENTS = 1000
-BEGINNING = {"version": 0, "order": None, "num_drawn": 0, "out": {}, "next_group_id": 0, "epochs": ()}
+BEGINNING: dict[str, Any] = {
+    "version": 0,
+    "order": None,
+    "num_drawn": 0,
+    "out": {},
+    "next_group_id": 0,
+    "epochs": (),
+}
 """State before the journal's first entry, from a checkpoint or of a new run."""
 _BY_TASK = ("rollout/failed", "rollout/filtered")
 _COUNTED = {

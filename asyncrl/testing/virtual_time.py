@@ -67,6 +67,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._selector = self
+        self._rounds = 0
         self._in_all_blocked: list[asyncio.Future[None]] = []
         self.lost_errors: list[BaseException] = []
         self.set_clock(0.0)
@@ -110,7 +111,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return bool(waiting)
 
     def set_clock(self, now_s: float) -> None:
-        self._now_s, self._rounds = now_s, 0
+        self._now_s = now_s
+        self._rounds = 0
         # below one ulp, a timer due now would never be due
         self._clock_resolution = max(1e-9, math.ulp(now_s))
 
