@@ -149,11 +149,11 @@ class FakeTrainer:
     """What weight sync and the train loop need of a trainer: a step takes `train_s`, an export `export_s`.
 
     Like the worker it does one thing at a time: an export waits for the step that runs. The digest of a
-    version is `w{version}`.
+    version is `w{version}`, or always `w0` if `is_frozen` (a publish of the same weights).
     """
 
-    def __init__(self, *, train_s: float = 1.0, export_s: float = 0.0) -> None:
-        self.train_s, self.export_s = train_s, export_s
+    def __init__(self, *, train_s: float = 1.0, export_s: float = 0.0, is_frozen: bool = False) -> None:
+        self.train_s, self.export_s, self.is_frozen = train_s, export_s, is_frozen
         self.is_up, self.went_up, self.num_restarts = True, asyncio.Event(), 0
         self.policy_version = 0
         self._begun: int | None = None
@@ -196,7 +196,7 @@ class FakeTrainer:
             await asyncio.sleep(self.export_s)
             version = self.policy_version if self._begun is None else self._begun
             self._begun = None
-            name = f"w{version}"
+            name = "w0" if self.is_frozen else f"w{version}"
             return ExportResponse(version=version, path=name, digest=name, num_tensors=1, num_bytes=1000)
 
 
