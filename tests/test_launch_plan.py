@@ -18,6 +18,7 @@ from asyncrl.config import ModelConfig, RolloutConfig
 from asyncrl.job.servers import KINDS
 from asyncrl.launch import engine_python
 from asyncrl.launch.engine_python import find_python
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.model_shape import model_shape
 from asyncrl.launch.placement import chunk_devices, place
@@ -162,8 +163,8 @@ def test_cores_and_memory_are_counted_on_each_node() -> None:
     assert sum(spread.needed_bytes(f"n{at}/cpu") for at in (0, 1)) == alone.needed_bytes("cpu")
     for name in ("embedded", "vllm"):
         config = load(*threads, f"rollout.engine={name}", "weight_sync.transport=shm")
-        kind = KINDS[name](config, plan.placement, Path("model"))
-        assert kind.spec("engine-0", plan.placement.engines[0][0])["threads"] == 2
+        kind = KINDS[name](config, plan.placement, Path("model"), Path("model"), LocalLauncher())
+        assert kind.engine_spec("engine-0", plan.placement.engines[0][0])["threads"] == 2
 
 
 def test_engines_divide_the_fraction_of_their_device() -> None:
