@@ -161,7 +161,6 @@ def runs(
 @app.command()
 def status(
     run_dir: RunDir = None,
-    as_json: Json = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Add waits, queues, engines and time spent.")
     ] = False,
@@ -169,7 +168,7 @@ def status(
     """Describe a run's learning, health and speed."""
     from asyncrl.observe.show import render_status
 
-    typer.echo(render_status(_or_newest(run_dir), as_json=as_json, is_verbose=verbose))
+    typer.echo(render_status(_or_newest(run_dir), is_verbose=verbose))
 
 
 @app.command()
@@ -212,17 +211,14 @@ def report(
 def watch(
     run_dirs: RunDirs = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. If others reach it, the page asks for a key.")
-    ] = "127.0.0.1",
-    opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
     """Show the page of one or several runs in a browser, live and read-only, until Ctrl-C."""
     import asyncio
 
     from asyncrl.observe import web
 
-    asyncio.run(web.watch(run_dirs or [_or_newest(None)], host, port, opens=opens, say=typer.echo))
+    asyncio.run(web.watch(run_dirs or [_or_newest(None)], host, port, typer.echo))
 
 
 @app.command()
