@@ -303,7 +303,6 @@ def run_harness(host: FakeHost, *, retries: int = 0, **options: Any) -> Any:
     [
         (Outcome(metrics={"turns": 2.0}), 0.25),
         (Outcome(turn_rewards={"chatcmpl-0": 1.0, "chatcmpl-1": 0.0}), 0.5),
-        (Outcome(branch_rewards={"chatcmpl-0": 0.75}), 0.75),
         (Outcome(2.0, turn_rewards={"chatcmpl-0": 1.0}), 2.0),
         (Outcome(0.0), 0.0),
     ],

@@ -26,7 +26,7 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue
 
 
 class HFChatTokenizer:
-    """ChatRenderer of a model's folder. Thread-safe.
+    """ChatTokenizer of a model's folder. Thread-safe.
 
     AutoTokenizer would import torch.
     """
@@ -56,7 +56,6 @@ class HFChatTokenizer:
         if not isinstance(template, str):
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()))
         self.template: str = template
-        self.response_template: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
         self._settings = dict(chat_template_kwargs or {})
         environment = _compile(template, f"the chat template of {self.model_path}").environment
         known = find_undeclared_variables(environment.parse(template))
