@@ -61,13 +61,12 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def init(
-    kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent|tutorial", help="What to start from.")],
+    kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent", help="What to start from.")],
     folder: Annotated[Path, Option(help="Where to write (default: here).")] = Path(),
 ) -> None:
     """Write a config with its task and agent. Never overwrites files.
 
     quickstart: letters on a CPU in half a minute. gsm8k: Qwen3-0.6B on one GPU. agent: a model calls a tool.
-    tutorial: the tutorial's task and agent.
     """
     from asyncrl.templates import write_template
 
@@ -263,10 +262,9 @@ def work(
     python: Annotated[Text, Option(metavar="MODULE:FUNCTION", help="Agent: a function.")] = None,
     command: Annotated[Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program.")] = None,
     verifiers: Annotated[Text, Option(metavar="ID", help="Agent: a verifiers environment.")] = None,
-    key: Annotated[
-        Text, Option(help="The worker key (default: ASYNCRL_WORKER_KEY; arguments are public).")
+    key_file: Annotated[
+        File, Option(metavar="FILE", help="The run's gateway.json (default: the key in ASYNCRL_WORKER_KEY).")
     ] = None,
-    key_file: Annotated[File, Option(metavar="FILE", help="File with the key, or gateway.json.")] = None,
     slots: Annotated[int, typer.Option(help="Concurrent rollouts.")] = 8,
     name: Annotated[Text, Option(help="Name in messages (default: HOST/PID).")] = None,
     args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent.")] = None,
@@ -289,7 +287,6 @@ def work(
 
     code = run_worker(
         url,
-        key=key,
         key_file=key_file,
         harness={"python": python, "command": command, "verifiers": verifiers},
         slots=slots,

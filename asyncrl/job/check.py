@@ -7,14 +7,15 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
-from asyncrl.agents.verifiers import taskset_loader
+from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
-from asyncrl.base.errors import ConfigError, TaskError
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import RolloutConfig, RunConfig, TaskConfig
 from asyncrl.config.model_task_eval import EVAL_SEED
@@ -79,9 +80,9 @@ def validate(config: RunConfig, *, reads_all: bool = False) -> Found:
     tokenizer = _check_model(config, found)
     _check_prompts(config, found, tokenizer)
     if tokenizer is not None:
-        find_tool_format(config.gateway.tool_format, tokenizer.template, tokenizer.response_template)
+        find_tool_format(config.gateway.tool_format, tokenizer.template)
     elif ":" in config.gateway.tool_format:
-        find_tool_format(config.gateway.tool_format, "", None)
+        find_tool_format(config.gateway.tool_format, "")
     if tokenizer is not None:
         find_teacher(config, tokenizer, find_on_disk)
     for setting, load in ((config.algorithm.loss, load_loss), (config.algorithm.advantage, load_advantage)):
@@ -94,13 +95,13 @@ def validate(config: RunConfig, *, reads_all: bool = False) -> Found:
 
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
     def load(key: str, settings: TaskConfig, seed: int, more: str = "") -> PromptTask | None:
-        task, text = look_at_task(settings, seed, load_taskset=load_taskset)
+        task, text = look_at_task(settings, seed, load_taskset=taskset)
         found.lines.append(f"{key}: {text}{more}")
         if task is None and reads_all:
-            return build_task(settings, seed, load_taskset=load_taskset)
+            return build_task(settings, seed, load_taskset=taskset)
         return task
 
-    load_taskset = taskset_loader(config.generator)
+    taskset = partial(load_taskset, config.generator.verifiers or "", config.generator.args)
     total = sum(config.shares.values())
     for name, settings in config.tasks.items():
         share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
@@ -157,12 +158,9 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
     by_task = dict[str, list[Prompt]]()
     if len(found.tasks) == len(config.tasks):
         source = make_prompt_source(config, found.tasks)
-        try:
-            for _ in range(min(NUM_PROMPTS, sum(map(len, found.tasks.values())))):
-                prompt = source.next_nowait()
-                by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
-        except TaskError as error:
-            raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
+        for _ in range(min(NUM_PROMPTS, sum(map(len, found.tasks.values())))):
+            prompt = source.next_nowait()
+            by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
     for name, (_, held_out) in found.evals.items():
         by_task[f"eval task {name}".rstrip()] = list(held_out)
     if config.model.scratch is not None:
