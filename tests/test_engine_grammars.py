@@ -138,10 +138,9 @@ def test_logprobs_are_of_the_model_over_allowed_tokens(
 
 
 def test_bad_grammar_is_refused_and_others_go_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for fields in ({"top_logprobs": 21}, {"top_logprobs": -1}, {"grammar": "start: %json {"}):
-        with pytest.raises(Refused) as refusal:
-            ask(engine, [make_request(**fields)])
-        assert refusal.value.status == 400
+    with pytest.raises(Refused) as refusal:
+        ask(engine, [make_request(grammar="start: %json {")])
+    assert refusal.value.status == 400
     free = make_request("free", max_tokens=40)
     (alone,) = answers(engine, free)
     few = LLParserLimits(max_lexer_states=30, verbose_errors=False)
