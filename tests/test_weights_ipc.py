@@ -22,7 +22,6 @@ from asyncrl.messages.engine_api import (
     CommitRequest,
     EnginePart,
     LoadChunkRequest,
-    SleepRequest,
     WakeRequest,
 )
 from asyncrl.messages.trainer_api import ExportChunkResponse
@@ -61,7 +60,7 @@ def export(step: TrainStep, index: int) -> Any:
 
 
 def wake_empty(engine: Engine) -> None:
-    engine.sleep(SleepRequest(parts=BOTH)).result(timeout=60)
+    engine.sleep().result(timeout=60)
     engine.wake(WakeRequest(parts=["weights"])).result(timeout=60)
 
 
@@ -160,7 +159,7 @@ def test_device_weights_reach_an_engine_process(make_step: MakeStep, folder: Pat
         try:
             for version in (1, 2, 3):
                 step.train(*make_batch(version=version - 1))
-                await engine.sleep(BOTH)
+                await engine.sleep()
                 await engine.wake(["weights"])
                 index, is_last = 0, False
                 while not is_last:
