@@ -35,10 +35,6 @@ def main() -> None:
         fail("no such model", rule="a model must be there", way_out="give one.")
     if given["do"] == "crash":
         raise RuntimeError("unexpected failure")
-    if given["do"] == "talk":
-        for number in range(given["lines"]):
-            print(f"line {number} {'.' * 90}")
-        raise SystemExit(3)
     print("serving", flush=True)
     app = make_app(secret_of(SECRET_ENV))
     app.router.add_get("/probe", probe)

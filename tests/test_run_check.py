@@ -142,7 +142,6 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
     for owner, name in (
         *((machine, name) for name in ("find_cuda_devices", "cpu_has_bfloat16", "ask_nvidia_smi")),
         *((machine, name) for name in ("num_cores", "available_memory")),
-        (plan, "num_cores"),
         (machine, "this_machine"),
         (plan, "find_python"),
         (psutil, "virtual_memory"),
@@ -189,7 +188,6 @@ def test_a_gpu_config_passes_the_check_in_its_header(
     with pytest.raises(SystemExit, match="0"):
         cli.main()
     said = capsys.readouterr().out
-    assert "evaluation: rollout engines" in said
     assert "size unknown" not in said
 
 

@@ -12,7 +12,6 @@ import sys
 import textwrap
 import threading
 from contextlib import AbstractAsyncContextManager, aclosing
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +22,11 @@ import pytest
 from rollout_cases import virtual
 
 from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError
-from asyncrl.base.user_code import GRACE_S, MAX_ABANDONED, UserCalls
+from asyncrl.base.user_code import GRACE_S, UserCalls
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.task import UserCodeFailed, as_reward
-from asyncrl.testing.virtual_time import all_blocked
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
 
@@ -283,7 +281,7 @@ async def test_call_passes_results_errors_and_cancellation() -> None:
         await asyncio.sleep(1.0)
         return 1.0
 
-    calls = UserCalls("f", error=partial(TaskError, "tasks"))
+    calls = UserCalls("f")
     assert await calls.run(asyncio.sleep(1.0, 7)) == 7
     for error in (KeyError("x"), SystemExit(3), TimeoutError()):
         with pytest.raises(type(error)):
@@ -293,28 +291,6 @@ async def test_call_passes_results_errors_and_cancellation() -> None:
     assert not asyncio.current_task().cancelling(), "nobody cancelled its caller"  # type: ignore[union-attr]
     with pytest.raises(RolloutFailure, match="the reward function x:y raised CancelledError"):
         await make_scorer(lambda *_: cancels_its_task()).score(PROMPT, "")
-
-
-@virtual
-async def test_too_many_abandoned_calls_end_the_run() -> None:
-    gate = asyncio.Event()
-
-    async def swallows_until_the_gate_opens(*_: object) -> float:
-        while not gate.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await gate.wait()
-        return 1.0
-
-    scorer = make_scorer(swallows_until_the_gate_opens)
-    scores = (scorer.score(PROMPT, "") for _ in range(MAX_ABANDONED))
-    found = await asyncio.gather(*scores, return_exceptions=True)
-    assert {type(error) for error in found} == {RewardFailure}
-    with pytest.raises(TaskError, match=f"{MAX_ABANDONED} calls of the reward function x:y"):
-        await scorer.score(PROMPT, "")
-    gate.set()
-    await all_blocked()
-    assert await scorer.score(PROMPT, "") == 1.0
-    assert scorer.num_abandoned == MAX_ABANDONED, "so far"
 
 
 SCRIPT = """
@@ -332,7 +308,7 @@ SCRIPT = """
     async def well():
         try:
             async with asyncio.timeout(0.1):
-                await user_code.UserCalls("f", error=Exception, warn=print).run(starts_another())
+                await user_code.UserCalls("f", warn=print).run(starts_another())
         except TimeoutError:
             return 7
     async def interrupted():

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,16 +23,19 @@ from asyncrl.messages.engine_api import (
     CommitRequest,
     EnginePart,
     LoadChunkRequest,
+    MemoryHandle,
+    PlacedTensor,
     SleepRequest,
     WakeRequest,
 )
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
-from asyncrl.weights.ipc import make_file
+from asyncrl.weights.ipc import make_memory
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.embedded_engine import Engine
 
+CPU = torch.device("cpu")
 BOTH: list[EnginePart] = ["kv", "weights"]
 MakeStep = Callable[..., TrainStep]
 
@@ -101,7 +105,7 @@ def test_engine_has_the_trainers_bits_version_after_version(
         other = make_step(**values)  # takes the place of a trainer that was lost
         place: Any = other._chunks._place
         elsewhere = Path(place._memory.handle.name).with_name("of-another-process")
-        place._memory = make_file(elsewhere, place._memory.handle.num_bytes)
+        place._memory = make_memory(place._memory.handle.num_bytes, CPU, elsewhere)
         for version in (0, 1, 2):
             other.train(*make_batch(version=version))
         push(other, engine)
@@ -116,36 +120,28 @@ def test_engine_has_the_trainers_bits_version_after_version(
         push(other, engine)
 
 
-def test_lost_memory_is_refused(make_step: MakeStep, tmp_path: Path) -> None:
+def test_memory_that_cannot_be_made_or_opened_is_an_error(make_step: MakeStep, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="that both trainer and engines open"):
         make_step(staging_dir=str(tmp_path / "none"))
-    chunk = export(make_step(), 0)
-    ((handle,), (first, *_)) = chunk.memory.handles, chunk.memory.tensors
-    gone = ChunkMemory(handles=[handle.model_copy(update={"name": str(tmp_path / "none")})], tensors=[first])
-    request = request_of(chunk).model_copy(update={"memory": gone})
-    with pytest.raises(OSError, match="No such file"), ipc.TrainerMemory(torch.device("cpu")).chunk(request):
-        pass
+    gone = MemoryHandle(kind="file", name=str(tmp_path / "none"), num_bytes=1)
+    with pytest.raises(OSError, match="No such file"):
+        ipc.open_memory(gone, CPU)
 
 
-def test_each_worker_opens_the_memory_of_its_device(
-    make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_worker_opens_the_memory_of_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks have a device each; a worker sees one device."""
-    chunk = export(make_step(), 0)
-    first = chunk.memory.tensors[0].model_copy(update={"start": 0, "dtype": "uint8", "shape": [3]})
-    memories = [make_file(tmp_path / f"rank-{rank}", 5000) for rank in range(4)]
+    first = PlacedTensor(name="one", dtype="uint8", shape=[3], start=0)
     handles = []
-    for rank, memory in enumerate(memories):
+    for rank in range(4):
+        memory = make_memory(5000, CPU, tmp_path / f"rank-{rank}")
         memory.data.fill_(rank)
         handles.append(memory.handle.model_copy(update={"device": f"uuid-{rank}"}))
     together = ChunkMemory(handles=handles, tensors=[first])
-    request = request_of(chunk.model_copy(update={"memory": together}))
+    request: Any = SimpleNamespace(memory=together)
     for rank in (3, 0, 2):
         monkeypatch.setattr(ipc, "name_of", lambda _, rank=rank: f"uuid-{rank}")
-        worker = ipc.TrainerMemory(torch.device("cpu"))
-        for _ in range(2):
-            with worker.chunk(request) as tensors:
-                assert tensors[first.name].tolist() == [rank] * 3
+        with ipc.TrainerMemory(CPU).chunk(request) as tensors:
+            assert tensors["one"].tolist() == [rank] * 3
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import make_batch
 
-from asyncrl.base.http import CallRefused, Refused
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GroupMember
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.weights import nccl
@@ -90,19 +90,6 @@ def test_member_that_never_comes_ends_the_wait(tmp_path: Path) -> None:
         assert receiving.result()[1].keys() == some_weights().keys()
 
 
-def test_member_that_dies_breaks_the_group(tmp_path: Path) -> None:
-    first, second = ranks(tmp_path, 2)
-    with ThreadPoolExecutor() as threads:
-        joining = threads.submit(WeightGroup, second, CPU)
-        group = WeightGroup(first, CPU)
-        other = joining.result()
-    other.close()
-    del other
-    for what in ("broadcast of", "the group is closed"):
-        with pytest.raises(GroupBroken, match=what):
-            group._broadcast(torch.zeros(8))
-
-
 class SilentNccl:
     """NCCL's member without partners: made at once, connected later."""
 
@@ -153,22 +140,15 @@ def test_trainer_process_sends_what_it_would_write(
     how: dict[str, Any] = {"trainer": {"lora": lora}, "transport": "nccl", "is_file_wanted": True}
     with running(tiny_model_dir, tmp_path / "trainer", world_size, chunk_bytes=8192, **how) as trainer:
         first, second = ranks(tmp_path, 2)
-
-        def send(version: int) -> BroadcastResponse:
-            body = BroadcastRequest(version=version, member=first)
-            return trainer.ask(lambda one: one.post("/broadcast", body, BroadcastResponse, timeout_s=60.0))
-
+        body = BroadcastRequest(version=1, member=first)
         trainer.train(*make_batch(version=0))
         exported = trainer.export()
         trainer.train(*make_batch(version=1))
         with ThreadPoolExecutor() as threads:
             receiving = threads.submit(take, second)
-            sent = send(1)
+            sent = trainer.ask(lambda one: one.post("/broadcast", body, BroadcastResponse, timeout_s=60.0))
             version, found = receiving.result()
         written = load_file(exported.path)
-        assert version == 1
-        assert found.keys() == written.keys()
+        assert (version, found.keys()) == (1, written.keys())
         assert all(torch.equal(found[name], written[name]) for name in written)
         assert sent.digest == exported.digest == digest_tensors(found)
-        with pytest.raises(CallRefused, match="the trainer holds 1"):
-            send(0)

@@ -143,13 +143,12 @@ class PythonHarness:
         self._function: Callable[..., Any] = load_function(
             config.python or "", "generator.python", usage=usage, arguments=(None, None), keywords=self._args
         )
-        self.calls = UserCalls(f"generator.python={config.python}", error=ConfigError, grace_s=GRACE_S)
+        self.calls = UserCalls(f"generator.python={config.python}", grace_s=GRACE_S)
         called = getattr(self._function, "__call__", None)  # noqa: B004  an object with `async def __call__`
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(called)
 
     async def run(self, task: AnyTask, session: Session) -> Any:
         call = functools.partial(self._function, task, session, **self._args)
-        self.calls.check()
         value = call() if self._is_async else await self.calls.run(asyncio.to_thread(_in_thread, call))
         # a plain function may return an awaitable
         return await self.calls.run(value) if inspect.isawaitable(value) else value

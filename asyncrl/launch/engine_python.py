@@ -34,12 +34,6 @@ def find_python(rollout: RolloutConfig) -> Path:
     )
 
 
-def find_version(rollout: RolloutConfig) -> dict[str, str]:
-    """Raises ConfigError."""
-    package = rollout.facts.package or ""
-    return {package: version_in(find_python(rollout), package) or ""}
-
-
 @functools.cache
 def version_in(python: Path, package: str) -> str | None:
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}

@@ -96,9 +96,8 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
     share = config.placement.share
     fraction = share if isinstance(share, float) else None
     is_shared = not {*trainer}.isdisjoint(rollout) and trainer[0].name != "cpu"
-    takes_turns = is_shared or config.placement.rollout == "trainer"
-    if is_shared and fraction is not None and config.buffer.max_staleness > 0:
-        takes_turns = False
+    is_split = is_shared and fraction is not None and config.buffer.max_staleness > 0
+    takes_turns = not is_split and (is_shared or config.placement.rollout == "trainer")
     _refuse_sides(config, nodes, trainer, rollout)
     _refuse_sharing(config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns)
     _refuse_counts(config, trainer, rollout)
@@ -116,11 +115,11 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
         memory_fraction=fraction,
         resident=takes_turns and fraction is not None,
     )
-    if config.eval_engine != "rollout" and not config.rollout.facts.has_model:
-        placement = replace(placement, evaluation=NodeDevice(0, NO_DEVICE))
-    elif config.eval_engine != "rollout":
+    if config.eval_engine != "rollout":
         is_optional = config.eval_engine == "auto"
         evaluation = _extra_device("eval", config.placement.eval, placement, is_optional=is_optional)
+        if not config.rollout.facts.has_model:
+            evaluation = NodeDevice(0, NO_DEVICE)
         placement = replace(placement, evaluation=evaluation)
     if config.teacher is not None:
         placement = replace(placement, teacher=_extra_device("teacher", config.placement.teacher, placement))

@@ -40,9 +40,9 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN
 from asyncrl.weights import export as exports
 from asyncrl.weights.adapters import AdapterTransport
-from asyncrl.weights.ipc import ChunkFile, SharedChunk
+from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk
 from asyncrl.weights.nccl import BroadcastTransport
-from asyncrl.weights.tensor_files import Pieces, stored_pieces
+from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_pieces
 
 log = logging.getLogger("asyncrl.trainer")
 MAX_SKIPPED_STEPS = 3
@@ -113,7 +113,7 @@ class TrainStep:
         folder = spec.failed_dir.parent / "offload"
         self._offload = Offload(ranks, self.device, folder, self._tensors_of)
         self._pieces: Pieces | None = None
-        self._chunks = exports.Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
+        self._chunks = Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
         end = exports.TrainerEnd(
             self.device,
             self.dtype,
@@ -379,7 +379,7 @@ class TrainStep:
         return self.begin_export(path)()
 
     def weights_digest(self) -> str:
-        return exports.digest_of(self._masters.named)
+        return digest_tensors(dict(exports.whole_tensors(self._masters.named)))
 
     def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
         """Write a chunk; the last has the canary. Return None on other ranks. Raises OSError or Refused."""
@@ -405,7 +405,7 @@ class TrainStep:
         logprobs = scores.logprob_M[:-1].tolist()
         return api.Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=float(scores.highest_M[-1]))
 
-    def _chunk_place(self) -> exports.ChunkPlace:
+    def _chunk_place(self) -> ChunkPlace:
         spec = self.spec
         if spec.chunks == "file" or (spec.chunks == "memory" and not self.ranks.is_first):
             return ChunkFile(spec.staging_dir / CHUNK_FILE)

@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import ChunkMemory, LoadChunkRequest, MemoryHandle, PlacedTensor
-from asyncrl.weights.export import Entries
-from asyncrl.weights.tensor_files import (
-    Digests,
-    read_or_refuse,
-    write_tensors,
-)
+from asyncrl.messages.trainer_api import ExportChunkResponse
+from asyncrl.weights.export import Entries, LazyWeights, cut, entries_of, gather_along, gathered, sizes_of
+from asyncrl.weights.tensor_files import Digests, digests_of, joint_digest, read_or_refuse, write_tensors
 
 ALIGNMENT = 256
 GRANULE = 2**21
@@ -56,34 +55,27 @@ class SharedMemory:
 
 
 def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemory:
-    """Allocate memory; on CPU the file `path`. Raises OSError."""
+    """Allocate memory; on CPU a mapped file, preallocated to raise here instead of at the first write. Raises
+    OSError.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the driver does not see torch's unused cache
         return make_cuda_memory(num_bytes, device)
-    return make_file(path, num_bytes)
-
-
-def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
-    """Raises OSError."""
-    return open_file(handle) if handle.kind == "file" else open_cuda_memory(handle, device)
-
-
-def make_file(path: Path, num_bytes: int) -> SharedMemory:
-    """Return a mapped, preallocated file: full memory raises here, instead of a signal at the first write."""
     path.unlink(missing_ok=True)
     path.touch(0o600)
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
-    return open_file(MemoryHandle(kind="file", name=str(path), num_bytes=num_bytes))
+    return open_memory(MemoryHandle(kind="file", name=str(path), num_bytes=num_bytes), device)
 
 
-def open_file(handle: MemoryHandle) -> SharedMemory:
-    """Raises OSError, also if the file is too short."""
+def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
+    """Raises OSError, also if a file is too short."""
+    if handle.kind == "cuda":
+        return open_cuda_memory(handle, device)
     if (found := Path(handle.name).stat().st_size) < handle.num_bytes:
         raise OSError(f"{handle.name} has {found} bytes instead of {handle.num_bytes}")
-    return SharedMemory(
-        handle, torch.from_file(handle.name, shared=True, size=handle.num_bytes, dtype=torch.uint8)
-    )
+    data = torch.from_file(handle.name, shared=True, size=handle.num_bytes, dtype=torch.uint8)
+    return SharedMemory(handle, data)
 
 
 def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
@@ -228,6 +220,68 @@ class SharedChunk:
 
     def told(self) -> dict[str, Any]:
         return {"memory": ChunkMemory(handles=self._handles, tensors=self._placed)}
+
+
+ChunkPlace: TypeAlias = ChunkFile | SharedChunk
+"""Destination of chunks; put() overwrites it and returns digests."""
+
+
+class Chunks:
+    """Chunks of a trainer's weights, version after version. All ranks make the same calls."""
+
+    def __init__(self, place: ChunkPlace, like: LazyWeights, chunk_bytes: int, dtype: torch.dtype) -> None:
+        self._place = place
+        self._chunks = cut(sizes_of(like, dtype), chunk_bytes)
+        self._dtype = dtype
+        self.forget()
+
+    def forget(self) -> None:
+        self._version = -1
+        self._gathered: set[str] = set()
+        self._digests: dict[str, bytes] = {}
+
+    def check(self, version: int, index: int) -> None:
+        if index >= len(self._chunks):
+            what = f"chunk {index} was asked for, and version {version} has {len(self._chunks)} of them"
+            raise Refused(422, what, rule="chunks are numbered from 0 to the one with is_last")
+
+    def is_last(self, index: int) -> bool:
+        return index + 1 == len(self._chunks)
+
+    def write(
+        self, weights: LazyWeights, version: int, index: int, *, is_first: bool = True
+    ) -> ExportChunkResponse | None:
+        """Write the chunk over the previous one; before the last chunk also hash tensors without a digest.
+        Return None on other ranks, which only gather or write to their own place. Raises OSError.
+        """
+        if version != self._version:
+            self.forget()
+            self._version = version
+        names, is_last = self._chunks[index], self.is_last(index)
+        before = itertools.chain(*self._chunks[:index]) if is_last else ()
+        gathering = weights.only([*(name for name in before if name not in self._gathered), *names])
+        self._gathered.update(gathering)
+        if not (is_first or self._place.on_all):
+            gather_along(gathering, self._dtype)
+            return None
+        chunk = weights.only(names)
+        entries = entries_of(chunk, self._dtype)
+        num_before = len(entries_of(gathering, self._dtype)) - len(entries)
+        with gathered(gathering, self._dtype, self._place.device) as tensors:
+            for name, tensor in itertools.islice(tensors, num_before):
+                self._digests |= digests_of({name: tensor})
+            digests = self._place.put(entries, tensors)
+        self._digests.update(digests)
+        return ExportChunkResponse(
+            version=version,
+            index=index,
+            **self._place.told(),
+            digest=joint_digest(digests.values()),
+            num_tensors=len(digests),
+            num_bytes=sum(sizes_of(chunk, self._dtype).values()),
+            is_last=is_last,
+            whole_digest=joint_digest(self._digests.values()) if is_last else "",
+        )
 
 
 def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:

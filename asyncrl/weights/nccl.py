@@ -63,7 +63,7 @@ class BroadcastTransport(Transport):
     """
 
     def __init__(self, end: TrainerEnd) -> None:
-        """Raises ConfigError if no store opens."""
+        """Raises OSError if no store opens."""
         super().__init__(end)
         self._store = _open_store(end.store) if end.store and end.is_first else None
         """Store for groups on several nodes."""
@@ -235,16 +235,9 @@ def _connect(member: GroupMember, device: torch.device, timeout: timedelta) -> A
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 2 * timeout  # our limit comes first
         nccl.is_high_priority_stream = True  # NCCL's kernels run in a separate stream after ours
-        # Without this, another member's death would end the process; training continues.
-        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        before = os.environ.get(name)
-        os.environ[name] = "0"
-        try:
-            group = dist.ProcessGroupNCCL(store, member.rank, member.size, nccl)
-        finally:
-            del os.environ[name]
-            if before is not None:
-                os.environ[name] = before
+        # Without this, another member's death would end the process. Groups of the trainer exist already.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        group = dist.ProcessGroupNCCL(store, member.rank, member.size, nccl)
         # Otherwise it connects at its first broadcast, without limit if a member is gone.
         index = torch.cuda.current_device() if device.index is None else device.index
         group.eager_connect_single_device(torch.device("cuda", index))
@@ -273,22 +266,11 @@ def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
 
 
 def _open_store(where: str) -> Any:
-    """Raises ConfigError."""
+    """Raises OSError."""
     host, _, port = where.rpartition(":")
-    descriptor = listen_at(where, "there it opens the store in which trainer and engines meet")
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
-    return dist.TCPStore(host, int(port), **options)  # type: ignore[attr-defined]
-
-
-def listen_at(where: str, rule: str) -> int:
-    """Return a listening descriptor for rank 0's store, which closes it. Raises ConfigError."""
-    host, _, port = where.rpartition(":")
-    try:
-        return socket.create_server((host, int(port))).detach()
-    except OSError as error:
-        what = f"rank 0 cannot listen at {where}: {error.strerror or error}"
-        way_out = f"end what listens there (`ss -ltnp sport = :{port}`), or give another port."
-        raise ConfigError(what, rule=rule, way_out=way_out) from error
+    listener = socket.create_server((host, int(port)))
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+    return dist.TCPStore(host, int(port), master_listen_fd=listener.detach(), **options)  # type: ignore[attr-defined]
 
 
 def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
@@ -307,26 +289,24 @@ def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
     return done.result(timeout_s)
 
 
-def interface_of(address: str) -> str:
-    """Raises ConfigError."""
-    found = {
+def use_interface(address: str, *, is_apart: bool) -> None:
+    """Make gloo (with `is_apart` also NCCL) listen on the interface of `address`, unless the environment
+    sets one. Raises ConfigError.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    named = {
         one.address: name.partition(":")[0]
         for name, ones in psutil.net_if_addrs().items()
         for one in ones
         if one.family == socket.AF_INET
     }
-    if address in found:
-        return found[address]
-    what = f"no network interface here has {address}, the address of this rank"
-    rule = f"ranks reach each other at IPv4 addresses of their nodes; here are {', '.join(sorted(found))}"
-    raise ConfigError(what, rule=rule, way_out="give the trainer's nodes by such addresses.")
-
-
-def use_interface(address: str, *, is_apart: bool) -> None:
-    """Make gloo (with `is_apart` also NCCL) listen on the interface of `address`, unless the environment
-    sets one. Raises ConfigError.
-    """
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
-    if is_apart and "NCCL_SOCKET_IFNAME" not in os.environ:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"  # exactly this name, no prefix match
+    if address not in named:
+        what = f"no network interface here has {address}, the address of this rank"
+        rule = f"ranks reach each other at IPv4 addresses of their nodes; here are {', '.join(sorted(named))}"
+        raise ConfigError(what, rule=rule, way_out="give the trainer's nodes by such addresses.")
+    os.environ["GLOO_SOCKET_IFNAME"] = named[address]
+    if is_apart:
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={named[address]}"
+        )  # exactly this name, no prefix match

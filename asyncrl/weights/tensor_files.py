@@ -128,12 +128,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def digest_of_tensor(name: str, tensor: Tensor) -> bytes:
-    """Compute on the tensor's device."""
-    return digests_of({name: tensor})[name]
-
-
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Compute on the tensors' device."""
     digests = Digests()
     for name, tensor in tensors.items():
         digests.add(name, tensor)
