@@ -108,6 +108,7 @@ def test_members_of_an_nccl_group_connect_within_their_limit(
 ) -> None:
     monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", SilentNccl, raising=False)
     monkeypatch.setattr(nccl, "_LATE_S", 0.1)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # which it sets
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", Mock())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
