@@ -64,8 +64,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/config_reference.py --check
-	$(BIN)/python scripts/metrics_reference.py --check
+	$(BIN)/python scripts/reference_pages.py --check
 	$(BIN)/python scripts/budget.py
 
 bench: setup
@@ -87,8 +86,7 @@ faults: setup
 	    $(BIN)/python -m pytest -q -x -p no:cacheprovider -m "slow and (long or not vllm)" $(FAULTS) || exit 1; done
 
 docs: setup
-	$(BIN)/python scripts/config_reference.py
-	$(BIN)/python scripts/metrics_reference.py
+	$(BIN)/python scripts/reference_pages.py
 
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

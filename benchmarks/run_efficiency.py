@@ -52,7 +52,7 @@ COMMON = [
     "checkpoint.every=none",
     "observe.console=none",
 ]
-ALPHABET = "abcdef0123456789 " + "".join(chr(0x100 + number) for number in range(100))
+ALPHABET = "abcdefghijkl0123456789 " + "".join(chr(0x100 + number) for number in range(94))
 LONG = [
     f'model.scratch.characters="{ALPHABET}"',
     "model.scratch.architecture.max_position_embeddings=512",

@@ -91,7 +91,7 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
     return lambda model_dir=tiny_model_dir, **values: TrainStep(make_spec(model_dir, tmp_path, **values))
 
 
-NUM_STEPS = 24
+NUM_STEPS = 16
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import openai
 from gateway_conformance import CHECKS, check_server, table
 from jsonschema import Draft202012Validator
-from text_tokenizers import byte_level, save
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -27,20 +24,6 @@ FORMAT: Any = {
     "type": "json_schema",
     "json_schema": {"name": "person", "schema": PERSON, "strict": True},
 }
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
-
-
-def make_model(folder: Path) -> Path:
-    """Save a small random Qwen with its chat template and a byte tokenizer."""
-    from engine_in_process import make_qwen3
-
-    make_qwen3(folder, vocab_size=440, eos_token_id=1, **SIZES)
-    tokenizer = byte_level()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    save(tokenizer, folder)
-    template = resources.files("trl") / "chat_templates" / "qwen2_5.jinja"
-    (folder / "chat_template.jinja").write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
-    return folder
 
 
 def check_gateway(url: str, key: str) -> None:

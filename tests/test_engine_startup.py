@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.message import ErrorBody, find_fatal
 from asyncrl.job.servers import KINDS
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import EVAL_ENGINE, make_plan, plan_run
 from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
@@ -68,8 +69,8 @@ def test_the_plan_counts_the_cache_and_weights_of_the_server(
     of_model = ["model.scratch=none", f"model.path={folder}", "rollout.max_tokens=50"]
     config = load(*of_model, *overrides, name=of)
     plan = make_plan(config, single_node(machine(0)))
-    kind = KINDS[config.rollout.engine](config, plan.placement, folder)
-    spec = EmbeddedSpec(**{**kind.spec(name, plan.placement.engines[0][0]), "deterministic": False})
+    kind = KINDS[config.rollout.engine](config, plan.placement, folder, folder, LocalLauncher())
+    spec = EmbeddedSpec(**{**kind.engine_spec(name, plan.placement.engines[0][0]), "deterministic": False})
     engine = build_engine(spec)
     counted = next(process.memory for process in plan.processes if process.name == name)
     assert counted.kv == pytest.approx(engine.runner.cache.num_bytes, rel=0.1)
@@ -116,6 +117,6 @@ def test_a_model_with_experts_starts_at_the_defaults(
     assert "rollout.deterministic=false" in refusal.way_out
     config = load("rollout.engine=embedded", f"model.path={folder}", "model.scratch=none")
     plan, messages = plan_run(config, single_node(machine(0)))
-    kind = KINDS["embedded"](config, plan.placement, folder)
-    assert kind.spec("engine-0", plan.placement.engines[0][0])["deterministic"] == "auto"
+    kind = KINDS["embedded"](config, plan.placement, folder, folder, LocalLauncher())
+    assert kind.engine_spec("engine-0", plan.placement.engines[0][0])["deterministic"] == "auto"
     assert "rollout.deterministic: auto is false" in messages

@@ -17,7 +17,7 @@ import torch
 from gpu.rows import BASE, MARK, ROWS, Bench, Row
 
 SCRIPT = Path(gpu_acceptance.__file__)
-OF_EACH_KIND = ["tests", "distances-0.5B", "trl", "quickstart", "agent", "0.6B-ipc"]
+OF_EACH_KIND = ["tests", "trl", "agent", "0.6B-ipc"]
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_what_breaks_is_told_and_the_other_rows_still_run(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_rows_need_no_package_that_they_do_not_name(tmp_path: Path, name: str) -> None:
-    """Each row with a function of its own, in processes that see only the packages of --need."""
+    """Rows of four kinds, in processes that see only the packages of --need."""
     (row,) = (row for row in ROWS if row.name == name)
     assert row.missing() == []
     packages = " ".join([*BASE, *row.needs])
@@ -95,11 +95,8 @@ def test_rows_need_no_package_that_they_do_not_name(tmp_path: Path, name: str) -
 
 
 @pytest.mark.slow
-def test_rows_are_processes_and_a_hanging_one_is_ended(tmp_path: Path) -> None:
+def test_row_that_hangs_is_ended(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--part", "2", "--tiny", "--out", str(tmp_path)]
-    done = subprocess.run([*command, "--row", "tests"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "tests marked gpu" in done.stdout
     late = subprocess.run([*command, "--row", "head", "--budget-s", "0.1"], capture_output=True, text=True)
     assert late.returncode == 1
     assert "was ended after 0 s" in late.stdout

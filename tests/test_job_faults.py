@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -134,18 +132,6 @@ def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
 def plain(text: str) -> str:
     """The words of a panel, on one line."""
     return " ".join(text.replace("│", " ").split())
-
-
-def test_an_interrupt_during_start_up_leaves_nothing_running(tmp_path: Path) -> None:
-    process = start(write_config(tmp_path), tmp_path / "run", LONG)
-    wait_until((tmp_path / "run" / "logs" / "engine-0.log").exists, process)
-    children = children_of(process)
-    process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 143, stderr
-    assert f"resume with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir" in stdout
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["why"] == "interrupted by SIGTERM"
-    assert all_gone(children)
 
 
 def test_full_disk_is_reported_with_the_way_out(tmp_path: Path) -> None:

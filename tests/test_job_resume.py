@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sqlite3
-import subprocess
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -25,10 +23,8 @@ from crash_fuzz import (
     promise_of,
 )
 from job_runs import (
-    RUN,
     all_gone,
     children_of,
-    environment,
     read_lines,
     run,
     staging_of,
@@ -37,13 +33,12 @@ from job_runs import (
     wait_for_steps,
     write_config,
 )
-from resume_checker import effective, read_evidence, violations
+from resume_checker import read_evidence, violations
 from safetensors.numpy import load_file, save_file
 from sync_run import SyncRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.config import load_config
-from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.messages.records import Completion
 from asyncrl.observe.page import view_run
 from asyncrl.observe.timeline import read_timeline
@@ -103,7 +98,7 @@ def killed(on_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("killed") / "run"
 
     def has_two() -> bool:  # the older ones are removed a moment later, and one more may come before the kill
-        return len(checkpoints(run_dir)) >= 2 and checkpoints(run_dir)[-1] >= 9
+        return len(checkpoints(run_dir)) >= 2 and checkpoints(run_dir)[-1] >= 6
 
     killed_on_the_way(lambda: start(on_policy, run_dir), has_two, run_dir)
     return run_dir
@@ -158,99 +153,26 @@ def test_without_any_checkpoint_the_journal_is_enough(on_policy: Path, whole: Pa
     assert {"gone", "train again"} <= {*names}
 
 
-def test_damaged_journal_is_refused_and_without_it_the_checkpoint_suffices(
-    on_policy: Path, whole: Path, run_dir: Path
-) -> None:
-    file = run_dir / "journal.sqlite"
-    with sqlite3.connect(file) as database:  # what is in its log goes into the file, which is then damaged
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    database.close()
-    content = bytearray(file.read_bytes())
-    content[4096:8192] = bytes(4096)
-    file.write_bytes(content)
-    refused = run(on_policy, run_dir)
-    assert refused.returncode == 1
-    for words in ("journal.sqlite is damaged", "move journal.sqlite* out of the run directory and resume"):
-        assert words in refused.stderr
-    assert "Traceback" not in refused.stderr
-
-    for path in run_dir.glob("journal.sqlite*"):
-        path.unlink()
-    newest = checkpoints(run_dir)[-1]
-    goes_on(on_policy, run_dir)
-    assert [found for found in differences(whole, run_dir) if found.startswith("weights")] == []
-    lines = effective(read_lines(run_dir / "trained.jsonl"))
-    assert lines.faults == []
-    expected = effective(read_lines(whole / "trained.jsonl")).lines
-    for version in range(NUM_STEPS):
-        assert prompts(lines.lines[version]) == prompts(expected[version])
-    assert min(read_evidence(run_dir).batches) == newest
+RESIDENT = {"rollout": "trainer"}
 
 
-def prompts(line: dict[str, object]) -> list[tuple[str, int, str]]:
-    keys = ("prompt_id", "sample_index", "tokens_sha")
-    return [tuple(entry[key] for key in keys) for entry in line["trajectories"]]  # type: ignore[attr-defined]
-
-
-def test_full_disk_costs_checkpoints_with_warnings_but_not_the_run(
-    on_policy: Path, whole: Path, tmp_path: Path
-) -> None:
-    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    mount = 'mount -t tmpfs -o size="$1" none "$2"'
-    (probe := tmp_path / "probe").mkdir()
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*inside, mount, "sh", "64k", str(probe)], capture_output=True).returncode
-    ):
-        pytest.skip("this system allows no mount of a small disk (unshare --user --mount)")
-    run_dir = tmp_path / "run"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    (tmp_path / "kept").mkdir()
-    num_bytes = sum(path.stat().st_size for path in (whole / "checkpoints" / f"step_{NUM_STEPS}").rglob("*"))
-    script = (
-        f'{mount} && shift 2 && "$@"; code=$?; cp -r "{run_dir}/checkpoints" "{tmp_path}/kept/"; exit $code'
-    )
-    command = [*inside, script, "sh", str(int(num_bytes * 1.5)), str(run_dir / "checkpoints")]
-    config = variant(on_policy, tmp_path, checkpoint={"every": 6}, eval={"every": 24})
-    command += [*RUN, str(config), "--run-dir", str(run_dir)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment())
-    assert answer.returncode == 0, (answer.stderr, answer.stdout)
-    warnings = json.loads((run_dir / "summary.json").read_text())["warnings"]
-    assert len(warnings) == 4, warnings  # at steps 12, 18, 24, and once more at the end
-    assert all("no checkpoint" in warning or "skipped" in warning for warning in warnings)
-    assert any("No space left on device" in warning for warning in warnings), warnings
-    kept = tmp_path / "kept" / "checkpoints"
-    found, told = Checkpoints(kept.parent, load_config(config).checkpoint).newest_whole()
-    assert (found and found.version, told, [path.name for path in kept.iterdir()]) == (6, [], ["step_6"])
-    assert differences(whole, run_dir) == []
-
-
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "apart": {},
-    "resident": {"rollout": "trainer"},
-    "moving": {"rollout": "trainer", "share": "none"},
-}
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [{}, RESIDENT | {"share": "none"}], ids=["apart", "moving"])
 def test_killed_run_ends_the_same_and_evaluates_each_version_once(
-    on_policy: Path, whole: Path, tmp_path: Path, placement: str
+    on_policy: Path, whole: Path, tmp_path: Path, placement: dict[str, Any]
 ) -> None:
     """Its rollout engines evaluate every version."""
     config = variant(
         on_policy,
         tmp_path,
-        placement=PLACEMENTS[placement],
+        placement=placement,
         rollout={"num_engines": 2},
         eval={"engine": "rollout", "every": 1},
         weight_sync={"chunk_bytes": 2**16},
     )
-    victims = ["tree", "controller", "trainer", "engine", "stop"]
+    victims = ["trainer", "engine", "stop"] if placement else ["tree", "controller"]
     crashes = Crashes(config, tmp_path / "run", seed=new_seed(), victims=victims)
     assert crashes.live()
     assert differences(whole, tmp_path / "run") == []
-    log = (tmp_path / "run" / "logs" / "controller.log").read_text()
-    assert ("both sides stay" in log) == (placement == "resident")
     assert not (tmp_path / "run" / "logs" / "engine-eval.log").exists()
     rewards, expected = evaluated(tmp_path / "run"), evaluated(whole)
     assert {0, NUM_STEPS} <= rewards.keys()
@@ -273,12 +195,12 @@ def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(tmp_path: Path
         task={"python": "rewards_for_test:BeginsWithALetter"},
         buffer={"max_staleness": 3, "look_ahead": 3, "filter": "equal_rewards"},
         rollout={"num_engines": 2, "max_tokens": 100},
-        trainer={"num_steps": 24, "num_groups": 2, "lora": {"rank": 4, "alpha": 8}},
+        trainer={"num_steps": 16, "num_groups": 2, "lora": {"rank": 4, "alpha": 8}},
         weight_sync={"transport": "lora"},
         journal={"keep": "checkpoint"},
     )
     run_dir = tmp_path / "run"
-    assert Crashes(config, run_dir, seed=new_seed(), num_kills=3).live()
+    assert Crashes(config, run_dir, seed=new_seed(), victims=["tree", "trainer"]).live()
     trained = [line for line in read_lines(run_dir / "trained.jsonl") if "version" in line]
     groups = [{(entry["group_id"], entry["reward"]) for entry in line["trajectories"]} for line in trained]
     assert all(len({group for group, _ in rewards}) < len(rewards) for rewards in groups), (
@@ -302,7 +224,7 @@ def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(tmp_path: Path
 def test_merged_adapters_of_two_ranks_are_pushed_in_chunks(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
-        placement=PLACEMENTS["resident"],
+        placement=RESIDENT,
         trainer={"lora": {"rank": 4, "alpha": 8}, "world_size": 2, "num_steps": 100_000},
         supervision={"max_restarts": 0},
     )

@@ -110,11 +110,6 @@ def test_refused_placement_names_a_setting_that_helps(
     assert re.search(words, str(caught.value), re.DOTALL), caught.value
 
 
-def test_several_nodes_need_a_launcher() -> None:
-    with pytest.raises(ConfigError, match="launcher=local starts processes on this machine, and there are 2"):
-        place(load(), nodes(1, 1))
-
-
 APART = ["placement.trainer=0", "placement.rollout=1"]
 
 

@@ -111,9 +111,7 @@ def test_signal_ends_the_wait_for_trackers(tmp_path: Path) -> None:
         return 0
 
     async def waits() -> None:
-        main = asyncio.current_task()
-        assert main is not None
-        life._on_signal(2, main)
+        life.interrupt_nowait(2)
         await asyncio.Event().wait()
 
     config: Any = SimpleNamespace(launcher="local")

@@ -25,8 +25,6 @@ WouldWait                   an x_nowait call would have to wait
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -69,17 +67,6 @@ class CallbackError(AsyncrlError):
 def without_train(module: str) -> ConfigError:
     what = f"this command needs the package {module}, which is not installed"
     return ConfigError(what, rule="the extra train brings it", way_out=f"{install_extra('train')}.")
-
-
-@contextlib.contextmanager
-def may_lack_train(name: str, unseen: list[str]) -> Iterator[None]:
-    """Add `name` to `unseen` when a package of the extra train is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as absent:
-        if (absent.name or "").split(".")[0] not in OF_TRAIN:
-            raise
-        unseen.append(name)
 
 
 class CheckpointError(AsyncrlError):

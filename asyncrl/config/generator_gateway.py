@@ -18,19 +18,18 @@ OnOverflow = Literal["truncate", "fail"]
 @dataclass(frozen=True, slots=True)
 class HarnessKind:
     """`place`: class in asyncrl/agents, made with (GeneratorConfig, is_worker=); raises ConfigError.
-    `checked_in`: process that makes one to check the config. `metavar`, `parse`: option of `asyncrl work`.
+    `metavar`, `parse`: option of `asyncrl work`.
     """
 
     place: str
-    checked_in: Literal["here", "child"] | None
     metavar: str
     parse: Callable[[str], Any] = str
 
 
 HARNESSES: Mapping[str, HarnessKind] = {
-    "python": HarnessKind("harness:PythonHarness", "child", "MODULE:FUNCTION"),
-    "command": HarnessKind("command:CommandHarness", "here", "'PROGRAM ARG...'", shlex.split),
-    "verifiers": HarnessKind("verifiers:VerifiersHarness", None, "ID"),
+    "python": HarnessKind("harness:PythonHarness", "MODULE:FUNCTION"),
+    "command": HarnessKind("command:CommandHarness", "'PROGRAM ARG...'", shlex.split),
+    "verifiers": HarnessKind("verifiers:VerifiersHarness", "ID"),
 }
 
 

@@ -138,22 +138,13 @@ class WorkerSupervisor(Supervisor):
         self._queue.worker_gone_nowait(self.name, summary_of(lost))
 
     async def _wait_unfit(self) -> None:
-        """Raise RoomError after two answers with a blocked loop: after a pause of the whole machine one may
-        precede recovery.
-        """
-        first: object = None
         while True:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
             health = self._processes[0].health
-            lag_s = health.loop_lag_s if isinstance(health, WorkerHealth) else 0.0
-            if lag_s <= self._lease_timeout_s:
-                first = None
-            elif first is None:
-                first = health
-            elif first is not health:
+            if isinstance(health, WorkerHealth) and health.loop_lag_s > self._lease_timeout_s:
                 raise RoomError(
                     self.name,
-                    f"an agent has blocked its event loop for {lag_s:.0f} s",
+                    f"an agent has blocked its event loop for {health.loop_lag_s:.0f} s",
                     rule=f"the limit is gateway.lease_timeout_s={self._lease_timeout_s}",
                     way_out="call blocking code with `await asyncio.to_thread(...)`, or use a plain `def`.",
                 )
@@ -212,6 +203,8 @@ class AgentRuntime:
         job.closes("gateway", self.aclose)
         await self.gateway.start()
         await start_all(self.workers)
+        for supervisor in self.supervisors:
+            job.spawn(supervisor.run(), name=f"watch {supervisor.name}")
         collect_less()
         if not self.workers:
             command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"

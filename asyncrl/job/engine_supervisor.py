@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractAsyncContextManager
 from typing import Literal
 
@@ -12,8 +11,6 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
 from asyncrl.launch.supervise import Server, Supervision, Supervisor
-
-logger = logging.getLogger("asyncrl.job.engine_supervisor")
 
 
 class EngineSupervisor(Supervisor):
@@ -48,8 +45,8 @@ class EngineSupervisor(Supervisor):
 
     async def park(self) -> None:
         """Move the requests with their tokens, let the push end, and end the process. Call after run()."""
-        if self.is_up and (lost := await self._until_lost(self._hand_over())) is not None:
-            logger.warning("%s was lost while it was leaving: %s", self.name, lost)
+        if self.is_up:
+            await self._until_lost(self._hand_over())
         self._disconnect_nowait()
         await self._end()
         self.park_nowait()

@@ -17,6 +17,7 @@ from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.lifecycle import RunLog, run_again, run_id
 from asyncrl.journal.checkpoint_folders import sync_records
+from asyncrl.launch.plan import TEACHER
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Batch, GroupId, Prompt
@@ -80,7 +81,7 @@ class Reporter:
         self._now: Mapping[str, Any] = {}
         self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
-        self._new_evaluations: dict[str, dict[str, float]] = {}
+        self._new_evaluations: dict[str, float] = {}
         self._totals = Totals()
         self._before: dict[int, dict[str, float]] = {}
         """Totals by step, for steps about to be repeated."""
@@ -160,10 +161,9 @@ class Reporter:
 
     def step(self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
-        metrics = self._metrics(run, batch, report, found)
-        for of_evaluation in self._new_evaluations.values():
-            metrics |= of_evaluation
-        self._new_evaluations, self._last = {}, metrics
+        metrics = self._metrics(run, batch, report, found) | self._new_evaluations
+        self._new_evaluations = {}
+        self._last = metrics
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
@@ -194,12 +194,9 @@ class Reporter:
         line |= {"name": result.name} if result.name else {}
         line |= {"last_failure": result.last_failure} if result.last_failure else {}
         self._evaluations.append(line)
-        self._new_evaluations[result.name] = evaluation_metrics(line)
+        self._new_evaluations |= evaluation_metrics(line)
         self._recorder.record_evaluation(line)
         self._console.say(f"eval {evaluation_text(line)}")
-        if not result.samples:
-            what = f"no sample of the evaluation of policy_version {result.version} has a reward"
-            self.log.warn(f"{what}, the last failure: {result.last_failure}")
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
         logs = self.run_dir / "logs"
@@ -269,9 +266,8 @@ class Reporter:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             plot = self.run_dir / "reward.png"
             write_reward_plot(plot, steps, title=self.name)
-            self._console.say(f"reward plot: {plot}")
             folder = shlex.quote(str(self.run_dir))
-            self._console.say(f"all of it as a page: asyncrl report {folder}")
+            self._console.say(f"reward plot: {plot}; all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
                 self._console.say(f"weights: {final}; with a model card: asyncrl export {folder} OUT")
         sync_records(self.run_dir)
@@ -339,8 +335,8 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         "engine/restarts": sum(engine.num_restarts for engine in run.scale.engines),
         "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
     }
-    if run.fleet.teacher is not None:
-        found["teacher/restarts"] = run.fleet.supervisors[run.fleet.teacher.name].num_restarts
+    if (teacher := run.fleet.supervisors.get(TEACHER)) is not None:
+        found["teacher/restarts"] = teacher.num_restarts
     if harnessing is not None:
         found["harness/restarts"] = sum(one.num_restarts for one in harnessing.supervisors)
         workers = {name: health for name, health in healths.items() if isinstance(health, WorkerHealth)}

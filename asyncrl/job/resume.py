@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
@@ -28,14 +28,11 @@ from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import SUMMARY_FILE, read_object
-from asyncrl.trainer.model_folder import MODEL_PIN
 
 if TYPE_CHECKING:
     from asyncrl.job.build import Components
 
 logger = logging.getLogger("asyncrl.job.resume")
-
-ResumeMode = Literal["auto", "never", "must"]
 
 FREE_KEYS = {
     *"""
@@ -47,15 +44,13 @@ FREE_KEYS = {
     weight_sync.canary_limit task.reward_pool task.reward_workers task.reward_timeout_s task.digest
     generator.workers generator.concurrency
     gateway.host gateway.port gateway.public_url gateway.max_calls
-    gateway.lease_timeout_s
+    gateway.lease_timeout_s model.path model.revision
     """.split(),
     *(f"rollout.{name}" for engine in ENGINES.values() for name in engine.free_settings),
 }
 """Sections and keys that change no computed value. With a constant schedule, trainer.num_steps only sets the
-end.
+end. The files of the model must match its ModelPin.
 """
-MODEL_KEYS = ("model.path", "model.revision")
-"""May change if a ModelPin recorded the old files, which must match."""
 SAVED = ("final", "adapter")
 
 
@@ -76,12 +71,6 @@ class ResumePoint:
         return 0 if self.checkpoint is None else self.checkpoint.version
 
 
-def as_resume_mode(text: str) -> ResumeMode:
-    if text not in get_args(ResumeMode):
-        raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
-    return cast(ResumeMode, text)
-
-
 def settle_saved(folder: Path) -> bool:
     """Restore or remove unfinished weight folders. Return True if the directory is a run's."""
     is_ours = (folder / "run.id").exists()
@@ -91,11 +80,13 @@ def settle_saved(folder: Path) -> bool:
 
 
 def find_resume(
-    run_dir: Path, config: RunConfig, mode: ResumeMode, allow_change: Collection[str] = ()
+    run_dir: Path, config: RunConfig, mode: str, allow_change: Collection[str] = ()
 ) -> ResumePoint | None:
     """Return the point to resume from, if any. Blocks. Raises ConfigError if mode or changed keys forbid it,
     CheckpointError for an unreadable checkpoint.
     """
+    if mode not in ("auto", "never", "must"):
+        raise ConfigError(f"--resume {mode} is not known", rule="it is auto, never or must")
     saved = run_dir / "config.yaml"
     if not has_begun(run_dir):
         if mode == "must":
@@ -116,7 +107,7 @@ def find_resume(
         checkpoint,
         (*(found.what for found in damaged), *accepted),
         tuple(damaged),
-        may_change_model=any(_is_named(key, allow_change) for key in MODEL_KEYS),
+        may_change_model=_is_named("model.path", allow_change),
         may_change_data=_is_named("task.digest", allow_change),
     )
 
@@ -154,7 +145,7 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
     changes = {
         key: f"{key}: {values[0]!r} -> {values[1]!r}"
         for key, values in changed_keys(before, now).items()
-        if not _is_free(key, values, now, run_dir)
+        if not _is_free(key, values, now)
     }
     if refused := [key for key in changes if not _is_named(key, allowed)]:
         lines = "".join(f"\n    {changes[key]}" for key in refused)
@@ -167,9 +158,7 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
     return [f"resuming with {change}" for change in changes.values()]
 
 
-def _is_free(key: str, values: tuple[Any, Any], config: RunConfig, run_dir: Path) -> bool:
-    if key in MODEL_KEYS:
-        return (run_dir / MODEL_PIN).exists()
+def _is_free(key: str, values: tuple[Any, Any], config: RunConfig) -> bool:
     if key == "weight_sync.transport":  # with lora, vLLM computes with unmerged adapters
         return "lora" not in values
     if key == "trainer.num_steps":  # another schedule uses it in every learning rate

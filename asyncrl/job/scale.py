@@ -15,7 +15,7 @@ from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.lifecycle import RunLog, run_again
 from asyncrl.launch.supervise import NO_LOSS, summary_of
-from asyncrl.observe.run_dir import judge_state, read_config, read_status
+from asyncrl.observe.run_dir import read_config
 from asyncrl.rollouts.producers import Spawn
 
 WANTED_FILE = "wanted.json"
@@ -27,8 +27,7 @@ KEY = "engines"
 class EngineScale:
     """Keep the first `wanted` engines working, and park the others.
 
-    Invariant: an engine that is up is parked only while `wanted` others are up, the highest number first. A
-        new engine that never comes up ends no run.
+    Invariant: a new engine that never comes up ends no run.
 
     `on_change` gets the number of engines that work.
     """
@@ -44,7 +43,6 @@ class EngineScale:
 
     def __post_init__(self) -> None:
         self.is_fixed = self.range.min == self.range.max
-        self._num_working = self.wanted
         self._watching = dict[str, asyncio.Task[None]]()
         for engine in self.engines[self.wanted :]:
             engine.park_nowait()
@@ -52,6 +50,10 @@ class EngineScale:
     @property
     def states(self) -> dict[str, str]:
         return {engine.name: engine.state for engine in self.engines}
+
+    @property
+    def num_working(self) -> int:
+        return list(self.states.values()).count("")
 
     def gauges(self) -> dict[str, float]:
         return {} if self.is_fixed else {"engine/up": sum(engine.is_up for engine in self.engines)}
@@ -72,14 +74,16 @@ class EngineScale:
                 self.log.info(f"scaling from {self.wanted} to {wanted} engines")
                 self.wanted = wanted
             self.watch_nowait()
-            while (engine := self._next_to_park()) is not None:
+            for engine in reversed(self.engines[wanted:]):
+                if engine.state == "parked":
+                    continue
                 if (task := self._watching.pop(engine.name, None)) is not None:
                     task.cancel()
                     await asyncio.wait({task})
                 engine.state = "leaving"
-                self._count()
+                self.on_change(self.num_working)
                 await engine.park()
-            self._count()
+            self.on_change(self.num_working)
 
     async def _watch(self, engine: EngineSupervisor) -> None:
         try:
@@ -94,20 +98,6 @@ class EngineScale:
                 self.wanted = num
             await engine.park()
             self._watching.pop(engine.name, None)
-
-    def _next_to_park(self) -> EngineSupervisor | None:
-        up = [engine for engine in self.engines if engine.is_up]
-        for engine in reversed(self.engines[self.wanted :]):
-            may_leave = not engine.is_up or (engine is up[-1] and len(up) > self.wanted)
-            if engine.state != "parked" and may_leave:
-                return engine
-        return None
-
-    def _count(self) -> None:
-        num = list(self.states.values()).count("")
-        if num != self._num_working:
-            self._num_working = num
-            self.on_change(num)
 
 
 def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:
@@ -136,9 +126,5 @@ def scale_run(run_dir: Path, asked: str) -> str:
             rule="memory is planned for this range",
             way_out=f"choose a number in it; or stop the run, and resume it with another range: `{again}`.",
         )
-    state, why = judge_state(read_status(run_dir, []), run_dir)
-    if state not in ("starting", "running", "unknown"):
-        way_out = f"start it with `{run_again(run_dir)}`, then scale it."
-        raise ConfigError(f"no run is active in {run_dir}: {state} {why}".rstrip(), way_out=way_out)
     write_wanted(run_dir, num)
     return f"asked for {num} engines; `asyncrl status {run_dir}` shows their progress"

@@ -5,6 +5,7 @@ CUDA devices are numbered within CUDA_VISIBLE_DEVICES in bus order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -14,10 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.host import available_memory, num_cores
 
 LOOPBACK = "127.0.0.1"
+_SIZE = TypeAdapter(ByteSize)
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -138,8 +142,6 @@ def described_nodes(devices: str | None, cores: int | None, memory: str | None) 
 
 
 def _bytes_of(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(i?)B", text)
-    if match is None:
-        return 0
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** (2 + "MGT".index(match[2])))
+    with contextlib.suppress(ValidationError):
+        return _SIZE.validate_python(text if text.endswith("B") else "")
+    return 0

@@ -98,7 +98,7 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
     is_shared = not {*trainer}.isdisjoint(rollout) and trainer[0].name != "cpu"
     is_split = is_shared and fraction is not None and config.buffer.max_staleness > 0
     takes_turns = not is_split and (is_shared or config.placement.rollout == "trainer")
-    _refuse_sides(config, nodes, trainer, rollout)
+    _refuse_sides(config, trainer, rollout)
     _refuse_sharing(config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns)
     _refuse_counts(config, trainer, rollout)
     size = config.trainer.world_size
@@ -157,12 +157,7 @@ def cuda_devices(nodes: Sequence[Node]) -> list[Side]:
 # ---- refusals
 
 
-def _refuse_sides(config: RunConfig, nodes: Sequence[Node], trainer: Side, rollout: Side) -> None:
-    if len(nodes) > 1 and config.launcher == "local":
-        raise ConfigError(
-            f"launcher=local starts processes on this machine, and there are {len(nodes)} nodes",
-            way_out="set launcher=ray, or describe one machine.",
-        )
+def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
     shared = {device for device in trainer if device in rollout and device.name != "cpu"}
     if shared and {*trainer} != {*rollout}:
         raise ConfigError(

@@ -151,7 +151,7 @@ class RayLauncher(Launcher):
         return actor.remote(node.address, numbers)
 
     def process(self, node: int, spec: ProcessSpec) -> RayProcess:
-        return RayProcess(self._held[node], spec, is_here=node == 0)
+        return RayProcess(self._held[node], spec)
 
     async def free_port(self, node: int) -> int:
         port: int = await self._held[node].call("free_port")
@@ -272,13 +272,12 @@ async def _within(timeout_s: float, method: Any, *arguments: Any) -> Any:
 
 
 class RayProcess(Process):
-    def __init__(self, on: RayNode, spec: ProcessSpec, *, is_here: bool) -> None:
+    def __init__(self, on: RayNode, spec: ProcessSpec) -> None:
         super().__init__(spec.name, spec.log_path)
         self.key = f"{spec.name}-{next(_keys)}"
         self._on = on
         self._actor: Any = None
         self._spec = spec
-        self._is_here = is_here
         self._gone: RoomError | None = None
         self._starting: asyncio.Future[tuple[str, int]] | None = None
 
@@ -298,11 +297,10 @@ class RayProcess(Process):
             self.url, pid = await asyncio.shield(self._starting)
         except RoomError as error:
             raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
-        self.pid = pid if self._is_here else None
         self.place = f"process {pid} on {self._on.node.name}"
 
     def renewed(self) -> RayProcess:
-        return RayProcess(self._on, self._spec, is_here=self._is_here)
+        return RayProcess(self._on, self._spec)
 
     async def wait(self) -> None:
         """Poll its actor: connections may recover within LOST_S."""

@@ -389,7 +389,6 @@ class TrainStep:
             what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
             rule = "chunks are of the newest version"
             raise Refused(409, what, rule=rule, way_out="begin again with chunk 0 of that.")
-        self._chunks.check(version, index)
         canary = self._canary() if self._chunks.is_last(index) else None
         is_first = self.ranks.is_first
         chunk = self._chunks.write(self._lazy_weights(), version, index, is_first=is_first)

@@ -23,7 +23,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import ChunkMemory, LoadChunkRequest, MemoryHandle, PlacedTensor
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.weights.export import Entries, LazyWeights, cut, entries_of, gather_along, gathered, sizes_of
@@ -170,20 +169,21 @@ class CudaDriver:
             raise OSError(f"{name} failed with {code}: {(text.value or b'unknown').decode()}")
 
 
+Put: TypeAlias = tuple[dict[str, bytes], dict[str, Any]]
+"""Digests, and where the chunk is: fields of an ExportChunkResponse."""
+
+
 class ChunkFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.device = torch.device("cpu")
         self.on_all = False
 
-    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
+    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> Put:
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             digests = write_tensors(file, entries, tensors)
             file.truncate()
-        return digests
-
-    def told(self) -> dict[str, Any]:
-        return {"path": str(self.path)}
+        return digests, {"path": str(self.path)}
 
 
 class SharedChunk:
@@ -207,23 +207,18 @@ class SharedChunk:
         self.device = device
         self.on_all = gather is not None
         self._gather = gather or (lambda own: [own])
-        self._placed: list[PlacedTensor] = []
-        self._handles: list[MemoryHandle] = []
 
-    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
+    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> Put:
         """Return once all ranks have written the chunk."""
-        self._placed, _ = lay_out(entries)
-        digests = copy_placed(self._placed, self._memory.data, tensors)
+        placed, _ = lay_out(entries)
+        digests = copy_placed(placed, self._memory.data, tensors)
         self._memory.settle()
-        self._handles = [MemoryHandle(**one) for one in self._gather(self._memory.handle.model_dump())]
-        return digests
-
-    def told(self) -> dict[str, Any]:
-        return {"memory": ChunkMemory(handles=self._handles, tensors=self._placed)}
+        handles = [MemoryHandle(**one) for one in self._gather(self._memory.handle.model_dump())]
+        return digests, {"memory": ChunkMemory(handles=handles, tensors=placed)}
 
 
 ChunkPlace: TypeAlias = ChunkFile | SharedChunk
-"""Destination of chunks; put() overwrites it and returns digests."""
+"""Destination of chunks, which put() overwrites."""
 
 
 class Chunks:
@@ -239,11 +234,6 @@ class Chunks:
         self._version = -1
         self._gathered: set[str] = set()
         self._digests: dict[str, bytes] = {}
-
-    def check(self, version: int, index: int) -> None:
-        if index >= len(self._chunks):
-            what = f"chunk {index} was asked for, and version {version} has {len(self._chunks)} of them"
-            raise Refused(422, what, rule="chunks are numbered from 0 to the one with is_last")
 
     def is_last(self, index: int) -> bool:
         return index + 1 == len(self._chunks)
@@ -270,12 +260,12 @@ class Chunks:
         with gathered(gathering, self._dtype, self._place.device) as tensors:
             for name, tensor in itertools.islice(tensors, num_before):
                 self._digests |= digests_of({name: tensor})
-            digests = self._place.put(entries, tensors)
+            digests, place = self._place.put(entries, tensors)
         self._digests.update(digests)
         return ExportChunkResponse(
             version=version,
             index=index,
-            **self._place.told(),
+            **place,
             digest=joint_digest(digests.values()),
             num_tensors=len(digests),
             num_bytes=sum(sizes_of(chunk, self._dtype).values()),

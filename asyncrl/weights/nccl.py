@@ -33,18 +33,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GroupMember, SentChunk, SentWeights
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
-from asyncrl.weights.export import (
-    Exported,
-    LazyWeights,
-    TrainerEnd,
-    Transport,
-    chunks_of,
-    done,
-    entries_of,
-    gather_along,
-    gathered,
-    manifest_of,
-)
+from asyncrl.weights import export as exports
 from asyncrl.weights.ipc import copy_placed, lay_out, views
 
 T = TypeVar("T")
@@ -54,7 +43,7 @@ _LOOK_S = 0.0005
 OPEN_PORTS = "let the nodes of the run reach each other at every TCP port"
 
 
-class BroadcastTransport(Transport):
+class BroadcastTransport(exports.Transport):
     """Trainer end: copies a version and sends it.
 
     Life: empty -> begin() -> send(), any number of times -> begin() the next.
@@ -62,7 +51,7 @@ class BroadcastTransport(Transport):
     Invariant: a held version is sent whole.
     """
 
-    def __init__(self, end: TrainerEnd) -> None:
+    def __init__(self, end: exports.TrainerEnd) -> None:
         """Raises OSError if no store opens."""
         super().__init__(end)
         self._store = _open_store(end.store) if end.store and end.is_first else None
@@ -75,7 +64,7 @@ class BroadcastTransport(Transport):
         self._group: WeightGroup | None = None
         self._in_use = threading.Lock()
 
-    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+    def begin(self, exported: exports.Exported, path: Path) -> Future[ExportResponse]:
         """Copy the weights over the held ones; write a file too if evaluation needs one. Raises OSError, or
         RuntimeError without memory.
         """
@@ -83,9 +72,9 @@ class BroadcastTransport(Transport):
         written = self._begin_file(exported, path).result().path if end.is_file_wanted else ""
         weights = exported.merged()
         if not end.is_first:
-            gather_along(weights, end.dtype)
-            return done(version)
-        with self._in_use, gathered(weights, end.dtype, end.device) as tensors:
+            exports.gather_along(weights, end.dtype)
+            return exports.done(version)
+        with self._in_use, exports.gathered(weights, end.dtype, end.device) as tensors:
             self.version = -1
             if not self._chunks:
                 self._make_buffers(weights)
@@ -95,9 +84,9 @@ class BroadcastTransport(Transport):
             if end.device.type == "cuda":
                 self._filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._filled.record()
-            answer = manifest_of(weights, end.dtype, version, digests, "")
+            answer = exports.manifest_of(weights, end.dtype, version, digests, "")
             self._digest, self.version = answer.digest, version
-        return done(version, answer.model_copy(update={"path": written}))
+        return exports.done(version, answer.model_copy(update={"path": written}))
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send to all group members, in a separate thread. Raises Refused."""
@@ -126,9 +115,9 @@ class BroadcastTransport(Transport):
             self._group.close()
             self._group = None
 
-    def _make_buffers(self, weights: LazyWeights) -> None:
-        for chunk in chunks_of(weights, self.end.dtype, self.end.chunk_bytes):
-            placed, size = lay_out(entries_of(chunk, self.end.dtype))
+    def _make_buffers(self, weights: exports.LazyWeights) -> None:
+        for chunk in exports.chunks_of(weights, self.end.dtype, self.end.chunk_bytes):
+            placed, size = lay_out(exports.entries_of(chunk, self.end.dtype))
             self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=self.end.device))
             self._chunks.append(SentChunk(num_bytes=size, tensors=placed))
 
