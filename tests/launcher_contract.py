@@ -193,25 +193,6 @@ async def process_sees_only_its_devices(stage: Stage) -> None:
             assert (await probed(process))["environ"]["CUDA_VISIBLE_DEVICES"] == names
 
 
-async def lost_actor_is_replaced(stage: Stage) -> None:
-    """Its children end with it; other nodes continue."""
-    other = Stage(stage.launcher, stage.node, 0, stage.folder)
-    async with other.started("beside") as beside, stage.started("orphan") as process:
-        actor = psutil.Process((await probed(process))["parent"])
-        (child,) = [one for one in actor.children() if "launched_child" in one.cmdline()]
-        actor.kill()
-        death = str(await end_of(process))
-        assert f"orphan: the node {stage.node.name} ({stage.node.address}) is gone" in death
-        assert all_gone([child])
-        await probed(beside)
-        assert beside.returncode is None
-        again = process.renewed()
-        await again.start()
-        await probed(again)
-        await again.aclose()
-        assert again.returncode == 0
-
-
 async def lost_node_is_named(stage: Stage) -> None:
     """After its raylet is killed, all its processes clean up and end, and a start fails at once."""
     async with stage.started("orphan") as process:
@@ -231,7 +212,6 @@ RAY_STORIES = [
     *STORIES.values(),
     too_few_devices_are_refused,
     process_sees_only_its_devices,
-    lost_actor_is_replaced,
     lost_node_is_named,
 ]
 

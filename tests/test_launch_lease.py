@@ -16,7 +16,7 @@ from asyncrl.messages.engine_api import EnginePart, TransferStats
 from asyncrl.testing.virtual_time import run_virtual
 
 TIMEOUT_S = 30.0
-Fault = Literal["refuse", "half", "break_after", "hang", "hang_after", "cancel", "cancel_after", "bug"]
+Fault = Literal["refuse", "half", "hang", "cancel", "cancel_after", "bug"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
@@ -61,10 +61,8 @@ class World:
         for part in parts[: 1 if fault == "half" else None]:
             change(part)
             self.check()
-        if fault in ("half", "break_after"):
+        if fault == "half":
             raise RoomError("it", "the answer is lost")
-        if fault == "hang_after":
-            await asyncio.sleep(10 * TIMEOUT_S)
         if fault == "cancel_after":
             await self.cancel()
         return TransferStats(num_bytes=10 * len(parts), seconds=1.0)

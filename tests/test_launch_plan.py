@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch_cases import EVAL, RAY, TURNS, URLS, VLLM, ZERO, load, machine, make_python, nodes
+from launch_cases import RAY, TURNS, URLS, VLLM, ZERO, load, machine, make_python, nodes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
@@ -83,23 +83,6 @@ def test_both_sides_stay_resident_if_they_fit(
     assert (plan.placement.memory_fraction is not None) == (num_cuda == 1 and stays)
 
 
-# ---- engines
-
-
-@pytest.fixture
-def vllm(tmp_path: Path) -> list[str]:
-    return [VLLM, f"rollout.vllm_python={make_python(tmp_path / 'python')}"]
-
-
-def test_foreign_servers_need_no_vllm_here(vllm: list[str]) -> None:
-    lacking = [*URLS, "rollout.vllm_python=/no/such"]
-    for more in ([], [EVAL, "eval.engine=rollout"]):
-        refuse_over_capacity(planned(0, *lacking, *more), load(*lacking, *more))
-    with pytest.raises(ConfigError, match="/no/such cannot import vllm"):
-        refuse_over_capacity(planned(0, *lacking, EVAL), load(*lacking, EVAL))
-    refuse_over_capacity(planned(0, *URLS, *vllm[1:], EVAL), load(*URLS, *vllm[1:], EVAL))
-
-
 # ---- what cannot fit
 
 
@@ -120,23 +103,13 @@ def test_plan_over_capacity_is_refused_with_the_numbers(num_cuda: int, where: li
 TWO_EACH_NODE = ["trainer.world_size=2", "rollout.num_engines=4", "rollout.group_size=16"]
 
 
-def test_cores_and_memory_are_counted_on_each_node() -> None:
+def test_cores_are_counted_on_each_node() -> None:
     threads = ["rollout.threads=auto", "trainer.threads=auto"]
     written = "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}"
     plan = make_plan(load(RAY, *threads, *TWO_EACH_NODE, written), nodes(0, 0, 0))
     found = {one.name: (one.device, one.threads) for one in plan.processes}
     assert found["trainer-0"] == found["trainer-1"] == ("n0/cpu", 4), "eight cores, and no engine is there"
     assert [found[f"engine-{at}"] for at in range(4)] == [("n1/cpu", 2), ("n2/cpu", 2)] * 2
-    both = "placement={trainer: {nodes: 2}, rollout: {nodes: 2}}"
-    spread = make_plan(load(RAY, *TWO_EACH_NODE, both), nodes(0, 0))
-    alone = make_plan(load(*TWO_EACH_NODE, *ON_CPU), nodes(0))
-    assert sum(spread.needed_bytes(f"n{at}/cpu") for at in (0, 1)) == alone.needed_bytes("cpu")
-
-
-def test_engines_divide_the_fraction_of_their_device() -> None:
-    turns = [RAY, *TURNS, "rollout.num_engines=4", "rollout.group_size=16", "placement.trainer=all"]
-    twice = place(load(*turns, "trainer.world_size=2", "placement.share=0.4"), nodes(1, 1))
-    assert [twice.memory_fraction_of(engine) for engine in range(4)] == [0.2] * 4
 
 
 # ---- what a run promises of its tokens

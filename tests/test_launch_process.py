@@ -157,9 +157,8 @@ def test_preloaded_modules_start_no_thread_and_open_no_device() -> None:
         assert "/dev/nvidia-uvm" not in opened
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
 def test_group_member_has_time_to_clean_up_after_its_leader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_frozen: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_module(tmp_path, monkeypatch, GUARDED)
     os.mkfifo(tmp_path / "started")
@@ -168,8 +167,7 @@ def test_group_member_has_time_to_clean_up_after_its_leader(
         child = ChildProcess(ProcessSpec("child-0", MODULE, "{}", tmp_path / "run", "s3cret"))
         await child.start()
         await asyncio.to_thread((tmp_path / "started").read_text)
-        if is_frozen:
-            os.killpg(child.pid, signal.SIGSTOP)
+        os.killpg(child.pid, signal.SIGSTOP)
         child.kill_nowait()
         await child.aclose()
         assert (tmp_path / "cleaned").exists()

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from rollout_cases import virtual
 
-from asyncrl.base.waits import loop_turn, open_waits, waiting, within
+from asyncrl.base.waits import open_waits, waiting, within
 
 
 @virtual
@@ -57,25 +57,3 @@ async def test_alike_waits_are_listed_once_with_the_oldest() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert open_waits() == []
-
-
-@virtual
-async def test_blocks_of_much_work_share_no_loop_turn() -> None:
-    turns, num_turns = list[int](), 0
-
-    async def count() -> None:
-        nonlocal num_turns
-        while len(turns) < 12:
-            num_turns += 1
-            await asyncio.sleep(0)
-
-    async def work() -> None:
-        for _ in range(4):
-            async with loop_turn():
-                turns.append(num_turns)
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(count())
-        for _ in range(3):
-            tasks.create_task(work())
-    assert len(turns) == len(set(turns)) == 12

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -70,29 +67,6 @@ def test_export_holds_every_weight_once_by_its_name(tiny_model_dir: Path, tmp_pa
     num_bytes = sum(tensor.nbytes for tensor in loaded.values())
     assert (answer.version, answer.num_tensors, answer.num_bytes) == (1, len(loaded), num_bytes)
     assert [path.name for path in tmp_path.glob("*safetensors*")] == ["v1.safetensors"]
-
-
-def test_saved_weights_are_replaced_once_the_new_are_whole(make_step: MakeStep, tmp_path: Path) -> None:
-    step, folder = make_step(), tmp_path / "saved"
-
-    def content() -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    step.save(folder)
-    before = content()
-    step.train(*make_batch())
-    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    tokenizer = SimpleNamespace(save_pretrained=full)
-    with (
-        patch("asyncrl.trainer.step.load_tokenizer", return_value=tokenizer),
-        pytest.raises(OSError, match="No space left"),
-    ):
-        step.save(folder)
-    assert content() == before
-    assert not list(tmp_path.glob(".saved*"))
-    step.save(folder)
-    assert content().keys() == before.keys()
-    assert content() != before
 
 
 # ---- in chunks
@@ -193,45 +167,22 @@ def sums_of(data: bytes) -> bytes:
 @given(
     st.sampled_from([0, 1, 3, 2047, 2048, 2049, 5000, 2048 * 17]),
     st.sampled_from([b"\x80", b"\x7f", None]),
-    st.sampled_from([torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float64]),
-    st.integers(0, 3),
+    st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]),
 )
 @settings(max_examples=30)
 def test_processors_and_devices_compute_the_same_sums(
-    num_bytes: int, filled_with: bytes | None, dtype: torch.dtype, start: int
+    num_bytes: int, filled_with: bytes | None, dtype: torch.dtype
 ) -> None:
-    data = (
-        np.random.default_rng(num_bytes).bytes(num_bytes) if filled_with is None else filled_with * num_bytes
-    )
-    data = data[: num_bytes // dtype.itemsize * dtype.itemsize]
-    whole = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
-    )
-    view = whole.view(dtype)[start:]
-    found = [block_sums(view).numpy().tobytes()]
+    num_bytes -= num_bytes % dtype.itemsize
+    random = np.random.default_rng(num_bytes).bytes(num_bytes)
+    data = random if filled_with is None else filled_with * num_bytes
+    tensor = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype)
+    found = [block_sums(tensor).numpy().tobytes()]
     with pytest.MonkeyPatch.context() as patched:
         floats = tensor_files._product_of_floats
         patched.setattr(torch, "_int_mm", lambda blocks, keys, out: floats(blocks, keys.float(), out=out))
-        found.append(block_sums(view).numpy().tobytes())
-    assert found == [sums_of(data[start * dtype.itemsize :])] * 2
-
-
-@settings(max_examples=30)
-@given(
-    sizes=st.lists(st.integers(0, 3000), max_size=5),
-    small=st.sampled_from([0, 100, 10**6]),
-    joined=st.sampled_from([1, 3000, 10**6]),
-)
-def test_joined_tensors_have_their_own_digests(sizes: list[int], small: int, joined: int) -> None:
-    tensors = {f"{at}": torch.randn(size).to(torch.bfloat16) for at, size in enumerate(sizes)}
-    expected = dict[str, bytes]()
-    for name, one in tensors.items():
-        sums = sums_of(bytes(tensor_files.host_bytes(one)))
-        expected[name] = hashlib.sha256(f"{name}|bfloat16|{len(one)}|".encode() + sums).digest()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tensor_files, "SMALL_BYTES", {"cpu": small})
-        patched.setattr(tensor_files, "JOINED_BYTES", joined)
-        assert digests_of(tensors) == expected
+        found.append(block_sums(tensor).numpy().tobytes())
+    assert found == [sums_of(data)] * 2
 
 
 @given(st.data())

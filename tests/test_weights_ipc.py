@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from engine_in_process import answered, make_qwen3, running_engine
-from engine_processes import SECRET, engine_process
 from trainer_cases import make_batch, make_spec
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.http import Caller, Refused
-from asyncrl.engines.engine import EngineServer
+from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import (
     ChunkMemory,
     CommitRequest,
@@ -142,41 +138,3 @@ def test_each_worker_opens_the_memory_of_its_device(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(ipc, "name_of", lambda _, rank=rank: f"uuid-{rank}")
         with ipc.TrainerMemory(CPU).chunk(request) as tensors:
             assert tensors["one"].tolist() == [rank] * 3
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_device_weights_reach_an_engine_process(make_step: MakeStep, folder: Path, tmp_path: Path) -> None:
-    step = make_step(device="cuda", dtype="bfloat16", chunk_bytes=2**16)
-    spec = {"name": "engine-0", "model_path": str(folder), "slots": 4, "max_length": 128}
-
-    async def story(url: str) -> None:
-        caller = Caller("engine-0", url, SECRET)
-        engine = EngineServer(caller)
-        try:
-            for version in (1, 2, 3):
-                step.train(*make_batch(version=version - 1))
-                await engine.sleep(BOTH)
-                await engine.wake(["weights"])
-                index, is_last = 0, False
-                while not is_last:
-                    chunk = export(step, index)
-                    assert chunk.memory is not None
-                    assert chunk.memory.handles[0].kind == "cuda"
-                    assert await engine.load_chunk(chunk) == chunk.digest
-                    index, is_last = index + 1, chunk.is_last
-                await engine.commit(version, chunk.whole_digest, "abort")
-                await engine.wake(["kv"])
-                step.offload(("weights", "gradients", "optimizer"))
-                step.onload(("weights", "optimizer"))
-        finally:
-            await caller.aclose()
-
-    device = {"device": "cuda", "dtype": "bfloat16"}
-    with engine_process("embedded", spec | device, tmp_path / "server") as child:
-        asyncio.run(story(child.url))
-    memory = ipc.make_memory(50 * 10**6, torch.device("cuda"), tmp_path)
-    free = torch.cuda.mem_get_info()[0]
-    del memory
-    gc.collect()
-    assert torch.cuda.mem_get_info()[0] - free >= 50 * 10**6, "it goes back to the device"

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
-from types import SimpleNamespace
-from typing import Any, ClassVar
-from unittest.mock import Mock
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +17,8 @@ from trainer_cases import make_batch
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GroupMember
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
-from asyncrl.weights import nccl
 from asyncrl.weights.export import Exported, LazyWeights, TrainerEnd
-from asyncrl.weights.nccl import BroadcastTransport, GroupBroken, WeightGroup
+from asyncrl.weights.nccl import BroadcastTransport, WeightGroup
 from asyncrl.weights.tensor_files import digest_tensors
 
 CPU = torch.device("cpu")
@@ -88,34 +83,6 @@ def test_member_that_never_comes_ends_the_wait(tmp_path: Path) -> None:
         receiving = threads.submit(take, second)
         held.send(BroadcastRequest(version=1, member=first))
         assert receiving.result()[1].keys() == some_weights().keys()
-
-
-class SilentNccl:
-    """NCCL's member without partners: made at once, connected later."""
-
-    asked: ClassVar[SimpleQueue[torch.device]] = SimpleQueue()
-    Options = SimpleNamespace
-
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None: ...
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        self.asked.put(device)
-        threading.Event().wait()
-
-
-def test_members_of_an_nccl_group_connect_within_their_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", SilentNccl, raising=False)
-    monkeypatch.setattr(nccl, "_LATE_S", 0.1)
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # which it sets
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", Mock())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    member = ranks(tmp_path, 2)[0].model_copy(update={"timeout_s": 0.1})
-    with pytest.raises(GroupBroken, match="no group of 2 processes"):
-        WeightGroup(member, torch.device("cuda"))
-    assert SilentNccl.asked.get(timeout=60) == torch.device("cuda", 3)
 
 
 @pytest.mark.gpu
