@@ -160,6 +160,7 @@ async def test_unknown_weights_are_replaced_before_sampling(are_ours: bool) -> N
             trainer,
             targets,
             timeout_s=60,
+            on_lost=print,
             on_served=served.append,
             num_steps=3,
             spawn=tasks.create_task,

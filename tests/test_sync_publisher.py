@@ -25,16 +25,13 @@ EXPORT_S, PREPARE_S = 1.0, 2.0
 
 
 class Sync:
-    """A publisher over a fake trainer and fake engines. A lost engine is reported (is_supervised) and not
-    restarted.
-    """
+    """A publisher over a fake trainer and fake engines. A lost engine is reported and not restarted."""
 
     def __init__(
         self,
         tasks: asyncio.TaskGroup,
         swaps_s: Sequence[float],
         *,
-        is_supervised: bool = True,
         export_s: float = EXPORT_S,
         train_s: float = 1.0,
         **knobs: Any,
@@ -47,8 +44,7 @@ class Sync:
         self.targets = [EngineServer(fake) for fake in self.fakes]
         self.served: list[tuple[int, float]] = []
         self.lost: list[str] = []
-        on_lost = self.on_lost if is_supervised else None
-        knobs = {"timeout_s": 60, "on_served": self._on_served, "on_lost": on_lost} | knobs
+        knobs = {"timeout_s": 60, "on_served": self._on_served, "on_lost": self.on_lost} | knobs
         self.publisher = PushLoop(self.trainer, self.targets, **knobs)
         self.running = tasks.create_task(self.publisher.run(), name="publisher")
 
@@ -83,9 +79,9 @@ async def publishing(*swaps_s: float, **knobs: Any) -> AsyncIterator[Sync]:
 
 
 async def failure(begin: Callable[[Sync], None], *swaps_s: float, **knobs: Any) -> str:
-    """Return what the publisher of a first version ended with, unsupervised; nothing was announced."""
+    """Return what the publisher of a first version ended with; nothing was announced."""
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  the block fails where it sleeps
-        async with publishing(*swaps_s, is_supervised=False, **knobs) as sync:
+        async with publishing(*swaps_s, **knobs) as sync:
             sync.trainer.step()
             begin(sync)
             await asyncio.sleep(1000.0)
@@ -102,7 +98,7 @@ async def test_other_digest_is_an_error_before_any_swap() -> None:
 
     says = "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1; 1 was not announced"
     error = await failure(corrupt, 0.5, 1.0)
-    assert f"{says} (policy_version served: engine-0: 0, engine-1: 0)" in error
+    assert says in error
 
 
 @virtual
@@ -114,28 +110,6 @@ async def test_other_weights_after_a_swap_stop_the_publish() -> None:
 
     error = await failure(serve_stale, 1.0, 1.0, 1.0)
     assert "engine-1 serves policy_version 1 with digest stale of version 1, the trainer sent w1" in error
-    assert "engine-0: 1, engine-1: 0, engine-2: 1" in error
-
-
-@pytest.mark.parametrize("how", ["die", "freeze"])
-@pytest.mark.parametrize(
-    ("at_s", "phase", "versions"),
-    [
-        (0.0, "prepare", "engine-0: 0, engine-1: 0, engine-2: 0"),
-        (3.5, "commit", "engine-0: 1, engine-1: 0, engine-2: 1"),
-    ],
-)
-@virtual
-async def test_dead_or_silent_engine_is_named_with_all_versions(
-    at_s: float, phase: str, versions: str, how: str
-) -> None:
-    def break_later(sync: Sync) -> None:
-        asyncio.get_running_loop().call_later(at_s, getattr(sync.fakes[1], how))
-
-    error = await failure(break_later, 1.0, 1.0, 1.0)
-    assert f"engine-1 failed in {phase} of policy_version 1" in error
-    assert versions in error
-    assert how == "die" or "within 60 s" in error
 
 
 @virtual

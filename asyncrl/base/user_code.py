@@ -13,9 +13,10 @@ import logging
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.thread import _worker
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -170,21 +171,12 @@ def abandon(task: asyncio.Task[Any]) -> None:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A daemon thread for each call of asyncio.to_thread: none delays the end of the process."""
+    """Daemon threads for asyncio.to_thread: a call that hangs delays neither others nor the process's end."""
 
-    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        future: Future[Result] = Future()
-        call = partial(fn, *args, **kwargs)
-        threading.Thread(target=_answer, args=(future, call), name="to_thread", daemon=True).start()
-        return future
-
-
-def _answer(future: Future[Any], call: Callable[[], Any]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
+    def _adjust_thread_count(self) -> None:
+        if not self._idle_semaphore.acquire(blocking=False):
+            arguments = weakref.ref(self), self._work_queue, None, ()
+            threading.Thread(target=_worker, args=arguments, name="to_thread", daemon=True).start()
 
 
 async def cancel_remaining(main: Awaitable[Result]) -> Result:

@@ -12,6 +12,7 @@ import traceback
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextvars import ContextVar
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -54,7 +55,9 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
 class OpenWait:
     """A waiting task. Its text is computed on demand."""
 
-    __slots__ = ("_by_task", "_code", "_declared", "on", "since_s", "task", "what", "who")
+    __slots__ = ("_code", "_declared", "_table", "kind", "on", "since_s", "task", "what", "who")
+    kind: tuple[object, ...]
+    """Key of waits that are reported together."""
 
     def __init__(self, what: str | Callable[[], str], on: str, who: str, code: CodeType) -> None:
         self.what, self.on, self._declared, self._code = what, on, who, code
@@ -63,14 +66,14 @@ class OpenWait:
         loop = asyncio.get_running_loop()
         self.task, self.since_s = asyncio.current_task(loop), loop.time()
         self.who = self._declared or self._named()
-        self._by_task = _OPEN.setdefault(loop, {})
-        self._by_task.setdefault(self.task, []).append(self)
+        self.kind = self.who, self._code, self.what, self.on
+        if (table := _OPEN.get(loop)) is None:
+            table = _OPEN[loop] = OpenWaits()
+        self._table = table
+        table.add(self)
 
     def __exit__(self, *_: object) -> None:
-        nested = self._by_task[self.task]
-        nested.remove(self)  # generators may exit in another order
-        if not nested:
-            del self._by_task[self.task]
+        self._table.remove(self)
 
     def __str__(self) -> str:
         return self.what if isinstance(self.what, str) else self.what()
@@ -79,11 +82,6 @@ class OpenWait:
     def where(self) -> str:
         return self._code.co_qualname.replace(".<locals>", "")
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Return the key of waits that are reported together."""
-        return self.who, id(self._code), self.what, self.on
-
     def _named(self) -> str:
         name = self.task.get_name() if self.task is not None else "Task-0"
         if name.startswith("rollout "):
@@ -91,8 +89,41 @@ class OpenWait:
         return self.where.partition(".")[0] if name.startswith("Task-") else name
 
 
-_OPEN = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[asyncio.Task[Any] | None, list[OpenWait]]]()
-"""Waits by task, outermost first."""
+class OpenWaits:
+    """Open waits of one loop, by task and by kind. A change takes constant time."""
+
+    MAX_ASKED = 32
+    """Waits of a kind to check for the oldest."""
+
+    def __init__(self) -> None:
+        self.by_task: dict[asyncio.Task[Any] | None, list[OpenWait]] = {}
+        """Outermost first."""
+        self._by_kind: dict[tuple[object, ...], dict[OpenWait, None]] = {}
+
+    def add(self, wait: OpenWait) -> None:
+        self.by_task.setdefault(wait.task, []).append(wait)
+        self._by_kind.setdefault(wait.kind, {})[wait] = None
+
+    def remove(self, wait: OpenWait) -> None:
+        nested = self.by_task[wait.task]
+        nested.remove(wait)  # generators may exit in another order
+        if not nested:
+            del self.by_task[wait.task]
+        alike = self._by_kind[wait.kind]
+        del alike[wait]
+        if not alike:
+            del self._by_kind[wait.kind]
+
+    def told(self) -> list[tuple[OpenWait, int]]:
+        found = []
+        for waits in self._by_kind.values():
+            asked = [wait for wait in islice(waits, self.MAX_ASKED) if self.by_task[wait.task][-1] is wait]
+            if asked:
+                found.append((min(asked, key=lambda wait: wait.since_s), len(waits)))
+        return sorted(found, key=lambda one: one[0].since_s)
+
+
+_OPEN = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, OpenWaits]()
 
 
 def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWait:
@@ -102,18 +133,14 @@ def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWai
 
 def open_waits() -> list[tuple[OpenWait, int]]:
     """Return innermost waits: the oldest of each kind, and their number."""
-    found: dict[tuple[object, ...], tuple[OpenWait, int]] = {}
-    for waits in _OPEN.get(asyncio.get_running_loop(), {}).values():
-        wait = waits[-1]
-        kind = wait.kind
-        oldest, num = found.get(kind, (wait, 0))
-        found[kind] = (wait if wait.since_s < oldest.since_s else oldest), num + 1
-    return sorted(found.values(), key=lambda one: one[0].since_s)
+    table = _OPEN.get(asyncio.get_running_loop())
+    return [] if table is None else table.told()
 
 
 def waits_of_tasks() -> dict[str, OpenWait]:
-    """Return waits by task name."""
-    by_task = _OPEN.get(asyncio.get_running_loop(), {})
+    """Return waits by task name. Slow with many tasks."""
+    table = _OPEN.get(asyncio.get_running_loop())
+    by_task = {} if table is None else table.by_task
     return {task.get_name(): waits[-1] for task, waits in by_task.items() if task is not None}
 
 

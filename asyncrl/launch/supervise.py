@@ -10,17 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from asyncrl.base.errors import (
-    AsyncrlError,
-    EngineError,
-    EngineLost,
-    JournalError,
-    NodeLost,
-    PublishError,
-    RoomError,
-    TrainerError,
-    TrainerLost,
-)
+from asyncrl.base import errors
+from asyncrl.base.errors import NodeLost, RoomError
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.waits import note_span, waiting
 from asyncrl.config import SupervisionConfig
@@ -41,9 +32,9 @@ NODE_WAIT_S = 600.0
 RESTART_WINDOW_S = 3600.0
 """Seconds of work after which a restart no longer counts."""
 STATE_TIMEOUT_S = 5.0
-NO_LOSS = (PublishError, JournalError, TrainerError)
-"""Errors that a new process would not fix; TrainerLost is excepted."""
-UNANSWERED = (CallLost, CallRefused, EngineError)
+NO_LOSS = (errors.PublishError, errors.JournalError, errors.TrainerError)
+"""Errors that a new process would not fix; errors.TrainerLost is excepted."""
+UNANSWERED = (CallLost, CallRefused, errors.EngineError)
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
 T = TypeVar("T")
 
@@ -125,7 +116,7 @@ class Supervisor:
     def name(self) -> str:
         return self._processes[0].name
 
-    def lost_nowait(self, error: EngineLost) -> None:
+    def lost_nowait(self, error: errors.EngineLost) -> None:
         """Report a broken call; the component is down on return."""
         if not error.is_told:
             self._lost_by(error)
@@ -203,7 +194,7 @@ class Supervisor:
         watching = [asyncio.ensure_future(one.watch(self.heartbeat_s)) for one in self._processes]
         working = [asyncio.ensure_future(self._raise_report()), asyncio.ensure_future(work)]
         error = (await _race(watching, working)).exception()
-        ends_run = isinstance(error, NO_LOSS) and not isinstance(error, TrainerLost)
+        ends_run = isinstance(error, NO_LOSS) and not isinstance(error, errors.TrainerLost)
         if error is None or (isinstance(error, RoomError) and not ends_run):
             return error
         raise error
@@ -242,7 +233,7 @@ class Supervisor:
         await asyncio.Event().wait()
 
 
-def summary_of(lost: AsyncrlError) -> str:
+def summary_of(lost: errors.AsyncrlError) -> str:
     return lost.what.splitlines()[0].split("; the end of ")[0]
 
 
@@ -266,7 +257,7 @@ class Server:
         return self.child.name
 
     async def ask(self, timeout_s: float) -> Health:
-        """Raises CallLost, CallRefused or EngineError."""
+        """Raises CallLost, CallRefused or errors.EngineError."""
         if self.client_health is not None:
             return await self.client_health(timeout_s)
         return await self.caller.get("/health", self.answers, timeout_s=timeout_s)
@@ -311,7 +302,7 @@ class Server:
             raise RoomError(
                 self.name,
                 f"did not start: {_reason(error)}; the end of its log:\n{self.child.log_tail()}",
-                way_out=(error.way_out if isinstance(error, EngineError) else "") or way_out,
+                way_out=(error.way_out if isinstance(error, errors.EngineError) else "") or way_out,
             ) from error
 
     async def _while_alive(self, call: Awaitable[T]) -> T:
@@ -333,7 +324,7 @@ class Server:
         await self.child.aclose()
 
 
-def _reason(error: CallLost | CallRefused | EngineError) -> str:
+def _reason(error: CallLost | CallRefused | errors.EngineError) -> str:
     return error.fault if isinstance(error, RoomError) else str(error)
 
 

@@ -99,8 +99,7 @@ class Push:
     """A push of one version to the engines in `live`: whole, during generation, or by chunks, into awake,
     empty weights.
 
-    Life: whole() or chunks(), once. `on_lost` gets each engine lost during the push; without it the loss
-        is an error.
+    Life: whole() or chunks(), once. `on_lost` gets each engine lost during the push.
     Waits: for all engines at once, at most timeout_s per phase.
     Invariant: on return every engine in `live` serves the version with the trainer's digest. Except with
         nccl, no engine swaps before every engine has the right bytes.
@@ -112,13 +111,13 @@ class Push:
     live: Sequence[EngineClient]
     _: KW_ONLY
     timeout_s: float
+    on_lost: OnLost
     interrupt: Interrupt = "abort"
-    on_lost: OnLost | None = None
     is_down: Callable[[str], bool] = lambda _: False
     locate: Locate = in_place
 
     async def whole(self, manifest: ExportResponse) -> PushReport:
-        """Raises PublishError with each engine's last confirmed version."""
+        """Raises PublishError."""
         clock = asyncio.get_running_loop().time
         start = clock()
 
@@ -181,9 +180,7 @@ class Push:
     async def _on(
         self, targets: Sequence[EngineClient], phase: str, call: Callable[[EngineClient], Awaitable[Result]]
     ) -> dict[str, Result]:
-        """Run a phase on all targets at once; return the answers of engines that were not lost. Waits for
-        all, so that an error reports each state.
-        """
+        """Run a phase on all targets at once; return the answers of engines that were not lost."""
         answers: dict[str, Result] = {}
         doing = f"{phase} of policy_version {self.version}"
 
@@ -199,8 +196,6 @@ class Push:
                     async with within(self.timeout_s, lambda: late):
                         answers[target.name] = await call(target)
             except EngineLost as lost:
-                if self.on_lost is None:
-                    raise
                 self.on_lost(lost)  # here: the reaction must not wait for the other engines
                 self.live = [one for one in self.live if one is not target]
 
@@ -220,9 +215,7 @@ class Push:
                 raise self._error(f"{what}, the trainer sent {sent}; {self.version} was not announced")
 
     def _error(self, what: str, rule: str = "", way_out: str = "") -> PublishError:
-        serving = ", ".join(f"{target.name}: {target.policy_version}" for target in self.live)
         way_out = way_out or "read the log of the engine that is named, then start the run again."
-        what = f"{what} (policy_version served: {serving})"
         return PublishError("publisher", what, rule=rule or _ANNOUNCED, way_out=way_out)
 
 
@@ -234,9 +227,8 @@ async def at_once(*_: object) -> None:
 class Publisher:
     """Engines that get pushes, their version, and the report of the last push.
 
-    An engine is live, or down until it has the announced weights. Without `on_lost` a lost engine ends
-    the run. An export's file exists until on_published returns. `locate` fetches a file to an engine's
-    node.
+    An engine is live, or down until it has the announced weights. An export's file exists until
+    on_published returns. `locate` fetches a file to an engine's node.
     """
 
     trainer: WeightTrainer
@@ -244,8 +236,8 @@ class Publisher:
     _: KW_ONLY
     timeout_s: float
     on_served: Callable[[int], None]
+    on_lost: OnLost
     on_published: Callable[[ExportResponse], Awaitable[None]] = at_once
-    on_lost: OnLost | None = None
     interrupt: Interrupt = "abort"
     locate: Locate = in_place
     version: int = field(default=0, init=False)
@@ -284,7 +276,7 @@ class Publisher:
         """Exclude this engine from pushes when this returns."""
         self._down.add(name)
 
-    def _push(self, version: int, targets: Sequence[EngineClient], on_lost: OnLost | None) -> Push:
+    def _push(self, version: int, targets: Sequence[EngineClient], on_lost: OnLost) -> Push:
         return Push(
             version,
             targets,

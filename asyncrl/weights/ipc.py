@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import functools
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -78,32 +79,38 @@ def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
 
 
 def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
-    driver = CudaDriver()
     num_bytes = -(-num_bytes // GRANULE) * GRANULE
     pointer, shared = ctypes.c_uint64(), IpcHandle()
-    with driver.on(_ordinal(device)):
-        driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-        allocation = _Allocation(driver, pointer, num_bytes, _ordinal(device), "cuMemFree_v2")
-        driver.call("cuIpcGetMemHandle", ctypes.byref(shared), pointer)
-    name, uuid = base64.b64encode(bytes(shared)).decode(), driver.uuid(_ordinal(device))
-    handle = MemoryHandle(kind="cuda", name=name, device=uuid, num_bytes=num_bytes)
+    ordinal = _ordinal(device)
+    with _current(ordinal):
+        _cuda("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        allocation = _Allocation(pointer, num_bytes, ordinal, "cuMemFree_v2")
+        _cuda("cuIpcGetMemHandle", ctypes.byref(shared), pointer)
+    name = base64.b64encode(bytes(shared)).decode()
+    handle = MemoryHandle(kind="cuda", name=name, device=name_of(device), num_bytes=num_bytes)
     return SharedMemory(handle, torch.as_tensor(allocation, device=device))
 
 
 def open_cuda_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
     """CUDA cannot open this process's own allocation."""
-    driver, pointer = CudaDriver(), ctypes.c_uint64()
+    pointer, ordinal = ctypes.c_uint64(), _ordinal(device)
     shared = IpcHandle.from_buffer_copy(base64.b64decode(handle.name, validate=True))
-    with driver.on(_ordinal(device)):
+    with _current(ordinal):
         flags = ctypes.c_uint(LAZY_PEER_ACCESS)
-        driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), shared, flags)
-    allocation = _Allocation(driver, pointer, handle.num_bytes, _ordinal(device), "cuIpcCloseMemHandle")
+        _cuda("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), shared, flags)
+    allocation = _Allocation(pointer, handle.num_bytes, ordinal, "cuIpcCloseMemHandle")
     return SharedMemory(handle, torch.as_tensor(allocation, device=device))
 
 
 def name_of(device: torch.device) -> str:
-    """Raises OSError."""
-    return CudaDriver().uuid(_ordinal(device)) if device.type == "cuda" else ""
+    """Return the UUID of a CUDA device, in MIG mode the instance's. Raises OSError."""
+    if device.type != "cuda":
+        return ""
+    found, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    _cuda("cuInit", ctypes.c_uint(0))
+    _cuda("cuDeviceGet", ctypes.byref(found), ctypes.c_int(_ordinal(device)))
+    _cuda("cuDeviceGetUuid_v2", ctypes.byref(uuid), found)
+    return bytes(uuid).hex()
 
 
 def _ordinal(device: torch.device) -> int:
@@ -113,60 +120,48 @@ def _ordinal(device: torch.device) -> int:
 class _Allocation:
     """Device memory for torch.as_tensor; `end` frees it with its last tensor."""
 
-    def __init__(
-        self, driver: CudaDriver, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str
-    ) -> None:
-        self._driver, self._pointer, self._ordinal, self._end = driver, pointer, ordinal, end
+    def __init__(self, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str) -> None:
+        self._pointer, self._ordinal, self._end = pointer, ordinal, end
         data = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer.value, False)}
         self.__cuda_array_interface__ = {**data, "strides": None, "version": 3}
 
     def __del__(self) -> None:
-        try:
-            with self._driver.on(self._ordinal):
-                self._driver.call(self._end, self._pointer)
-        except OSError:
-            pass  # at process exit the driver may be gone
+        with suppress(OSError, TypeError):  # at process exit driver and module may be gone
+            with _current(self._ordinal):
+                _cuda(self._end, self._pointer)
 
 
 class IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
-class CudaDriver:
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
-        self._contexts: dict[int, ctypes.c_void_p] = {}
+@functools.cache
+def _context(ordinal: int) -> ctypes.c_void_p:
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _cuda("cuInit", ctypes.c_uint(0))
+    _cuda("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+    _cuda("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    return context
 
-    @contextmanager
-    def on(self, ordinal: int) -> Iterator[None]:
-        """Use this device's primary context, like torch, in any thread."""
-        context = self._contexts.get(ordinal)
-        if context is None:
-            device, context = ctypes.c_int(), ctypes.c_void_p()
-            self.call("cuInit", ctypes.c_uint(0))
-            self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            self._contexts[ordinal] = context
-        self.call("cuCtxPushCurrent_v2", context)
-        try:
-            yield
-        finally:
-            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def uuid(self, ordinal: int) -> str:
-        """In MIG mode the instance's."""
-        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-        self.call("cuInit", ctypes.c_uint(0))
-        self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-        self.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
-        return bytes(uuid).hex()
+@contextmanager
+def _current(ordinal: int) -> Iterator[None]:
+    """Use this device's primary context, like torch, in any thread."""
+    _cuda("cuCtxPushCurrent_v2", _context(ordinal))
+    try:
+        yield
+    finally:
+        _cuda("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def call(self, name: str, *arguments: Any) -> None:
-        code = self.library[name](*arguments)
-        if code != 0:
-            text = ctypes.c_char_p()
-            self.library["cuGetErrorString"](ctypes.c_int(code), ctypes.byref(text))
-            raise OSError(f"{name} failed with {code}: {(text.value or b'unknown').decode()}")
+
+def _cuda(name: str, *arguments: Any) -> None:
+    """Call a function of the CUDA driver. Raises OSError."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    code = driver[name](*arguments)
+    if code != 0:
+        text = ctypes.c_char_p()
+        driver["cuGetErrorString"](ctypes.c_int(code), ctypes.byref(text))
+        raise OSError(f"{name} failed with {code}: {(text.value or b'unknown').decode()}")
 
 
 Put: TypeAlias = tuple[dict[str, bytes], dict[str, Any]]
