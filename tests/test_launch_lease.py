@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Literal, get_args
 
 from hypothesis import settings
@@ -27,13 +27,9 @@ class World:
 
     def __init__(self, num_engines: int = 2, trainer: Sequence[str] = (), *, stays: bool = False) -> None:
         self.stays, self.resting = stays, {"weights", "optimizer"} if stays else set()
-        self.trainer, self.trained, self.is_undoing = {*trainer, *self.resting}, 0, False
+        self.trainer, self.trained = {*trainer, *self.resting}, 0
         self.engines = [FakeEngine(self, f"engine-{index}") for index in range(num_engines)]
-        self.lease = Lease(self.calls, timeout_s=TIMEOUT_S, on_event=self.tell, resident=stays)
-
-    def tell(self, kind: str, details: Mapping[str, Any]) -> None:
-        if kind in ("handover failed", "handover undone", "lease broken"):
-            self.is_undoing = kind == "handover failed"
+        self.lease = Lease(self.calls, timeout_s=TIMEOUT_S, on_change=lambda: None, resident=stays)
 
     def calls(self, call: Call) -> dict[str, Awaitable[TransferStats]]:
         if call.of == "publisher":
@@ -50,7 +46,7 @@ class World:
         fault = self.faults.get(self._calls)
         self._calls += 1
         if fault is not None:
-            (self.hit_in_undo if self.is_undoing else self.hit).append(fault)
+            (self.hit_in_undo if self.hit else self.hit).append(fault)
         await asyncio.sleep(1.0)
         if fault in ("refuse", "bug"):
             raise RoomError("it", "no memory") if fault == "refuse" else KeyError("a bug")

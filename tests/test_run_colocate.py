@@ -17,13 +17,13 @@ live, fails = partial(play, House), partial(play_to_its_error, House)
 
 
 def phases(house: House) -> list[str]:
-    return [detail["phase"] for what, detail in house.events if what == "handover phase"]
+    return [span.text for span in house.spans if span.lane == "handovers"]
 
 
 def test_step_is_two_handovers_and_then_an_announcement() -> None:
     async def story(house: House) -> None:
         assert house.publisher.status()["state"] == "generating"
-        house.events.clear()
+        house.spans.clear()
         await house.publisher.to_trainer()
         assert house.worker.held == {"weights", "optimizer"}
         assert not house.announced

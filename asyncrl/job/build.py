@@ -60,9 +60,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncrl.job.build")
 
-KEPT_HANDOVERS = 100
-"""Handover events of each kind that the journal keeps."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Components:
@@ -310,7 +307,6 @@ def _make_scheduler(
     if fleet.placement.mode == "colocated":
         make = partial(
             Colocated,
-            on_event=partial(journal.event_nowait, keep=KEPT_HANDOVERS),
             resident=fleet.placement.resident,
             export_for_evaluation=export_for_evaluation,
         )

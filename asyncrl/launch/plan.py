@@ -226,9 +226,7 @@ def size_text(size: int) -> str:
 
 def plan_text(plan: Plan, config: RunConfig) -> str:
     num = plan.shape.num_parameters
-    revision = f" --revision {config.model.revision}" if config.model.revision else ""
-    fetch = f"hf download {config.model.path} config.json{revision}"
-    size = f"{num:,} parameters" if num else f"size unknown without config.json; `{fetch}` is enough"
+    size = f"{num:,} parameters" if num else "size unknown without config.json"
     columns = [*(field.name.replace("_", " ") for field in fields(Memory)), "total"]
     lines = [f"model: {size}", "", _row("process", "device", "threads", columns)]
     for one in plan.processes:
