@@ -80,8 +80,8 @@ def test_run_directory_is_resumed_or_refused(run_dir: Path, tmp_path: Path) -> N
         find_resume(run_dir, config, "never")
     with pytest.raises(ConfigError, match="--resume always is not known; it is auto, never or must"):
         find_resume(run_dir, config, "always")
-    (new / "adapter").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="adapter, which a new run would replace"):
+    (new / "final").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="final, which a new run would replace"):
         find_resume(new, config, "auto")
     (tmp_path / "config.yaml").write_text("precious")
     with pytest.raises(ConfigError, match=r"contains a config\.yaml that no run has written"):

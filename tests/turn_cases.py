@@ -25,9 +25,8 @@ from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Colocated
-from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.lifecycle import RunLog
-from asyncrl.job.scale import EngineScale
+from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.engine_api import TransferStats
@@ -49,18 +48,11 @@ NEEDS = {"/train": {"weights", "optimizer"}, "/export_chunk": {"weights"}, "/exp
 
 
 class TurnEngine(FakeEngineServer):
-    """An engine server whose moves take time; `dies_at` (a path): the process ends in the middle of that
-    call.
-    """
-
-    dies_at = ""
+    """An engine server whose moves take time."""
 
     async def post(self, path: str, body: Any, answer: Any, *, timeout_s: float | None) -> Any:
         if path in ("/sleep", "/wake", "/load_chunk"):
             await asyncio.sleep(MOVE_S)
-        if path == self.dies_at:
-            self.dies_at = ""
-            self.die()
         return await super().post(path, body, answer, timeout_s=timeout_s)
 
     @property

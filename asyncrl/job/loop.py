@@ -272,8 +272,6 @@ class Job:
         self.life.log.activity("saving the weights")
         with span("trainer", "save"):
             await run.trainer.save(self.life.run_dir / "final")
-            if self.life.config.trainer.lora is not None:
-                await run.trainer.save(self.life.run_dir / "adapter", merged=False)
         if run.evaluation is not None:
             self.life.log.activity("evaluating the last weights")
             if run.fleet.eval_server is None:

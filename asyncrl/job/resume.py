@@ -51,7 +51,6 @@ FREE_KEYS = {
 """Sections and keys that change no computed value. With a constant schedule, trainer.num_steps only sets the
 end. The files of the model must match its ModelPin.
 """
-SAVED = ("final", "adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class ResumePoint:
 def settle_saved(folder: Path) -> bool:
     """Restore or remove unfinished weight folders. Return True if the directory is a run's."""
     is_ours = (folder / "run.id").exists()
-    for saved in (*SAVED, "model") if is_ours else ():
+    for saved in ("final", "model") if is_ours else ():
         settle_folder(folder / saved)
     return is_ours
 
@@ -93,8 +92,8 @@ def find_resume(
             raise _refused(run_dir, "no run", "pass the directory of a run, or omit --resume.")
         if saved.exists() and not (run_dir / "run.id").exists():
             raise _refused(run_dir, "a config.yaml that no run has written")
-        for there in (run_dir / name for name in SAVED if (run_dir / name).exists()):
-            raise _refused(run_dir, f"no run, and {there}, which a new run would replace")
+        if (run_dir / "final").exists():
+            raise _refused(run_dir, f"no run, and {run_dir / 'final'}, which a new run would replace")
         return None
     if not saved.exists():
         raise _refused(run_dir, "a run without its config.yaml", "restore its original config.")

@@ -149,7 +149,6 @@ class Servers:
             measures_gap=config.rollout.facts.has_model,
             staging_dir=staging_dir,
             record_path=self.run_dir / "trained.jsonl",
-            failed_dir=self.run_dir / "failed_batches",
             chat_template=template and Path(template).absolute(),
         )
 

@@ -5,7 +5,6 @@ Invariant: no token sampled before header.min_version carries loss, independentl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import overlong_penalty
-from asyncrl.algorithms.registry import WHOLE_BATCH, WITHIN_RATIO, importance_cap, resolve
+from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
@@ -28,29 +27,13 @@ from asyncrl.trainer.tree import BoolN, IntN, to_device
 
 Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]
-LOGPROB_SLACK = 1e-3
-"""Maximum float32 rounding above 0, in nats."""
 
 
-def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
-    """Raise Refused for a batch of another version (409) or untrainable tokens (422)."""
+def check_version(header: BatchHeader, policy_version: int) -> None:
     if header.version != policy_version:
         what = f"batch {header.version} came while the trainer is at policy_version {policy_version}"
         rule = "batch v is trained once, by policy_version v"
         raise Refused(409, what, rule=rule, way_out="start the run again.")
-    ids, logprobs, versions = arrays.token_ids, arrays.behaviour_logprobs, arrays.versions
-    can_carry_loss = (logprobs <= LOGPROB_SLACK) & (versions >= 0) & (versions <= header.version)
-    can_carry_loss[[entry.start for entry in header.trajectories]] = False  # nothing predicts a first token
-    is_wrong = (ids < 0) | (ids >= vocab_size) | ~np.isfinite(logprobs) | arrays.loss_mask & ~can_carry_loss
-    if is_wrong.any():
-        first = int(np.argmax(is_wrong))
-        raise Refused(
-            422,
-            f"{is_wrong.sum()} tokens of batch {header.version} cannot be: id {ids[first]} with logprob "
-            f"{logprobs[first]} of version {versions[first]} at {_token_name(header, first)}",
-            rule=f"ids are below {vocab_size}, logprobs finite and, where sampled, <= 0; no first one is",
-            way_out="use engines that serve this model; start the run again.",
-        )
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
@@ -58,9 +41,11 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
+        entry = next(entry for entry in header.trajectories if entry.start <= worst < entry.end)
+        name = f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {worst - entry.start}"
         raise Refused(
             409,
-            f"a token of {_token_name(header, worst)} was sampled at version {arrays.versions[worst]}, and "
+            f"a token of {name} was sampled at version {arrays.versions[worst]}, and "
             f"{int(old.sum())} are older than min_version {header.min_version} in batch {header.version}",
             rule="no token older than version - buffer.max_staleness may be trained on",
             way_out="buffer.on_overdue=mask gives such tokens no weight.",
@@ -68,34 +53,10 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
     return arrays.loss_mask & ~old
 
 
-def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> None:
-    if not has_loss.any():
-        raise Refused(
-            409,
-            f"batch {header.version} has no token that carries loss ({int(arrays.loss_mask.sum())} sampled, "
-            f"all older than version {header.min_version}, or not allowed by their grammar)",
-            rule="an optimizer step needs at least one loss token",
-            way_out="raise buffer.max_staleness, or set buffer.on_overdue=wait.",
-        )
-
-
-def _token_name(header: BatchHeader, index: int) -> str:
-    entry = next(entry for entry in header.trajectories if entry.start <= index < entry.end)
-    return f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {index - entry.start}"
-
-
-@dataclass(frozen=True)
-class Units:
-    """Samples of the advantage: rollouts, or the units of their credits. `rewards` and `groups` of the B
-    units; `unit_N` int64 [N]: each token's unit, or -1.
+def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[float], list[int], IntN]:
+    """Return (rewards, groups, unit_N) of the B units of the advantage: rollouts, or the units of their
+    credits. `unit_N` int64 [N]: each token's unit, or -1.
     """
-
-    rewards: list[float]
-    groups: list[int]
-    unit_N: IntN
-
-
-def find_units(header: BatchHeader, num_tokens: int) -> Units:
     rewards, groups, unit_N = list[float](), list[int](), np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
@@ -106,13 +67,13 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
                 rewards.append(credit.reward)
                 groups.append(entry.group_index)
             unit_N[entry.start + credit.start : entry.start + credit.end] = numbers[key]
-    return Units(rewards, groups, unit_N)
+    return rewards, groups, unit_N
 
 
 @dataclass
 class BatchNumbers:
-    """Data of a batch, [N]. `proximal_N`, `entropy_N`: by the weights before the batch; `reference_N`: by
-    the initial weights.
+    """Data of a batch, [N]. `proximal_N`: by the weights before the batch; `reference_N`: by the initial
+    weights.
     """
 
     header: BatchHeader
@@ -120,16 +81,8 @@ class BatchNumbers:
     has_loss: BoolN
     proximal_N: Float32N | None = None
     reference_N: Float32N | None = None
-    entropy_N: Float32N | None = None
     allowed: AllowedSets | None = None
     advantage_N: Float32N = field(init=False)
-
-
-@dataclass(frozen=True)
-class StepNumbers:
-    weight_S: Tensor
-    correction_N: Float32N | None
-    mask_N: Float32N | None
 
 
 class Objective:
@@ -137,47 +90,41 @@ class Objective:
         self.spec = spec
         self.settings = spec.algorithm
         self._recipe = resolve(spec.algorithm)
-        self._cap = importance_cap(spec.algorithm, self._recipe)
+        cap = spec.algorithm.importance_cap
+        self._cap = cap if cap != "auto" else 5.0 if self._recipe.correction == "icepop" else 2.0
         self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
         self._is_corrected = self._recipe.correction != "none"
-        self._is_whole_batch = self._recipe.correction in WHOLE_BATCH
         self.needs_reference = self.settings.kl_coefficient > 0
         self._is_penalised = self.needs_reference and self.settings.kl_in == "reward"
 
     @property
     def needs_proximal(self) -> bool:
-        """True if the first step's own logprobs or entropies come too late."""
+        """True if the first step's own logprobs come too late."""
         is_used = self._recipe.ratio == "proximal" or self._is_corrected
         has_later_steps = self.spec.trainer.mini_batches * self.spec.trainer.epochs > 1
         is_recomputed = is_used and has_later_steps and self.settings.proximal == "recompute"
-        is_masked = self.settings.top_entropy < 1
-        return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
+        return is_recomputed or self._is_penalised
 
     def advantages(self, batch: BatchNumbers) -> Float32N:
         """Return advantages, float32 [N]."""
         settings = self.settings
         has_loss = batch.has_loss
-        units = find_units(batch.header, len(has_loss))
-        assert (units.unit_N[batch.arrays.loss_mask] >= 0).all(), "credits cover every sampled token"
-        reward_B = torch.tensor(units.rewards, dtype=torch.float32)
+        rewards, groups, unit_N = find_units(batch.header, len(has_loss))
+        assert (unit_N[batch.arrays.loss_mask] >= 0).all(), "credits cover every sampled token"
+        reward_B = torch.tensor(rewards, dtype=torch.float32)
         if settings.overlong_tokens > 0:
-            unit_M = torch.from_numpy(units.unit_N[batch.arrays.loss_mask])
+            unit_M = torch.from_numpy(unit_N[batch.arrays.loss_mask])
             length_B = unit_M.bincount(minlength=len(reward_B))
             reward_B = reward_B + overlong_penalty(length_B, self.spec.max_tokens, settings.overlong_tokens)
         if self._is_penalised:
             assert batch.proximal_N is not None
             assert batch.reference_N is not None
-            values = (batch.proximal_N, batch.reference_N, units.unit_N)
+            values = (batch.proximal_N, batch.reference_N, unit_N)
             policy_M, reference_M, unit_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
             penalty_B = losses.kl_reward_penalty(policy_M, reference_M, unit_M, len(reward_B))
             reward_B = reward_B - settings.kl_coefficient * penalty_B
-            if not bool(torch.isfinite(reward_B).all()):
-                what = f"batch {batch.header.version}: KL penalties of its rollouts: {penalty_B.tolist()}"
-                way_out = "lower trainer.learning_rate and resume from a checkpoint."
-                rule = "with algorithm.kl_in=reward they must be finite"
-                raise Refused(422, what[:500], rule=rule, way_out=way_out)
-        advantage_B = self._advantage(reward_B, torch.tensor(units.groups, dtype=torch.int64))
+        advantage_B = self._advantage(reward_B, torch.tensor(groups, dtype=torch.int64))
         is_one_each = isinstance(advantage_B, Tensor) and advantage_B.shape == reward_B.shape
         if not (is_one_each and bool(torch.isfinite(advantage_B).all())):
             raise ConfigError(
@@ -185,17 +132,13 @@ class Objective:
                 rule="it returns a finite float32 tensor, one advantage a reward",
                 way_out="correct the function, or set algorithm.advantage=grpo.",
             )
-        advantage_N: Float32N = advantage_B.detach().float().numpy()[units.unit_N]
+        advantage_N: Float32N = advantage_B.detach().float().numpy()[unit_N]
         return advantage_N if settings.distill_weight == 0 else self._taught(batch, advantage_N)
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
         settings = self.settings
         teacher_N = batch.arrays.teacher_logprobs
-        if teacher_N is None:
-            what = f"batch {batch.header.version} has rollouts without the logprobs of a teacher"
-            rule = f"algorithm.distill_weight={settings.distill_weight} needs them for every token"
-            way_out = "restore the settings under which they were sampled, or start a new run."
-            raise Refused(422, what, rule=rule, way_out=way_out)
+        assert teacher_N is not None, "every rollout has passed the teacher"
         behaviour_M = torch.from_numpy(batch.arrays.behaviour_logprobs[batch.has_loss])
         teacher_M = torch.from_numpy(teacher_N[batch.has_loss])
         distilled_M = losses.distillation(behaviour_M, teacher_M).numpy()
@@ -203,33 +146,14 @@ class Objective:
         taught_N[batch.has_loss] += settings.distill_weight * distilled_M
         return taught_N
 
-    def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
+    def step_weights(self, batch: BatchNumbers, has_loss: BoolN) -> Tensor:
+        """Return each sequence's factor in the optimizer step, float32 [S]."""
         entries = batch.header.trajectories
         tokens_S = torch.tensor([int(has_loss[entry.start : entry.end].sum()) for entry in entries])
-        weight_S = losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
-        mask_N = None
-        if self.settings.top_entropy < 1:
-            assert batch.entropy_N is not None
-            mask_N = np.zeros(len(has_loss), np.float32)
-            entropy_M = torch.from_numpy(batch.entropy_N[has_loss])
-            mask_N[has_loss] = losses.top_entropy_mask(entropy_M, self.settings.top_entropy)
-        correction_N = None
-        if self._is_whole_batch:
-            assert batch.proximal_N is not None
-            log_weight_N = batch.proximal_N - batch.arrays.behaviour_logprobs
-            sequence_M = torch.repeat_interleave((tokens_S > 0).cumsum(0) - 1, tokens_S)
-            values = (log_weight_N, batch.advantage_N)
-            log_weight_M, advantage_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
-            correction_N = np.zeros(len(has_loss), np.float32)
-            correction_N[has_loss] = self._correct(log_weight_M, advantage_M, sequence_M)
-        return StepNumbers(weight_S, correction_N, mask_N)
-
-    def _correct(self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor) -> Tensor:
-        correction = self._recipe.correction
-        return losses.correct(correction, log_weight_M, advantage_M, sequence_M, self._cap)
+        return losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
 
     def micro_loss(
-        self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
+        self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, weight_S: Tensor
     ) -> tuple[Tensor, Stats]:
         """Return this part of the loss, and sums of statistics, without a device sync."""
 
@@ -238,28 +162,21 @@ class Objective:
 
         behaviour_M = over_tokens(batch.arrays.behaviour_logprobs)
         advantage_M = over_tokens(batch.advantage_N)
-        proximal_M = self._proximal(batch, behaviour_M, current_M.detach(), over_tokens)
+        proximal_M = current_M.detach()  # equal before the only step
+        if self.settings.proximal == "interpolate":
+            staleness_M = batch.header.version - over_tokens(batch.arrays.versions)
+            proximal_M = losses.interpolate(behaviour_M, current_M, staleness_M)
+        elif batch.proximal_N is not None:
+            proximal_M = over_tokens(batch.proximal_N)
         anchor_M = behaviour_M if self._recipe.ratio == "behaviour" else proximal_M
-        correction_M = None
-        if step.correction_N is not None:
-            correction_M = over_tokens(step.correction_N)
-        elif self._is_corrected:
-            correction_M = self._correct(proximal_M - behaviour_M, advantage_M, micro.sequence_M)
-        is_within = self._recipe.surrogate in WITHIN_RATIO
-        denominator_M = anchor_M
-        if correction_M is not None and is_within:
-            denominator_M = anchor_M - losses.log_of_weight(correction_M)
-        tokens = losses.LossTokens(current_M, denominator_M, behaviour_M, advantage_M, micro.sequence_M)
+        tokens = losses.LossTokens(current_M, anchor_M, behaviour_M, advantage_M, micro.sequence_M)
         loss_M, stats = self._call_surrogate(tokens)
-        if correction_M is not None:
+        correction_M = None
+        if self._is_corrected:
+            log_weight_M = proximal_M - behaviour_M
+            correction_M = losses.correct(self._recipe.correction, log_weight_M, micro.sequence_M, self._cap)
             stats["importance_weight"] = correction_M.sum()
-            loss_M = loss_M if is_within else loss_M * correction_M
-        if (limit := self.settings.off_policy_mask) is not None:
-            mask_M = losses.off_policy_mask(tokens, limit)
-            loss_M = loss_M * mask_M
-            stats["off_policy_fraction"] = (mask_M == 0).sum()
-        if step.mask_N is not None:
-            loss_M = loss_M * over_tokens(step.mask_N)
+            loss_M = loss_M * correction_M
         if batch.reference_N is not None:
             kl_M = self._kl(current_M, over_tokens(batch.reference_N), anchor_M, correction_M)
             stats["kl_reference"] = kl_M.detach().sum()
@@ -268,17 +185,8 @@ class Objective:
         if batch.arrays.teacher_logprobs is not None:
             kl_M = losses.kl(current_M.detach(), over_tokens(batch.arrays.teacher_logprobs), "k1")
             stats["kl_teacher"] = kl_M.sum()
-        weight_M = to_device(step.weight_S[micro.trajectory_S], current_M.device)[micro.sequence_M]
+        weight_M = to_device(weight_S[micro.trajectory_S], current_M.device)[micro.sequence_M]
         return (loss_M * weight_M).sum(), stats
-
-    def _proximal(
-        self, batch: BatchNumbers, behaviour_M: Tensor, current_M: Tensor, read: Callable[[Any], Tensor]
-    ) -> Tensor:
-        if self.settings.proximal == "interpolate":
-            staleness_M = batch.header.version - read(batch.arrays.versions)
-            return losses.interpolate(behaviour_M, current_M, staleness_M)
-        # equal before the only step
-        return current_M if batch.proximal_N is None else read(batch.proximal_N)
 
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
@@ -290,21 +198,12 @@ class Objective:
         return kl_M if correction_M is None else kl_M * correction_M
 
     def _call_surrogate(self, tokens: losses.LossTokens) -> tuple[Tensor, Stats]:
-        answer = self._surrogate(tokens, self.settings)
-        match answer:
-            case (Tensor(ndim=1, requires_grad=True) as loss_M, dict() as stats) if (
-                loss_M.shape == tokens.current_M.shape and all(map(_is_number, stats.values()))
-            ):
-                return loss_M, {
-                    name: value.detach() if isinstance(value, Tensor) else value
-                    for name, value in stats.items()
-                }
-        raise ConfigError(
-            f"algorithm.loss={self.settings.loss} returned {answer!r}"[:500],
-            rule=f"it returns (a tensor [{len(tokens.current_M)}] with gradient, dict of one number each)",
-            way_out="correct the function; asyncrl/algorithms/losses.py has some that fit.",
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        loss_M, stats = self._surrogate(tokens, self.settings)
+        is_tensor = isinstance(loss_M, Tensor) and loss_M.requires_grad
+        if not is_tensor or loss_M.shape != tokens.current_M.shape:
+            raise ConfigError(
+                f"algorithm.loss={self.settings.loss} returned {loss_M!r}"[:500],
+                rule=f"it returns a tensor [{len(tokens.current_M)}] with gradient, and a dict of numbers",
+                way_out="correct the function; asyncrl/algorithms/losses.py has some that fit.",
+            )
+        return loss_M, {name: torch.as_tensor(value).detach() for name, value in stats.items()}

@@ -21,15 +21,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.trainer import objective, packing, step_metrics
 from asyncrl.trainer.build_model import TrainedModel, load_tokenizer, reshard
-from asyncrl.trainer.lora import save_adapter
-from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.optimizer import learning_rate_at, make_optimizer
@@ -46,7 +43,6 @@ from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_pieces
 
 log = logging.getLogger("asyncrl.trainer")
 MAX_SKIPPED_STEPS = 3
-CHUNK_FILE = "chunk.safetensors"
 TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport}
 """Transports that write no file of all weights, by name."""
 
@@ -84,7 +80,7 @@ def add_up(outputs: list[Output], chosen: BoolN, ranks: Ranks) -> StepSums:
     return sums
 
 
-class TrainStep:
+class TrainStep(TrainedModel):
     """Weights and optimizer, owned by one thread. A refused batch leaves policy_version unchanged."""
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
@@ -97,21 +93,13 @@ class TrainStep:
         self.rollout_gaps: list[tuple[int, int, float]] = []
         self._has_recorded = False
         self._objective = Objective(spec)
-        parts = TrainedModel(spec, ranks, needs_reference=self._objective.needs_reference)
-        self.device = parts.device
-        self.dtype = parts.dtype
-        self.policy = parts.policy
-        self._kernels = parts.kernels
+        super().__init__(spec, ranks, needs_reference=self._objective.needs_reference)
         self._vocab_size = self.policy.model.get_input_embeddings().num_embeddings
-        self._reference = parts.reference
-        self._adapters = parts.adapters
-        self._masters = parts.masters
-        self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
+        self._optimizer = make_optimizer(self.masters.named.values(), spec.trainer)
         cuda = torch.cuda if self.device.type == "cuda" else None
         self._meter = step_metrics.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
-        self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
-        folder = spec.failed_dir.parent / "offload"
-        self._offload = Offload(ranks, self.device, folder, self._tensors_of)
+        self._state = TrainerState(self.masters, self._optimizer, ranks, spec, self.device)
+        self._offload = Offload(ranks, self.device, self._tensors_of)
         self._pieces: Pieces | None = None
         self._chunks = Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
         end = exports.TrainerEnd(
@@ -131,10 +119,9 @@ class TrainStep:
         """Train on a batch; return metrics by full name, NaN without a value. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
         self._meter.start()
-        objective.check_batch(header, arrays, self.policy_version, self._vocab_size)
+        objective.check_version(header, self.policy_version)
         has_loss = objective.loss_tokens(header, arrays)
         allowed = packing.find_allowed(header, arrays, has_loss, lambda: self._grammars)
-        objective.check_any_loss(header, arrays, has_loss)
         batch = self._numbers(BatchNumbers(header, arrays, has_loss, allowed=allowed))
         loop = self.spec.trainer
         parts = packing.mini_batches(header, has_loss, loop.mini_batches)
@@ -181,7 +168,7 @@ class TrainStep:
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
             "trainer/skipped_steps": float(len(steps) - len(taken)),
             **self._meter.numbers(),
-            **self._kernels,
+            **self.kernels,
         }
 
     @cached_property
@@ -191,19 +178,19 @@ class TrainStep:
 
     def _numbers(self, batch: BatchNumbers) -> BatchNumbers:
         if self._objective.needs_proximal:
-            batch.proximal_N, batch.entropy_N = self._forward(self.policy, batch)
-        if self._reference is not None:
-            batch.reference_N, _ = self._forward(self._reference, batch)
+            batch.proximal_N = self._forward(self.policy, batch)
+        if self.reference is not None:
+            batch.reference_N = self._forward(self.reference, batch)
         elif self._objective.needs_reference:
-            assert self._adapters is not None
-            with self._adapters.off():
-                batch.reference_N, _ = self._forward(self.policy, batch)
+            assert self.adapters is not None
+            with self.adapters.off():
+                batch.reference_N = self._forward(self.policy, batch)
         batch.advantage_N = self._objective.advantages(batch)
         return batch
 
     @torch.no_grad()
-    def _forward(self, policy: Policy, batch: BatchNumbers) -> tuple[Float32N, Float32N]:
-        """Return logprobs and entropies, float32 [N], 0 without loss."""
+    def _forward(self, policy: Policy, batch: BatchNumbers) -> Float32N:
+        """Return logprobs, float32 [N], 0 without loss."""
         micros = self._micro_batches(batch, batch.has_loss)
         self._meter.enter("logprobs")
         outputs = list[Output]()
@@ -215,7 +202,7 @@ class TrainStep:
         sums = add_up(outputs, batch.has_loss, self.ranks)
         reshard(policy)
         self._meter.enter("")
-        return sums.logprobs_N, sums.entropies_N
+        return sums.logprobs_N
 
     def _micro_batches(self, batch: BatchNumbers, chosen: BoolN) -> list[tuple[packing.MicroBatch, bool]]:
         self._meter.enter("pack")
@@ -236,15 +223,12 @@ class TrainStep:
             grad_norm = self._clip_gradient()
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
                 self._skip(batch, f"loss {sums.loss} and gradient norm {grad_norm}")
-            elif unfit := {name: value for name, value in sums.stats.items() if not math.isfinite(value)}:
-                rule = "metrics are finite numbers, including those of algorithm.loss"
-                raise self._refused_saved(batch, f"statistics {unfit}", rule)
             else:
                 self._meter.enter("blocked")
                 self.before_change()
                 self._meter.enter("optimizer")
                 self._optimizer.step()
-                self._masters.write_back()
+                self.masters.write_back()
                 self.num_skipped_in_a_row = 0
                 sums.grad_norm = grad_norm
         finally:
@@ -253,7 +237,7 @@ class TrainStep:
         return sums
 
     def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
-        numbers = self._objective.step_numbers(batch, chosen)
+        weight_S = self._objective.step_weights(batch, chosen)
         outputs = list[Output]()
         for micro, counts in self._micro_batches(batch, chosen):
             self._meter.enter("forward")
@@ -262,7 +246,7 @@ class TrainStep:
                 self._meter.enter("backward")
                 (scores.logprob_M.sum() * 0.0).backward()
                 continue
-            loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, numbers)
+            loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, weight_S)
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             detached = scores._replace(logprob_M=scores.logprob_M.detach())
@@ -276,8 +260,8 @@ class TrainStep:
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
             rule = f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row"
-            raise self._refused_saved(batch, what, rule)
-        log.warning("%s: step skipped, %s; saved in %s", _name(batch), what, self._save_failed(batch))
+            raise self._refused(batch, what, rule, "lower trainer.learning_rate.")
+        log.warning("%s: step skipped, %s", _name(batch), what)
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
         """Return |current - behaviour| metrics. Raises Refused above the limit."""
@@ -293,29 +277,21 @@ class TrainStep:
         )
         if limit is not None and (fault := step_metrics.gap_fault(gaps, limit)):
             rule = f"trainer.logprob_gap_limit={limit}, for the means of all fresh tokens and of each engine"
-            raise self._refused_saved(batch, fault, rule, f"{step_metrics.GAP_ADVICE}; or raise the limit.")
+            raise self._refused(batch, fault, rule, f"{step_metrics.GAP_ADVICE}; or raise the limit.")
         if fault := step_metrics.gap_fault(gaps, step_metrics.GAP_WARNING):
             log.warning("step %d: %s; %s", batch.header.version + 1, fault, step_metrics.GAP_ADVICE)
         return step_metrics.gap_metrics(gaps)
 
     def _clip_gradient(self) -> float:
         limit = self.spec.trainer.max_grad_norm
-        weights = list(self._masters.named.values())
+        weights = list(self.masters.named.values())
         norm = torch.nn.utils.clip_grad_norm_(weights, math.inf if limit is None else limit)
         whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return float(self.ranks.gather(float(whole))[0])
 
-    def _save_failed(self, batch: BatchNumbers) -> Path:
-        path = self.spec.failed_dir / f"step_{batch.header.version + 1}.safetensors"
-        if self.ranks.is_first:
-            self.spec.failed_dir.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(api.pack_batch(batch.header, batch.arrays))
-        return path
-
-    def _refused_saved(self, batch: BatchNumbers, error: str, rule: str, way_out: str = "") -> Refused:
-        saved = f"policy_version stays {self.policy_version}, the batch is in {self._save_failed(batch)}"
-        unpack = "lower trainer.learning_rate; asyncrl.messages.trainer_api.unpack_batch reads the batch."
-        return Refused(422, f"{_name(batch)} gave {error}; {saved}", rule=rule, way_out=way_out or unpack)
+    def _refused(self, batch: BatchNumbers, error: str, rule: str, way_out: str) -> Refused:
+        what = f"{_name(batch)} gave {error}; policy_version stays {self.policy_version}"
+        return Refused(422, what, rule=rule, way_out=way_out)
 
     def _note_restored(self, version: int) -> None:
         if self.ranks.is_first:
@@ -329,22 +305,16 @@ class TrainStep:
 
     # ---- checkpoints and model folders
 
-    def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write a Hugging Face or peft folder. Raises OSError, SafetensorError and Refused."""
+    def save(self, path: Path) -> None:
+        """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError and Refused."""
         self._offload.need("save", "weights")
-        adapters = None if merged else self._adapters
-        weights = dict(self._lazy_weights()) if adapters is None else adapters.tensors()
+        weights = dict(self._lazy_weights())
         if not self.ranks.is_first:
             exports.gather_along(weights, self.dtype)
             return
         gathered = exports.in_export_dtype(weights, self.dtype)
-        if adapters is None:
-            tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
-            save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
-        else:
-            assert self.spec.trainer.lora is not None, "there are adapters"
-            base, commit = hub_source(Path(self.spec.model_path)) or (self.spec.model_path, None)
-            save_adapter(path, gathered, self.spec.trainer.lora, base, commit)
+        tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
+        save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
 
     def begin_save_state(self, path: Path) -> Future[None]:
         """Begin to write the state to the new folder `path`."""
@@ -370,7 +340,7 @@ class TrainStep:
         """
         self._offload.need("export", "weights")
         canary = self._canary()
-        adapters = None if self._adapters is None else self._adapters.export_tensors
+        adapters = None if self.adapters is None else self.adapters.export_tensors
         exported = exports.Exported(self.policy_version, self._lazy_weights, adapters)
         exporting = self._exporting = self.transport.begin(exported, path)
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
@@ -379,7 +349,7 @@ class TrainStep:
         return self.begin_export(path)()
 
     def weights_digest(self) -> str:
-        return digest_tensors(dict(exports.whole_tensors(self._masters.named)))
+        return digest_tensors(dict(exports.whole_tensors(self.masters.named)))
 
     def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
         """Write a chunk; the last has the canary. Return None on other ranks. Raises OSError or Refused."""
@@ -407,23 +377,18 @@ class TrainStep:
     def _chunk_place(self) -> ChunkPlace:
         spec = self.spec
         if spec.chunks == "file" or (spec.chunks == "memory" and not self.ranks.is_first):
-            return ChunkFile(spec.staging_dir / CHUNK_FILE)
+            return ChunkFile(spec.staging_dir / "chunk.safetensors")
         gather = self.ranks.gather if spec.chunks == "memories" else None
         chunks = exports.chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
         entries = [exports.entries_of(chunk, self.dtype) for chunk in chunks]
-        try:
-            return SharedChunk(spec.staging_dir, entries, self.device, self.ranks.rank, gather)
-        except OSError as error:
-            what = f"no memory on {self.device.type} for a chunk that both trainer and engines open: {error}"
-            way_out = "lower weight_sync.chunk_bytes, or give trainer and engines separate devices."
-            raise ConfigError(what, way_out=way_out) from error
+        return SharedChunk(spec.staging_dir, entries, self.device, self.ranks.rank, gather)
 
     def _lazy_weights(self) -> exports.LazyWeights:
         merges: dict[str, Callable[[], Tensor]] = {}
-        if self._adapters is None:
+        if self.adapters is None:
             weights = exports.named_weights(self.policy.model)
         else:
-            weights, merges = self._adapters.merging()
+            weights, merges = self.adapters.merging()
         if self._pieces is None:
             self._pieces = stored_pieces(self.policy.model, weights)
         return exports.LazyWeights(weights, merges, self._pieces)
@@ -438,8 +403,8 @@ class TrainStep:
         self.before_change()
         self._state.wait_lent()
         parts = frozenset(parts)
-        if self._adapters is not None and "weights" in parts:
-            self._adapters.forget_merged()
+        if self.adapters is not None and "weights" in parts:
+            self.adapters.forget_merged()
         return self._offload.offload(parts)
 
     def onload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
@@ -449,13 +414,13 @@ class TrainStep:
     def _tensors_of(self, part: api.TrainerPart) -> list[Tensor]:
         if part == "gradients":
             return []
-        models = [self.policy] if self._reference is None else [self.policy, self._reference]
+        models = [self.policy] if self.reference is None else [self.policy, self.reference]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         if part == "weights":
             return weights
         of_model = {id(tensor) for tensor in weights}
         states = [value for state in self._optimizer.state.values() for value in state.values()]
-        masters = [master for master in self._masters.named.values() if id(master) not in of_model]
+        masters = [master for master in self.masters.named.values() if id(master) not in of_model]
         return [*masters, *(value for value in states if isinstance(value, Tensor))]
 
 

@@ -80,9 +80,9 @@ def all_losses(bench: Bench) -> None:
         objective = Objective(make_spec(bench, model, algorithm={"loss": name}))
         batch = BatchNumbers(header, arrays, mask, proximal_N=proximal_N)
         batch.advantage_N = objective.advantages(batch)
-        numbers = objective.step_numbers(batch, mask)
+        weight_S = objective.step_weights(batch, mask)
         (found, found_M), (exact, exact_M) = (
-            _loss_on(torch.device(kind), objective, batch, current_N, numbers)
+            _loss_on(torch.device(kind), objective, batch, current_N, weight_S)
             for kind in (bench.device, "cpu")
         )
         worst["loss"] = max(worst["loss"], abs(found - exact) / max(abs(exact), 1e-3))
@@ -92,12 +92,12 @@ def all_losses(bench: Bench) -> None:
 
 
 def _loss_on(
-    device: torch.device, objective: Objective, batch: BatchNumbers, current_N: np.ndarray, numbers: Any
+    device: torch.device, objective: Objective, batch: BatchNumbers, current_N: np.ndarray, weight_S: Tensor
 ) -> tuple[float, Tensor]:
     given = (batch.header, batch.arrays, batch.has_loss)
     ((micro, _),) = micro_batches(*given, 10**6, device, ONE_RANK, Costs(0.0, 0.0))
     current_M = torch.from_numpy(current_N[micro.source_M]).to(device).requires_grad_()
-    loss, _ = objective.micro_loss(micro, current_M, batch, numbers)
+    loss, _ = objective.micro_loss(micro, current_M, batch, weight_S)
     loss.backward()
     assert current_M.grad is not None
     return float(loss.detach()), current_M.grad
@@ -160,13 +160,13 @@ def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
 @torch.no_grad()
 def _same_adapters(step: TrainStep, exact: TrainStep) -> None:
     """Copy the adapters, which each device draws itself. With B = 0, A would have no gradient."""
-    for name, weight in exact._masters.named.items():
+    for name, weight in exact.masters.named.items():
         if ".lora_B" in name:
             weight.normal_(0.0, 0.01)
         if ".lora_" in name:
-            _whole(step._masters.named[name]).copy_(weight)
-    step._masters.write_back()
-    exact._masters.write_back()
+            _whole(step.masters.named[name]).copy_(weight)
+    step.masters.write_back()
+    exact.masters.write_back()
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.n
 
 def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, Tensor]:
     step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
-    grads = {name: master.grad for name, master in step._masters.named.items()}
+    grads = {name: master.grad for name, master in step.masters.named.items()}
     return {name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None}
 
 
