@@ -14,8 +14,6 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from job_runs import all_gone
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.launch.launchers import Launcher, opened
 from asyncrl.launch.machine import Node
-from asyncrl.launch.processes import PACKAGES, Process, ProcessSpec
+from asyncrl.launch.processes import Process, ProcessSpec
 
 SECRET, OTHER = "the s3cret of its server", "an0ther s3cret"
 LIMIT_S = 60.0
@@ -147,31 +145,12 @@ async def cancelled_start_leaves_no_process(stage: Stage) -> None:
         assert mine == [], delay_s
 
 
-def find_listing(folder: Path) -> Path:
-    """Return a script in place of a Python that prints the links in its PYTHONPATH."""
-    python = folder / "python"
-    python.write_text('#!/bin/sh\nfor one in "$PYTHONPATH"/*; do readlink "$one"; done\nexit 9\n')
-    python.chmod(0o755)
-    return python
-
-
-def folder_of(package: str) -> str:
-    return os.path.realpath(str(files(package)))
-
-
-async def other_python_sees_only_our_packages(stage: Stage) -> None:
-    async with stage.started("listing", python=partial(find_listing, stage.folder)) as process:
-        assert "exited with code 9" in (await end_of(process)).fault
-        assert log_of(process).split() == [folder_of(name) for name in PACKAGES]
-
-
 STORIES: dict[str, Story] = {
     story.__name__: story
     for story in (
         server_runs_at_its_node_until_closed,
         death_quotes_the_log_of_this_process_only,
         cancelled_start_leaves_no_process,
-        other_python_sees_only_our_packages,
     )
 }
 

@@ -207,6 +207,6 @@ def test_error_names_phase_cause_and_owner() -> None:
     undone = "undone, the devices belong to the engines as before"
     assert f"while 'trainer: onload weights and optimizer': it: no memory; {undone}" in str(error)
     error = world.run("trainer", {2: "refuse", 3: "hang"})
-    late = f"offload was not done within weight_sync.timeout_s={TIMEOUT_S} s"
-    said = f"(it: no memory), and so did 'trainer: offload gradients and optimizer' (trainer: {late}"
-    assert said in str(error)
+    assert "and so did 'trainer: offload gradients and optimizer' (trainer: offload was not done" in str(
+        error
+    )

@@ -49,7 +49,6 @@ def where(devices: Iterable[NodeDevice]) -> str:
     [
         # one machine
         ((0,), "cpu", "trainer", [ZERO, *sizes(2)], "0: cc", "0: c"),
-        ((2,), "0-1", "[1, 0]", [ZERO, *sizes(2, 2)], "0: 01", "0: 10"),
         ((1,), "auto", "auto", ["rollout.engine=simulated", *sizes(1, 2)], "0: 0", "0: nn"),
         ((5,), "auto", "auto", sizes(1, 2, split=2), "0: 0", "0: 1234"),
         ((4,), "auto", "auto", sizes(1, 2, split=2), "0: 0", "0: 1212"),
@@ -85,7 +84,6 @@ def test_sides_get_written_or_free_devices(
         ((2,), [ZERO, *sizes(2), "placement.trainer=all", "placement.rollout=0"],
          "placement.rollout=trainer"),
         ((4,), ["placement.trainer=0-3", "placement.rollout=cpu"], "trainer.world_size=4"),
-        ((3,), ["placement.trainer=0", "placement.rollout=1-2"], "rollout.num_engines=2"),
         ((4,), [*sizes(1, 1, split=2), "placement.rollout=[1, 2, 3]"], "rollout.tensor_parallel"),
         ((0,), [VLLM, *TURNS], "rollout.engine=embedded"),
         ((1,), [VLLM, "weight_sync.transport=nccl", *TURNS], "weight_sync.transport=ipc"),
@@ -93,10 +91,8 @@ def test_sides_get_written_or_free_devices(
         ((0,), [SHARE, *TURNS], "placement.share=auto"),
         ((1,), [SHARE, VLLM, "rollout.vllm={gpu-memory-utilization: 0.9}"],
          "rollout.vllm.gpu-memory-utilization"),
-        ((1,), ["rollout.num_engines={min: 1, max: 2}", ZERO], "rollout.num_engines=2"),
         # several nodes
         ((8, 4), ["placement.trainer={nodes: 2, gpus: 8}", *sizes(8)], "n0 8, n1 4"),
-        ((0, 0), ["placement={trainer: cpu, rollout: {nodes: 3}}"], "n0 1, n1 1"),
         ((2, 2), ["placement={trainer: 0, rollout: 1, eval: auto}", EVAL, "weight_sync.transport=shm",
                   *TAUGHT, "placement.trainer={nodes: 2, gpus: 1}", *sizes(2)], "the run is on 2 nodes"),
     ],
@@ -185,7 +181,6 @@ def test_accepted_placement_keeps_the_rules(
     assert not {placement.evaluation, placement.teacher} & on_cuda
     plan = make_plan(config, there)
     assert {process.device for process in plan.processes} <= {*plan.memory, NO_DEVICE}
-    assert {process.name for process in plan.processes} >= {f"engine-{at}" for at in range(engines)}
 
 
 # ---- the devices of a machine

@@ -114,28 +114,6 @@ def test_cores_are_counted_on_each_node() -> None:
 
 # ---- what a run promises of its tokens
 
-FOUR = "buffer.max_staleness=4"
-
-
-@pytest.mark.parametrize(
-    ("num_cuda", "overrides", "is_on"),
-    [
-        (0, [FOUR], True),
-        (0, [ZERO, "rollout.deterministic=false"], False),
-        (2, [FOUR], False),
-        (2, [ZERO, VLLM, "placement.rollout=1"], True),
-        (2, [FOUR, VLLM, "rollout.deterministic=true"], True),
-    ],
-)
-def test_auto_is_deterministic_where_it_is_free_or_useful(
-    num_cuda: int, overrides: list[str], is_on: bool
-) -> None:
-    config = load(*overrides)
-    plan, messages = plan_run(config, single_node(machine(num_cuda)))
-    assert config.is_deterministic(plan.placement.engines[0][0].name) == is_on
-    is_auto = config.rollout.deterministic == "auto"
-    assert (f"rollout.deterministic: auto is {str(is_on).lower()}" in messages) == is_auto
-
 
 @pytest.mark.parametrize(("num_cuda", "overrides"), [(2, []), (0, [VLLM]), (0, URLS)])
 def test_impossible_determinism_is_refused(num_cuda: int, overrides: list[str]) -> None:

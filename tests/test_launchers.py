@@ -103,13 +103,6 @@ def test_missing_ray_or_cluster_is_a_config_error(monkeypatch: pytest.MonkeyPatc
         pass
 
 
-def test_missing_ray_package_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "asyncrl.launch.ray_launcher", None)
-    with pytest.raises(ConfigError, match="the package `ray` is not installed") as caught, opened("ray"):
-        pass
-    assert "'asyncrl[ray]'" in caught.value.way_out
-
-
 def test_misfit_of_a_node_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run.id"
     path.write_bytes(b"t0ken \xff")

@@ -85,20 +85,6 @@ def test_member_that_never_comes_ends_the_wait(tmp_path: Path) -> None:
         assert receiving.result()[1].keys() == some_weights().keys()
 
 
-@pytest.mark.gpu
-def test_broadcast_on_a_device_does_not_wait_for_training(tmp_path: Path) -> None:
-    held = BroadcastTransport(TrainerEnd(torch.device("cuda"), torch.bfloat16, 4096))
-    member = ranks(tmp_path, 2)[0].model_copy(update={"size": 1})  # the trainer alone
-    for version in (1, 2):  # the first one makes NCCL's communicator
-        hold(held, {name: one.cuda() for name, one in some_weights().items()}, version)
-        torch.cuda.synchronize()
-        training = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(2**33 * version)  # type: ignore[no-untyped-call]  # cycles: some seconds
-        training.record()
-        held.send(BroadcastRequest(version=version, member=member))
-    assert not training.query()  # type: ignore[no-untyped-call]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "lora"), [(1, {"rank": 4}), (2, None)])
 def test_trainer_process_sends_what_it_would_write(

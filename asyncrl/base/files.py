@@ -137,7 +137,6 @@ def run_lock(path: Path) -> Iterator[None]:
             os.close(file)
             raise JournalError(
                 f"process {holder} writes into {path.parent}",
-                rule="one process at a time writes into a run directory",
                 way_out=f"wait until it ends, or end it (kill {holder}), or give this run another directory.",
             )
         os.ftruncate(file, 0)

@@ -162,7 +162,6 @@ def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
     if shared and {*trainer} != {*rollout}:
         raise ConfigError(
             f"{_written(config)} have some devices in common",
-            rule="the other devices would wait for those",
             way_out="give both sides the same devices (placement.rollout=trainer), or none in common.",
         )
     engine = config.rollout
@@ -339,7 +338,6 @@ def _extra_device(
     if device != CPU and device in placement.trainer:
         raise ConfigError(
             f"placement.{name}={form} is {placement.label(device)}, which the trainer uses",
-            rule=f"the {name} engine works during training, with its own weights and KV cache",
             way_out=f"set placement.{name}=cpu or another CUDA device"
             + (", or eval.engine=rollout." if name == "eval" else "."),
         )

@@ -313,9 +313,8 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
 def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     """Raises ConfigError."""
     placement = plan.placement
-    started = [*(placement.engine_devices if config.rollout.urls is None else ()), placement.evaluation]
-    starts_here = any(device is not None and device.node == 0 for device in started)
-    if config.rollout.facts.package and placement.nodes[0].machine.is_here and starts_here:
+    is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
+    if is_local and config.rollout.facts.package and config.rollout.urls is None:
         find_python(config.rollout)
     for device, (free, _) in plan.memory.items():
         if free is not None and (needed := plan.needed_bytes(device)) > free:

@@ -101,7 +101,14 @@ class RayLauncher(Launcher):
         for number, devices in parts.items():
             num_cuda = len({name for name in devices if name.startswith("cuda:")})
             wanted = {"CPU": float(len(devices)), "GPU": float(num_cuda)}
-            self._refuse_too_little(number, wanted)
+            for name, value in wanted.items():
+                if (has := self._resources[number].get(name, 0.0)) < value:
+                    node = self.nodes[number].name
+                    raise ConfigError(
+                        f"the run takes {value:g} {name} of the node {node}, which has {has:g} for Ray",
+                        rule="a process takes one CPU of Ray's, and each of its CUDA devices one GPU",
+                        way_out=f"place less, or use `ray start ... --num-{name.lower()}s={value:g}`.",
+                    )
             pin = {f"node:{self.nodes[number].address}": PIN}
             bundles.append({name: value for name, value in wanted.items() if value} | pin)
         await self._reserve(bundles)
@@ -109,16 +116,6 @@ class RayLauncher(Launcher):
             make = partial(self._make_actor, index, self.nodes[number], devices)
             self._held[number] = RayNode(self.nodes[number], make, files)
         await asyncio.gather(*(node.open() for node in self._held.values()))
-
-    def _refuse_too_little(self, number: int, wanted: Mapping[str, float]) -> None:
-        for name, value in wanted.items():
-            if (has := self._resources[number].get(name, 0.0)) < value:
-                node = self.nodes[number].name
-                raise ConfigError(
-                    f"the run takes {value:g} {name} of the node {node}, which has {has:g} for Ray",
-                    rule="a process takes one CPU of Ray's, and each of its CUDA devices one GPU",
-                    way_out=f"place less, or use `ray start ... --num-{name.lower()}s={value:g}`.",
-                )
 
     async def _reserve(self, bundles: Sequence[Mapping[str, float]]) -> None:
         group = await asyncio.to_thread(placement_group, bundles, strategy="PACK")
@@ -131,7 +128,6 @@ class RayLauncher(Launcher):
         raise RoomError(
             "launcher",
             f"Ray did not reserve {', '.join(map(str, bundles))} within {HOLD_S:g} s",
-            rule="the devices of a run are reserved until it ends",
             way_out="end other programs (see `ray status`), or place less.",
         )
 
@@ -154,12 +150,10 @@ class RayLauncher(Launcher):
         return RayProcess(self._held[node], spec)
 
     async def free_port(self, node: int) -> int:
-        port: int = await self._held[node].call("free_port")
-        return port
+        return int(await self._held[node].call("free_port"))
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
-        path: str = await self._held[node].call("fetch", request, timeout_s=timeout_s)
-        return path
+        return str(await self._held[node].call("fetch", request, timeout_s=timeout_s))
 
     async def aclose(self) -> None:
         await asyncio.gather(*(held.aclose() for held in self._held.values()))
@@ -214,7 +208,6 @@ class RayNode:
         return NodeLost(
             name,
             f"the node {self.node.name} ({self.node.address}) {how or f'is gone: {self._lost}'}",
-            rule="all processes there end with it",
             way_out="see `ray status`; start Ray there again.",
         )
 

@@ -187,8 +187,7 @@ class Push:
         async def one(target: EngineClient) -> None:
             late = EngineLost(
                 target.name,
-                f"did not {phase} policy_version {self.version} within {self.timeout_s} s",
-                rule=f"weight_sync.timeout_s={self.timeout_s} is the limit of each phase",
+                f"did not {phase} version {self.version} within weight_sync.timeout_s={self.timeout_s} s",
                 way_out="raise weight_sync.timeout_s if the machine is slow, else read its log.",
             )
             try:

@@ -104,9 +104,8 @@ class BroadcastTransport(exports.Transport):
             except GroupBroken as broken:
                 self._close_group()
                 what = f"policy_version {request.version} was not sent: {broken}"
-                rule = "weights are sent once, to all workers of all engines"
                 way_out = "read the logs of the engines; the weights are sent again after a restart."
-                raise Refused(409, what, rule=rule, way_out=way_out) from broken
+                raise Refused(409, what, way_out=way_out) from broken
             sent = sum(chunk.num_bytes for chunk in self._chunks)
             return BroadcastResponse(version=self.version, digest=self._digest, num_bytes=sent)
 
