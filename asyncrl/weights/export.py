@@ -261,7 +261,6 @@ class Transport:
     Transports shm, disk and stream: one safetensors file, which engines copy during generation and swap to.
     """
 
-    sends_chunks = True
     version = -1
     """-1: none."""
 
@@ -273,9 +272,6 @@ class Transport:
         """Bring the weights to the engines; no weight may change before the Future ends. Raises OSError,
         here or in the Future.
         """
-        return self._begin_file(exported, path)
-
-    def _begin_file(self, exported: Exported, path: Path) -> Future[ExportResponse]:
         weights = exported.merged()
         if self.end.is_first:
             return begin_export(self._writer, weights, path, exported.version, self.end.dtype)

@@ -69,7 +69,7 @@ class BroadcastTransport(exports.Transport):
         RuntimeError without memory.
         """
         end, version = self.end, exported.version
-        written = self._begin_file(exported, path).result().path if end.is_file_wanted else ""
+        written = super().begin(exported, path).result().path if end.is_file_wanted else ""
         weights = exported.merged()
         if not end.is_first:
             exports.gather_along(weights, end.dtype)
@@ -97,22 +97,18 @@ class BroadcastTransport(exports.Transport):
                 raise Refused(409, what, rule="only the newest export is held")
             try:
                 if self._group is None or self._group.path != member.path:
-                    self._close_group()
+                    if self._group is not None:
+                        self._group.close()
                     self._group = WeightGroup(member, self.end.device)
                 sent_weights = SentWeights(version=self.version, chunks=self._chunks)
                 self._group.send(sent_weights, self._buffers, self._filled)
             except GroupBroken as broken:
-                self._close_group()
+                self._group = None
                 what = f"policy_version {request.version} was not sent: {broken}"
                 way_out = "read the logs of the engines; the weights are sent again after a restart."
                 raise Refused(409, what, way_out=way_out) from broken
             sent = sum(chunk.num_bytes for chunk in self._chunks)
             return BroadcastResponse(version=self.version, digest=self._digest, num_bytes=sent)
-
-    def _close_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
 
     def _make_buffers(self, weights: exports.LazyWeights) -> None:
         for chunk in exports.chunks_of(weights, self.end.dtype, self.end.chunk_bytes):
