@@ -22,7 +22,7 @@ async def probe(request: web.Request) -> web.Response:
         "in the open": f"{command} {environ} {dict(os.environ)}",
         "other secret": secret_of("OTHER"),
         "host": socket.gethostname(),
-        "parent": os.getppid(),
+        "pids": [os.getpid(), os.getppid()],
     }
     return web.json_response(seen)
 

@@ -175,7 +175,7 @@ async def process_sees_only_its_devices(stage: Stage) -> None:
 async def lost_node_is_named(stage: Stage) -> None:
     """After its raylet is killed, all its processes clean up and end, and a start fails at once."""
     async with stage.started("orphan") as process:
-        actor = psutil.Process((await probed(process))["parent"])
+        actor = psutil.Process((await probed(process))["pids"][1])
         family = [actor, *actor.children(recursive=True)]
         os.kill(int(actor.environ()["RAY_RAYLET_PID"]), signal.SIGKILL)
         death = str(await end_of(process))
@@ -214,7 +214,7 @@ async def control(launcher: Launcher, folder: Path) -> None:
         stage = Stage(launcher, nodes[1], 1, folder)
         told = {story.__name__: await outcome(story, stage) for story in RAY_STORIES}
     async with Stage(launcher, nodes[0], 0, folder).started("killed") as process:
-        processes = [process.pid, (await probed(process))["parent"]]
+        processes = (await probed(process))["pids"]
         print(json.dumps({"told": told, "processes": processes}), flush=True)
         await asyncio.Event().wait()
 
