@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 from pathlib import Path
 
 from aiohttp import web
@@ -21,7 +20,6 @@ async def probe(request: web.Request) -> web.Response:
         "environ": dict(os.environ),
         "in the open": f"{command} {environ} {dict(os.environ)}",
         "other secret": secret_of("OTHER"),
-        "host": socket.gethostname(),
         "pids": [os.getpid(), os.getppid()],
     }
     return web.json_response(seen)
