@@ -213,9 +213,9 @@ class Controller:
             temperature=1.0,
         )
         self.producers = Producers(
-            self.buffer,
-            PromptSource(TaskPrompts(task, seed=0, shuffle=True)),
-            RolloutRunner(generator, timeout_s=3600.0, retries=0),
+            sink=self.buffer,
+            source=PromptSource(TaskPrompts(task, seed=0, shuffle=True)),
+            runner=RolloutRunner(generator, timeout_s=3600.0, retries=0),
             spawn=spawn,
             group_size=GROUP,
             capacity=self.num,

@@ -20,7 +20,6 @@ from asyncrl.messages.engine_api import (
     LoadChunkRequest,
     MemoryHandle,
     PlacedTensor,
-    SleepRequest,
     WakeRequest,
 )
 from asyncrl.messages.trainer_api import ExportChunkResponse
@@ -60,7 +59,7 @@ def export(step: TrainStep, index: int) -> Any:
 
 
 def wake_empty(engine: Engine) -> None:
-    engine.sleep(SleepRequest(parts=BOTH)).result(timeout=60)
+    engine.sleep().result(timeout=60)
     engine.wake(WakeRequest(parts=["weights"])).result(timeout=60)
 
 

@@ -235,8 +235,7 @@ class House(EngineRooms):
     async def begin(self) -> None:
         """As a run starts: the engines are asleep until their first turn, unless they stay."""
         for fake in () if self.stays else self.fakes:
-            fake.engine.weights.set_asleep("weights")
-            fake.engine.weights.set_asleep("kv")
+            fake.engine.weights.set_asleep()
         self._at_start(self)
         await self.publisher.start(0)
 

@@ -26,7 +26,7 @@ from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.scale import EngineScale, EngineSupervisor, read_wanted
 from asyncrl.job.servers import KINDS
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState
+from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.schema import journal_path
 from asyncrl.launch.placement import Placement
@@ -94,7 +94,7 @@ async def build(
     found = await check_everything(life)
     tasks = found.tasks
     pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in found.evals.items()}
-    digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
+    digests = {name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)}
     data_pin = DataPin(life.run_dir, digests, is_free=point is not None and point.may_change_data)
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
     scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=life.log.warn)
@@ -136,9 +136,9 @@ async def build(
     if fleet.teacher is not None:
         generator = DistillingGenerator(generator, fleet.teacher)
     producers = Producers(
-        buffer,
-        feed,
-        RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
+        sink=buffer,
+        source=feed,
+        runner=RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
         spawn=life.spawn,
         group_size=rollout.group_size,
         capacity=num_rollouts(config, num_engines),
@@ -341,7 +341,15 @@ def _make_scale(
     )
 
 
-def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -> ControllerState:
+def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -> dict[str, Any]:
+    """Return the state for a resume without the journal. `out`: num_requeued by id of drawn prompts that
+    are in no batch yet.
+    """
     prompts = (*producers.prompts_out(), *buffer.prompts_ready())
-    out = {prompt.prompt_id: prompt.num_requeued for prompt in prompts}
-    return ControllerState(feed=feed.state(), out=out, next_group_id=buffer.next_group_id)
+    return {
+        "order": feed.order,
+        "num_drawn": feed.num_drawn,
+        "out": feed.requeued | {prompt.prompt_id: prompt.num_requeued for prompt in prompts},
+        "next_group_id": buffer.rule.num_issued,
+        "epochs": feed.epochs(),
+    }

@@ -180,7 +180,7 @@ class Colocated(ColocatedPush):
         """Call an engine; a lost one is skipped."""
         try:
             if not self.is_down(engine.name):
-                return await (engine.sleep if call.verb == "sleep" else engine.wake)(call.parts)
+                return await (engine.sleep() if call.verb == "sleep" else engine.wake(call.parts))
         except EngineLost as lost:
             self.on_lost(lost)
         return TransferStats(num_bytes=0, seconds=0.0)

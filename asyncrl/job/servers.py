@@ -28,7 +28,7 @@ from asyncrl.launch.engine_python import find_python
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import Launcher
 from asyncrl.launch.machine import LOOPBACK
-from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, chunk_devices
+from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import Process, ProcessSpec
 from asyncrl.launch.supervise import Server
@@ -94,7 +94,7 @@ class Servers:
             "device": device.name.partition(":")[0],
             "threads": engine_threads(self.config, self.placement.nodes[device.node].machine.cores),
             "deterministic": self.rollout.deterministic,
-            "keeps_turns": self.config.keeps_turns and name != TEACHER,
+            "num_kept": self.slots(name) if self.config.keeps_turns and name != TEACHER else 0,
             "stays": self.placement.resident and is_rollout,
             "share": share,
             "returns_routing": self.config.algorithm.router_replay and is_rollout,
@@ -272,7 +272,7 @@ class Vllm(Servers):
         takes_turns = name != EVAL_ENGINE and self.placement.mode == "colocated" and not spec["stays"]
         if takes_turns and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
             args["enable_sleep_mode"] = True
-        for of_embedded in ("keeps_turns", "stays", "share"):
+        for of_embedded in ("num_kept", "stays", "share"):
             del spec[of_embedded]
         lora = self.config.trainer.lora
         return spec | {
@@ -288,11 +288,7 @@ class Vllm(Servers):
     ) -> EngineClient:
         """Return a client whose readiness includes a check of the server's settings."""
         config = self.config
-        placement = self.placement
         is_eval = server.name == EVAL_ENGINE
-        device = placement.evaluation if is_eval else placement.engines[0][0]
-        if device is None or device.name == NO_DEVICE:  # rollout.urls: the run places no engine server
-            device = placement.trainer[0]
         limit = config.weight_sync.canary_limit
         if limit is None:
             limit = math.inf
@@ -304,10 +300,8 @@ class Vllm(Servers):
             slots=self.slots(server.name),
             max_length=self.rollout.max_length,
             end_ids=tuple(sorted(tokenizer.end_ids)),
-            device=device.name.partition(":")[0],
             special_ids=_special_ids(tokenizer),
-            starts_fresh=is_eval or self.rollout.urls is None,
-            stays=placement.resident and not is_eval,
+            stays=self.placement.resident and not is_eval,
             returns_routing=config.algorithm.router_replay and not is_eval,
             canary_limit=limit,
             decode=tokenizer.decode,
