@@ -433,8 +433,7 @@ def _name(batch: BatchNumbers) -> str:
 def _checked(canary: api.Canary | None) -> api.Canary | None:
     if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
         return canary
-    num_bad = sum(not math.isfinite(one) for one in canary.logprobs)
-    what = f"the weights give logprobs that are not finite, {num_bad} of {len(canary.logprobs)} tokens"
+    what = "the weights give logprobs of the canary that are not finite"
     rule = "every engine must reproduce the logprobs of a fixed text"
     way_out = "resume from a checkpoint with a lower trainer.learning_rate, or weight_sync.canary_limit=none."
     raise Refused(422, what, rule=rule, way_out=way_out)
