@@ -61,13 +61,12 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def init(
-    kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent|tutorial", help="What to start from.")],
+    kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent", help="What to start from.")],
     folder: Annotated[Path, Option(help="Where to write (default: here).")] = Path(),
 ) -> None:
     """Write a config with its task and agent. Never overwrites files.
 
     quickstart: letters on a CPU in half a minute. gsm8k: Qwen3-0.6B on one GPU. agent: a model calls a tool.
-    tutorial: the tutorial's task and agent.
     """
     from asyncrl.templates import write_template
 
@@ -161,7 +160,6 @@ def runs(
 @app.command()
 def status(
     run_dir: RunDir = None,
-    as_json: Json = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Add waits, queues, engines and time spent.")
     ] = False,
@@ -169,7 +167,7 @@ def status(
     """Describe a run's learning, health and speed."""
     from asyncrl.observe.show import render_status
 
-    typer.echo(render_status(_or_newest(run_dir), as_json=as_json, is_verbose=verbose))
+    typer.echo(render_status(_or_newest(run_dir), is_verbose=verbose))
 
 
 @app.command()
@@ -212,17 +210,14 @@ def report(
 def watch(
     run_dirs: RunDirs = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. If others reach it, the page asks for a key.")
-    ] = "127.0.0.1",
-    opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
     """Show the page of one or several runs in a browser, live and read-only, until Ctrl-C."""
     import asyncio
 
     from asyncrl.observe import web
 
-    asyncio.run(web.watch(run_dirs or [_or_newest(None)], host, port, opens=opens, say=typer.echo))
+    asyncio.run(web.watch(run_dirs or [_or_newest(None)], host, port, typer.echo))
 
 
 @app.command()
@@ -267,10 +262,9 @@ def work(
     python: Annotated[Text, Option(metavar="MODULE:FUNCTION", help="Agent: a function.")] = None,
     command: Annotated[Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program.")] = None,
     verifiers: Annotated[Text, Option(metavar="ID", help="Agent: a verifiers environment.")] = None,
-    key: Annotated[
-        Text, Option(help="The worker key (default: ASYNCRL_WORKER_KEY; arguments are public).")
+    key_file: Annotated[
+        File, Option(metavar="FILE", help="The run's gateway.json (default: the key in ASYNCRL_WORKER_KEY).")
     ] = None,
-    key_file: Annotated[File, Option(metavar="FILE", help="File with the key, or gateway.json.")] = None,
     slots: Annotated[int, typer.Option(help="Concurrent rollouts.")] = 8,
     name: Annotated[Text, Option(help="Name in messages (default: HOST/PID).")] = None,
     args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent.")] = None,
@@ -293,7 +287,6 @@ def work(
 
     code = run_worker(
         url,
-        key=key,
         key_file=key_file,
         harness={"python": python, "command": command, "verifiers": verifiers},
         slots=slots,

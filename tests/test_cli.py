@@ -53,7 +53,7 @@ scale docs engines=2 -> 2: is not a run directory ... Way out:
 export docs out -> 2: is not a run directory ... Way out:
 export docs out more -> 2: not 3 paths
 runs docs/none -> 2: there is no folder docs/none ... Way out:
-init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent, tutorial
+init quickstrat --folder build -> 2: name one of quickstart, gsm8k, agent
 """.strip().splitlines()
 
 
@@ -101,7 +101,6 @@ def test_the_page_says_which_commands_need_no_extra() -> None:
         ("quickstart", {"quickstart.yaml"}),
         ("gsm8k", {"gsm8k-qwen3-0.6b-1gpu.yaml"}),
         ("agent", {"agent.yaml", "lookup.py"}),
-        ("tutorial", {"my_task.py", "my_task.yaml", "my_agent.py", "my_agent.yaml"}),
     ],
 )
 def test_init_writes_configs_that_pass_the_check(kind: str, writes: set[str], tmp_path: Path) -> None:

@@ -118,26 +118,16 @@ def test_only_progress_or_a_starting_process_gets_time(log_path: Path, moves: st
     assert [round(at) for at, _ in told] == [6]
 
 
-@pytest.mark.parametrize("is_well", [True, False])
-def test_fail_ends_the_run_naming_who_is_stuck(log_path: Path, is_well: bool) -> None:
-    with pytest.raises(RoomError) as caught:
-        watched(log_path, 300, on_stuck="fail", is_well=is_well)
-    blamed = "rollouts waits in hang" if is_well else "trainer-0: process 7 is stopped; no"
-    assert f"watchdog: nothing has moved for 60 s: {blamed}" in str(caught.value)
-    assert "supervision.watchdog_s=60 and on_stuck=fail end such a run" in str(caught.value)
+def test_fail_ends_the_run_naming_who_is_stuck(log_path: Path) -> None:
+    with pytest.raises(RoomError, match="nothing has moved for 60 s: trainer-0: process 7 is stopped; no"):
+        watched(log_path, 300, on_stuck="fail", is_well=False)
 
 
 def test_a_blocked_loop_gets_its_thread_stacks_logged(log_path: Path) -> None:
-    written = threading.Event()
-
-    def look() -> None:
+    def block() -> None:
         deadline_s = time.monotonic() + 30
         while "in block" not in log_path.read_text() and time.monotonic() < deadline_s:
-            pass  # faulthandler writes without a lock, line by line
-        written.set()
-
-    def block() -> None:  # at rest: the stack of a thread that runs may be caught while it changes
-        written.wait()
+            threading.Event().wait(0.01)  # faulthandler writes without a lock, line by line
 
     async def story() -> None:
         calls: Any = {"tell": lambda text: None, "ask_children": None, "restart": None, "note": None}
@@ -145,35 +135,8 @@ def test_a_blocked_loop_gets_its_thread_stacks_logged(log_path: Path) -> None:
         watchdog = Watchdog(settings, lambda: Reported({}), log_path=log_path, way_out="", **calls)
         running = asyncio.create_task(watchdog.run(), name="watchdog")
         await asyncio.sleep(0)  # it runs up to its own sleep
-        looking = threading.Thread(target=look)
-        looking.start()
         block()
-        looking.join()
         running.cancel()
 
     asyncio.run(story())
     assert "in block" in log_path.read_text()
-
-
-def test_time_of_a_stopped_process_is_not_counted(log_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, told = [0.0], list[str]()
-    late_s = iter([1000.0])
-
-    async def sleep(seconds: float) -> None:
-        now_s[0] += seconds + next(late_s)
-
-    async def no_children() -> dict[str, bool]:
-        return {}
-
-    async def story() -> None:
-        calls: Any = {"ask_children": no_children, "restart": None, "note": lambda what, detail: None}
-        settings = SupervisionConfig(watchdog_s=60.0)
-        watchdog = Watchdog(settings, lambda: Reported({}), log_path, told.append, way_out="", **calls)
-        watchdog._now = lambda: now_s[0]
-        watchdog._moved()
-        monkeypatch.setattr("asyncrl.observe.watchdog.asyncio.sleep", sleep)
-        with pytest.raises(RuntimeError, match="StopIteration"):
-            await watchdog.run()
-
-    asyncio.run(story())
-    assert [text.partition("\n")[0] for text in told] == ["nothing has moved for 60 s"]

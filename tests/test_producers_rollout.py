@@ -324,7 +324,6 @@ def test_session_ends_before_the_task_scores() -> None:
     ("outcome", "reward"),
     [
         (Outcome(turn_rewards={"chatcmpl-0": 1.0, "chatcmpl-1": 0.0}), 0.5),
-        (Outcome(branch_rewards={"chatcmpl-0": 0.75}), 0.75),
         (Outcome(2.0, turn_rewards={"chatcmpl-0": 1.0}), 2.0),
         (Outcome(0.0), 0.0),
     ],

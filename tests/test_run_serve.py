@@ -49,7 +49,7 @@ def at_desk(story: Any, path: Path, **config: Any) -> list[Any]:
         async with gateway_world(extra_routes=queue.routes(), **config) as world:
             desk = Desk(world, queue, path)
             await story(desk)
-            desk.people.start_next_nowait()
+            desk.people.close()
 
     asyncio.run(live())
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -68,7 +68,7 @@ def test_outcome_ends_a_rollout_and_the_key_stays(tmp_path: Path) -> None:
         for _ in range(4):  # gateway.max_calls is 2: it is the harnesses' limit
             assert (await desk.ask("Hi", text, "and?"))[0] == status == 200
         status, answer = await desk.world.post({"reward": 1.0}, path="/v1/outcome", headers=desk.headers)
-        assert (status, answer["error"]["code"]) == (403, "outcome_refused"), "of what an agent inherits"
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), "of what an agent inherits"
         status, told = await desk.outcome(turn_rewards={"chatcmpl-7": 1.0})
         assert (status, "chatcmpl-7" in told) == (400, True)
         assert (await desk.outcome(rewrad=1.0))[0] == 400
@@ -92,7 +92,7 @@ def test_outcome_ends_a_rollout_and_the_key_stays(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_evaluation_calls_use_their_own_engine() -> None:
     other, broken = ScriptedEngine(lambda _: "other"), list[RoomError]()
-    async with gateway_world(on_sampling_override="refuse") as world:
+    async with gateway_world() as world:
         values: Any = {"seed_of": lambda *_: 7, "on_broken": broken.append}
         host = world.gateway.add_route(other, temperature=0.0, **values)
         session = host.open_nowait("eval", prompt_id="0/1", sample_index=0, attempt=0, route_key="x")

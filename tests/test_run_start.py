@@ -138,7 +138,7 @@ async def test_rollout_urls_use_the_environment_key_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_ENV, "their key")
-    urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000/']"]
+    urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000']"]
     (engine,) = maker(tmp_path, VLLM, *urls).engines()
     assert type(engine.child) is Process
     assert engine.caller.secret == "their key"

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from asyncrl.base.errors import ConfigError, JournalError, RoomError
 
-LOST = "lost before a sync: the machine stopped, or the file was cut"
 _BLOCK = 2**16
 
 

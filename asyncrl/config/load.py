@@ -67,11 +67,7 @@ def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the con
 
 
 def run_config_yaml(config: RunConfig) -> str:
-    values = config.model_dump()
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    if re.search("[\x85\u2028\u2029]", text):  # would be read back as plain line ends
-        text = yaml.safe_dump(values, sort_keys=False)
-    return text
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
 
 def _with(values: Any, override: str) -> Any:

@@ -7,12 +7,13 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
-from asyncrl.agents.verifiers import taskset_loader
+from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.base.user_code import load_advantage, load_loss
@@ -79,9 +80,9 @@ def validate(config: RunConfig, *, reads_all: bool = False) -> Found:
     tokenizer = _check_model(config, found)
     _check_prompts(config, found, tokenizer)
     if tokenizer is not None:
-        find_tool_format(config.gateway.tool_format, tokenizer.template, tokenizer.response_template)
+        find_tool_format(config.gateway.tool_format, tokenizer.template)
     elif ":" in config.gateway.tool_format:
-        find_tool_format(config.gateway.tool_format, "", None)
+        find_tool_format(config.gateway.tool_format, "")
     if tokenizer is not None:
         find_teacher(config, tokenizer, find_on_disk)
     for setting, load in ((config.algorithm.loss, load_loss), (config.algorithm.advantage, load_advantage)):
@@ -94,13 +95,13 @@ def validate(config: RunConfig, *, reads_all: bool = False) -> Found:
 
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
     def load(key: str, settings: TaskConfig, seed: int, more: str = "") -> PromptTask | None:
-        task, text = look_at_task(settings, seed, load_taskset=load_taskset)
+        task, text = look_at_task(settings, seed, load_taskset=taskset)
         found.lines.append(f"{key}: {text}{more}")
         if task is None and reads_all:
-            return build_task(settings, seed, load_taskset=load_taskset)
+            return build_task(settings, seed, load_taskset=taskset)
         return task
 
-    load_taskset = taskset_loader(config.generator)
+    taskset = partial(load_taskset, config.generator.verifiers or "", config.generator.args)
     total = sum(config.shares.values())
     for name, settings in config.tasks.items():
         share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.base.files import LOST, write_whole
+from asyncrl.base.files import write_whole
 from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.lifecycle import RunLog, run_again, run_id
@@ -26,7 +26,7 @@ from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total
 from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
-from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, skipped_text
+from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several
 from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter, write_trace
 from asyncrl.observe.trackers import Background, Callbacks, TrackedRun
@@ -133,7 +133,7 @@ class Reporter:
         self._last = self._recorder.keep_steps(version)
         self._samples.resume_at(version + 1)
         if (first := int(self._last.get("step", 0)) + 1) <= version:
-            self.log.warn(f"steps {first}..{version} are missing in metrics.jsonl ({LOST})")
+            self.log.warn(f"steps {first}..{version} are missing in metrics.jsonl, lost before a sync")
         self._console.resume_from(steps)
         self._evaluations = [*read_evaluations(self.run_dir, [])]
         for before in (self._last, *self._evaluations[-1:]):
@@ -144,8 +144,7 @@ class Reporter:
 
     def training_starts(self) -> None:
         self._count_on()
-        version = int(self._last.get("step", 0))
-        note_span("restarts", "start", self._opened_s, time.monotonic(), version)
+        note_span("restarts", "start", self._opened_s, time.monotonic())
         for totals in (*self._before.values(), self._journaled):
             self._totals.starts_from(totals)
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
@@ -180,10 +179,6 @@ class Reporter:
             self._trackers.tell("samples", samples[0]["step"], samples)
             self._console.show_samples(samples)
 
-    def _note_slots(self, run: Components) -> None:
-        now_s = time.monotonic()
-        self._timeline.slots(run.engines.busy_s(now_s), now_s)
-
     def evaluated(self, result: EvalResult) -> None:
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
@@ -208,14 +203,15 @@ class Reporter:
                 f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): "
                 f"{logs / 'trainer-0.log'} says why",
             )
-        if skipped := skipped_text(metrics):
+        if num_skipped := metrics.get("trainer/skipped_steps", 0.0):
             groups = ", ".join(str(group.group_id) for group in batch.groups)
+            skipped = f"{several(num_skipped, 'update')} skipped in step {batch.version + 1}"
             text = f"{skipped}, groups {groups}: loss or gradient was not finite"
             logger.warning("%s", text)
             self.log.warn_once("skipped", text)
 
     def status(self, run: Components, waits: Mapping[str, float]) -> None:
-        self._note_slots(run)
+        self._timeline.flush()
         now = self._now = self._counted(gauges(run))
         missing = None if run.harnessing is None else run.harnessing.missing_workers()
         if missing is not None:
@@ -251,7 +247,7 @@ class Reporter:
         if self._is_to_resume:
             self._recorder.write_status(status)
             return
-        self._timeline.close()
+        self._timeline.flush()
         self._recorder.write_status(status | {"step": int(self._last.get("step", 0))})
         summary: dict[str, Any] = {"state": state, "why": why, "warnings": self.log.warnings}
         newest = [lines[-1] for lines in by_evaluation(self._evaluations).values()]
@@ -282,7 +278,6 @@ class Reporter:
     def _metrics(
         self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]
     ) -> dict[str, float]:
-        self._note_slots(run)
         time_s = time.monotonic() - self._trained_since_s
         step_s = time_s - self._last.get("time_s", 0.0)
         metrics: dict[str, float] = {

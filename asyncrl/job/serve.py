@@ -168,7 +168,7 @@ async def _serve_user(life: Lifecycle, pool: EnginePool, recorder: RolloutRecord
         life.can_stop = True  # Ctrl-C is a normal end
         await life.stop.wait()
     finally:
-        user.start_next_nowait()
+        user.close()
     return 0
 
 
@@ -187,36 +187,27 @@ class UserKey:
         self._log = log
         self._name = f"people/{secrets.token_hex(4)}"  # a restart draws other tokens
         self._session = self._open(0)
-        queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
+        queue.on_outcome(self.outcome_key, self._take)
+
+    def close(self) -> None:
+        self._session.end_nowait("the gateway was ended")
+        with contextlib.suppress(RolloutFailure):  # no sampled token
+            self._keep(self._session, None, self._session.rollout(0, Outcome(), 0.0))
 
     def _open(self, number: int) -> GatewaySession:
         name, prompt_id = f"{self._name}/{number}", self._name
-        session = self._gateway.open_nowait(
+        return self._gateway.open_nowait(
             name, prompt_id=prompt_id, sample_index=number, attempt=0, route_key=name, user_key=self.key
         )
-        session.on_full = self.start_next_nowait
-        return session
-
-    def start_next_nowait(self) -> None:
-        """Record the samples since the last outcome without a reward, and start the next rollout."""
-        session = self._session
-        self._session = self._open(session.sample_index + 1)
-        with contextlib.suppress(RolloutFailure):  # no sampled token
-            self._keep(session, None, session.rollout(0, Outcome(), 0.0))
 
     def _take(self, outcome: Outcome) -> None:
         """Record a posted outcome. Raises RolloutFailure if it does not fit the samples."""
         reward = own_reward(outcome)
         session = self._session
-        is_trainable = session.has_trained or not session.num_completions
-        rollout = session.rollout(0, outcome, reward or 0.0) if is_trainable else None
+        rollout = session.rollout(0, outcome, reward or 0.0)
         session.end_nowait("an outcome was posted: it ended this rollout, and the key starts a new one")
         self._session = self._open(session.sample_index + 1)
-        if rollout is not None:
-            self._keep(session, reward, rollout)
-            return
-        why = "its calls have set temperature or top_p (gateway.on_sampling_override)"
-        self._log.info(f"rollout {session.sample_index}: not recorded, {why}")
+        self._keep(session, reward, rollout)
 
     def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
         prompt = Prompt(f"{self._name}/{session.sample_index}", tuple(session.opening or ()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -19,14 +19,11 @@ from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.run_numbers import Steps, recent, several, time_shares, waiting_share
 from asyncrl.trainer.step_metrics import GAP_WARNING
 
-Trend = Literal["rising", "flat", "falling", "unknown"]
 MIN_STEPS = 20
 MIN_TRAINING_S = 10.0
 """A shorter run is not judged."""
 SIGMAS = 3.0
 """Standard errors from which a change of the reward counts."""
-SMALL_CHANGE = 0.05
-"""A smaller part of the reward's range is a flat end."""
 BUSY_WAIT_SHARE = 0.10
 BALANCED_WAIT_SHARE = 0.25
 """Shares of waiting: training sets the pace below the first; neither side waits much below the second."""
@@ -46,7 +43,6 @@ class Reward:
     noise: float
     margin: float
     step_noise: float
-    trend: Trend
 
     @property
     def was_lost(self) -> bool:
@@ -128,20 +124,7 @@ def _reward_of(steps: Steps) -> Reward | None:
         noise=step_noise / math.sqrt(size),
         margin=SIGMAS * step_noise * math.sqrt(1 / size + 1 / size_first),
         step_noise=step_noise,
-        trend=_trend(rewards, step_noise),
     )
-
-
-def _trend(rewards: list[float], step_noise: float) -> Trend:
-    """Compare the last quarter of the run with the previous quarter."""
-    size = len(rewards) // 4
-    if len(rewards) < MIN_STEPS:
-        return "unknown"
-    change = fmean(rewards[-size:]) - fmean(rewards[-2 * size : -size])
-    small = SMALL_CHANGE * (max(rewards) - min(rewards))
-    if abs(change) <= max(small, SIGMAS * step_noise * math.sqrt(2 / size)):
-        return "flat"
-    return "rising" if change > 0 else "falling"
 
 
 def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> str:
@@ -153,8 +136,7 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
     if len(steps) < MIN_STEPS and not any(finding.is_certain for finding in findings):
         return f"Too short to say whether it learns: {ends} ({several(len(steps), 'step')})."
     if reward.has_risen:
-        words = {"rising": " and is still rising", "flat": " and is flat now", "falling": ", but falls again"}
-        return f"Learned: reward rose from {first} to {last}{words.get(reward.trend, '')}."
+        return f"Learned: reward rose from {first} to {last}."
     reasons = [*(finding.clause for finding in findings), *_reasons(reward, steps, config)]
     why = f" Likeliest reasons: {'; '.join(reasons[:2])}."
     if reward.was_lost:

@@ -462,7 +462,7 @@ class HarnessGenerator:
 
 def own_reward(outcome: Outcome) -> float | None:
     """Return None if the task scores."""
-    parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
+    parts = list(outcome.turn_rewards.values())
     return sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
 
 

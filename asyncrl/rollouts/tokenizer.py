@@ -25,13 +25,12 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue
 
 
 class HFChatTokenizer:
-    """ChatRenderer of a model's folder. Thread-safe.
+    """ChatTokenizer of a model's folder. Thread-safe.
 
     AutoTokenizer would import torch.
     """
 
     template: str
-    response_template: dict[str, Any] | None
     vocab_size: int
     end_ids: frozenset[int]
     text_ids: frozenset[int]
@@ -67,7 +66,7 @@ class HFChatTokenizer:
             raise ConfigError(f"the tokenizer of {self.model_path} has no chat template", way_out=way_out)
         if not isinstance(template, str):
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()))
-        self.template, self.response_template = template, getattr(tokenizer, "response_template", None)
+        self.template = template
         compiled = _compile(template, f"the chat template of {self.model_path}")
         self._settings = dict(chat_template_kwargs or {})
         known = template_variables(compiled, template)

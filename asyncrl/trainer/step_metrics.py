@@ -5,13 +5,11 @@ trained.jsonl has one JSON line per step: `version` (the batch turned it into ve
 `num_tokens`, `num_loss_tokens`, `tokens_sha` (16 hex digits of the sha256 of its int32 token ids) and
 `spans`: [start, end, version] of loss tokens.
 
-A line {"restored": v} voids earlier lines of version v and above; lines of "lost": [first, last] are
-missing.
+A line {"restored": v} voids earlier lines of version v and above.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -27,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.base.files import LOST, cut_at, lines_from_end
+from asyncrl.base.files import cut_at, lines_from_end
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 
 if TYPE_CHECKING:
@@ -240,18 +238,10 @@ def hold_record(path: Path) -> None:
 
 def note_restored(path: Path, version: int) -> None:
     """Record that batches from `version` on are trained again. Cuts an incomplete line."""
-    reached = -1
-    for start, line in lines_from_end(path) if path.is_file() else ():
+    if path.is_file() and path.stat().st_size:
+        start, line = next(lines_from_end(path))
         if not line.endswith(b"\n"):
             cut_at(path, start)
-            continue
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            last = json.loads(line)
-            reached = last["restored"] - 1 if "restored" in last else last["version"]
-            break
-    if reached < version - 1:
-        append_line(path, {"restored": version, "lost": [reached + 1, version - 1], "why": LOST})
-    elif path.is_file() and path.stat().st_size:
         append_line(path, {"restored": version})
 
 

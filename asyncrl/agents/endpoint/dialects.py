@@ -85,16 +85,16 @@ Step = Literal["open", "delta", "close"]
 
 
 async def blocks(call: GatewayCall) -> AsyncIterator[tuple[Step, Kind, str]]:
-    """Yield the steps of a stream of one choice: a thought, a text, or an empty text without either."""
+    """Yield the steps of a stream: a thought, a text, or an empty text without either."""
     opened: Kind | None = None
-    async for _, kind, text in call.pieces():
+    async for kind, text in call.pieces():
         if opened != kind:
             if opened is not None:
                 yield "close", opened, ""
             yield "open", kind, ""
             opened = kind
         yield "delta", kind, text
-    if opened is None and not call.choices[0].tool_calls:
+    if opened is None and not call.answer.tool_calls:
         yield "open", "text", ""
         opened = "text"
     if opened is not None:
@@ -106,7 +106,6 @@ async def blocks(call: GatewayCall) -> AsyncIterator[tuple[Step, Kind, str]]:
 NOT_KEPT = "previous_response_not_found"
 ANTHROPIC_ERRORS = {
     401: "authentication_error",
-    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -129,13 +128,7 @@ def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
     return to_json(anthropic_error(error), inf_nan_mode="null") if is_anthropics else error.body()
 
 
-def model_body(model: str, name: str | None) -> dict[str, Any]:
-    """None: the list. Raises ApiError."""
-    if name not in (None, model):
-        why = f"This server has one model, {model}."
-        raise ApiError(404, why, code="model_not_found", param="model")
+def models_body(model: str) -> dict[str, Any]:
     body = {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
     body |= {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
-    if name is not None:
-        return body
     return {"object": "list", "data": [body], "has_more": False, "first_id": model, "last_id": model}

@@ -1,7 +1,5 @@
 /* What a run says in words and rows: verdict, tiles, shares, failures, evaluations, settings, commands, differences. */
 
-const TRENDS = { rising: "still rising", flat: "flat at the end", falling: "falling", unknown: "too few steps for a trend" };
-
 function showVerdict(run) {
   const told = run.verdict ?? { headline: "No step has ended yet.", health: null, speed: [], reward: null }, sentences = texts => texts.map(text => h("p", {}, text));
   const row = (label, ...content) => h("div", { class: "row" }, h("h2", {}, label), h("div", {}, ...content));
@@ -13,14 +11,14 @@ function showVerdict(run) {
     row("Health", health), row("Speed", ...(told.speed.length ? sentences(told.speed) : [nothing("No step has ended yet.")])),
     h("p", { class: "why" }, `${run.run_dir}: ${run.why}`));
   byId("tiles").replaceChildren(...run.tiles.map(tile => h("div", { class: "tile", role: "listitem" },
-    h("div", { class: "label" }, tile.label), h("div", { class: "value" }, tile.value), h("div", { class: "hint" }, tile.note))));
+    h("div", { class: "label" }, tile.label), h("div", { class: "value" }, tile.value))));
 }
 
 function bigReward(reward, num) {
   const number = value => value === null ? "–" : value.toFixed(3);
   return h("p", { class: "big" }, h("span", { class: "label" }, "reward"), h("span", { class: "from" }, number(reward.first)), h("span", { class: "from" }, "→"),
     h("strong", {}, number(reward.last)), h("span", { class: "from" }, `± ${number(reward.noise)}`),
-    h("span", { class: "hint" }, `from the start to the mean of the last ${num === 1 ? "step" : `${num} steps`}; ${TRENDS[reward.trend] ?? reward.trend}`));
+    h("span", { class: "hint" }, `from the start to the mean of the last ${num === 1 ? "step" : `${num} steps`}`));
 }
 
 function showWarnings(run) {
