@@ -14,7 +14,6 @@ from engine_in_process import answered, make_qwen3, running_engine
 from engine_processes import SECRET, engine_process
 from trainer_cases import make_batch, make_spec
 
-from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller, Refused
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages.engine_api import (
@@ -117,8 +116,6 @@ def test_engine_has_the_trainers_bits_version_after_version(
 
 
 def test_lost_memory_is_refused(make_step: MakeStep, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="that both trainer and engines open"):
-        make_step(staging_dir=str(tmp_path / "none"))
     chunk = export(make_step(), 0)
     ((handle,), (first, *_)) = chunk.memory.handles, chunk.memory.tensors
     gone = ChunkMemory(handles=[handle.model_copy(update={"name": str(tmp_path / "none")})], tensors=[first])
