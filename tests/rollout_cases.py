@@ -105,8 +105,14 @@ def make_producers(
 ) -> Producers:
     values = {"group_size": 2, "capacity": 8, "max_failed_groups": 3, "max_requeues": 3} | settings
     limits = {"timeout_s": values.pop("timeout_s", 100.0), "retries": values.pop("retries", 0)}
-    source, journal = source or FakeSource(), journal or MemoryJournal()
-    return Producers(sink, source, RolloutRunner(generator, **limits), spawn=spawn, journal=journal, **values)
+    return Producers(
+        sink=sink,
+        source=source or FakeSource(),
+        runner=RolloutRunner(generator, **limits),
+        spawn=spawn,
+        journal=journal or MemoryJournal(),
+        **values,
+    )
 
 
 def make_prompt(number: int, **values: Any) -> Prompt:

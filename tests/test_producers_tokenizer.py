@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,12 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 CHAT = [{"role": "user", "content": "2+2=?"}]
 
 
-@pytest.mark.skipif(
-    version("transformers").startswith("5.17."),
-    reason="transformers 5.17's tokenizers import torch themselves",
-)
 def test_tokenizer_needs_no_torch(tiny_model_dir: Path) -> None:
     code = (
         "import sys; from asyncrl.rollouts.tokenizer import HFChatTokenizer; "
-        f"t = HFChatTokenizer({str(tiny_model_dir)!r}); t.decode(t.encode_chat({CHAT!r})); "
-        "assert 'torch' not in sys.modules, 'torch was imported'"
+        f"HFChatTokenizer({str(tiny_model_dir)!r}).encode_chat({CHAT!r}); assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_folder_without_template_or_tokenizer_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -113,8 +106,6 @@ def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_p
     assert rendered(wants_text) == f"f({said})"
     call["function"]["arguments"] = {"b": 1.5}
     assert rendered(wants_text) == 'f({"b": 1.5})'
-    call["function"]["arguments"] = "no json"
-    assert rendered("{{ arguments | tojson }}") == '"no json"'
     with pytest.raises(ValueError, match="no calls, please"):
         rendered("{{ raise_exception('no calls, please') }}")
 

@@ -16,7 +16,7 @@ from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
-from asyncrl.tasks.sources import build_score, look_at_task
+from asyncrl.tasks.sources import look_at_task
 from asyncrl.tasks.task import PromptTask
 
 pytestmark = pytest.mark.extras
@@ -69,16 +69,8 @@ def test_checking_a_config_reads_no_tasks() -> None:
         look_at_task(config, 0, load_taskset=lambda: load_taskset("no_such_env", {}))
 
 
-@pytest.mark.parametrize("source", ["verifiers", "files"])
-def test_reward_that_nobody_gives_is_a_failure(tmp_path: Path, source: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "Hi", "answer": "x"}\n')
-    task_config = TaskConfig(verifiers=True) if source == "verifiers" else TaskConfig(files=[str(path)])
-    task = task_of() if task_config.verifiers else build_task(task_config, 0)
+def test_reward_that_nobody_gives_is_a_failure() -> None:
+    task, config = task_of(), TaskConfig(verifiers=True)
     (prompt,) = prompts_of(task, 1)
-    said = f"prompt {prompt.prompt_id}: no reward came with the rollout"
-    with pytest.raises(RewardFailure, match=said):
-        asyncio.run(TaskScorer(task, task_config, seed=0).score(prompt, "a completion"))
-    for score in (task.score, build_score(task_config, 0)):
-        with pytest.raises(RewardFailure, match=said):
-            score(prompt, "a completion")
+    with pytest.raises(RewardFailure, match=f"prompt {prompt.prompt_id}: no reward came with the rollout"):
+        asyncio.run(TaskScorer(task, config, seed=0).score(prompt, "a completion"))

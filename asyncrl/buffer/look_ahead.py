@@ -19,8 +19,8 @@ BATCH_IN_HAND = 0.9
 """Ready batches to keep: in simulations the fewest that keep the trainer 95 % busy."""
 SLACK = 0.3
 """Excess batches before lowering."""
-FIRST_HOLD = 96
-"""Batches before a refuted change is tried again; doubled each time."""
+HOLD = 96
+"""Batches before a refuted change is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class LookAhead:
         # (look-ahead, mean time for a batch, its error) before a raise on trial
         self._trial_of: tuple[int, float, float] | None = None
         self._judge_at = 0
-        self._limit, self._limit_until, self._raise_hold = max_staleness, 0, FIRST_HOLD
-        self._came_down, self._lower_from, self._lower_hold = False, 0, FIRST_HOLD
+        self._limit, self._limit_until = max_staleness, 0
+        self._came_down, self._lower_from = False, 0
 
     def note(self, now_s: float, num_running: int, *, lacks: bool) -> None:
         """`lacks`: the trainer lacks groups from `now_s` on."""
@@ -100,8 +100,7 @@ class LookAhead:
             if self._trial_of is None:
                 self._trial_of = (self.current, *self._measured())
             if self._came_down:
-                self._lower_from = self._batch + self._lower_hold
-                self._lower_hold *= 2
+                self._lower_from = self._batch + HOLD
             self.current, self._came_down = target, False
             self._judge_at = self._batch + target + 1 + FIRST_WINDOW
         elif target < self.current and wanted < self.current - SLACK and self._batch >= self._lower_from:
@@ -113,12 +112,9 @@ class LookAhead:
         now_s, error_now = self._measured()
         gain = interval_s / now_s * (1 + math.hypot(error, error_now))
         needed = max(look_ahead, math.ceil((look_ahead + 1) * gain) - 1)
-        if needed >= self.current:
-            self._raise_hold = FIRST_HOLD
-            return
-        self._limit, self._limit_until = needed, self._batch + self._raise_hold
-        self._raise_hold *= 2
-        self.current = needed
+        if needed < self.current:
+            self._limit, self._limit_until = needed, self._batch + HOLD
+            self.current = needed
 
     def _measured(self) -> tuple[float, float]:
         """Return the mean time of recent batches, and its relative standard error."""
