@@ -5,6 +5,7 @@ Invariant: no token sampled before header.min_version carries loss, independentl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,12 +203,7 @@ class Objective:
 
         behaviour_M = over_tokens(batch.arrays.behaviour_logprobs)
         advantage_M = over_tokens(batch.advantage_N)
-        proximal_M = current_M.detach()  # equal before the only step
-        if self.settings.proximal == "interpolate":
-            staleness_M = batch.header.version - over_tokens(batch.arrays.versions)
-            proximal_M = losses.interpolate(behaviour_M, current_M, staleness_M)
-        elif batch.proximal_N is not None:
-            proximal_M = over_tokens(batch.proximal_N)
+        proximal_M = self._proximal(batch, behaviour_M, current_M.detach(), over_tokens)
         anchor_M = behaviour_M if self._recipe.ratio == "behaviour" else proximal_M
         correction_M = None
         if step.correction_N is not None:
@@ -239,6 +235,15 @@ class Objective:
             stats["kl_teacher"] = kl_M.sum()
         weight_M = to_device(step.weight_S[micro.trajectory_S], current_M.device)[micro.sequence_M]
         return (loss_M * weight_M).sum(), stats
+
+    def _proximal(
+        self, batch: BatchNumbers, behaviour_M: Tensor, current_M: Tensor, read: Callable[[Any], Tensor]
+    ) -> Tensor:
+        if self.settings.proximal == "interpolate":
+            staleness_M = batch.header.version - read(batch.arrays.versions)
+            return losses.interpolate(behaviour_M, current_M, staleness_M)
+        # equal before the only step
+        return current_M if batch.proximal_N is None else read(batch.proximal_N)
 
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
