@@ -35,12 +35,7 @@ class House:
     """Producers between a fake source, sink, engine and scorer, running within `async with`."""
 
     def __init__(
-        self,
-        *,
-        engine: Any = None,
-        scorer: Any = None,
-        num_tickets: int = 100,
-        **settings: Any,
+        self, *, engine: Any = None, scorer: Any = None, num_tickets: int = 100, **settings: Any
     ) -> None:
         self.tasks, self.engine = asyncio.TaskGroup(), engine or FakeEngine()
         self.sink, self.source, self.journal = FakeSink(num_tickets), FakeSource(), MemoryJournal()
@@ -57,7 +52,6 @@ class House:
         """Cancel the producers; nothing may be left."""
         if error is None:
             self.running.cancel()
-            await self.producers.aclose()
             await self.producers.aclose()
         await self.tasks.__aexit__(kind, error, trace)
         assert self.count("inflight") == self.producers.num_sampling == 0
