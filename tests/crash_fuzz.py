@@ -108,13 +108,13 @@ class Crashes:
             while self.plan:
                 step, victim = self.plan[0]
                 if not self._reaches(process, step):
-                    return self._process.poll() is not None
+                    return self._has_ended(process)
                 time.sleep(self.random.random() * self.random.choice((0.05, 0.3, 1.0)))
                 self.plan.pop(0)
                 if not self.plan:
                     release(self.run_dir)
                 if process.poll() is not None:
-                    return self._process.poll() is not None
+                    return self._has_ended(process)
                 if victim in CHILDREN:
                     self._kill_child(process, victim)
                     continue
@@ -125,7 +125,7 @@ class Crashes:
                 self.kills[victim] += 1
                 self._look()
                 return True
-            return self._process.poll() is not None
+            return self._has_ended(process)
         finally:
             if process.poll() is None:
                 process.kill()

@@ -123,7 +123,6 @@ async def test_too_long_prompt_is_given_up_without_a_try() -> None:
         why = "r1 cannot be sampled: prompt long has 36 tokens; 1 to rollout.max_prompt_tokens=16 are"
         assert why in house.journal.named("group_ended")[0][3], "and it is never cut"
         assert [house.count(name) for name in ("failed_groups", "given_up", "retried")] == [1, 1, 0]
-        assert (house.trained, house.producers.prompts_out()) == (["p0"], [])
 
 
 @virtual
