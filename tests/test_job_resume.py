@@ -186,7 +186,7 @@ def test_without_any_checkpoint_the_journal_is_enough(on_policy: Path, whole: Pa
     shown = view_run(run_dir)["timeline"]
     names = [shown["kinds"][kind]["name"] for _, kind, *_ in shown["spans"]]
     assert names.count("start") == 2
-    assert {"gone", "train again"} <= {*names}
+    assert "train again" in names
 
 
 RESIDENT = {"rollout": "trainer"}

@@ -307,15 +307,3 @@ def test_compaction_changes_no_number(tmp_path: Path) -> None:
             after.load_batch(0)
 
     with_journal(path, story)
-
-
-def test_only_the_newest_events_of_a_kind_are_kept(tmp_path: Path) -> None:
-    async def story(journal: Journal) -> None:
-        journal.event_nowait("engine lost", {})
-        for step in range(50):
-            journal.event_nowait("handover", {"step": step}, keep=2)
-        journal.event_nowait("stuck", {})
-
-    told = asked(with_journal(tmp_path / "journal.sqlite", story), run_story)
-    found = [(event["what"], event["detail"].get("step")) for event in told["events"]]
-    assert found == [("engine lost", None), ("handover", 48), ("handover", 49), ("stuck", None)]
