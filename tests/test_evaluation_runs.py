@@ -20,7 +20,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_cases import one_token, single_turn, virtual
 
-from asyncrl.base.errors import EngineError
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Prompt
@@ -185,15 +184,6 @@ async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
     assert "eval-v0/0/3/s1 (prompt 0/3) raised KeyError: 'answer'" in result.last_failure
     metrics = result.metrics()
     assert (metrics["eval/failed"], metrics["eval/reward_mean"]) == (7, 1.0)
-
-
-@virtual
-async def test_a_token_of_another_version_is_an_error() -> None:
-    engine = FakeEngine()
-    engine.policy_version = 8
-    said = r"prompt 0/0 has tokens of policy_version \[8\]; every token .* at policy_version 7"
-    with pytest.raises(EngineError, match=said):
-        await make_held_out(engine).evaluate(7)
 
 
 def test_the_standard_error_counts_prompts_and_not_samples() -> None:

@@ -60,10 +60,11 @@ def written(renderer: HFChatTokenizer, calls: Calls, content: str) -> str:
     """What the template writes for an answer with these calls, without the end of the turn."""
     functions = [{"name": called, "arguments": arguments} for called, arguments in calls]
     sent = [{"type": "function", "id": "call12345", "function": function} for function in functions]
-    chat = [user("Question?"), assistant(content, tool_calls=sent), user("more")]
-    texts = [renderer.render(chat[:length], tools=TOOLS) for length in (1, 3)]
-    text = texts[1][len(os.path.commonprefix(texts)) : texts[1].rindex("more")]
-    return text[: [end.start() for end in END.finditer(text)][-1]].rstrip("\n")
+    chat = [user("Question?"), assistant(content, tool_calls=sent)]
+    texts = [renderer.render(chat[:length], tools=TOOLS) for length in (1, 2)]
+    text = texts[1][len(os.path.commonprefix(texts)) :]
+    ends = [end.start() for end in re.finditer(rf"{END.pattern}|<\|assistant\|>", text)]
+    return text[: ends[-1]].rstrip("\n")
 
 
 def calls_of(parsed: ParsedAnswer) -> Calls:

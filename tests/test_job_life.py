@@ -101,14 +101,14 @@ def test_failed_or_refused_start_restores_earlier_weights(
         admit(journal, 0)
 
     with_journal(run_dir / "journal.sqlite", story)
-    for name in (".final.new", ".adapter.new", ".model.new"):
+    for name in (".final.new", ".model.new"):
         (run_dir / name).mkdir()
     refused = raising(RoomError("trainer-0", "cannot start"))
     monkeypatch.setattr(job.Lifecycle, "run", refused)
     with pytest.raises((RoomError, ConfigError), match="other settings" if changed else "cannot start"):
         job.run_job(make_config(tmp_path, trainer=changed), run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"
-    assert [*run_dir.glob(".final*"), *run_dir.glob(".adapter*"), *run_dir.glob(".model*")] == []
+    assert [*run_dir.glob(".final*"), *run_dir.glob(".model*")] == []
 
 
 @pytest.mark.parametrize(("holds", "then"), [("", 0o750), ("thesis.txt", 0o755)])

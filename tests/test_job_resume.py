@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -78,6 +79,38 @@ def test_one_other_token_or_weight_is_a_difference(whole: Path, tmp_path: Path) 
     weights[name] = weights[name] + 1
     save_file(weights, other / "final" / "model.safetensors")
     assert differences(other, whole) == ["step 2: trajectories", f"weights: {name}"]
+
+
+PLANTED = [
+    ("DELETE FROM groups WHERE group_id = 9", "group 10 has draw"),
+    ("UPDATE groups SET state = 'failed' WHERE group_id = 9", "is lost: group 9 is failed"),
+    ("DELETE FROM batch_groups WHERE group_id = 9", "groups, 4 and 4 are expected"),
+    ("DELETE FROM batches WHERE version = 2", "the journal's batches are [0, 1, 3,"),
+    ("UPDATE batches SET min_version = 1 WHERE version = 3", "batch 3 has min_version 1"),
+    ("UPDATE trajectories SET blob = (SELECT blob FROM trajectories)", "on other tokens or rewards"),
+    ((3, {"version": 5}), "line 4 is of batch 5, after batch 2"),
+    ((3, {"trajectories": []}), "trained were []"),
+    ((4, {"restored": 9}), "line 5 goes on from version 9, which was never reached"),
+    ((4, {"restored": 2}), "line 6 is of batch 5, after batch 1"),
+]
+
+
+@pytest.mark.parametrize(("fault", "words"), PLANTED)
+def test_checker_finds_a_planted_fault(
+    whole: Path, on_policy: Path, tmp_path: Path, fault: Any, words: str
+) -> None:
+    for name in ("journal.sqlite", "trained.jsonl"):
+        shutil.copy(whole / name, tmp_path)
+    if isinstance(fault, str):
+        with sqlite3.connect(tmp_path / "journal.sqlite") as connection:
+            assert connection.execute(fault).rowcount > 0
+        connection.close()
+    else:
+        lines = read_lines(tmp_path / "trained.jsonl")
+        lines[fault[0]].update(fault[1])
+        (tmp_path / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = violations(read_evidence(tmp_path), promise_of(on_policy), num_steps=NUM_STEPS)
+    assert any(words in violation for violation in found), found
 
 
 def test_finished_run_leaves_whole_files(whole: Path, on_policy: Path) -> None:
@@ -153,7 +186,7 @@ def test_without_any_checkpoint_the_journal_is_enough(on_policy: Path, whole: Pa
     shown = view_run(run_dir)["timeline"]
     names = [shown["kinds"][kind]["name"] for _, kind, *_ in shown["spans"]]
     assert names.count("start") == 2
-    assert {"gone", "train again"} <= {*names}
+    assert "train again" in names
 
 
 RESIDENT = {"rollout": "trainer"}

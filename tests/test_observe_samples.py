@@ -36,7 +36,7 @@ from asyncrl.observe.samples import (
 )
 from asyncrl.observe.show import render_inspect
 from asyncrl.observe.trackers import TensorBoard, TrackedRun
-from asyncrl.rollouts.rollout import FailedRollout, Seen
+from asyncrl.rollouts.rollout import FailedRollout
 
 HOSTILE = (
     "\x1b[31m\x1b]0;owned\x07[red]red[/red] <script>alert(1)</script>\r\u202e :smile:\n\n# no title\n```\n"
@@ -125,7 +125,7 @@ def writer_of(folder: Path, **more: Any) -> SampleWriter:
 
 def fail(writer: SampleWriter, group_id: int, *rollout: Trajectory) -> None:
     prompt = Prompt("0/7", ({"role": "user", "content": "why"},), answer="so")
-    failed = FailedRollout(1, 2, RolloutFailure("no reward"), Seen(lambda: rollout))
+    failed = FailedRollout(1, 2, RolloutFailure("no reward"), lambda: rollout)
     writer.failed(GroupId(group_id), prompt, failed, letters)
 
 

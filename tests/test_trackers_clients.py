@@ -21,7 +21,6 @@ import pytest
 import yaml
 from test_observe_page import make_sample
 
-from asyncrl import cli
 from asyncrl.config import ObserveConfig
 from asyncrl.observe.trackers import Background, TrackedRun
 
@@ -139,4 +138,3 @@ if __name__ == "__main__":
     for first in (0, 2):
         tell(name, Path(folder), first, *settings)
     print(json.dumps(READERS[name](Path(folder))))
-    cli._leave_trackers(0)

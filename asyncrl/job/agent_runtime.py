@@ -167,15 +167,12 @@ class AgentRuntime:
 
     async def open(self, job: Lifecycle) -> None:
         """Open the gateway and start the workers."""
-        from asyncrl.agents.endpoint.listener import collect_less
-
         job.log.activity("starting the gateway and its workers")
         job.closes("gateway", self.aclose)
         await self.gateway.start()
         await start_all(self.workers)
         for supervisor in self.supervisors:
             job.spawn(supervisor.run(), name=f"watch {supervisor.name}")
-        collect_less()
         if not self.workers:
             command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
             job.log.print_secret(f"gateway at {self.url}; start workers with: {command}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.errors import RoomError, WeightsLost
-from asyncrl.base.files import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
+from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
@@ -26,7 +26,7 @@ from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.scale import EngineScale, EngineSupervisor, read_wanted
 from asyncrl.job.servers import KINDS
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState
+from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.schema import journal_path
 from asyncrl.launch.placement import Placement
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
     from asyncrl.job.resume import ResumePoint
 
 logger = logging.getLogger("asyncrl.job.build")
-
-KEPT_HANDOVERS = 100
-"""Handover events of each kind that the journal keeps."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,7 +94,7 @@ async def build(
     found = await check_everything(life)
     tasks = found.tasks
     pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in found.evals.items()}
-    digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
+    digests = {name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)}
     data_pin = DataPin(life.run_dir, digests, is_free=point is not None and point.may_change_data)
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
     scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=life.log.warn)
@@ -139,9 +136,9 @@ async def build(
     if fleet.teacher is not None:
         generator = DistillingGenerator(generator, fleet.teacher)
     producers = Producers(
-        buffer,
-        feed,
-        RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
+        sink=buffer,
+        source=feed,
+        runner=RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
         spawn=life.spawn,
         group_size=rollout.group_size,
         capacity=num_rollouts(config, num_engines),
@@ -179,7 +176,8 @@ async def build(
 
 
 async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
-    disk_dir = await asyncio.to_thread(disk_root, life.config.weight_sync.disk_dir)
+    given = life.config.weight_sync.disk_dir
+    disk_dir = None if given is None else Path(given).expanduser().absolute()  # noqa: ASYNC240
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
@@ -308,7 +306,6 @@ def _make_scheduler(
     if fleet.placement.mode == "colocated":
         make = partial(
             Colocated,
-            on_event=partial(journal.event_nowait, keep=KEPT_HANDOVERS),
             resident=fleet.placement.resident,
             export_for_evaluation=export_for_evaluation,
         )
@@ -344,7 +341,15 @@ def _make_scale(
     )
 
 
-def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -> ControllerState:
+def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -> dict[str, Any]:
+    """Return the state for a resume without the journal. `out`: num_requeued by id of drawn prompts that
+    are in no batch yet.
+    """
     prompts = (*producers.prompts_out(), *buffer.prompts_ready())
-    out = {prompt.prompt_id: prompt.num_requeued for prompt in prompts}
-    return ControllerState(feed=feed.state(), out=out, next_group_id=buffer.next_group_id)
+    return {
+        "order": feed.order,
+        "num_drawn": feed.num_drawn,
+        "out": feed.requeued | {prompt.prompt_id: prompt.num_requeued for prompt in prompts},
+        "next_group_id": buffer.rule.num_issued,
+        "epochs": feed.epochs(),
+    }

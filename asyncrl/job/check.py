@@ -15,7 +15,7 @@ from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
-from asyncrl.base.errors import ConfigError, TaskError
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import RolloutConfig, RunConfig, TaskConfig
 from asyncrl.config.model_task_eval import EVAL_SEED
@@ -158,12 +158,9 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
     by_task = dict[str, list[Prompt]]()
     if len(found.tasks) == len(config.tasks):
         source = make_prompt_source(config, found.tasks)
-        try:
-            for _ in range(min(NUM_PROMPTS, sum(map(len, found.tasks.values())))):
-                prompt = source.next_nowait()
-                by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
-        except TaskError as error:
-            raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
+        for _ in range(min(NUM_PROMPTS, sum(map(len, found.tasks.values())))):
+            prompt = source.next_nowait()
+            by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
     for name, (_, held_out) in found.evals.items():
         by_task[f"eval task {name}".rstrip()] = list(held_out)
     if config.model.scratch is not None:

@@ -21,7 +21,7 @@ from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import has_begun, run_again
 from asyncrl.job.report import Reporter
 from asyncrl.job.trainer_recovery import load_batches
-from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.journal.schema import journal_path
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
@@ -82,7 +82,7 @@ def find_resume(
     run_dir: Path, config: RunConfig, mode: str, allow_change: Collection[str] = ()
 ) -> ResumePoint | None:
     """Return the point to resume from, if any. Blocks. Raises ConfigError if mode or changed keys forbid it,
-    CheckpointError for an unreadable checkpoint.
+    OSError for an unreadable checkpoint.
     """
     if mode not in ("auto", "never", "must"):
         raise ConfigError(f"--resume {mode} is not known", rule="it is auto, never or must")
@@ -196,14 +196,12 @@ async def restore(
     come first: they may refuse.
     """
     feed, journal = run.feed, run.journal
+    if state.num_drawn == 0 and point.checkpoint is not None:  # the old journal was moved away
+        journal.note_nowait("began_at", {"version": point.version, **point.checkpoint.controller})
+        state = await journal.read_resume(point.version)
     if state.order is not None:
         feed.check_order(state.order)
-    unfinished: tuple[UnfinishedGroup, ...] = ()
-    ended: dict[GroupId, tuple[Prompt, str]] = {}
-    if is_journal_new := state.num_drawn == 0 and point.checkpoint is not None:
-        _from_checkpoint_alone(point.checkpoint, run)
-    else:
-        unfinished, ended = _from_journal(run, state)
+    unfinished, ended = _from_journal(run, state)
 
     @functools.cache
     def restored() -> None:
@@ -221,15 +219,6 @@ async def restore(
     with span("trainer", "train again", point.version):
         await run.trainer.recover(folder, missed, trained_again)
     restored()
-    if is_journal_new:
-        began_at = {
-            "version": point.version,
-            "num_drawn": feed.num_drawn,
-            "out": feed.prompts_back(),
-            "next_group_id": run.buffer.next_group_id,
-            "epochs": feed.epochs(),
-        }
-        journal.note_nowait("began_at", began_at)
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
         journal.group_ended_nowait(group_id, "requeued", why, requeued=prompt.num_requeued)
     return unfinished
@@ -240,9 +229,8 @@ def _from_journal(
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """Return (groups that continue, requeued prompts with the reason)."""
     feed, ready = run.feed, [group for _, group in state.ready]
-    feed.remember_nowait(state.epochs, state.observed)
     first = {name: count for name, count in state.requeued.items() if name not in state.returning}
-    feed.restore_nowait(state.num_drawn, first)
+    feed.restore_nowait(state.num_drawn, first, state.epochs, state.observed)
     prompts = {group.group_id: group.prompt for group in ready}
     ended, whole = dict[GroupId, tuple[Prompt, str]](), dict[GroupId, UnfinishedGroup]()
     for found in state.running:
@@ -265,11 +253,3 @@ def _from_journal(
         prompt = Prompt(prompt_id, (), num_requeued=state.requeued[prompt_id])
         run.producers.returns_nowait(state.next_version, prompt)
     return tuple(whole.values()), ended
-
-
-def _from_checkpoint_alone(checkpoint: Whole, run: Components) -> None:
-    state = ControllerState.model_validate(checkpoint.controller)
-    run.feed.load_state(state.feed)
-    for prompt_id, num_requeued in state.out.items():
-        run.feed.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
-    run.buffer.restore_nowait(checkpoint.version, state.next_group_id, [], [])

@@ -102,18 +102,14 @@ def _load(
     tell: Callable[[str], None],
 ) -> None:
     """Write a model, or the adapters of the base model of this name."""
-    from asyncrl.trainer.state import read_state, save_model, save_peft
+    from asyncrl.trainer.state import save_model, save_peft
 
     model = config.model
     template = model.chat_template
     pin = ModelPin(run_dir, model.source)
     try:
-        trained_from = Path(read_state(state).model_path)
-        if model.path is None:
-            folder = run_dir / "model"
-        elif trained_from.is_dir():
-            folder = trained_from
-        else:
+        folder = run_dir / "model"
+        if model.path is not None:
             folder = find_model(model.path, model.revision, commit=pin.revision)
         pin.read(folder)
         if adapter_of is None:

@@ -40,6 +40,7 @@ from asyncrl.rollouts.rollout import (
     RolloutRecorder,
     RolloutRunner,
     Slots,
+    how_failed,
     own_reward,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -262,7 +263,7 @@ async def try_rollouts(
         num_ended += 1
         head = f"[{num_ended}/{len(places)}] {prompt.prompt_id} sample {index}:"
         if isinstance(result, FailedRollout):
-            life.log.info(f"{head} {result.how}: {result.failure.what}")
+            life.log.info(f"{head} {how_failed(result.num_attempts)}: {result.failure.what}")
             return
         rewards.append(result[0].reward)
         recorder.record(prompt, result[0].reward, result)

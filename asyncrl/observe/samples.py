@@ -24,7 +24,7 @@ from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout, Tra
 from asyncrl.observe.metrics import rollouts_of
 from asyncrl.observe.run_dir import append_bounded, cut_steps, older_of, read_bounded
 from asyncrl.observe.run_numbers import plain, several
-from asyncrl.rollouts.rollout import FailedRollout
+from asyncrl.rollouts.rollout import FailedRollout, how_failed
 
 SampleKind = Literal["best", "worst", "random", "failed"]
 """Best and worst reward of the batch, random (seeded), or failed."""
@@ -193,8 +193,8 @@ class SampleWriter:
             return []
         rollout: Rollout = ()
         with contextlib.suppress(RolloutFailure):  # nothing was sampled
-            rollout = failed.seen.rollout()
-        error = f"{failed.how}: {failed.failure}"
+            rollout = failed.seen()
+        error = f"{how_failed(failed.num_attempts)}: {failed.failure}"
         text = shown(prompt, rollout, decode, step=self._next_step, error=error)
         name = {"kind": "failed", "group_id": int(group_id), "sample_index": failed.sample_index}
         return self._append([name | text])

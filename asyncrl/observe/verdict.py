@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 from rich.text import Text
 
-from asyncrl.buffer.staleness import POLICIES
 from asyncrl.config import RunConfig
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.run_numbers import Steps, recent, several, time_shares, waiting_share
@@ -314,9 +313,9 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
     waited_s = steps.total("perf/wait_stragglers_s")
     sampled = steps.total("tokens/sampled")
     masked = 1 - steps.total("tokens/trained") / sampled if sampled else 0.0
-    if POLICIES[choice].waits and waited_s:
+    if choice == "wait" and waited_s:
         yield f"buffer.on_overdue={choice} waited {waited_s:.1f} s and dropped nothing."
-    elif not POLICIES[choice].waits and (again or masked > 0):
+    elif choice != "wait" and (again or masked > 0):
         losses = f"{masked:.1%} of the tokens were masked, {several(again, 'group')} generated again"
         yield f"Too old (buffer.on_overdue={choice}, max_staleness={config.buffer.max_staleness}): {losses}."
     if filtered := steps.newest("rollout/filtered"):

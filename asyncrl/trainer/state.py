@@ -61,7 +61,6 @@ class Progress(BaseModel, frozen=True):
 
 
 class SavedState(BaseModel, frozen=True):
-    model_path: str
     lora: LoraConfig | None
     progress: Progress
 
@@ -106,7 +105,7 @@ class TrainerState:
         states = {name: self._optimizer.state.get(one, {}) for name, one in self._masters.named.items()}
         live = self._live(states)
         reading = after_what_was_begun(self._device)
-        saved = SavedState(model_path=self._spec.model_path, lora=self._spec.trainer.lora, progress=progress)
+        saved = SavedState(lora=self._spec.trainer.lora, progress=progress)
         self.copying = self._thread.submit(self._copy, live, content_of, reading)
         self.pending = self._thread.submit(self._write, path, live, saved, self.copying)
         return self.pending
