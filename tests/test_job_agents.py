@@ -20,7 +20,7 @@ from asyncrl.observe.show import render_inspect
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-NUM_STEPS = 8
+NUM_STEPS = 5
 PATIENCE_S = 240.0
 
 
