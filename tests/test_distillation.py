@@ -18,7 +18,7 @@ from tiny_model import make_tiny_model
 from trainer_cases import MakeStep, changed, make_batch, naive_logprobs, plain_advantages, plain_loss
 from transformers import AutoModelForCausalLM
 
-from asyncrl.base.errors import ConfigError, RequestRefused
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, ScratchConfig
 from asyncrl.engines.engine import Teacher
@@ -64,9 +64,6 @@ def test_teachers_logprobs_are_those_of_a_plain_forward(tiny_model_dir: Path, tm
         caller = Caller("teacher", url, SECRET)
         teacher = Teacher(caller, temperature=temperature, places=4, timeout_s=60.0, on_lost=None)
         found = await asyncio.gather(*(teacher.judge(rollout) for rollout in [*ROLLOUTS, *ROLLOUTS]))
-        too_long = (make_branch(301, [slice(300, 301)]),)
-        with pytest.raises(RequestRefused, match="a text has 300 tokens at most"):
-            await teacher.judge(too_long)
         await caller.aclose()
         return found
 
@@ -124,7 +121,7 @@ def divergences(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_teacher_is_restarted_and_its_logprobs_are_journaled(tmp_path: Path) -> None:
+def test_student_gets_the_same_logprobs_despite_kills(tmp_path: Path) -> None:
     scratch = ScratchConfig(**job_runs.CONFIG["model"]["scratch"])
     make_scratch_model(ScratchSpec(out=tmp_path / "other", seed=11, scratch=scratch))
     config = job_runs.write_config(

@@ -222,6 +222,7 @@ def test_the_timeline_of_a_real_run_agrees_with_its_metrics(whole: Path) -> None
     view = view_run(whole)
     lanes = ["trainer", "weight sync", "engine-0", "engine-1", "checkpoints", "evaluations", "restarts"]
     assert (view["problems"], view["timeline"]["lanes"]) == ([], lanes)
+    assert view["gauges"].keys() == view["curves"].keys(), "every metric is declared"
     by_step = defaultdict[int, dict[str, float]](lambda: defaultdict(float))
     for row in read_timeline(whole, []):
         if row.lane == "trainer" and row.kind not in ("copy", "record"):

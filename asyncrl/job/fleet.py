@@ -145,7 +145,7 @@ class Fleet:
             what = f"an engine did not free the trainer's device within {limit_s:g} s"
             late = RoomError("placement", what, way_out="read the logs of the engines.")
             async with within(limit_s, lambda: late):
-                sleeps = (client.sleep(["kv", "weights"]) for client in self.clients[:num_engines])
+                sleeps = (client.sleep() for client in self.clients[:num_engines])
                 await asyncio.gather(*sleeps)
         await start_all(self.ranks)
 

@@ -98,7 +98,6 @@ class EngineSupervisor(Supervisor):
         if self.state:
             self.state = ""
             self._on_event("engine unparked", {"name": self.name})
-        await self._pool.balance()
 
 
 @dataclass(eq=False)

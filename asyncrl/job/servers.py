@@ -24,11 +24,11 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.engine_python import find_python, find_version
+from asyncrl.launch.engine_python import find_python
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.launchers import Launcher, NodeRequirements
+from asyncrl.launch.launchers import Launcher
 from asyncrl.launch.machine import LOOPBACK
-from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, chunk_devices
+from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import Process, ProcessSpec
 from asyncrl.launch.supervise import Server
@@ -70,7 +70,6 @@ class Servers:
     """Where trainer and engines meet for a broadcast."""
     python: Callable[[], Path] | None = field(default=None, init=False)
     """The engines' Python, if it is another one."""
-    package: Callable[[], dict[str, str]] | None = field(default=None, init=False)
     canary_tokens: int = field(default=0, init=False)
     """Tokens whose logprobs each push compares; 0: none."""
 
@@ -95,7 +94,7 @@ class Servers:
             "device": device.name.partition(":")[0],
             "threads": engine_threads(self.config, self.placement.nodes[device.node].machine.cores),
             "deterministic": self.rollout.deterministic,
-            "keeps_turns": self.config.keeps_turns and name != TEACHER,
+            "num_kept": self.slots(name) if self.config.keeps_turns and name != TEACHER else 0,
             "stays": self.placement.resident and is_rollout,
             "share": share,
             "returns_routing": self.config.algorithm.router_replay and is_rollout,
@@ -218,16 +217,9 @@ class Servers:
         RoomError.
         """
         placement = self.placement
-        engines = placement.engine_devices if self.config.rollout.urls is None else ()
-        parts = placement.parts(has_engines=bool(engines), serves_only=staging_dir is None)
-        with_engines = {device.node for device in (*engines, placement.evaluation) if device is not None}
-        files = await asyncio.to_thread(self._shared_files, staging_dir)
-        needs = {
-            node: NodeRequirements(files, self.package if node in with_engines else None)
-            for node, devices in parts.items()
-            if devices
-        }
-        await self.launcher.hold(parts, needs)
+        has_engines = self.config.rollout.urls is None
+        parts = placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
+        await self.launcher.hold(parts, await asyncio.to_thread(self._shared_files, staging_dir))
         if staging_dir is None:
             return
         first = placement.trainer[0].node
@@ -268,7 +260,6 @@ class Vllm(Servers):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.python = partial(find_python, self.rollout)
-        self.package = partial(find_version, self.rollout)
         if self.config.weight_sync.canary_limit is not None:
             self.canary_tokens = max(2, min(CANARY_TOKENS, self.rollout.max_length - 1))
 
@@ -281,7 +272,7 @@ class Vllm(Servers):
         takes_turns = name != EVAL_ENGINE and self.placement.mode == "colocated" and not spec["stays"]
         if takes_turns and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
             args["enable_sleep_mode"] = True
-        for of_embedded in ("keeps_turns", "stays", "share"):
+        for of_embedded in ("num_kept", "stays", "share"):
             del spec[of_embedded]
         lora = self.config.trainer.lora
         return spec | {
@@ -297,11 +288,7 @@ class Vllm(Servers):
     ) -> EngineClient:
         """Return a client whose readiness includes a check of the server's settings."""
         config = self.config
-        placement = self.placement
         is_eval = server.name == EVAL_ENGINE
-        device = placement.evaluation if is_eval else placement.engines[0][0]
-        if device is None or device.name == NO_DEVICE:  # rollout.urls: the run places no engine server
-            device = placement.trainer[0]
         limit = config.weight_sync.canary_limit
         if limit is None:
             limit = math.inf
@@ -313,10 +300,8 @@ class Vllm(Servers):
             slots=self.slots(server.name),
             max_length=self.rollout.max_length,
             end_ids=tuple(sorted(tokenizer.end_ids)),
-            device=device.name.partition(":")[0],
             special_ids=_special_ids(tokenizer),
-            starts_fresh=is_eval or self.rollout.urls is None,
-            stays=placement.resident and not is_eval,
+            stays=self.placement.resident and not is_eval,
             returns_routing=config.algorithm.router_replay and not is_eval,
             canary_limit=limit,
             decode=tokenizer.decode,

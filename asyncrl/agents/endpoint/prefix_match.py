@@ -123,13 +123,16 @@ class Recorded:
 
     def __init__(self) -> None:
         self._nodes: dict[Hashable, ChatNode] = {}
-        self._lengths: set[int] = set()
+        self._lengths: dict[type, set[int]] = {str: set(), np.ndarray: set()}
 
     def add(self, node: ChatNode, keys: Iterable[bytes]) -> None:
         """`keys`: forms of its chat."""
-        prefixes = (node.whole, node.text) if node.text is not None else (node.whole,)
-        self._lengths.update(prefix.length for prefix in prefixes)
-        for place in (*keys, *(prefix.place for prefix in prefixes)):
+        places: list[Hashable] = [*keys, node.whole.place]
+        self._lengths[np.ndarray].add(node.whole.length)
+        if node.text is not None:
+            places.append(node.text.place)
+            self._lengths[str].add(node.text.length)
+        for place in places:
             known = self._nodes.get(place)
             if known is None or _rank(node, place) < _rank(known, place):
                 self._nodes[place] = node
@@ -147,7 +150,7 @@ class Recorded:
     def longest(self, whole: str | npt.NDArray[np.int32]) -> ChatNode | None:
         prefix = Prefix()
         found: ChatNode | None = None
-        for length in sorted(length for length in tuple(self._lengths) if length <= len(whole)):
+        for length in sorted(length for length in tuple(self._lengths[type(whole)]) if length <= len(whole)):
             prefix = prefix.then(whole[prefix.length : length])
             found = self._nodes.get(prefix.place, found)
         return found

@@ -16,7 +16,6 @@ from asyncrl.agents.endpoint.reasoning import THINKING, Marks
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 
-MAX_TOOLS = 128
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _DECODER = json.JSONDecoder()
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
