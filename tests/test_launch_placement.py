@@ -50,9 +50,7 @@ def where(devices: Iterable[NodeDevice]) -> str:
         # one machine
         ((0,), "cpu", "trainer", [ZERO, *sizes(2)], "0: cc", "0: c"),
         ((1,), "auto", "auto", ["rollout.engine=simulated", *sizes(1, 2)], "0: 0", "0: nn"),
-        ((5,), "auto", "auto", sizes(1, 2, split=2), "0: 0", "0: 1234"),
         ((4,), "auto", "auto", sizes(1, 2, split=2), "0: 0", "0: 1212"),
-        ((1,), "auto", "auto", [ZERO, SHARE], "0: 0", "0: 0"),
         # separate nodes if there are enough
         ((8, 8), "{nodes: 1, gpus: 8}", "{nodes: 1, gpus: 8}", sizes(8, 8), "0: 01234567", "1: 01234567"),
         # the node of exactly the size first
@@ -83,7 +81,6 @@ def test_sides_get_written_or_free_devices(
         ((1,), [], "buffer.max_staleness=0"),
         ((2,), [ZERO, *sizes(2), "placement.trainer=all", "placement.rollout=0"],
          "placement.rollout=trainer"),
-        ((4,), ["placement.trainer=0-3", "placement.rollout=cpu"], "trainer.world_size=4"),
         ((4,), [*sizes(1, 1, split=2), "placement.rollout=[1, 2, 3]"], "rollout.tensor_parallel"),
         ((0,), [VLLM, *TURNS], "rollout.engine=embedded"),
         ((1,), [VLLM, "weight_sync.transport=nccl", *TURNS], "weight_sync.transport=ipc"),
@@ -113,7 +110,6 @@ APART = ["placement.trainer=0", "placement.rollout=1"]
     [
         ((3,), [EVAL], "0: 2", ""),
         ((1,), [EVAL, "placement.rollout=cpu"], "0: c", ""),
-        ((2,), [*TAUGHT, "placement.teacher=cpu"], "", "0: c"),
         ((3, 3), [*APART, EVAL, *TAUGHT], "0: 2", "1: 0"),
         ((0, 2), ["placement.trainer={nodes: 1, gpus: 1}", EVAL, OWN], "1: 1", ""),
     ],

@@ -142,9 +142,6 @@ def test_auto_dtype_is_bfloat16_if_all_devices_have_it(
     assert bool(messages) == (written.model.dtype == "auto")
 
 
-EIGHT = [VLLM, "trainer.world_size=4", "rollout.num_engines=2", "rollout.tensor_parallel=2"]
-
-
 SPREAD = [RAY, "weight_sync.transport=auto"]
 
 
@@ -155,7 +152,6 @@ SPREAD = [RAY, "weight_sync.transport=auto"]
         ((1,), TURNS, "ipc"),
         ((2,), [], "nccl"),
         ((2,), ["rollout.engine=simulated"], "shm"),
-        ((8,), EIGHT, "nccl"),
         ((2,), [VLLM, "weight_sync.disk_dir=/shared"], "disk"),
         ((1, 1), SPREAD, "nccl"),
         (

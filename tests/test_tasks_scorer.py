@@ -129,7 +129,6 @@ REWARDS = """
             while True: time.sleep(1)
         if completion == "die": os._exit(7)
         if completion == "raise": raise KeyError("no")
-        if completion == "none": return None
         if completion == "torch": return "torch" in sys.modules
         if completion == "pid": return os.getpid()
         return 1.0
@@ -152,7 +151,7 @@ def process_scorer(name: str, **settings: Any) -> AbstractAsyncContextManager[Ta
     return aclosing(TaskScorer(build_task(config, 0), config, seed=0))
 
 
-MOODS = {"die": "ended its process .exit code 7.", "raise": "raised KeyError", "none": "returned None"}
+MOODS = {"die": "ended its process .exit code 7.", "raise": "raised KeyError"}
 
 
 @pytest.mark.slow

@@ -285,10 +285,6 @@ class Publisher:
             locate=self.locate,
         )
 
-    def _count(self, version: int, report: PushReport) -> None:
-        self.version = version
-        self.report = report
-
 
 class ColocatedPush(Publisher):
     """Pushes during a handover of shared devices: push() in chunks, then announce()."""
@@ -305,7 +301,8 @@ class ColocatedPush(Publisher):
     async def announce(self) -> None:
         assert self._pushed is not None, "announce() comes after push()"
         manifest, report = self._pushed
-        self._count(manifest.version, report)
+        self.version = manifest.version
+        self.report = report
         await self.on_published(manifest)
         self.on_served(manifest.version)
 
@@ -419,7 +416,8 @@ class PushLoop(Publisher):
             return
         self._announced = manifest
         self._restarts_at_loss = -1
-        self._count(manifest.version, replace(report, publish_s=export_s + report.publish_s))
+        self.version = manifest.version
+        self.report = replace(report, publish_s=export_s + report.publish_s)
         self.on_served(manifest.version)
         await self.on_published(manifest)
 

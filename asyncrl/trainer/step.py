@@ -122,6 +122,7 @@ class TrainStep(TrainedModel):
         objective.check_version(header, self.policy_version)
         has_loss = objective.loss_tokens(header, arrays)
         allowed = packing.find_allowed(header, arrays, has_loss, lambda: self._grammars)
+        objective.check_any_loss(header, arrays, has_loss)
         batch = self._numbers(BatchNumbers(header, arrays, has_loss, allowed=allowed))
         loop = self.spec.trainer
         parts = packing.mini_batches(header, has_loss, loop.mini_batches)
@@ -178,19 +179,19 @@ class TrainStep(TrainedModel):
 
     def _numbers(self, batch: BatchNumbers) -> BatchNumbers:
         if self._objective.needs_proximal:
-            batch.proximal_N = self._forward(self.policy, batch)
+            batch.proximal_N, batch.entropy_N = self._forward(self.policy, batch)
         if self.reference is not None:
-            batch.reference_N = self._forward(self.reference, batch)
+            batch.reference_N, _ = self._forward(self.reference, batch)
         elif self._objective.needs_reference:
             assert self.adapters is not None
             with self.adapters.off():
-                batch.reference_N = self._forward(self.policy, batch)
+                batch.reference_N, _ = self._forward(self.policy, batch)
         batch.advantage_N = self._objective.advantages(batch)
         return batch
 
     @torch.no_grad()
-    def _forward(self, policy: Policy, batch: BatchNumbers) -> Float32N:
-        """Return logprobs, float32 [N], 0 without loss."""
+    def _forward(self, policy: Policy, batch: BatchNumbers) -> tuple[Float32N, Float32N]:
+        """Return logprobs and entropies, float32 [N], 0 without loss."""
         micros = self._micro_batches(batch, batch.has_loss)
         self._meter.enter("logprobs")
         outputs = list[Output]()
@@ -202,7 +203,7 @@ class TrainStep(TrainedModel):
         sums = add_up(outputs, batch.has_loss, self.ranks)
         reshard(policy)
         self._meter.enter("")
-        return sums.logprobs_N
+        return sums.logprobs_N, sums.entropies_N
 
     def _micro_batches(self, batch: BatchNumbers, chosen: BoolN) -> list[tuple[packing.MicroBatch, bool]]:
         self._meter.enter("pack")
@@ -237,7 +238,7 @@ class TrainStep(TrainedModel):
         return sums
 
     def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
-        weight_S = self._objective.step_weights(batch, chosen)
+        numbers = self._objective.step_numbers(batch, chosen)
         outputs = list[Output]()
         for micro, counts in self._micro_batches(batch, chosen):
             self._meter.enter("forward")
@@ -246,7 +247,7 @@ class TrainStep(TrainedModel):
                 self._meter.enter("backward")
                 (scores.logprob_M.sum() * 0.0).backward()
                 continue
-            loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, weight_S)
+            loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, numbers)
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             detached = scores._replace(logprob_M=scores.logprob_M.detach())
