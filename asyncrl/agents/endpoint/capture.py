@@ -34,8 +34,6 @@ from asyncrl.messages.records import (
 )
 from asyncrl.messages.work import ChatTokenizer, answer_text
 
-Path = list["ChatNode"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatNode:
@@ -81,7 +79,7 @@ class ChatNode:
         ids = self.ids.astype(">i4").tobytes()  # big-endian, so that bytes sort like ids
         return ids, self.num_added, self.logprobs.tobytes(), spans, self.is_truncated, self.num_interruptions
 
-    def path(self) -> Path:
+    def path(self) -> list[ChatNode]:
         nodes = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
@@ -159,12 +157,9 @@ class Capture:
         `prefill`: beginning of the answer, after an open thought.
         """
         render = partial(self._tokenizer.render, tools=tools, settings=settings)
-        marks = self._thinking
         try:
-            chain = Chain(messages, tools, marks, self._recorded)
-            return ChatMatcher(
-                self._tokenizer, render, self._recorded, marks, messages, prefill, chain
-            ).match()
+            chain = Chain(messages, tools, self._thinking, self._recorded)
+            return ChatMatcher(self._tokenizer, render, self._recorded, messages, prefill, chain).match()
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep") from None
 
@@ -174,9 +169,7 @@ class Capture:
         parent = match.parent if match else self._recorded.longest(added)
         if match is None and parent is not None:
             added = added[parent.whole.length :]
-        how: How = "extended" if parent else "edited"
-        if match is not None:
-            how = match.how
+        how: How = match.how if match else ("extended" if parent else "edited")
         self._counts.calls += 1
         if parent is None and not self._nodes:
             how = "new"
@@ -275,7 +268,7 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
 
 
 def _trajectory(
-    path: Path,
+    path: list[ChatNode],
     own: set[ChatNode],
     credited: Mapping[ChatNode, tuple[float, int]],
     sample_index: int,

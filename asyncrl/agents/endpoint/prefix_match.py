@@ -72,7 +72,7 @@ class Chain:
     """Hash of a chat, message by message. `recorded`: answers count as they were delivered."""
 
     def __init__(self, messages: Messages, tools: Messages | None, marks: Marks, recorded: Recorded) -> None:
-        self._marks = marks
+        self.marks = marks
         self._state = new_hash(_to_json(tools or None).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
@@ -85,7 +85,7 @@ class Chain:
 
     def key_with(self, message: Message) -> bytes:
         state = self._state.copy()
-        state.update(_canonical(message, self._marks))
+        state.update(_canonical(message, self.marks))
         return state.digest()
 
 
@@ -172,7 +172,6 @@ class ChatMatcher:
     tokenizer: ChatTokenizer
     render: Callable[[Messages], str]
     recorded: Recorded
-    marks: Marks
     messages: Messages
     prefill: str
     chain: Chain
@@ -219,7 +218,7 @@ class ChatMatcher:
         return None
 
     def _begun(self, prompt: str) -> str:
-        return prompt + close_thought(prompt, self.marks) + self.prefill if self.prefill else prompt
+        return prompt + close_thought(prompt, self.chain.marks) + self.prefill if self.prefill else prompt
 
     def _cuts(self, at: int, answer: ChatNode) -> Iterator[str]:
         """Yield texts after the recorded answer messages[at], best first.
@@ -255,10 +254,8 @@ def _with_calls(calls: Sequence[Mapping[str, Any]]) -> Message:
     """Return the placeholder for an answer with calls. It has no content, which a template may write after
     them or their results.
     """
-    swapped = [
-        {**call, "function": {"name": call["function"]["name"], "arguments": {"x": SENTINEL}}}
-        for call in calls
-    ]
+    arguments = {"x": SENTINEL}
+    swapped = [{**call, "function": {**call["function"], "arguments": arguments}} for call in calls]
     return {"role": "assistant", "content": "", "tool_calls": swapped}
 
 

@@ -228,8 +228,7 @@ class ToolFormat:
         return (head.replace("NAME", name), tail) if found else None
 
     def without_tools(self) -> ToolFormat:
-        marks = self.marks if self.noise else ()
-        return ToolFormat(noise=self.noise, marks=marks, thinking=self.thinking)
+        return ToolFormat(noise=self.noise, marks=self.marks if self.noise else (), thinking=self.thinking)
 
 
 USAGE = "parse(text) -> [(name, arguments), ...] or None"
