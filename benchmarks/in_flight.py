@@ -228,6 +228,7 @@ class Controller:
             self.trainer,
             self.servers,
             timeout_s=600.0,
+            on_lost=print,
             on_served=self.buffer.set_served_nowait,
             on_published=self._published,
         )

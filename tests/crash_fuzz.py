@@ -133,8 +133,8 @@ class Crashes:
     def _reaches(self, process: subprocess.Popen[str], step: int) -> bool:
         """Sleep until so many steps are recorded; False if the run ends before."""
         path = self.run_dir / "metrics.jsonl"
-        wait_until(lambda: has_ended(process) or len(read_lines(path)) >= step, process, PATIENCE_S)
-        return not has_ended(process)
+        wait_until(lambda: process.poll() is not None or len(read_lines(path)) >= step, process, PATIENCE_S)
+        return process.poll() is None
 
     def _has_ended(self, process: subprocess.Popen[str]) -> bool:
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
@@ -153,7 +153,7 @@ class Crashes:
     def _kill_child(self, process: subprocess.Popen[str], victim: str) -> None:
         name = CHILDREN[victim]
         with contextlib.suppress(psutil.NoSuchProcess):  # the run just ends
-            wait_until(lambda: has_ended(process) or children_of(process, name), process, PATIENCE_S)
+            wait_until(lambda: process.poll() is not None or children_of(process, name), process, PATIENCE_S)
             # the death of the eval engine costs evaluations, and nothing else
             found = children_of(process, name)
             if rest := [child for child in found if "engine-eval" not in " ".join(child.cmdline())]:
@@ -179,10 +179,6 @@ class Crashes:
             found += changes(self._evidence, evidence)
         assert found == [], f"after {dict(self.kills)}: {found}"
         self._evidence = evidence
-
-
-def has_ended(process: subprocess.Popen[str]) -> bool:
-    return process.poll() is not None
 
 
 def kill_tree(

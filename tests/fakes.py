@@ -52,7 +52,6 @@ class FakeEngine:
         *,
         partial: Completion | None = None,
         on_segment: Callable[[Completion], None] | None = None,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
         on_spent: Callable[[int], None] | None = None,
     ) -> Completion:
         """Sleep, then answer. `partial` is noted in `resumed`; nothing interrupts, so `on_segment` is never
@@ -70,12 +69,9 @@ class FakeEngine:
             self.running -= 1
         length = min(self._tokens(request), request.max_tokens)
         reason: Literal["stop", "length"] = "length" if length == request.max_tokens else "stop"
-        tokens = (ord("z"),) * length
-        if on_tokens is not None:
-            on_tokens(tokens)
         if on_spent is not None:
             on_spent(length)
-        return Completion(tokens, (-1.0,) * length, (VersionSpan(0, length, version),), reason)
+        return Completion((ord("z"),) * length, (-1.0,) * length, (VersionSpan(0, length, version),), reason)
 
 
 class FakeTokenizer:

@@ -75,8 +75,8 @@ def plan(
     capture: Capture, messages: Sequence[Message], tools: Any = None, *, prefill: str = ""
 ) -> PromptPlan:
     """The prompt of a chat."""
-    draft = capture.match(messages, tools, prefill=prefill)
-    return capture.plan(draft, capture._tokenizer.encode(draft.text))
+    match = capture.match(messages, tools, prefill=prefill)
+    return capture.plan(capture._tokenizer.encode(match.text), match)
 
 
 class Play:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.algorithms import losses
@@ -67,7 +69,12 @@ def test_equal_rewards_teach_nothing(advantage: Any) -> None:
     assert advantage(tokens(5), numbered(1)).tolist() == [0.0]
 
 
-@pytest.mark.parametrize("surrogate", [losses.ppo_clip, losses.gspo, losses.cispo, losses.reinforce])
+SURROGATES = [
+    *(losses.ppo_clip, losses.gspo, losses.cispo, losses.vespo, losses.reinforce, losses.importance_ratio)
+]
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
 def test_extreme_ratios_give_finite_losses_and_gradients(surrogate: Any) -> None:
     current_M = tokens(-0.1, -1000.0, -0.1, -1000.0).requires_grad_()
     anchor_M = tokens(-1000.0, -0.1, -1000.0, -0.1)
@@ -77,11 +84,26 @@ def test_extreme_ratios_give_finite_losses_and_gradients(surrogate: Any) -> None
     assert torch.isfinite(torch.stack([loss_M, gradient_M])).all()
 
 
-@pytest.mark.parametrize("correction", ["tis", "tis_sequence", "mis", "mis_sequence", "icepop"])
+@pytest.mark.parametrize("correction", ["tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"])
 def test_weights_are_one_for_equal_policies_and_finite(correction: str) -> None:
-    weight_M = correct(correction, tokens(0, 0, 0, 1000, -1000), numbered(1, 2, 1, 1), 2.0)
+    advantage_M = tokens(1, -1, 1, 1, 1)
+    weight_M = correct(correction, tokens(0, 0, 0, 1000, -1000), advantage_M, numbered(1, 2, 1, 1), 2.0)
     assert weight_M[:3].tolist() == [1.0] * 3
     assert torch.isfinite(weight_M).all()
+
+
+@given(pairs=st.lists(st.tuples(st.floats(-3, 3, width=32), st.floats(-4, 4, width=32)), max_size=12))
+def test_m2po_masks_no_token_that_could_stay(pairs: list[tuple[float, float]]) -> None:
+    log_weight_M, advantage_M = torch.tensor(pairs).reshape(-1, 2).unbind(1)
+    weight_M = correct("m2po", log_weight_M, advantage_M, numbered(len(pairs)), 2.0)
+    counted_M = log_weight_M.sign() * advantage_M.sign() > 0
+    kept_M = log_weight_M.double()[counted_M & (weight_M == 1)].square()
+    masked_M = log_weight_M.double()[counted_M & (weight_M == 0)].square()
+    assert len(kept_M) + len(masked_M) == counted_M.sum()
+    assert (weight_M[~counted_M] == 1).all()
+    assert len(kept_M) == 0 or kept_M.mean() <= losses.M2_LIMIT + 1e-9
+    if len(masked_M):
+        assert torch.cat([kept_M, masked_M.min()[None]]).mean() > losses.M2_LIMIT - 1e-9
 
 
 def test_interpolated_proximal_policy_follows_token_age() -> None:
@@ -119,6 +141,9 @@ def test_weighted_kl_has_the_gradient_of_the_kl(estimator: str, is_stale: bool) 
     ("config", "message"),
     [
         ({"loss": "cispo", "correction": "mis"}, "loss=cispo with ratio=behaviour and correction=mis"),
+        ({"loss": "icepop", "importance_cap": 0.4}, "importance_cap=0.4 is below icepop's smallest weight"),
+        ({"loss": "vespo", "ratio": "proximal", "correction": "tis_sequence"}, "loss=vespo with correction="),
+        ({"loss": "cispo", "clip_delta": 9.0}, "clip_delta=9.0 with loss=cispo"),
         ({"loss": "ppo"}, "algorithm.loss=ppo is not known"),
         ({"advantage": ":function"}, "algorithm.advantage=:function is not known"),
     ],

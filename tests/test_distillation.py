@@ -121,7 +121,7 @@ def divergences(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_teacher_is_restarted_and_its_logprobs_are_journaled(tmp_path: Path) -> None:
+def test_student_gets_the_same_logprobs_despite_kills(tmp_path: Path) -> None:
     scratch = ScratchConfig(**job_runs.CONFIG["model"]["scratch"])
     make_scratch_model(ScratchSpec(out=tmp_path / "other", seed=11, scratch=scratch))
     config = job_runs.write_config(

@@ -79,16 +79,13 @@ class Apart(EngineRooms):
         await self.publisher.start(0)
         self.evaluation.served_nowait(0)
 
-    async def steps(self, num: int | None = None) -> None:
+    async def whole(self) -> None:
         """What the train loop does; a batch needs a version that is not too old."""
-        for version in range(self.trainer.policy_version, self.last if num is None else num):
+        for version in range(self.last):
             await self.publisher.wait_announced(version - self.max_staleness)
             await self.trainer.train(Batch(version, (), 0))
             self.trained_at.append(asyncio.get_running_loop().time())
             await self.publisher.to_engines(version + 1)
-
-    async def whole(self) -> None:
-        await self.steps()
         await self.evaluation.wait_last()
 
     def on_served(self, version: int) -> None:

@@ -61,13 +61,13 @@ def test_other_tools_are_another_chat() -> None:
 
 def test_prompt_of_ids_continues_the_longest_recorded_ids() -> None:
     capture = Play().capture
-    capture.record(capture.plan_ids([1, 2, 3]), completion([4, 5]), assistant(""), "cmpl-0")
-    second = capture.plan_ids([1, 2, 3, 4, 5, 6])
+    capture.record(capture.plan([1, 2, 3]), completion([4, 5]), assistant(""), "cmpl-0")
+    second = capture.plan([1, 2, 3, 4, 5, 6])
     assert (second.how, second.added.tolist()) == ("extended", [6])
     capture.record(second, completion([7]), assistant(""), "cmpl-1")
-    assert capture.plan_ids([1, 2, 3, 4, 5, 6, 7]).added.tolist() == [], "a cut answer may be gone on from"
-    assert capture.plan_ids([1, 2, 3, 4, 5, 8]).added.tolist() == [8]
-    assert capture.plan_ids([1, 2, 3, 4]).how == capture.plan_ids([9]).how == "edited"
+    assert capture.plan([1, 2, 3, 4, 5, 6, 7]).added.tolist() == [], "a cut answer may be gone on from"
+    assert capture.plan([1, 2, 3, 4, 5, 8]).added.tolist() == [8]
+    assert capture.plan([1, 2, 3, 4]).how == capture.plan([9]).how == "edited"
     (branch,) = capture.rollout(0, Outcome(), 1.0)
     assert branch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert branch.loss_mask.tolist() == [False, False, False, True, True, False, True]

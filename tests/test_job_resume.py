@@ -205,7 +205,7 @@ def test_killed_run_ends_the_same_and_evaluates_each_version_once(
         eval={"engine": "rollout", "every": 1},
         weight_sync={"chunk_bytes": 2**16},
     )
-    victims = ["trainer", "engine", "stop"] if placement else ["tree", "controller"]
+    victims = ["trainer", "engine", "stop"] if placement else ["controller"]
     crashes = Crashes(config, tmp_path / "run", seed=new_seed(), victims=victims)
     assert crashes.live()
     assert differences(whole, tmp_path / "run") == []

@@ -116,12 +116,11 @@ def test_the_trace_has_the_format_of_perfetto() -> None:
 
 def test_the_page_shows_the_verdict_and_its_reasons(tmp_path: Path) -> None:
     view = view_run(make_run(tmp_path / "run"))
-    assert (view["problems"], view["ended"], view["why"]) == ([], "", "4 of 9 in 4.0 s, 1.00 s each")
+    assert (view["problems"], view["ended"], view["progress"]) == ([], "", "4 of 9 in 4.0 s, 1.00 s each")
     verdict = view["verdict"]
     assert verdict["headline"].startswith("Too short to say whether it learns: reward 0.050 at the start")
     assert (verdict["reward"]["last"], view["num_recent"], view["window"]) == (pytest.approx(0.25), 2, 2)
     assert view["curves"]["reward/mean"] == [0.0, 0.1, 0.2, 0.3]
-    assert [tile["label"] for tile in view["tiles"]] == ["steps", "staleness"]
     differing = [setting["key"] for setting in view["settings"] if setting["differs"]]
     assert differing == ["model.path", "task.python", "buffer.max_staleness", "trainer.num_steps"]
     assert view["gauges"]["perf/step_s"]["unit"] == "s"
@@ -171,7 +170,7 @@ def test_a_run_in_any_state_is_shown(tmp_path: Path, state: str, num_steps: int)
     assert render(page)
     (view,) = page["runs"]
     assert ("the disk is full" in view["ended"]) == (state == "failed")
-    assert (" left" in view["tiles"][0]["value"]) == (state == "running")
+    assert (" left" in view["progress"]) == (state == "running")
 
 
 def test_no_secret_appears_on_the_page(tmp_path: Path) -> None:
@@ -222,6 +221,7 @@ def test_the_timeline_of_a_real_run_agrees_with_its_metrics(whole: Path) -> None
     view = view_run(whole)
     lanes = ["trainer", "weight sync", "engine-0", "engine-1", "checkpoints", "evaluations", "restarts"]
     assert (view["problems"], view["timeline"]["lanes"]) == ([], lanes)
+    assert view["gauges"].keys() == view["curves"].keys(), "every metric is declared"
     by_step = defaultdict[int, dict[str, float]](lambda: defaultdict(float))
     for row in read_timeline(whole, []):
         if row.lane == "trainer" and row.kind not in ("copy", "record"):

@@ -35,12 +35,7 @@ class House:
     """Producers between a fake source, sink, engine and scorer, running within `async with`."""
 
     def __init__(
-        self,
-        *,
-        engine: Any = None,
-        scorer: Any = None,
-        num_tickets: int = 100,
-        **settings: Any,
+        self, *, engine: Any = None, scorer: Any = None, num_tickets: int = 100, **settings: Any
     ) -> None:
         self.tasks, self.engine = asyncio.TaskGroup(), engine or FakeEngine()
         self.sink, self.source, self.journal = FakeSink(num_tickets), FakeSource(), MemoryJournal()
@@ -57,7 +52,6 @@ class House:
         """Cancel the producers; nothing may be left."""
         if error is None:
             self.running.cancel()
-            await self.producers.aclose()
             await self.producers.aclose()
         await self.tasks.__aexit__(kind, error, trace)
         assert self.count("inflight") == self.producers.num_sampling == 0
@@ -129,7 +123,6 @@ async def test_too_long_prompt_is_given_up_without_a_try() -> None:
         why = "r1 cannot be sampled: prompt long has 36 tokens; 1 to rollout.max_prompt_tokens=16 are"
         assert why in house.journal.named("group_ended")[0][3], "and it is never cut"
         assert [house.count(name) for name in ("failed_groups", "given_up", "retried")] == [1, 1, 0]
-        assert (house.trained, house.producers.prompts_out()) == (["p0"], [])
 
 
 @virtual

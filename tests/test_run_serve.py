@@ -118,7 +118,11 @@ def test_local_worker_key_stays_out_of_files(tmp_path: Path, monkeypatch: pytest
         config, nothing = agent_runtime.RunConfig.model_validate(sections), cast("Any", None)
         job: Any = SimpleNamespace(config=config, run_dir=tmp_path, on_broken=print)
         supervision = agent_runtime.Supervision(config.supervision, 1.0, print, print)
-        return agent_runtime.AgentRuntime(job, nothing, nothing, supervision).worker_key
+
+        async def made() -> str:
+            return agent_runtime.AgentRuntime(job, nothing, nothing, supervision).worker_key
+
+        return asyncio.run(made())
 
     gateway, queue = Mock(bind=lambda: "http://127.0.0.1:1"), Mock()
     monkeypatch.setattr(agent_runtime, "make_gateway", lambda *_, **__: (gateway, queue))

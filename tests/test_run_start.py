@@ -21,7 +21,7 @@ from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.servers import KINDS, Servers
 from asyncrl.launch import launchers
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.launchers import LocalLauncher, NodeRequirements
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
 from asyncrl.launch.placement import NodeDevice, place
 from asyncrl.launch.processes import ChildProcess, Process
@@ -118,10 +118,10 @@ def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
     for name in ("config.json", "run.id"):
         (tmp_path / name).write_text(name)
     asyncio.run(made.hold(tmp_path / "staging"))
-    held, needs = launcher.hold.await_args.args
+    held, files = launcher.hold.await_args.args
     assert held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
     read = {str(tmp_path / name): name for name in ("config.json", "run.id")}
-    assert needs == dict.fromkeys((0, 1), NodeRequirements(read))
+    assert files == read
     assert made.rank_store == "10.0.0.0:4000"
     ranks: Any = [server.child for server in made.trainers(tmp_path / "staging")]
     specs = [json.loads(rank.spec.spec) for rank in ranks]
@@ -160,6 +160,7 @@ async def test_unknown_weights_are_replaced_before_sampling(are_ours: bool) -> N
             trainer,
             targets,
             timeout_s=60,
+            on_lost=print,
             on_served=served.append,
             num_steps=3,
             spawn=tasks.create_task,

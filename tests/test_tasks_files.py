@@ -29,14 +29,13 @@ def task_of(*files: str, **settings: Any) -> Any:
 
 def test_jsonl_and_parquet_rows_become_the_same_prompts(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?", "name": None}]
-    for number, rows in enumerate((ROWS, [{"prompt": chat, "answer": "1"}])):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{number}.parquet")
-        parquet = task_of(str(tmp_path / f"{number}.parquet"))
-        jsonl = task_of(write_jsonl(tmp_path / f"{number}.jsonl", rows))
-        assert [parquet.prompt(i).answer for i in range(len(rows))] == [row["answer"] for row in rows]
-        assert [jsonl.prompt(i).answer for i in range(len(rows))] == [row["answer"] for row in rows]
-    task = task_of(write_jsonl(tmp_path / "a.jsonl", ROWS))
-    assert (len(task), task.prompt(1)) == (2, Item("3+3?", answer="6", info={"level": 2}))
+    for rows, expected in (
+        (ROWS, Item("2+2?", answer="4", info={"level": 1})),
+        ([{"prompt": chat, "answer": "1"}], Item(chat, answer="1")),
+    ):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+        assert task_of(str(tmp_path / "a.parquet")).prompt(0).answer == expected.answer
+        assert task_of(write_jsonl(tmp_path / "a.jsonl", rows)).prompt(0) == expected
 
 
 WAY_OUT = r"(.|\n)*Way out"

@@ -37,17 +37,11 @@ def test_gym_prompts_and_scores_follow_the_library() -> None:
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize(
-    ("name", "args", "said"),
-    [
-        ("chain_sums", {}, "task.reasoning_gym=chain_sums .* not registered"),
-        ("chain_sum", {"min_term": 2}, "task.args={'min_term': 2}: .* unexpected"),
-        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "max_terms must be >= min_terms"),
-    ],
-)
-def test_unknown_gym_settings_are_refused(name: str, args: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        gym(name, args=args)
+def test_unknown_gym_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="task.reasoning_gym=chain_sums .* not registered"):
+        gym("chain_sums")
+    with pytest.raises(ConfigError, match="task.args={'min_term': 2}: .* unexpected"):
+        gym(args={"min_term": 2})
 
 
 # letters

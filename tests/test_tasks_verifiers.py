@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from asyncrl.agents.verifiers import load_taskset
 from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
 from asyncrl.tasks.sources import look_at_task
 from asyncrl.tasks.task import PromptTask
@@ -47,14 +45,6 @@ def test_prompts_are_the_tasks_of_the_environment() -> None:
     assert {prompt.prompt_id for prompt in first[:20]} == {f"0/{index}" for index in range(20)}
     assert [message["role"] for message in first[0].messages] == ["system", "user"]
     assert first[0].messages[1]["content"].startswith("What is ")
-
-
-def test_info_of_a_prompt_makes_the_task_again() -> None:
-    taskset = load_taskset("calculator_env", {})
-    task_class = type(taskset).task_type()
-    for task, prompt in zip(taskset, [task_of().prompt(index) for index in range(5)], strict=False):
-        row = json.loads(json.dumps(prompt.info))[VERIFIERS_KEY]
-        assert task_class.data_type().model_validate(row) == task.data
 
 
 def test_checking_a_config_reads_no_tasks() -> None:

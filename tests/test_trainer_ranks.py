@@ -33,8 +33,7 @@ from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.ranks import meet
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import LOST_STATUS
-from asyncrl.weights.export import digest_of
-from asyncrl.weights.ipc import open_file, views
+from asyncrl.weights.ipc import open_memory, views
 from asyncrl.weights.tensor_files import digest_tensors
 
 
@@ -71,7 +70,7 @@ def compare(
             assert learned(actual) == pytest.approx(learned(expected), rel=1e-4, abs=1e-4)
         begun = group.begin_export()
         export, expected_export = group.export(), alone.export(folder / "alone.safetensors")
-        assert export.digest == digest_of(load_file(export.path))
+        assert export.digest == digest_tensors(load_file(export.path))
         assert export.version == begun == 3
         assert_close(export.path, expected_export.path, 1e-5)
         assert export.canary is not None
@@ -82,7 +81,7 @@ def compare(
         assert (read[-1].whole_digest, read[-1].canary) == (export.digest, export.canary)
         group.save(folder / "saved")
         saved = dict(AutoModelForCausalLM.from_pretrained(folder / "saved").named_parameters())
-        assert digest_of({name: weight.detach() for name, weight in saved.items()}) == export.digest
+        assert digest_tensors({name: weight.detach() for name, weight in saved.items()}) == export.digest
         assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == 3, "one line a batch, not a rank"
         # One process loads a state of several, and several load a state of one.
         save_state(group, folder / "several")
@@ -92,7 +91,7 @@ def compare(
         alone.begin_save_state(folder / "one").result()
         group.post("/load_state", StateRequest(path=folder / "one"), TrainerHealth)
         last = read_chunk(group, 4, len(read) - 1)  # those before it were another's
-        assert last.whole_digest == digest_of(load_file(group.export().path))
+        assert last.whole_digest == digest_tensors(load_file(group.export().path))
 
 
 def read_chunk(group: Group, version: int, index: int) -> ExportChunkResponse:
@@ -102,7 +101,8 @@ def read_chunk(group: Group, version: int, index: int) -> ExportChunkResponse:
     if chunk.memory is not None:
         assert len({handle.name for handle in chunk.memory.handles}) == len(group.processes)
         for handle in chunk.memory.handles:
-            assert digest_tensors(views(chunk.memory.tensors, open_file(handle).data)) == chunk.digest
+            data = open_memory(handle, torch.device("cpu")).data
+            assert digest_tensors(views(chunk.memory.tensors, data)) == chunk.digest
     return chunk
 
 
@@ -244,7 +244,7 @@ def test_worker_is_bit_for_bit_a_step_in_process(tiny_model_dir: Path, tmp_path:
             there, metrics = worker.train(header, arrays), here.train(header, arrays)
             assert learned(there.metrics) == learned(metrics)
             export = worker.export()
-            assert export.digest == here.weights_digest() == digest_of(load_file(export.path))
+            assert export.digest == here.weights_digest() == digest_tensors(load_file(export.path))
             expected.append(export.digest)
             if version == 1:
                 assert worker.post("/begin_save_state", state, TrainerHealth).policy_version == 2

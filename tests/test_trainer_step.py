@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def weights(step: TrainStep) -> dict[str, torch.Tensor]:
 
 def logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
     """Return float32 [N] by the step's present weights, 0 without loss."""
-    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))
+    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))[0]
 
 
 def test_masked_old_tokens_stay_as_context_alone(make_step: MakeStep) -> None:
@@ -93,8 +94,9 @@ def test_refused_loss_of_the_user_changes_nothing(make_step: MakeStep) -> None:
     assert not step.spec.record_path.exists()
 
 
-def test_nan_logprobs_skip_the_step_and_training_continues(make_step: MakeStep) -> None:
-    step = make_step(algorithm={"kl_coefficient": 0.1})
+@pytest.mark.parametrize("algorithm", [{"loss": "m2po"}, {"kl_coefficient": 0.1}])
+def test_nan_logprobs_skip_the_step_and_training_continues(make_step: MakeStep, algorithm: Any) -> None:
+    step = make_step(algorithm=algorithm)
     weight = next(iter(step.masters.named.values()))
     before = weight.detach().clone()
     with torch.no_grad():
@@ -111,6 +113,28 @@ def test_nan_logprobs_skip_the_step_and_training_continues(make_step: MakeStep) 
     assert not torch.equal(weight, before)
 
 
+def test_record_says_which_tokens_carried_loss_at_which_version(make_step: MakeStep) -> None:
+    step = make_step()
+    header, arrays = make_batch(version=0)
+    first = header.trajectories[0]
+    versions = np.where(arrays.loss_mask, 6, -1).astype(np.int32)
+    versions[first.start + 5] = 3
+    versions[first.start + 6 : first.start + 8] = 5
+    step.policy_version = 6
+    header = header.model_copy(update={"version": 6, "min_version": 5, "mask_older": True})
+    metrics = step.train(header, changed(arrays, versions=versions))
+    line = json.loads(step.spec.record_path.read_text())
+    assert (line["version"], line["min_version"], line["loss"]) == (6, 5, metrics["policy/loss"])
+    length = first.end - first.start
+    same = first.model_dump(include={"group_id", "prompt_id", "sample_index", "branch", "reward"})
+    assert line["trajectories"][0] == same | {
+        "num_tokens": length,
+        "num_loss_tokens": length - 6,
+        "tokens_sha": hashlib.sha256(arrays.token_ids[: first.end].tobytes()).hexdigest()[:16],
+        "spans": [[6, 8, 5], [8, length, 6]],
+    }
+
+
 def test_bfloat16_trains_float32_masters_that_the_model_rounds(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step(dtype="bfloat16", trainer={"learning_rate": 1e-6})
     header, arrays = make_batch()
@@ -125,6 +149,16 @@ def test_bfloat16_trains_float32_masters_that_the_model_rounds(make_step: MakeSt
         assert torch.equal(parameter, weights(step)[name].bfloat16())
     num_parameters = sum(parameter.numel() for parameter in step.policy.model.parameters())
     assert step.export(tmp_path / "w.safetensors").num_bytes == 2 * num_parameters
+
+
+@pytest.mark.gpu
+def test_cuda_in_bfloat16_agrees_with_the_cpu(make_step: MakeStep) -> None:
+    header, arrays = make_batch(num_groups=4, group_size=8)
+    exact = logprobs(make_step(), header, arrays)
+    step = make_step(device="cuda")
+    assert step.dtype == torch.bfloat16
+    metrics = step.train(header, changed(arrays, behaviour_logprobs=exact))
+    assert metrics["policy/logprob_gap_mean"] < 0.1
 
 
 def test_many_optimizer_steps_make_one_version(make_step: MakeStep) -> None:
@@ -238,6 +272,6 @@ def test_weights_that_give_nan_are_not_published(make_step: MakeStep, tmp_path: 
     step = make_step(canary_tokens=NUM_TOKENS)
     with torch.no_grad():
         step.policy.model.model.norm.weight.fill_(torch.nan)
-    with pytest.raises(Refused, match="not finite, 159 of 159 tokens") as refused:
+    with pytest.raises(Refused, match="canary that are not finite") as refused:
         step.export(tmp_path / "v0.safetensors")
     assert "weight_sync.canary_limit=none" in refused.value.body.way_out

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.message import ErrorBody
+from asyncrl.base.waits import TimedSpan, listen_to_spans
 from asyncrl.config import SupervisionConfig
 from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
@@ -128,6 +129,8 @@ class EngineRooms:
         self.processes = [FakeProcess(fake, start_s=START_S) for fake in fakes]
         self.targets = [EngineServer(fake) for fake in fakes]
         self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.spans = list[TimedSpan]()
+        listen_to_spans(self.spans.append)
         self.told: list[str] = []
         self.announced: list[int] = []
         self.pool = EnginePool(self.targets, slots=4, on_lost=self.on_lost)
@@ -218,7 +221,6 @@ class House(EngineRooms):
             partial(
                 Colocated,
                 num_steps=num_steps,
-                on_event=self.tell,
                 resident=stays,
                 wait_released=wait_released,
             ),

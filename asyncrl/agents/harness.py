@@ -136,11 +136,10 @@ class PythonHarness:
         self._function: Callable[..., Any] = load_function(
             config.python or "", "generator.python", usage=usage, arguments=(None, None), keywords=self._args
         )
-        self.calls = UserCalls(f"generator.python={config.python}", error=ConfigError, grace_s=GRACE_S)
+        self.calls = UserCalls(f"generator.python={config.python}", grace_s=GRACE_S)
 
     async def run(self, task: AnyTask, session: Session) -> Any:
         call = functools.partial(self._function, task, session, **self._args)
-        self.calls.check()
         value = await self.calls.run(asyncio.to_thread(_in_thread, call))
         return await self.calls.run(value) if inspect.isawaitable(value) else value
 

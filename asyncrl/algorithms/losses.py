@@ -1,4 +1,4 @@
-"""Parts of the loss: surrogates, corrections for stale data, KL, distillation, and token weights.
+"""Parts of the loss: surrogates, corrections for stale data, masks, KL, distillation, and token weights.
 
 Surrogates, including user losses (algorithm.loss=module:function), have the signature
 
@@ -12,11 +12,13 @@ Corrections weight each token's loss for data from another policy than the proxi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.registry import ICEPOP_FLOOR
 from asyncrl.config import AlgorithmConfig
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
@@ -37,11 +39,13 @@ class LossTokens:
     """int64, 0 to S-1, ascending."""
 
 
-ICEPOP_FLOOR = 0.5
-"""Smallest importance weight that icepop keeps."""
+M2_LIMIT = 0.04
+"""Maximum second moment of the log ratio under m2po, in nats squared."""
 LARGEST_LOG_RATIO = 20.0
 """Log ratios are clamped to this many nats before exp: e^89 is infinite in float32, and NaN when multiplied
 by 0."""
+SMALLEST_LOG = math.log(1e-8)
+"""Replaces the log of a weight of 0."""
 
 
 def ppo_clip(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
@@ -79,12 +83,36 @@ def cispo(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
     return loss_M, {"clip_fraction": (ratio_M > largest).sum()}
 
 
+def vespo(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
+    """-phi(W) A current, phi(W) = W^k exp(lambda (1 - W)) without gradient; W = exp(sum(current - anchor)),
+    the ratio of the whole sequence.
+
+    k reduces small ratios, lambda large ones, both by the sign of A. A correction is part of W: the caller
+    subtracts it from anchor. https://arxiv.org/abs/2602.10693; the bounds of log W are TRL's.
+    """
+    log_ratio_M = tokens.current_M.detach() - tokens.anchor_M
+    log_w_M = sequence_sum(log_ratio_M, tokens.sequence_M).clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
+    is_negative_M = tokens.advantage_M < 0
+    k_M = torch.where(is_negative_M, 3.0, 2.0)
+    rate_M = torch.where(is_negative_M, 2.0, 3.0)
+    phi_M = (k_M * log_w_M + rate_M * (1.0 - log_w_M.exp())).clamp(max=LARGEST_LOG_RATIO).exp()
+    return -phi_M * tokens.advantage_M * tokens.current_M, {"sequence_weight": phi_M.sum()}
+
+
 def reinforce(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
     """-A current: the plain policy gradient. Stale data needs a correction (algorithm.loss=tis or mis).
 
     Williams 1992, https://doi.org/10.1007/BF00992696.
     """
     return -tokens.advantage_M * tokens.current_M, {}
+
+
+def importance_ratio(tokens: LossTokens, settings: AlgorithmConfig) -> TokenLoss:
+    """-r A, r = exp(current - anchor), unclipped; m2po masks extreme tokens.
+
+    https://arxiv.org/abs/2510.01161.
+    """
+    return -exp_ratio(tokens.current_M - tokens.anchor_M) * tokens.advantage_M, {}
 
 
 def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) -> TokenLoss:
@@ -97,7 +125,9 @@ def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) ->
     return -torch.minimum(plain_M, clipped_M), {"clip_fraction": is_clipped_M.sum()}
 
 
-def correct(correction: str, log_weight_M: Tensor, sequence_M: Tensor, cap: float) -> Tensor:
+def correct(
+    correction: str, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, cap: float
+) -> Tensor:
     """Return each token's weight by algorithm.correction, float32 [M], without gradient.
 
     With log_weight = proximal - behaviour and w = exp(log_weight):
@@ -105,10 +135,13 @@ def correct(correction: str, log_weight_M: Tensor, sequence_M: Tensor, cap: floa
         tis     min(w, cap)                     https://doi.org/10.1198/106186008X320456
         mis     w, or 0 above cap               https://arxiv.org/abs/2510.26788
         icepop  w, or 0 outside [floor, cap]    https://arxiv.org/abs/2510.18855
+        m2po    m2po()
 
     _sequence takes the product of w over the sequence, https://arxiv.org/abs/2510.26788. tis with a clipped
-    loss is decoupled PPO, https://arxiv.org/abs/2505.24298.
+    loss is decoupled PPO, https://arxiv.org/abs/2505.24298. All but m2po work on any subset of sequences.
     """
+    if correction == "m2po":
+        return m2po(log_weight_M, advantage_M)
     if correction.endswith("_sequence"):
         log_weight_M = sequence_sum(log_weight_M, sequence_M)
     weight_M = exp_ratio(log_weight_M)
@@ -116,6 +149,52 @@ def correct(correction: str, log_weight_M: Tensor, sequence_M: Tensor, cap: floa
         return weight_M.clamp(max=cap)
     floor = ICEPOP_FLOOR if correction == "icepop" else 0.0
     return torch.where((weight_M >= floor) & (weight_M <= cap), weight_M, 0.0)
+
+
+def m2po(log_weight_M: Tensor, advantage_M: Tensor) -> Tensor:
+    """1 or 0: masks tokens of largest (log w)^2 until the mean of the rest is at most M2_LIMIT.
+
+    Only tokens that moved in the direction of their advantage count: steps on the others revert their move.
+    Needs all M tokens of an optimizer step. https://arxiv.org/abs/2510.01161; token selection from
+    https://github.com/Infini-AI-Lab/M2PO.
+    """
+    (counted_K,) = (log_weight_M.sign() * advantage_M.sign() > 0).nonzero(as_tuple=True)
+    moment_K, order_K = log_weight_M[counted_K].double().square().sort(stable=True)
+    count_K = torch.arange(1, len(moment_K) + 1, device=moment_K.device)
+    mean_K = moment_K.cumsum(0) / count_K
+    weight_M = torch.ones_like(log_weight_M)
+    weight_M[counted_K[order_K[mean_K > M2_LIMIT]]] = 0.0
+    return weight_M
+
+
+def log_of_weight(weight_M: Tensor) -> Tensor:
+    """Return the log of a correction, log 1e-8 for masked tokens, like TRL. float32 [M]."""
+    return weight_M.log().clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
+
+
+# ---- masks: 0 excludes a token's surrogate from the loss. KL and divisors stay.
+
+
+def off_policy_mask(tokens: LossTokens, limit: float) -> Tensor:
+    """Return 0 for tokens with negative advantage in sequences whose mean of behaviour - current exceeds
+    `limit` nats.
+
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 9.
+    """
+    distance_M = sequence_mean(tokens.behaviour_M - tokens.current_M.detach(), tokens.sequence_M)
+    return ((tokens.advantage_M >= 0) | (distance_M <= limit)).float()
+
+
+def top_entropy_mask(entropy_M: Tensor, share: float) -> Tensor:
+    """Return 1 for tokens at or above the (1 - share) quantile of the step's entropies; at least one.
+
+    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939. torch.quantile is limited to 16 million
+    elements.
+    """
+    if not len(entropy_M):
+        return torch.ones_like(entropy_M)
+    below = math.ceil(round((1.0 - share) * (len(entropy_M) - 1), 6))  # 0.8 * 10 may be 8.000000000001
+    return (entropy_M >= entropy_M.kthvalue(below + 1).values).float()
 
 
 def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:

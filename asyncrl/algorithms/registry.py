@@ -16,6 +16,18 @@ BUILT_IN_ADVANTAGES = {
     for name in "grpo grpo_sample lite_ppo dr_grpo rloo reinforce_pp reinforce_pp_baseline".split()
 } | {"leave_one_out": _ADVANTAGES + "rloo"}
 
+WHOLE_BATCH = frozenset({"m2po"})
+"""Corrections that need all tokens of an optimizer step."""
+
+WITHIN_RATIO = frozenset({_LOSSES + "vespo"})
+"""Surrogates whose ratio includes the correction."""
+
+_CLIPPED = frozenset({_LOSSES + "ppo_clip", _LOSSES + "gspo"})
+_CAP, _CAPS = 2.0, {"icepop": 5.0}
+"""importance_cap for auto, by correction."""
+ICEPOP_FLOOR = 0.5
+"""Smallest importance weight that icepop keeps."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -39,12 +51,16 @@ RECIPES = {
     "cispo": Recipe(_LOSSES + "cispo"),
     "gspo": Recipe(_LOSSES + "gspo", aggregate="sequence"),
     "luspo": Recipe(_LOSSES + "gspo", aggregate="sequence_sum"),
+    "vespo": Recipe(_LOSSES + "vespo"),
+    "m2po": Recipe(_LOSSES + "importance_ratio", "behaviour", "m2po"),
 }
 
 
 def resolve(config: AlgorithmConfig) -> Recipe:
     """Return the recipe of algorithm.loss with the config's overrides; module:function starts from
-    defaults. Raises ConfigError for unknown names, and a correction of a loss that has one.
+    defaults.
+
+    Raises ConfigError for unknown names, contradictory settings, and a correction of a loss that has one.
     """
     recipe = RECIPES.get(config.loss) or Recipe(_own(config.loss, "algorithm.loss", RECIPES))
     advantage = BUILT_IN_ADVANTAGES.get(config.advantage)
@@ -52,12 +68,43 @@ def resolve(config: AlgorithmConfig) -> Recipe:
     chosen = {"ratio": config.ratio, "correction": config.correction, "aggregate": config.aggregate}
     chosen = {name: value for name, value in chosen.items() if value != "auto"}
     recipe = replace(recipe, advantage=advantage, **chosen)  # type: ignore[arg-type]
+    _check_correction(config, recipe)
+    delta = config.clip_delta
+    if delta is not None and delta <= 1 + config.clip_high:
+        what = f"algorithm.clip_delta={delta} is not above 1 + algorithm.clip_high = {1 + config.clip_high}"
+        rule = "the two-sided clip bounds ratios that the first clip allows"
+        raise _refused(what, rule, "raise algorithm.clip_delta, or remove it")
+    if delta is not None and config.loss in RECIPES and recipe.surrogate not in _CLIPPED:
+        what = f"algorithm.clip_delta={delta} with loss={config.loss}"
+        rule = "this loss has no two-sided clip"
+        raise _refused(what, rule, "remove algorithm.clip_delta, or set algorithm.loss=ppo_clip")
+    return recipe
+
+
+def importance_cap(config: AlgorithmConfig, recipe: Recipe) -> float:
+    cap = config.importance_cap
+    return _CAPS.get(recipe.correction, _CAP) if cap == "auto" else cap
+
+
+def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
+    correction = recipe.correction
+    if correction in WHOLE_BATCH and config.proximal == "interpolate":
+        what = f"algorithm.proximal=interpolate with correction={correction}"
+        rule = "the correction needs the proximal logprobs of all tokens before the first step"
+        raise _refused(what, rule, "set algorithm.proximal=recompute")
+    cap = importance_cap(config, recipe)
+    if correction == "icepop" and cap < ICEPOP_FLOOR:
+        what = f"algorithm.importance_cap={cap} is below icepop's smallest weight, {ICEPOP_FLOOR}"
+        raise _refused(what, "icepop would mask every token", "raise algorithm.importance_cap")
     has_ratio = config.loss in RECIPES and recipe.surrogate != _LOSSES + "reinforce"
-    if has_ratio and recipe.ratio == "behaviour" and recipe.correction != "none":
-        what = f"algorithm.loss={config.loss} with ratio=behaviour and correction={recipe.correction}"
+    if has_ratio and recipe.ratio == "behaviour" and correction not in {"none", *WHOLE_BATCH}:
+        what = f"algorithm.loss={config.loss} with ratio=behaviour and correction={correction}"
         rule = "its ratio is taken to the behaviour policy, so a correction would weigh stale data twice"
         raise _refused(what, rule, "set algorithm.ratio=proximal, or algorithm.correction=none")
-    return recipe
+    if recipe.surrogate in WITHIN_RATIO and correction not in {"none", "tis", "mis", "icepop"}:
+        what = f"algorithm.loss={config.loss} with correction={correction}"
+        rule = "it multiplies the weights of a sequence's tokens, so each token needs a separate weight"
+        raise _refused(what, rule, "set algorithm.correction to none, tis, mis or icepop")
 
 
 def _own(name: str, key: str, known: Iterable[str]) -> str:

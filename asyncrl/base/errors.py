@@ -94,13 +94,8 @@ class EngineError(RoomError):
 
 
 class EngineLost(EngineError):  # noqa: N818  a state of the server
-    """`is_told`: its supervisor knows already."""
-
-    def __init__(
-        self, room: str, what: str, *, rule: str = "", way_out: str = "", is_told: bool = False
-    ) -> None:
-        self.is_told = is_told
-        super().__init__(room, what, rule=rule, way_out=way_out)
+    is_told = False
+    """Its supervisor knows already."""
 
 
 class TrainerError(RoomError):

@@ -10,9 +10,8 @@ from statistics import fmean, stdev
 START = 2
 WARM_UP = 2
 """Batches to ignore: a new process is slow."""
-FIRST_WINDOW, WINDOW, MEMORY = 5, 12, 36
-"""Batches before a first decision, before a later one, and at most to judge by."""
-NUM_FIRST = 4
+WINDOW, MEMORY = 5, 36
+"""Batches between decisions, and at most to judge by."""
 MIN_LACK_FRACTION = 0.03
 """Fraction of the time that the trainer may lack groups."""
 BATCH_IN_HAND = 0.9
@@ -54,8 +53,7 @@ class LookAhead:
         self._num_ready = 0
         self._batch = 0
         self._samples: deque[_Sample] = deque(maxlen=MEMORY)
-        self._decide_at = WARM_UP + FIRST_WINDOW
-        self._num_decisions = 0
+        self._decide_at = WARM_UP + WINDOW
         # (look-ahead, mean time for a batch, its error) before a raise on trial
         self._trial_of: tuple[int, float, float] | None = None
         self._judge_at = 0
@@ -83,8 +81,7 @@ class LookAhead:
         if self._trial_of is not None and self._batch >= self._judge_at:
             self._judge(*self._trial_of)
         if self._batch >= self._decide_at and self._samples:
-            self._num_decisions += 1
-            self._decide_at = self._batch + (FIRST_WINDOW if self._num_decisions < NUM_FIRST else WINDOW)
+            self._decide_at = self._batch + WINDOW
             self._decide()
         return self.current
 
@@ -102,7 +99,7 @@ class LookAhead:
             if self._came_down:
                 self._lower_from = self._batch + HOLD
             self.current, self._came_down = target, False
-            self._judge_at = self._batch + target + 1 + FIRST_WINDOW
+            self._judge_at = self._batch + target + 1 + WINDOW
         elif target < self.current and wanted < self.current - SLACK and self._batch >= self._lower_from:
             self.current, self._came_down = max(1, target), True
             self._trial_of = None
@@ -118,6 +115,6 @@ class LookAhead:
 
     def _measured(self) -> tuple[float, float]:
         """Return the mean time of recent batches, and its relative standard error."""
-        intervals = [max(sample.interval_s, 1e-9) for sample in list(self._samples)[-FIRST_WINDOW:]]
+        intervals = [max(sample.interval_s, 1e-9) for sample in list(self._samples)[-WINDOW:]]
         mean = fmean(intervals)
         return mean, stdev(intervals) / math.sqrt(len(intervals)) / mean if len(intervals) > 1 else 1.0

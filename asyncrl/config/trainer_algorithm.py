@@ -119,13 +119,15 @@ class AlgorithmConfig(FrozenConfig):
     """Built-in name (grpo, grpo_sample, lite_ppo, dr_grpo, rloo, leave_one_out, reinforce_pp,
     reinforce_pp_baseline) or `module:function`."""
     loss: str = "ppo_clip"
-    """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, luspo) or
-    `module:function`."""
+    """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, luspo, vespo,
+    m2po) or `module:function`."""
     ratio: Literal["auto", "behaviour", "proximal"] = "auto"
     """Policy in the denominator of the loss's ratio (auto = as in the loss's paper)."""
-    correction: Literal["auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop"] = "auto"
+    correction: Literal["auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"] = (
+        "auto"
+    )
     """Weight of the step from behaviour to proximal policy: truncated (tis) or masked (mis) importance
-    weights per token or sequence, icepop (auto = as in the loss's paper)."""
+    weights per token or sequence, icepop, m2po (auto = as in the loss's paper)."""
     aggregate: Literal["auto", "token", "sequence", "sequence_sum", "constant"] = "auto"
     """Mean over tokens, over sequences of their token means (sequence) or token sums (sequence_sum), or sum
     over sequences * rollout.max_tokens (constant) (auto = as in the loss's paper)."""
@@ -136,6 +138,11 @@ class AlgorithmConfig(FrozenConfig):
     clip_delta: float | None = Field(default=None, gt=1)
     """Two-sided clip: maximum ratio of a token with a negative advantage; above 1 + clip_high (none
     = off)."""
+    off_policy_mask: float | None = Field(default=None, gt=0)
+    """Off-policy sequence masking: mask tokens with a negative advantage if their sequence's mean of
+    behaviour - current logprob exceeds this, in nats (none = off)."""
+    top_entropy: float = Field(default=1.0, gt=0, le=1)
+    """Train only this fraction of a step's loss tokens, with the highest entropy (1 = all)."""
     importance_cap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Largest importance weight towards the behaviour policy (tis, mis, icepop, decoupled_ppo) (auto = 5
     for the correction icepop, else 2)."""

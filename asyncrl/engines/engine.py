@@ -73,7 +73,9 @@ class CallScope:
 
     def lost(self, what: str) -> EngineLost:
         way_out = f"read {self.name}'s log for why, then start the run again."
-        return EngineLost(self.name, what, way_out=way_out, is_told=self.is_given_up)
+        lost = EngineLost(self.name, what, way_out=way_out)
+        lost.is_told = self.is_given_up
+        return lost
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
         where = f"({self.caller.url})"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.errors import RoomError, WeightsLost
-from asyncrl.base.files import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
+from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
     from asyncrl.job.resume import ResumePoint
 
 logger = logging.getLogger("asyncrl.job.build")
-
-KEPT_HANDOVERS = 100
-"""Handover events of each kind that the journal keeps."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,7 +176,8 @@ async def build(
 
 
 async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
-    disk_dir = await asyncio.to_thread(disk_root, life.config.weight_sync.disk_dir)
+    given = life.config.weight_sync.disk_dir
+    disk_dir = None if given is None else Path(given).expanduser().absolute()  # noqa: ASYNC240
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
@@ -308,7 +306,6 @@ def _make_scheduler(
     if fleet.placement.mode == "colocated":
         make = partial(
             Colocated,
-            on_event=partial(journal.event_nowait, keep=KEPT_HANDOVERS),
             resident=fleet.placement.resident,
             export_for_evaluation=export_for_evaluation,
         )

@@ -24,9 +24,9 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.engine_python import find_python, find_version
+from asyncrl.launch.engine_python import find_python
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.launchers import Launcher, NodeRequirements
+from asyncrl.launch.launchers import Launcher
 from asyncrl.launch.machine import LOOPBACK
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
@@ -70,7 +70,6 @@ class Servers:
     """Where trainer and engines meet for a broadcast."""
     python: Callable[[], Path] | None = field(default=None, init=False)
     """The engines' Python, if it is another one."""
-    package: Callable[[], dict[str, str]] | None = field(default=None, init=False)
     canary_tokens: int = field(default=0, init=False)
     """Tokens whose logprobs each push compares; 0: none."""
 
@@ -218,16 +217,9 @@ class Servers:
         RoomError.
         """
         placement = self.placement
-        engines = placement.engine_devices if self.config.rollout.urls is None else ()
-        parts = placement.parts(has_engines=bool(engines), serves_only=staging_dir is None)
-        with_engines = {device.node for device in (*engines, placement.evaluation) if device is not None}
-        files = await asyncio.to_thread(self._shared_files, staging_dir)
-        needs = {
-            node: NodeRequirements(files, self.package if node in with_engines else None)
-            for node, devices in parts.items()
-            if devices
-        }
-        await self.launcher.hold(parts, needs)
+        has_engines = self.config.rollout.urls is None
+        parts = placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
+        await self.launcher.hold(parts, await asyncio.to_thread(self._shared_files, staging_dir))
         if staging_dir is None:
             return
         first = placement.trainer[0].node
@@ -268,7 +260,6 @@ class Vllm(Servers):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.python = partial(find_python, self.rollout)
-        self.package = partial(find_version, self.rollout)
         if self.config.weight_sync.canary_limit is not None:
             self.canary_tokens = max(2, min(CANARY_TOKENS, self.rollout.max_length - 1))
 

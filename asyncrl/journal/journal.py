@@ -181,15 +181,10 @@ def _published(connection: sqlite3.Connection, version: int, digest: str) -> Non
     connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", row)
 
 
-def _event(
-    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], *, keep: int | None = None
-) -> None:
-    """Record an event for `inspect`. `keep`: retain the newest events of its kind."""
+def _event(connection: sqlite3.Connection, what: str, detail: Mapping[str, Any]) -> None:
+    """Record an event for `inspect`."""
     row = (_decided_s.get(), _text(what), json.dumps(detail, default=str))
     connection.execute("INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", row)
-    if keep is not None:
-        older = "SELECT id FROM events WHERE what = ? ORDER BY id DESC LIMIT -1 OFFSET ?"
-        connection.execute(f"DELETE FROM events WHERE id IN ({older})", (_text(what), keep))
 
 
 def _compact_some(connection: sqlite3.Connection, before_version: int) -> int:

@@ -100,7 +100,7 @@ class SamplingRequest:
     The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
     grammar. Each draw depends only on (`seed`, absolute position). Only the pool reads `route_key`, which
     keeps requests with a common prompt on one engine, and `after`, the last span of the previous turn,
-    whose engine has the conversation in its cache. See codec.request_fault for the limits.
+    whose engine has the conversation in its cache.
     """
 
     request_id: str

@@ -57,11 +57,6 @@ def grammar_limits() -> Any:
     )
 
 
-def _check_size(text: str) -> None:
-    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
-        raise GrammarError(f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
-
-
 def _raise_for(error: str) -> None:
     if error:
         raise GrammarError(" ".join(error.removesuffix("<non-verbose/>").split())[:_LONGEST_SHOWN])
@@ -69,7 +64,6 @@ def _raise_for(error: str) -> None:
 
 def compile_grammar(tokens: Any, text: str) -> Any:
     """Raises GrammarError."""
-    _check_size(text)
     compiled = LLMatcher(tokens, text, log_level=0, limits=grammar_limits())
     compiled.compute_bitmask()  # detects unsatisfiable and too costly grammars
     _raise_for(compiled.get_error())
@@ -138,7 +132,8 @@ class TokenMatcher:
 
 def check_grammar(text: str) -> None:
     """Raise GrammarError if no tokenizer can follow this grammar."""
-    _check_size(text)
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
     known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     try:
         done = subprocess.run(

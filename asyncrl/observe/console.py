@@ -198,7 +198,7 @@ def staleness_text(steps: Steps, part: slice, max_staleness: int) -> str:
     """Format as `1.2 (max 3 of 4), 2.0% masked`; '' without a token in the loss."""
     if (age := steps.mean("sample/staleness_mean", part)) is None:
         return ""
-    largest = max(steps.values("sample/staleness_max", part))
+    largest = max(steps.values("sample/staleness_max", part), default=age)
     sampled = steps.total("tokens/sampled", part)
     masked = 1 - steps.total("tokens/trained", part) / sampled if sampled else 0.0
     of_masked = f", {masked:.1%} masked" if masked > 0 else ""

@@ -17,11 +17,10 @@ from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config.load import sections
-from asyncrl.observe.console import staleness_text
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_dir import REPORT_FILE, SUMMARY_FILE, read_journal, read_object
-from asyncrl.observe.run_numbers import Steps, by_evaluation, evaluation_text, recent
-from asyncrl.observe.run_record import RunRecord, read_run
+from asyncrl.observe.run_numbers import Steps, recent
+from asyncrl.observe.run_record import read_run
 from asyncrl.observe.timeline import read_timeline, timeline_view, write_trace
 
 STATIC = Path(__file__).parent / "static"
@@ -103,13 +102,12 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
         "name": folder.resolve().name,
         "run_dir": str(folder),
         "state": files.state,
-        "why": files.why or files.progress,
+        "progress": ". ".join(filter(None, (files.progress, files.why))),
         "ended": f"The run has state {files.state}: {files.why}" if is_bad_end else "",
         "max_staleness": files.config.buffer.max_staleness,
         "verdict": files.verdict and asdict(files.verdict),
         "num_recent": num_recent,
         "window": max(1, round(num_recent * num_points / max(1, len(steps)))),
-        "tiles": [{"label": label, "value": value} for label, value in _tiles(files)],
         "step": curves.pop("step", []),
         "time_s": curves.get("time_s", [0.0] * num_points),
         "curves": curves,
@@ -178,15 +176,6 @@ def curves_of(steps: Steps) -> dict[str, list[float | None]]:
         name: [None if value != value else float(f"{value:.6g}") for value in steps.column(name)[::every]]
         for name in steps.names
     }
-
-
-def _tiles(files: RunRecord) -> Iterator[tuple[str, str]]:
-    steps = files.columns
-    yield "steps", files.progress
-    if age := staleness_text(steps, recent(len(steps)), files.config.buffer.max_staleness):
-        yield "staleness", age
-    for lines in by_evaluation(files.evaluation_lines).values():
-        yield "last evaluation", evaluation_text(lines[-1])
 
 
 def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:

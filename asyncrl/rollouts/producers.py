@@ -49,7 +49,8 @@ class RunningGroup:
 
     @property
     def to_run(self) -> list[int]:
-        return [index for index in range(self.size) if index not in self.rollouts.keys() | self.failures]
+        ended = self.rollouts.keys() | self.failures.keys()
+        return [index for index in range(self.size) if index not in ended]
 
     def group(self) -> Group | None:
         """Return None if fewer than two rollouts are usable."""

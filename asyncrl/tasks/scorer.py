@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from asyncrl.base.errors import RewardFailure, TaskError
+from asyncrl.base.errors import RewardFailure
 from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
@@ -77,7 +77,6 @@ class TaskScorer:
         self._within_limit = partial(within, config.reward_timeout_s, partial(_too_slow, config))
         self._calls = UserCalls(
             f"the reward function {config.reward or config.python}",
-            error=partial(TaskError, "tasks"),
             warn=warn,
             way_out="limit what the function waits for, or set task.reward_pool=process. In async functions, "
             "write `except Exception:`, not `except:` or `except BaseException:`.",
@@ -96,7 +95,6 @@ class TaskScorer:
         if not self.has_score:
             raise no_reward(prompt)
         try:
-            self._calls.check()
             with waiting("their rewards", on="the reward function"):
                 if self._processes is not None:
                     async with self._free:
@@ -127,7 +125,7 @@ class TaskScorer:
                     return await asyncio.shield(called)
             except UserCodeFailed:
                 if not called.done():
-                    self._calls.left_running(called)
+                    self._calls.left_running()
                 raise
 
 

@@ -5,6 +5,7 @@ Invariant: no token sampled before header.min_version carries loss, independentl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import overlong_penalty
-from asyncrl.algorithms.registry import resolve
+from asyncrl.algorithms.registry import WHOLE_BATCH, WITHIN_RATIO, importance_cap, resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
@@ -53,6 +54,17 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
     return arrays.loss_mask & ~old
 
 
+def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> None:
+    if not has_loss.any():
+        raise Refused(
+            409,
+            f"batch {header.version} has no token that carries loss ({int(arrays.loss_mask.sum())} sampled, "
+            f"all older than version {header.min_version}, or not allowed by their grammar)",
+            rule="an optimizer step needs at least one loss token",
+            way_out="raise buffer.max_staleness, or set buffer.on_overdue=wait.",
+        )
+
+
 def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[float], list[int], IntN]:
     """Return (rewards, groups, unit_N) of the B units of the advantage: rollouts, or the units of their
     credits. `unit_N` int64 [N]: each token's unit, or -1.
@@ -72,8 +84,8 @@ def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[float], list[
 
 @dataclass
 class BatchNumbers:
-    """Data of a batch, [N]. `proximal_N`: by the weights before the batch; `reference_N`: by the initial
-    weights.
+    """Data of a batch, [N]. `proximal_N`, `entropy_N`: by the weights before the batch; `reference_N`: by
+    the initial weights.
     """
 
     header: BatchHeader
@@ -81,8 +93,18 @@ class BatchNumbers:
     has_loss: BoolN
     proximal_N: Float32N | None = None
     reference_N: Float32N | None = None
+    entropy_N: Float32N | None = None
     allowed: AllowedSets | None = None
     advantage_N: Float32N = field(init=False)
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Of an optimizer step: a factor per sequence, and per token a correction and a mask."""
+
+    weight_S: Tensor
+    correction_N: Float32N | None
+    mask_N: Float32N | None
 
 
 class Objective:
@@ -90,21 +112,22 @@ class Objective:
         self.spec = spec
         self.settings = spec.algorithm
         self._recipe = resolve(spec.algorithm)
-        cap = spec.algorithm.importance_cap
-        self._cap = cap if cap != "auto" else 5.0 if self._recipe.correction == "icepop" else 2.0
+        self._cap = importance_cap(spec.algorithm, self._recipe)
         self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
         self._is_corrected = self._recipe.correction != "none"
+        self._is_whole_batch = self._recipe.correction in WHOLE_BATCH
         self.needs_reference = self.settings.kl_coefficient > 0
         self._is_penalised = self.needs_reference and self.settings.kl_in == "reward"
 
     @property
     def needs_proximal(self) -> bool:
-        """True if the first step's own logprobs come too late."""
+        """True if the first step's own logprobs or entropies come too late."""
         is_used = self._recipe.ratio == "proximal" or self._is_corrected
         has_later_steps = self.spec.trainer.mini_batches * self.spec.trainer.epochs > 1
         is_recomputed = is_used and has_later_steps and self.settings.proximal == "recompute"
-        return is_recomputed or self._is_penalised
+        is_masked = self.settings.top_entropy < 1
+        return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
 
     def advantages(self, batch: BatchNumbers) -> Float32N:
         """Return advantages, float32 [N]."""
@@ -146,14 +169,32 @@ class Objective:
         taught_N[batch.has_loss] += settings.distill_weight * distilled_M
         return taught_N
 
-    def step_weights(self, batch: BatchNumbers, has_loss: BoolN) -> Tensor:
-        """Return each sequence's factor in the optimizer step, float32 [S]."""
+    def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
         entries = batch.header.trajectories
         tokens_S = torch.tensor([int(has_loss[entry.start : entry.end].sum()) for entry in entries])
-        return losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
+        weight_S = losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
+        mask_N = correction_N = None
+        if self.settings.top_entropy < 1:
+            assert batch.entropy_N is not None
+            mask_N = np.zeros(len(has_loss), np.float32)
+            entropy_M = torch.from_numpy(batch.entropy_N[has_loss])
+            mask_N[has_loss] = losses.top_entropy_mask(entropy_M, self.settings.top_entropy)
+        if self._is_whole_batch:
+            assert batch.proximal_N is not None
+            log_weight_N = batch.proximal_N - batch.arrays.behaviour_logprobs
+            sequence_M = torch.repeat_interleave((tokens_S > 0).cumsum(0) - 1, tokens_S)
+            values = (log_weight_N, batch.advantage_N)
+            log_weight_M, advantage_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
+            correction_N = np.zeros(len(has_loss), np.float32)
+            correction_N[has_loss] = self._correct(log_weight_M, advantage_M, sequence_M)
+        return StepNumbers(weight_S, correction_N, mask_N)
+
+    def _correct(self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor) -> Tensor:
+        correction = self._recipe.correction
+        return losses.correct(correction, log_weight_M, advantage_M, sequence_M, self._cap)
 
     def micro_loss(
-        self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, weight_S: Tensor
+        self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
     ) -> tuple[Tensor, Stats]:
         """Return this part of the loss, and sums of statistics, without a device sync."""
 
@@ -162,21 +203,28 @@ class Objective:
 
         behaviour_M = over_tokens(batch.arrays.behaviour_logprobs)
         advantage_M = over_tokens(batch.advantage_N)
-        proximal_M = current_M.detach()  # equal before the only step
-        if self.settings.proximal == "interpolate":
-            staleness_M = batch.header.version - over_tokens(batch.arrays.versions)
-            proximal_M = losses.interpolate(behaviour_M, current_M, staleness_M)
-        elif batch.proximal_N is not None:
-            proximal_M = over_tokens(batch.proximal_N)
+        proximal_M = self._proximal(batch, behaviour_M, current_M.detach(), over_tokens)
         anchor_M = behaviour_M if self._recipe.ratio == "behaviour" else proximal_M
-        tokens = losses.LossTokens(current_M, anchor_M, behaviour_M, advantage_M, micro.sequence_M)
-        loss_M, stats = self._call_surrogate(tokens)
         correction_M = None
-        if self._is_corrected:
-            log_weight_M = proximal_M - behaviour_M
-            correction_M = losses.correct(self._recipe.correction, log_weight_M, micro.sequence_M, self._cap)
+        if step.correction_N is not None:
+            correction_M = over_tokens(step.correction_N)
+        elif self._is_corrected:
+            correction_M = self._correct(proximal_M - behaviour_M, advantage_M, micro.sequence_M)
+        is_within = self._recipe.surrogate in WITHIN_RATIO
+        denominator_M = anchor_M
+        if correction_M is not None and is_within:
+            denominator_M = anchor_M - losses.log_of_weight(correction_M)
+        tokens = losses.LossTokens(current_M, denominator_M, behaviour_M, advantage_M, micro.sequence_M)
+        loss_M, stats = self._call_surrogate(tokens)
+        if correction_M is not None:
             stats["importance_weight"] = correction_M.sum()
-            loss_M = loss_M * correction_M
+            loss_M = loss_M if is_within else loss_M * correction_M
+        if (limit := self.settings.off_policy_mask) is not None:
+            mask_M = losses.off_policy_mask(tokens, limit)
+            loss_M = loss_M * mask_M
+            stats["off_policy_fraction"] = (mask_M == 0).sum()
+        if step.mask_N is not None:
+            loss_M = loss_M * over_tokens(step.mask_N)
         if batch.reference_N is not None:
             kl_M = self._kl(current_M, over_tokens(batch.reference_N), anchor_M, correction_M)
             stats["kl_reference"] = kl_M.detach().sum()
@@ -185,8 +233,17 @@ class Objective:
         if batch.arrays.teacher_logprobs is not None:
             kl_M = losses.kl(current_M.detach(), over_tokens(batch.arrays.teacher_logprobs), "k1")
             stats["kl_teacher"] = kl_M.sum()
-        weight_M = to_device(weight_S[micro.trajectory_S], current_M.device)[micro.sequence_M]
+        weight_M = to_device(step.weight_S[micro.trajectory_S], current_M.device)[micro.sequence_M]
         return (loss_M * weight_M).sum(), stats
+
+    def _proximal(
+        self, batch: BatchNumbers, behaviour_M: Tensor, current_M: Tensor, read: Callable[[Any], Tensor]
+    ) -> Tensor:
+        if self.settings.proximal == "interpolate":
+            staleness_M = batch.header.version - read(batch.arrays.versions)
+            return losses.interpolate(behaviour_M, current_M, staleness_M)
+        # equal before the only step
+        return current_M if batch.proximal_N is None else read(batch.proximal_N)
 
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.trainer.trainer_client import LOST_STATUS, RENDEZVOUS, TrainerSpec
-from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interface
+from asyncrl.weights.nccl import OPEN_PORTS, run_within, use_interface
 
 T = TypeVar("T")
 BEATS = 2
@@ -159,8 +160,8 @@ def _open_store(spec: TrainerSpec, where: str) -> Any:
     host, _, port = where.rpartition(":")
     options: dict[str, Any] = {"world_size": size, "wait_for_workers": False}
     if spec.rank == 0:
-        listener = listen_at(where, "there it opens the store of the trainer's ranks")
-        options |= {"is_master": True, "master_listen_fd": listener}
+        listener = socket.create_server((host, int(port)))
+        options |= {"is_master": True, "master_listen_fd": listener.detach()}
     return dist.TCPStore(host, int(port), timeout=timedelta(seconds=spec.meet_s), **options)  # type: ignore[attr-defined]
 
 

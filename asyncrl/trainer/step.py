@@ -37,9 +37,9 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN
 from asyncrl.weights import export as exports
 from asyncrl.weights.adapters import AdapterTransport
-from asyncrl.weights.ipc import ChunkFile, SharedChunk
+from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk
 from asyncrl.weights.nccl import BroadcastTransport
-from asyncrl.weights.tensor_files import Pieces, stored_pieces
+from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_pieces
 
 log = logging.getLogger("asyncrl.trainer")
 MAX_SKIPPED_STEPS = 3
@@ -101,7 +101,7 @@ class TrainStep(TrainedModel):
         self._state = TrainerState(self.masters, self._optimizer, ranks, spec, self.device)
         self._offload = Offload(ranks, self.device, self._tensors_of)
         self._pieces: Pieces | None = None
-        self._chunks = exports.Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
+        self._chunks = Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
         end = exports.TrainerEnd(
             self.device,
             self.dtype,
@@ -122,6 +122,7 @@ class TrainStep(TrainedModel):
         objective.check_version(header, self.policy_version)
         has_loss = objective.loss_tokens(header, arrays)
         allowed = packing.find_allowed(header, arrays, has_loss, lambda: self._grammars)
+        objective.check_any_loss(header, arrays, has_loss)
         batch = self._numbers(BatchNumbers(header, arrays, has_loss, allowed=allowed))
         loop = self.spec.trainer
         parts = packing.mini_batches(header, has_loss, loop.mini_batches)
@@ -178,19 +179,19 @@ class TrainStep(TrainedModel):
 
     def _numbers(self, batch: BatchNumbers) -> BatchNumbers:
         if self._objective.needs_proximal:
-            batch.proximal_N = self._forward(self.policy, batch)
+            batch.proximal_N, batch.entropy_N = self._forward(self.policy, batch)
         if self.reference is not None:
-            batch.reference_N = self._forward(self.reference, batch)
+            batch.reference_N, _ = self._forward(self.reference, batch)
         elif self._objective.needs_reference:
             assert self.adapters is not None
             with self.adapters.off():
-                batch.reference_N = self._forward(self.policy, batch)
+                batch.reference_N, _ = self._forward(self.policy, batch)
         batch.advantage_N = self._objective.advantages(batch)
         return batch
 
     @torch.no_grad()
-    def _forward(self, policy: Policy, batch: BatchNumbers) -> Float32N:
-        """Return logprobs, float32 [N], 0 without loss."""
+    def _forward(self, policy: Policy, batch: BatchNumbers) -> tuple[Float32N, Float32N]:
+        """Return logprobs and entropies, float32 [N], 0 without loss."""
         micros = self._micro_batches(batch, batch.has_loss)
         self._meter.enter("logprobs")
         outputs = list[Output]()
@@ -202,7 +203,7 @@ class TrainStep(TrainedModel):
         sums = add_up(outputs, batch.has_loss, self.ranks)
         reshard(policy)
         self._meter.enter("")
-        return sums.logprobs_N
+        return sums.logprobs_N, sums.entropies_N
 
     def _micro_batches(self, batch: BatchNumbers, chosen: BoolN) -> list[tuple[packing.MicroBatch, bool]]:
         self._meter.enter("pack")
@@ -237,7 +238,7 @@ class TrainStep(TrainedModel):
         return sums
 
     def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
-        weight_S = self._objective.step_weights(batch, chosen)
+        numbers = self._objective.step_numbers(batch, chosen)
         outputs = list[Output]()
         for micro, counts in self._micro_batches(batch, chosen):
             self._meter.enter("forward")
@@ -246,7 +247,7 @@ class TrainStep(TrainedModel):
                 self._meter.enter("backward")
                 (scores.logprob_M.sum() * 0.0).backward()
                 continue
-            loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, weight_S)
+            loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, numbers)
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             detached = scores._replace(logprob_M=scores.logprob_M.detach())
@@ -349,17 +350,15 @@ class TrainStep(TrainedModel):
         return self.begin_export(path)()
 
     def weights_digest(self) -> str:
-        return exports.digest_of(self.masters.named)
+        return digest_tensors(dict(exports.whole_tensors(self.masters.named)))
 
     def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
         """Write a chunk; the last has the canary. Return None on other ranks. Raises OSError or Refused."""
         self._offload.need("export a chunk", "weights")
-        assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora when colocated"
         if version != self.policy_version:
             what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
             rule = "chunks are of the newest version"
             raise Refused(409, what, rule=rule, way_out="begin again with chunk 0 of that.")
-        self._chunks.check(version, index)
         canary = self._canary() if self._chunks.is_last(index) else None
         is_first = self.ranks.is_first
         chunk = self._chunks.write(self._lazy_weights(), version, index, is_first=is_first)
@@ -375,7 +374,7 @@ class TrainStep(TrainedModel):
         logprobs = scores.logprob_M[:-1].tolist()
         return api.Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=float(scores.highest_M[-1]))
 
-    def _chunk_place(self) -> exports.ChunkPlace:
+    def _chunk_place(self) -> ChunkPlace:
         spec = self.spec
         if spec.chunks == "file" or (spec.chunks == "memory" and not self.ranks.is_first):
             return ChunkFile(spec.staging_dir / "chunk.safetensors")
@@ -433,8 +432,7 @@ def _name(batch: BatchNumbers) -> str:
 def _checked(canary: api.Canary | None) -> api.Canary | None:
     if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
         return canary
-    num_bad = sum(not math.isfinite(one) for one in canary.logprobs)
-    what = f"the weights give logprobs that are not finite, {num_bad} of {len(canary.logprobs)} tokens"
+    what = "the weights give logprobs of the canary that are not finite"
     rule = "every engine must reproduce the logprobs of a fixed text"
     way_out = "resume from a checkpoint with a lower trainer.learning_rate, or weight_sync.canary_limit=none."
     raise Refused(422, what, rule=rule, way_out=way_out)

@@ -268,7 +268,6 @@ def _sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDAr
     for span in trajectory.version_spans:
         versions[span.start : span.end] = span.version
         engines[span.start : span.end] = span.engine
-    assert trajectory.num_sampled == np.count_nonzero(trajectory.loss_mask), trajectory.version_spans
     assert np.array_equal(versions >= 0, trajectory.loss_mask), trajectory.version_spans
     return versions, engines
 

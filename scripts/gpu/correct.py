@@ -175,7 +175,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
-    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))[0]
+    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))
 
 
 def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, Tensor]:

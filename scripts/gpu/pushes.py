@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.weights.export import Chunks, LazyWeights, chunks_of, entries_of, export_weights, named_weights
-from asyncrl.weights.ipc import SharedChunk
+from asyncrl.weights.export import LazyWeights, chunks_of, entries_of, export_weights, named_weights
+from asyncrl.weights.ipc import Chunks, SharedChunk
 from gpu.models import make_folder
 from gpu.rows import Bench
 

@@ -34,8 +34,6 @@ from asyncrl.messages.records import (
 )
 from asyncrl.messages.work import ChatTokenizer, answer_text
 
-Path = list["ChatNode"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatNode:
@@ -81,7 +79,7 @@ class ChatNode:
         ids = self.ids.astype(">i4").tobytes()  # big-endian, so that bytes sort like ids
         return ids, self.num_added, self.logprobs.tobytes(), spans, self.is_truncated, self.num_interruptions
 
-    def path(self) -> Path:
+    def path(self) -> list[ChatNode]:
         nodes = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
@@ -159,24 +157,27 @@ class Capture:
         `prefill`: beginning of the answer, after an open thought.
         """
         render = partial(self._tokenizer.render, tools=tools, settings=settings)
-        marks = self._thinking
         try:
-            chain = Chain(messages, tools, marks, self._recorded)
-            return ChatMatcher(
-                self._tokenizer, render, self._recorded, marks, messages, prefill, chain
-            ).match()
+            chain = Chain(messages, tools, self._thinking, self._recorded)
+            return ChatMatcher(self._tokenizer, render, self._recorded, messages, prefill, chain).match()
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep") from None
 
-    def plan(self, match: PromptMatch, ids: Sequence[int]) -> PromptPlan:
-        return self._planned(match.how, np.array(ids, dtype=np.int32), match.parent, match)
-
-    def plan_ids(self, prompt_ids: Sequence[int]) -> PromptPlan:
-        ids = np.array(prompt_ids, dtype=np.int32)
-        parent = self._recorded.longest(ids)
-        if parent is None:
-            return self._planned("edited", ids, None, None)
-        return self._planned("extended", ids[parent.whole.length :], parent, None)
+    def plan(self, ids: Sequence[int], match: PromptMatch | None = None) -> PromptPlan:
+        """Return the prompt with the ids of the match's text, or without a match of these ids."""
+        added = np.array(ids, dtype=np.int32)
+        parent = match.parent if match else self._recorded.longest(added)
+        if match is None and parent is not None:
+            added = added[parent.whole.length :]
+        how: How = match.how if match else ("extended" if parent else "edited")
+        self._counts.calls += 1
+        if parent is None and not self._nodes:
+            how = "new"
+        else:
+            setattr(self._counts, how, getattr(self._counts, how) + 1)
+        whole = (parent.whole if parent else Prefix()).then(added)
+        self._num_calls += 1
+        return PromptPlan(self._num_calls - 1, how, added, parent, match, whole)
 
     def record(
         self,
@@ -189,7 +190,6 @@ class Capture:
         grammar: str | None = None,
     ) -> None:
         """Not `is_trained`: not sampled from the run's distribution."""
-        assert name not in self._nodes, f"{name} is recorded already"
         sampled = np.array(completion.token_ids, dtype=np.int32)
         match = planned.match
         text = None if match is None else match.whole
@@ -227,18 +227,6 @@ class Capture:
             raise RolloutFailure("the harness ended without a completion or a reward", way_out=way_out)
         last = max(self._nodes.values(), key=lambda node: node.order)
         return answer_text(self._tokenizer, last.sampled_ids.tolist(), shows_special=shows_special)
-
-    def _planned(
-        self, how: How, added: npt.NDArray[np.int32], parent: ChatNode | None, match: PromptMatch | None
-    ) -> PromptPlan:
-        self._counts.calls += 1
-        if parent is None and not self._nodes:
-            how = "new"
-        else:
-            setattr(self._counts, how, getattr(self._counts, how) + 1)
-        whole = (parent.whole if parent else Prefix()).then(added)
-        self._num_calls += 1
-        return PromptPlan(self._num_calls - 1, how, added, parent, match, whole)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
         """Return the branches, ordered by ids. A sampled token has its loss in the first branch that contains
@@ -280,7 +268,7 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
 
 
 def _trajectory(
-    path: Path,
+    path: list[ChatNode],
     own: set[ChatNode],
     credited: Mapping[ChatNode, tuple[float, int]],
     sample_index: int,

@@ -197,7 +197,7 @@ class EngineRoute:
             raise too_long(f"{num_tokens} tokens", self.rules.max_prompt_tokens, asked.param)
         if not num_tokens:
             raise invalid("prompt has no token.", "prompt")
-        return session.capture.plan_ids(ids) if match is None else session.capture.plan(match, ids)
+        return session.capture.plan(ids, match)
 
     async def _matched(
         self, session: GatewaySession, asked: ChatRequest, num_bytes: int

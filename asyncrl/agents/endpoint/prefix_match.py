@@ -72,7 +72,7 @@ class Chain:
     """Hash of a chat, message by message. `recorded`: answers count as they were delivered."""
 
     def __init__(self, messages: Messages, tools: Messages | None, marks: Marks, recorded: Recorded) -> None:
-        self._marks = marks
+        self.marks = marks
         self._state = new_hash(_to_json(tools or None).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
@@ -85,7 +85,7 @@ class Chain:
 
     def key_with(self, message: Message) -> bytes:
         state = self._state.copy()
-        state.update(_canonical(message, self._marks))
+        state.update(_canonical(message, self.marks))
         return state.digest()
 
 
@@ -123,13 +123,16 @@ class Recorded:
 
     def __init__(self) -> None:
         self._nodes: dict[Hashable, ChatNode] = {}
-        self._lengths: set[int] = set()
+        self._lengths: dict[type, set[int]] = {str: set(), np.ndarray: set()}
 
     def add(self, node: ChatNode, keys: Iterable[bytes]) -> None:
         """`keys`: forms of its chat."""
-        prefixes = (node.whole, node.text) if node.text is not None else (node.whole,)
-        self._lengths.update(prefix.length for prefix in prefixes)
-        for place in (*keys, *(prefix.place for prefix in prefixes)):
+        places: list[Hashable] = [*keys, node.whole.place]
+        self._lengths[np.ndarray].add(node.whole.length)
+        if node.text is not None:
+            places.append(node.text.place)
+            self._lengths[str].add(node.text.length)
+        for place in places:
             known = self._nodes.get(place)
             if known is None or _rank(node, place) < _rank(known, place):
                 self._nodes[place] = node
@@ -147,7 +150,7 @@ class Recorded:
     def longest(self, whole: str | npt.NDArray[np.int32]) -> ChatNode | None:
         prefix = Prefix()
         found: ChatNode | None = None
-        for length in sorted(length for length in tuple(self._lengths) if length <= len(whole)):
+        for length in sorted(length for length in tuple(self._lengths[type(whole)]) if length <= len(whole)):
             prefix = prefix.then(whole[prefix.length : length])
             found = self._nodes.get(prefix.place, found)
         return found
@@ -169,7 +172,6 @@ class ChatMatcher:
     tokenizer: ChatTokenizer
     render: Callable[[Messages], str]
     recorded: Recorded
-    marks: Marks
     messages: Messages
     prefill: str
     chain: Chain
@@ -216,7 +218,7 @@ class ChatMatcher:
         return None
 
     def _begun(self, prompt: str) -> str:
-        return prompt + close_thought(prompt, self.marks) + self.prefill if self.prefill else prompt
+        return prompt + close_thought(prompt, self.chain.marks) + self.prefill if self.prefill else prompt
 
     def _cuts(self, at: int, answer: ChatNode) -> Iterator[str]:
         """Yield texts after the recorded answer messages[at], best first.
@@ -252,10 +254,8 @@ def _with_calls(calls: Sequence[Mapping[str, Any]]) -> Message:
     """Return the placeholder for an answer with calls. It has no content, which a template may write after
     them or their results.
     """
-    swapped = [
-        {**call, "function": {"name": call["function"]["name"], "arguments": {"x": SENTINEL}}}
-        for call in calls
-    ]
+    arguments = {"x": SENTINEL}
+    swapped = [{**call, "function": {**call["function"], "arguments": arguments}} for call in calls]
     return {"role": "assistant", "content": "", "tool_calls": swapped}
 
 

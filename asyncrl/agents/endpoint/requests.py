@@ -11,7 +11,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Js
 from pydantic_core import PydanticCustomError, from_json, to_json
 from typing_extensions import TypedDict
 
-from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
@@ -20,6 +19,7 @@ log = logging.getLogger(__name__)
 
 NO_RETRY = {"x-should-retry": "false"}
 _LONGEST_SHOWN = 80
+MAX_TOOLS = 128
 
 
 class ApiError(Exception):

@@ -16,7 +16,6 @@ from asyncrl.agents.endpoint.reasoning import THINKING, Marks
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 
-MAX_TOOLS = 128
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _DECODER = json.JSONDecoder()
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -229,8 +228,7 @@ class ToolFormat:
         return (head.replace("NAME", name), tail) if found else None
 
     def without_tools(self) -> ToolFormat:
-        marks = self.marks if self.noise else ()
-        return ToolFormat(noise=self.noise, marks=marks, thinking=self.thinking)
+        return ToolFormat(noise=self.noise, marks=self.marks if self.noise else (), thinking=self.thinking)
 
 
 USAGE = "parse(text) -> [(name, arguments), ...] or None"

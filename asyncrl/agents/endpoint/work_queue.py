@@ -100,6 +100,11 @@ class RolloutQueue:
             "harness/lost": self._num_lost,
         }
 
+    def _what_runs(self) -> str:
+        num_held = sum(len(worker.held) for worker in self._workers.values())
+        num_workers = len(self._workers)
+        return f"harnesses ({len(self._queue)} wait for a worker, {num_held} run on {num_workers} workers)"
+
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         item = QueuedItem(self._make_item(work), started, self._loop.create_future())
         self._queue[item.item.item_id] = item
@@ -107,7 +112,7 @@ class RolloutQueue:
             self._takers[item.item.outcome_key] = item.post
         self._wake()
         try:
-            with waiting("harnesses", on="a worker's result"):
+            with waiting(self._what_runs, on="a worker's result"):
                 result = await item.done
         finally:
             self._end(item)

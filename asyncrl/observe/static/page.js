@@ -30,11 +30,11 @@ function drawPage() {
     byId("state").replaceChildren(runs.length > 1 ? "" : statePill(run.state));
   });
   part("runs", [shown.run, theme, ...runs.flatMap(each => [each.name, each.state])], () => showRuns(page, shown.run, index => { shown.run = index; drawPage(); }));
-  part("verdict", [run.verdict, run.tiles, run.why, run.state], () => showVerdict(run));
+  part("verdict", [run.verdict, run.progress, run.state], () => showVerdict(run));
   part("warnings", [run.warnings, run.problems], () => showWarnings(run));
   part("reward", [isTime, theme, wide, ...curves], () => drawChart("reward", rewardSpec(runs, isTime)));
   part("staleness", [isTime, theme, wide, ...curves], () => drawChart("staleness", stalenessSpec(runs, isTime)));
-  part("differences", runs.flatMap(each => [each.settings, each.tiles, each.state]), () => showDifferences(runs));
+  part("differences", runs.flatMap(each => [each.settings, each.progress, each.state]), () => showDifferences(runs));
   part("shares", [run.verdict, theme], () => showShares(run));
   part("timeline", [run.timeline, theme, wide], () => showTimeline(run.timeline));
   part("samples", [run.samples, run.run_dir], () => showSamples(run.samples, run));

@@ -1,4 +1,4 @@
-/* What a run says in words and rows: verdict, tiles, shares, failures, evaluations, settings, commands, differences. */
+/* What a run says in words and rows: verdict, shares, failures, evaluations, settings, commands, differences. */
 
 function showVerdict(run) {
   const told = run.verdict ?? { headline: "No step has ended yet.", health: null, speed: [], reward: null }, sentences = texts => texts.map(text => h("p", {}, text));
@@ -9,9 +9,7 @@ function showVerdict(run) {
   bodyOf("verdict").replaceChildren(
     h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(run.ended ? [told.headline] : []), told.reward === null ? nothing("No step has a reward yet.") : bigReward(told.reward, run.num_recent))),
     row("Health", health), row("Speed", ...(told.speed.length ? sentences(told.speed) : [nothing("No step has ended yet.")])),
-    h("p", { class: "why" }, `${run.run_dir}: ${run.why}`));
-  byId("tiles").replaceChildren(...run.tiles.map(tile => h("div", { class: "tile", role: "listitem" },
-    h("div", { class: "label" }, tile.label), h("div", { class: "value" }, tile.value))));
+    h("p", { class: "why" }, `${run.run_dir}: ${run.progress}`));
 }
 
 function bigReward(reward, num) {
@@ -106,7 +104,7 @@ async function copyText(text, button, label) {
 /* Settings and results in which the runs differ. */
 function differencesOf(runs) {
   const values = runs.map(run => ({
-    ...Object.fromEntries(run.settings.map(each => [each.key, each.value])), state: run.state, ...Object.fromEntries(run.tiles.map(tile => [tile.label, tile.value])),
+    ...Object.fromEntries(run.settings.map(each => [each.key, each.value])), state: run.state, progress: run.progress,
     ...(run.verdict?.reward && { "reward at the end": `${run.verdict.reward.last.toFixed(3)} ± ${run.verdict.reward.noise.toFixed(3)}` }),
   }));
   const keys = [...new Set(values.flatMap(Object.keys))];
