@@ -19,10 +19,7 @@ from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import EVAL_ENGINE, make_plan
 from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
-from asyncrl_servers.embedded.embedded_engine import (
-    build_engine,
-    check_same_model,
-)
+from asyncrl_servers.embedded.embedded_engine import build_engine, check_same_model
 from asyncrl_servers.embedded.kv_attention import CacheShape
 
 SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -9,14 +9,7 @@ from pathlib import Path
 import network_hosts
 import pytest
 from crash_fuzz import differences, fuzz_config, promise_of
-from job_runs import (
-    engine_events,
-    run,
-    wait_for_more_steps,
-    wait_for_steps,
-    wait_until,
-    write_config,
-)
+from job_runs import engine_events, run, wait_for_more_steps, wait_for_steps, wait_until, write_config
 from ray_cluster import ray_cluster, start_ray, start_run
 from resume_checker import read_evidence, violations
 
