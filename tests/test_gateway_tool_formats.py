@@ -302,7 +302,7 @@ def test_user_parser_reads_calls_and_malformed_ones_stay_text(own: Any) -> None:
 async def test_wrong_user_parser_fails_the_rollout_by_name() -> None:
     async with gateway_world(tool_format="own_tool_format:raises") as world:
         tools = [{"type": "function", "function": {"name": "f"}}]
-        asking = asyncio.ensure_future(world.ask(tools=tools, n=2))
+        asking = asyncio.ensure_future(world.ask(tools=tools))
         with pytest.raises(RolloutFailure, match="own_tool_format:raises raised KeyError: 'Hello "):
             async with world.session.while_open():
                 await asyncio.Event().wait()

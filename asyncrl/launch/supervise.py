@@ -33,7 +33,7 @@ RESTART_WINDOW_S = 3600.0
 """Seconds of work after which a restart no longer counts."""
 STATE_TIMEOUT_S = 5.0
 NO_LOSS = (errors.PublishError, errors.JournalError, errors.TrainerError)
-"""Errors that a new process would not fix; errors.TrainerLost is excepted."""
+"""Errors that a new process would not fix; TrainerLost is excepted."""
 UNANSWERED = (CallLost, CallRefused, errors.EngineError)
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
 T = TypeVar("T")
@@ -47,43 +47,6 @@ class Supervision:
     on_event: Callable[[str, Mapping[str, Any]], None]
 
 
-class Restarts:
-    """Restart policy: at most max_restarts within RESTART_WINDOW_S of work. A lost node counts as none: it
-    is waited for NODE_WAIT_S, or as long as it is dispensable.
-    """
-
-    def __init__(self, config: SupervisionConfig) -> None:
-        self._config = config
-        self._worked_s = 0.0
-        self._restarts_s = list[float]()
-        """`_worked_s` at each counting restart."""
-        self._waits_since_s: float | None = None
-
-    def worked_nowait(self, seconds: float) -> None:
-        self._worked_s += seconds
-        self._waits_since_s = None
-
-    def again_nowait(self, lost: RoomError, *, is_dispensable: bool) -> tuple[str, float]:
-        """Return (allowance as text, seconds to wait). Raises the final RoomError."""
-        limit = self._config.max_restarts
-        if not limit:
-            raise lost
-        if isinstance(lost, NodeLost):
-            now_s = asyncio.get_running_loop().time()
-            if is_dispensable or self._waits_since_s is None:
-                self._waits_since_s = now_s
-            if now_s - self._waits_since_s < NODE_WAIT_S:
-                how = "continues without it" if is_dispensable else f"waits {NODE_WAIT_S:g} s at most"
-                return f"once its node is back; the run {how}", NODE_PERIOD_S
-            raise _final(lost, f"a run waits {NODE_WAIT_S:g} s for a node that it needs")
-        num = sum(self._worked_s - at_s < RESTART_WINDOW_S for at_s in self._restarts_s)
-        if num >= limit:
-            rule = f"supervision.max_restarts={limit} is used up within {RESTART_WINDOW_S:g} s of work"
-            raise _final(lost, rule)
-        self._restarts_s.append(self._worked_s)
-        return f"{num + 1} of {limit}", min(self._config.backoff_s * 2.0**num, MAX_BACKOFF_S)
-
-
 def _final(lost: RoomError, rule: str) -> RoomError:
     way_out = lost.way_out or f"read the log of {lost.room}, then resume the run."
     return RoomError(lost.room, lost.fault, rule=f"{lost.rule}; {rule}".lstrip("; "), way_out=way_out)
@@ -95,7 +58,7 @@ class Supervisor:
     Life: up -> lost (died, silent for heartbeat_s, or broke a call) -> down -> backoff -> start and
         restore state -> up. A loss on the way counts too.
     Waits: for a loss, then backoff_s (doubled up to 30 s), free devices, the start, and bring_back.
-    Invariant: what Restarts refuses ends the run.
+    Invariant: a refused restart ends the run.
     """
 
     kind = ""
@@ -124,23 +87,52 @@ class Supervisor:
     async def run(self) -> None:
         """Watch until cancelled. Raises the RoomError that ends the run."""
         clock = asyncio.get_running_loop().time
-        restarts = Restarts(self.config)
+        self._worked_s = 0.0
+        self._restarts_s = list[float]()
+        """`_worked_s` at each counting restart."""
+        self._waits_since_s: float | None = None
         lost = None if self.is_up else await self._start()
         while True:
             was_node_gone = isinstance(lost, NodeLost)
             if lost is None:
                 since_s = clock()
                 lost = await self._until_lost(self._wait_unfit())
-                restarts.worked_nowait(clock() - since_s)
+                self._worked_s += clock() - since_s
+                self._waits_since_s = None
             if lost is not None:
-                lost = await self._replace(lost, restarts, is_told=was_node_gone)
+                lost = await self._replace(lost, is_told=was_node_gone)
 
-    async def _replace(self, lost: RoomError, restarts: Restarts, *, is_told: bool) -> RoomError | None:
+    def _allow(self, lost: RoomError) -> tuple[str, float]:
+        """Return the allowance as text, and seconds to wait. Raises the final RoomError.
+
+        At most max_restarts are within RESTART_WINDOW_S of work. A lost node counts as none: it is waited for
+        NODE_WAIT_S, or as long as it is dispensable.
+        """
+        limit = self.config.max_restarts
+        if not limit:
+            raise lost
+        if isinstance(lost, NodeLost):
+            now_s = asyncio.get_running_loop().time()
+            is_dispensable = self._is_dispensable()
+            if is_dispensable or self._waits_since_s is None:
+                self._waits_since_s = now_s
+            if now_s - self._waits_since_s < NODE_WAIT_S:
+                how = "continues without it" if is_dispensable else f"waits {NODE_WAIT_S:g} s at most"
+                return f"once its node is back; the run {how}", NODE_PERIOD_S
+            raise _final(lost, f"a run waits {NODE_WAIT_S:g} s for a node that it needs")
+        num = sum(self._worked_s - at_s < RESTART_WINDOW_S for at_s in self._restarts_s)
+        if num >= limit:
+            rule = f"supervision.max_restarts={limit} is used up within {RESTART_WINDOW_S:g} s of work"
+            raise _final(lost, rule)
+        self._restarts_s.append(self._worked_s)
+        return f"{num + 1} of {limit}", min(self.config.backoff_s * 2.0**num, MAX_BACKOFF_S)
+
+    async def _replace(self, lost: RoomError, *, is_told: bool) -> RoomError | None:
         """Return the reason of another loss, if any. `is_told`: its node was missing before."""
         clock = asyncio.get_running_loop().time
         is_node_gone = isinstance(lost, NodeLost)
         try:
-            allowance, wait_s = restarts.again_nowait(lost, is_dispensable=self._is_dispensable())
+            allowance, wait_s = self._allow(lost)
         except RoomError:
             if self.config.max_restarts:  # report this error instead of the death
                 await self._end()
@@ -257,7 +249,7 @@ class Server:
         return self.child.name
 
     async def ask(self, timeout_s: float) -> Health:
-        """Raises CallLost, CallRefused or errors.EngineError."""
+        """Raises CallLost, CallRefused or EngineError."""
         if self.client_health is not None:
             return await self.client_health(timeout_s)
         return await self.caller.get("/health", self.answers, timeout_s=timeout_s)

@@ -317,9 +317,6 @@ class TrainerMemory:
         if self._memory is None or self._memory.handle not in handles:
             here = name_of(self._device)
             own = [handle for handle in handles if handle.device == here]
-            if not own:
-                there = ", ".join(handle.device or "the host" for handle in handles)
-                raise OSError(f"the trainer's memory is on {there}, and this engine on {here or 'the CPU'}")
             self._memory = None  # before the next one is opened
             self._memory = open_memory(own[0], self._device)
         memory = self._memory
