@@ -37,11 +37,13 @@ THINKS = f"<think>\nTwo sums.\n</think>\n\nLet me add.\n{CALL}\n{CALL}"
 @in_loop
 async def test_stream_is_whole_across_a_push_and_stops() -> None:
     async with talking("Grüße 🙂🙂 an alle <stop> nie gezeigt") as talk:
-        chunks = [chunk async for chunk in await talk.chat(stream=True, stop=["<stop>"])]
-        pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+        usage = {"include_usage": True}
+        chunks = [one async for one in await talk.chat(stream=True, stop=["<stop>"], stream_options=usage)]
+        pieces = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
         assert "".join(pieces) == "Grüße 🙂🙂 an alle "
         assert sum(map(bool, pieces)) > 5, "it came in pieces"
-        assert chunks[-1].choices[0].finish_reason == "stop"
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert (chunks[-2].usage, chunks[-1].choices) == (None, [])
         assert chunks[-1].usage.completion_tokens == len("Grüße 🙂🙂 an alle <stop>".encode())
         assert talk.world.session.rollout(0, Outcome(), 1.0)[0].num_interruptions == 1
 
@@ -91,9 +93,9 @@ async def test_completions_continue_recorded_ids() -> None:
         answer = await completions.create(model="m", prompt="Once")
         assert answer.choices[0].text == "Hello there."
         ids = [*engine.tokenizer.encode("OnceHello there."), 257, 65]
-        await completions.create(model="m", prompt=ids)
+        await completions.create(model="m", prompt=[ids])
         assert list(engine.requests[1].prompt_ids) == ids
-        stream = await completions.create(model="m", prompt="x", stream=True)
+        stream = await completions.create(model="m", prompt=["x"], stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello there."
         assert talk.world.gateway.stats().extended == 1
 
@@ -233,11 +235,13 @@ def outputs(response: Any) -> list[dict[str, Any]]:
 
 
 @streams
-@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("by", ["id", "items", "sealed items", "references"])
 @in_loop
-async def test_tool_loop_is_one_branch(is_kept: bool, streamed: bool) -> None:
+async def test_tool_loop_is_one_branch(by: str, streamed: bool) -> None:
     hosted = {"type": "web_search", "external_web_access": False}  # of Codex 0.169
-    shape: dict[str, Any] = {"instructions": "Be short.", "tools": [RESPONSES_ADD, hosted], "store": is_kept}
+    shape: dict[str, Any] = {"instructions": "Be short.", "tools": [RESPONSES_ADD, hosted]}
+    if by == "sealed items":
+        shape |= {"include": ["reasoning.encrypted_content"], "store": False}
     async with talking(THINKS, DONE) as talk:
         asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "1+2?"}]}]
         first = await talk.respond(asked, streamed=streamed, **shape)
@@ -247,9 +251,13 @@ async def test_tool_loop_is_one_branch(is_kept: bool, streamed: bool) -> None:
         assert first.output[0].content[0].text == "Two sums."
         assert json.loads(first.output[2].arguments) == {"a": 1, "b": [2, "ü"]}
         items = [item.model_dump(exclude_none=True) for item in first.output]
-        if is_kept:
+        if by == "id":
             shape["previous_response_id"] = first.id
             asked = items = []
+        elif by == "references":
+            items = [{"type": "item_reference", "id": item.id} for item in first.output]
+        elif by == "sealed items":
+            del items[0]["content"]
         second = await talk.respond([*asked, *items, *outputs(first)], streamed=streamed, **shape)
         assert second.output_text == "Three."
         assert talk.is_one_branch_of(THINKS, DONE)
@@ -272,6 +280,10 @@ async def test_response_repeats_the_request_and_can_be_continued() -> None:
             with pytest.raises(openai.NotFoundError, match="not kept") as missing:
                 await client.responses.create(model="m", input="x", previous_response_id=name)
             assert missing.value.code == "previous_response_not_found"
+        for name in ("rs_resp-7", "fc_resp-0_2", "x_resp-0", "x"):
+            with pytest.raises(openai.NotFoundError) as missing:
+                await talk.respond([{"type": "item_reference", "id": name}])
+            assert missing.value.param == "input[0]"
 
 
 @in_loop

@@ -32,7 +32,7 @@ BATCH = make_batch(version=3)
 
 
 def logprobs(step: TrainStep) -> np.ndarray:
-    return step._forward(step.policy, BatchNumbers(*BATCH, BATCH[1].loss_mask))
+    return step._forward(step.policy, BatchNumbers(*BATCH, BATCH[1].loss_mask))[0]
 
 
 def test_adapters_alone_are_trained(make_step: MakeStep, tiny_model_dir: Path) -> None:

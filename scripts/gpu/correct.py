@@ -80,9 +80,9 @@ def all_losses(bench: Bench) -> None:
         objective = Objective(make_spec(bench, model, algorithm={"loss": name}))
         batch = BatchNumbers(header, arrays, mask, proximal_N=proximal_N)
         batch.advantage_N = objective.advantages(batch)
-        weight_S = objective.step_weights(batch, mask)
+        numbers = objective.step_numbers(batch, mask)
         (found, found_M), (exact, exact_M) = (
-            _loss_on(torch.device(kind), objective, batch, current_N, weight_S)
+            _loss_on(torch.device(kind), objective, batch, current_N, numbers)
             for kind in (bench.device, "cpu")
         )
         worst["loss"] = max(worst["loss"], abs(found - exact) / max(abs(exact), 1e-3))
@@ -92,12 +92,12 @@ def all_losses(bench: Bench) -> None:
 
 
 def _loss_on(
-    device: torch.device, objective: Objective, batch: BatchNumbers, current_N: np.ndarray, weight_S: Tensor
+    device: torch.device, objective: Objective, batch: BatchNumbers, current_N: np.ndarray, numbers: Any
 ) -> tuple[float, Tensor]:
     given = (batch.header, batch.arrays, batch.has_loss)
     ((micro, _),) = micro_batches(*given, 10**6, device, ONE_RANK, Costs(0.0, 0.0))
     current_M = torch.from_numpy(current_N[micro.source_M]).to(device).requires_grad_()
-    loss, _ = objective.micro_loss(micro, current_M, batch, weight_S)
+    loss, _ = objective.micro_loss(micro, current_M, batch, numbers)
     loss.backward()
     assert current_M.grad is not None
     return float(loss.detach()), current_M.grad
@@ -175,7 +175,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
-    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))
+    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))[0]
 
 
 def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, Tensor]:

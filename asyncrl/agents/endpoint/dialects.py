@@ -128,7 +128,13 @@ def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
     return to_json(anthropic_error(error), inf_nan_mode="null") if is_anthropics else error.body()
 
 
-def models_body(model: str) -> dict[str, Any]:
+def model_body(model: str, name: str | None) -> dict[str, Any]:
+    """None: the list. Raises ApiError."""
+    if name not in (None, model):
+        why = f"This server has one model, {model}."
+        raise ApiError(404, why, code="model_not_found", param="model")
     body = {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
     body |= {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+    if name is not None:
+        return body
     return {"object": "list", "data": [body], "has_more": False, "first_id": model, "last_id": model}

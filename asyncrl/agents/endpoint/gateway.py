@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, models_body
+from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, model_body
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
 from asyncrl.agents.endpoint.listener import BACKLOG, AppServer
 from asyncrl.agents.endpoint.openai_dialects import CHAT, RESPONSES, TEXT
@@ -48,6 +48,7 @@ _EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models."
 
 
 class Gateway:
@@ -93,6 +94,7 @@ class Gateway:
                 add(f"{prefix}/{dialect.path}", handler, methods=["POST"], openapi_extra=extra)
             add(f"{prefix}/messages/count_tokens", self._count, methods=["POST"])
             add(f"{prefix}/models", self._models)
+            add(f"{prefix}/models/{{model:path}}", self._models)
         app.router.routes += extra_routes
         return app
 
@@ -151,7 +153,8 @@ class Gateway:
         if isinstance(error, ClientDisconnect):
             error = client_gone()
         elif isinstance(error, HTTPException):
-            error = ApiError(error.status_code, error.detail, headers=error.headers)
+            why = f"Invalid URL. {_ROUTES}" if error.status_code == 404 else error.detail
+            error = ApiError(error.status_code, why, headers=error.headers)
         elif not isinstance(error, ApiError):
             why = "Internal error of the gateway; its log has the traceback."
             error = ApiError(500, why, type="server_error", headers=NO_RETRY)
@@ -212,7 +215,7 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self._sessions.find(shown_key(request))
-        return JSONResponse(models_body(self._model))
+        return JSONResponse(model_body(self._model, request.path_params.get("model")))
 
 
 def is_connected(request: Request) -> bool:

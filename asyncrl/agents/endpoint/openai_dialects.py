@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,6 +46,9 @@ class ChatWriter(Writer):
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._has_usage = options.get("include_usage") is True
+
     def body(self, call: GatewayCall) -> dict[str, Any]:
         choice = {"index": 0, **self._choice(call.answer), "finish_reason": call.answer.finish_reason}
         return self._head(call, self.whole) | {"choices": [choice], "usage": self._usage(call)}
@@ -72,9 +76,10 @@ class ChatWriter(Writer):
         return encoded(self._head(call, self.chunk) | {"choices": [choice]})
 
     def _end(self, call: GatewayCall, **part: Any) -> bytes:
-        choice = {"index": 0, "logprobs": None, "finish_reason": call.answer.finish_reason, **part}
-        last = self._head(call, self.chunk) | {"choices": [choice], "usage": self._usage(call)}
-        return encoded(last) + b"data: [DONE]\n\n"
+        last = self._event(call, finish_reason=call.answer.finish_reason, **part)
+        if self._has_usage:
+            last += encoded(self._head(call, self.chunk) | {"choices": [], "usage": self._usage(call)})
+        return last + b"data: [DONE]\n\n"
 
     def _head(self, call: GatewayCall, kind: str) -> dict[str, Any]:
         return {"id": call.name, "object": kind, "created": call.created_s, "model": call.model}
@@ -99,11 +104,13 @@ class TextWriter(ChatWriter):
 
 
 def _read_chat(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
-    return reader.chat(body), ChatWriter()
+    asked = reader.chat(body)
+    return asked, ChatWriter(asked.stream_options)
 
 
 def _read_text(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
-    return reader.text(body), TextWriter()
+    asked = reader.text(body)
+    return asked, TextWriter(asked.stream_options)
 
 
 CHAT = Dialect("chatcmpl", "chat/completions", None, _read_chat, ChatRequest)
@@ -139,7 +146,7 @@ def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswer
     items = asked.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}] if items else []
-    messages = _messages(items)
+    messages = _messages([_resolved(item, f"input[{number}]", kept) for number, item in enumerate(items)])
     if not messages:
         raise invalid("input: it must be a text or a list of items, not empty.", "input")
     tools = list(_tools(asked.tools, reader))
@@ -180,7 +187,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         case {"role": role, "content": content}:
             return {"role": role, "content": content}
         case {"type": "reasoning"}:
-            thought = item.get("content") or item.get("summary") or ""
+            thought = item.get("content") or unsealed(item, where) or item.get("summary") or ""
             return {"role": "assistant", "reasoning_content": thought}
         case {"type": "function_call", "call_id": name}:
             call = {"id": name, "type": "function", "function": present(item, "name", "arguments")}
@@ -190,6 +197,42 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     kind = item.get("type") if isinstance(item, dict) else item
     why = "use message, reasoning, function_call and function_call_output, with all fields"
     raise invalid(f"{where}: an item of type {shown(kind)} is not supported: {why}.", where)
+
+
+def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
+    """Return the item that an item_reference names. Raises ApiError: 404."""
+    if not isinstance(item, dict) or item.get("type") != "item_reference":
+        return item
+    kind, _, rest = str(item.get("id")).partition("_")
+    name, _, index = rest.partition("_")
+    answer = kept_answer(name, param, kept).messages[-1]
+    calls = answer.get("tool_calls", [])
+    match kind:
+        case "rs":
+            return {"type": "reasoning", "content": answer.get("reasoning_content", "")}
+        case "msg":
+            return {"role": "assistant", "content": answer["content"]}
+        case "fc" if index in map(str, range(len(calls))):
+            call = calls[int(index)]
+            return {"type": "function_call", "call_id": call["id"], **call["function"]}
+    raise ApiError(404, f"{param}: there is no item {shown(item.get('id'))}.", param=param)
+
+
+_SEALED = "asyncrl:"
+"""Beginning of encrypted_content: the thought as base64, for clients that keep nothing else."""
+
+
+def unsealed(item: Mapping[str, Any], where: str) -> str:
+    """Raises ApiError for the encrypted_content of another server."""
+    hidden = item.get("encrypted_content") or _SEALED
+    try:
+        head, found, text = str(hidden).partition(_SEALED)
+        if head or not found:
+            raise ValueError("it does not come from this gateway")
+        return base64.b64decode(text, validate=True).decode()
+    except ValueError as error:
+        name = f"{where}.encrypted_content"
+        raise invalid(f"{name} cannot be read: {error}.", name) from None
 
 
 def _tools(tools: Sequence[Any], reader: RequestReader) -> Iterator[dict[str, Any]]:
@@ -209,6 +252,7 @@ _PARTS: Mapping[Kind, tuple[str, str]] = {"thought": ("rs", "reasoning_text"), "
 class ResponseWriter(Writer):
     def __init__(self, asked: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> None:
         self.continues = Kept(messages) if asked.store else None
+        self._is_sealed = "reasoning.encrypted_content" in asked.include
         self._echoed = asked.model_dump(exclude=NOT_ECHOED)
 
     def body(self, call: GatewayCall) -> dict[str, Any]:
@@ -285,6 +329,8 @@ class ResponseWriter(Writer):
         part: dict[str, Any] = {"type": part_type}
         if kind == "thought":
             part["text"] = answer.thought
+            if self._is_sealed:
+                item["encrypted_content"] = _SEALED + base64.b64encode(answer.thought.encode()).decode()
             return item | {"type": "reasoning", "summary": [], "content": [part]}
         if answer.finish_reason == "length":
             item["status"] = "incomplete"

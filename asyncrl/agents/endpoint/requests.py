@@ -254,6 +254,7 @@ class CallRequest(CallParameters):
 
     stop: Stops = []
     max_tokens: Count | None = None
+    stream_options: dict[str, Any] = {}
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
@@ -281,12 +282,21 @@ class ChatRequest(CallRequest):
         return bool(self.tools) and not self.parallel_tool_calls
 
 
+def _is_one(prompt: Any) -> bool:
+    """Return whether it is a list of one prompt, as some clients send it."""
+    return isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list))
+
+
 class TextRequest(CallRequest):
     """/v1/completions."""
 
     param = "prompt"
 
-    prompt: Annotated[str | list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt: Annotated[
+        str | list[Annotated[int, Field(ge=0)]],
+        Field(min_length=1),
+        BeforeValidator(lambda prompt: prompt[0] if _is_one(prompt) else prompt),
+    ]
     logprobs: Literal[False] = False
     top_logprobs: Literal[0] = 0
     max_tokens: Count | None = 16  # OpenAI's default
