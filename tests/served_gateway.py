@@ -39,7 +39,8 @@ def check_gateway(url: str, key: str) -> None:
 
 def _check_dialects(gpt: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     chat: Any = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 16}
-    chunks = list(gpt.chat.completions.create(**chat, stream=True))
+    options: Any = {"include_usage": True}
+    chunks = list(gpt.chat.completions.create(**chat, stream=True, stream_options=options))
     whole = gpt.chat.completions.create(**chat, seed=5)
     assert whole.choices == gpt.chat.completions.create(**chat, seed=5).choices
     assert 0 < chunks[-1].usage.completion_tokens <= 16
