@@ -110,6 +110,20 @@ def test_replayed_steps_draw_the_same_across_a_publish(
     assert recorded.num_captured - again <= MOST_GRAPHS
 
 
+class Refusing(DecodeGraphs):
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_graphs_that_cannot_be_captured_are_given_up(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = make_spec(folder, slots=10, deterministic=False)
+    engine = build_engine(spec)
+    assert engine.runner.plain is not None
+    engine.runner.graphs = Refusing(engine.runner, engine.runner.plain, spec.slots)
+    check_same(answers(engine), answers(build_engine(spec)))
+    assert caplog.text.count("cannot be captured: operation not") == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_on_a_device_give_the_computed_bits(

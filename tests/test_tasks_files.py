@@ -80,6 +80,11 @@ def test_folder_is_read_as_a_dataset(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
     task = dataset_task()
     assert [task.prompt(i).answer for i in range(len(task))] == ["4", "6"]
+    import datasets
+
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
+    saved = build_task(TaskConfig(dataset=str(tmp_path / "saved"), reward="math"), seed=0)
+    assert [saved.prompt(i).answer for i in range(len(saved))] == ["4", "6"]
     with pytest.raises(ConfigError, match=r"row 0 has no column q(.|\n)*prompt, answer, level"):
         dataset_task(prompt_column="q")
     with pytest.raises(ConfigError, match=r"split test cannot be loaded(.|\n)*task.split"):

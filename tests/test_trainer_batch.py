@@ -27,7 +27,7 @@ from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Traj
 from asyncrl.messages.token_grammars import GrammarError
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.trainer import tree
-from asyncrl.trainer.objective import BatchNumbers, find_units, loss_tokens
+from asyncrl.trainer.objective import BatchNumbers, check_any_loss, check_batch, find_units, loss_tokens
 from asyncrl.trainer.packing import Costs, find_allowed, micro_batches, mini_batches
 from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.ranks import Ranks
@@ -41,6 +41,24 @@ def at(array: np.ndarray, index: int, value: object) -> np.ndarray:
     result = array.copy()
     result[index] = value
     return result
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("token_ids", 52, "like id 52 with"),
+        ("behaviour_logprobs", np.nan, "with logprob nan of"),
+        ("versions", 1, "of version 1"),
+    ],
+)
+def test_token_that_the_model_cannot_have_sampled_is_refused(name: str, value: float, message: str) -> None:
+    header, arrays = make_batch()
+    check_batch(header, arrays, 0, vocab_size=52)
+    with pytest.raises(Refused, match=message) as caught:
+        check_batch(header, changed(arrays, **{name: at(getattr(arrays, name), 7, value)}), 0, vocab_size=52)
+    assert caught.value.status == 422
+    with pytest.raises(Refused, match="no token that carries loss"):
+        check_any_loss(header, arrays, arrays.loss_mask & False)
 
 
 def test_old_token_is_refused_unless_it_may_be_masked() -> None:

@@ -225,3 +225,27 @@ def test_uncompilable_model_is_left_or_refused(
     monkeypatch.setattr(fused.shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match="no C compiler"):
         build_model.should_compile(asked, model, packed, cpu)
+
+
+@GUARDED
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_inductor_learns_the_same_on_a_cpu(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler of CUDA, in shards as there; layers and head."""
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # Inductor sets it for good
+    with mesh_of_one(tmp_path) as ranks:
+        eager, compiled = (
+            TrainStep(
+                make_spec(tiny_model_dir, tmp_path, trainer={"learning_rate": 1e-3, "compile": is_on}), ranks
+            )
+            for is_on in (False, True)
+        )
+        assert compiled.policy.is_compiled
+        for version in range(2):
+            batch = make_batch(version=version, seed=version, num_groups=2 + version)
+            wanted, found = (learned(one.train(*batch)) for one in (eager, compiled))
+            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+    torch._dynamo.reset()
+    fused.compiled.cache_clear()

@@ -192,6 +192,8 @@ class _Child(NamedTuple):
         sys.path[:0] = [path for path in paths if path and path not in sys.path]
         sys.argv = [self.module, *self.arguments]
         _set_title([sys.executable, "-m", *sys.argv])
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # torch always starts at one seed
         main = importlib.import_module(self.module)
         if hasattr(main, "__path__"):
             main = importlib.import_module(f"{self.module}.__main__")

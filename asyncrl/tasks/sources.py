@@ -199,12 +199,18 @@ READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parque
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
-    """`settings` go to `datasets.load_dataset`. Raises ConfigError."""
+    """`settings` go to `datasets.load_dataset`. A folder may come from `save_to_disk` or contain data files.
+    Raises ConfigError.
+    """
     import datasets
 
     shown = f"task.dataset={name}, split {split}"
     try:
-        rows: Any = datasets.load_dataset(name, split=split, **settings)
+        if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            rows: Any = datasets.load_from_disk(name)
+            rows = rows[split] if isinstance(rows, Mapping) else rows
+        else:
+            rows = datasets.load_dataset(name, split=split, **settings)
     except Exception as error:  # file formats and the hub raise various errors
         what = f"{shown} cannot be loaded: {type(error).__name__}: {error}"
         way_out = "check hub id or folder, task.split, subset (task.args: {name: ...}) and network."

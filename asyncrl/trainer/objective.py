@@ -30,11 +30,21 @@ Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]
 
 
-def check_version(header: BatchHeader, policy_version: int) -> None:
+def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
+    """Raise Refused for a batch of another version (409), or tokens that the model cannot have sampled (422)."""
     if header.version != policy_version:
         what = f"batch {header.version} came while the trainer is at policy_version {policy_version}"
         rule = "batch v is trained once, by policy_version v"
         raise Refused(409, what, rule=rule, way_out="start the run again.")
+    ids = arrays.token_ids
+    is_wrong = (ids < 0) | (ids >= vocab_size) | ~np.isfinite(arrays.behaviour_logprobs)
+    is_wrong |= arrays.loss_mask & (arrays.versions > header.version)
+    if is_wrong.any():
+        first = int(np.argmax(is_wrong))
+        what = f"{is_wrong.sum()} tokens of batch {header.version} cannot be, like id {ids[first]} with "
+        what += f"logprob {arrays.behaviour_logprobs[first]} of version {arrays.versions[first]}"
+        rule = f"ids are below {vocab_size}, logprobs finite, and versions at most the batch's"
+        raise Refused(422, what, rule=rule, way_out="use engines that serve this model; start the run again.")
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:

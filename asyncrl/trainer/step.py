@@ -119,7 +119,7 @@ class TrainStep(TrainedModel):
         """Train on a batch; return metrics by full name, NaN without a value. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
         self._meter.start()
-        objective.check_version(header, self.policy_version)
+        objective.check_batch(header, arrays, self.policy_version, self._vocab_size)
         has_loss = objective.loss_tokens(header, arrays)
         allowed = packing.find_allowed(header, arrays, has_loss, lambda: self._grammars)
         objective.check_any_loss(header, arrays, has_loss)

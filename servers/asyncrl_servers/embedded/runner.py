@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -37,6 +38,7 @@ from asyncrl_servers.embedded.kv_attention import (
     padded_length,
 )
 
+log = logging.getLogger(__name__)
 PREFILL_ROWS = 1024
 """Maximum tokens per prefill call."""
 QUERY_CHUNK = 256
@@ -199,6 +201,8 @@ class DecodeGraphs:
         self._addresses: list[int] = []
         self._num_steps = Counter[Layout]()
         self._replays: OrderedDict[Layout, Callable[[], None]] = OrderedDict()
+        self.is_refused = False
+        """A capture failed: steps go on without graphs."""
         self.drop()
 
     def step(self, last_ids: Ints, lengths: Ints) -> Tensor:
@@ -226,19 +230,22 @@ class DecodeGraphs:
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """Return a function that replays `function`, which runs once before the capture, to initialize
-        libraries.
+        libraries. Raises RuntimeError.
         """
         if self._capturing is None:
             self._capturing = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         stream, pool = self._capturing
         here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            function()
-        here.wait_stream(stream)
-        # Other threads may allocate memory during the capture.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            function()
+        try:
+            with torch.cuda.stream(stream):
+                function()
+            here.wait_stream(stream)
+            # Other threads may allocate memory during the capture.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                function()
+        finally:
+            torch.cuda.set_stream(here)  # a failed capture leaves its own stream
         return graph.replay
 
     def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
@@ -278,9 +285,16 @@ class DecodeGraphs:
         if len(self._num_steps) >= 16 * MOST_GRAPHS:
             self._num_steps.clear()
         self._num_steps[layout] += 1
-        if self._num_steps[layout] <= MIN_STEPS:
+        if self._num_steps[layout] <= MIN_STEPS or self.is_refused:
             return None
-        replay = self.capture(partial(self._compute, layout, logits))
+        try:
+            replay = self.capture(partial(self._compute, layout, logits))
+        except RuntimeError as error:
+            self.is_refused = True
+            self._replays.clear()
+            what = "decode steps go on without CUDA graphs: a step of %d rows cannot be captured: %s"
+            log.warning(what, layout[0], error)
+            return None
         if len(self._replays) >= MOST_GRAPHS:
             self._replays.popitem(last=False)
         self._replays[layout] = replay
