@@ -31,7 +31,7 @@ Stats = dict[str, Tensor | float]
 
 
 def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
-    """Raise Refused for a batch of another version (409), or tokens that the model cannot have sampled (422)."""
+    """Raise Refused for a batch of another version (409), or tokens that no model can have sampled (422)."""
     if header.version != policy_version:
         what = f"batch {header.version} came while the trainer is at policy_version {policy_version}"
         rule = "batch v is trained once, by policy_version v"
