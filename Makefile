@@ -10,7 +10,7 @@
 # make bench         every benchmark, a short table each
 # make gpu           on a machine with a CUDA device: what it computes against a CPU, and how fast; results in benchmarks/results
 # make fuzz          kill real runs some 300 times, resume them, and check what they did (an hour)
-# make faults        the tests that kill, cut off and slow down hosts of a network, ROUNDS times (20; some minutes each); needs root
+# make faults        the tests that kill hosts of a network, ROUNDS times (20; some minutes each); needs root
 # make docs          write docs/configuration.md anew from the settings
 # make site          install, then build the site of docs/ into build/site; a warning ends it
 .PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all test-long check bench gpu fuzz faults docs

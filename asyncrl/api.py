@@ -8,13 +8,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import config_from, name_of_config
-from asyncrl.job.lifecycle import SIGNALS, new_run_dir
-from asyncrl.job.resume import as_resume_mode
+from asyncrl.job.lifecycle import SIGNALS, Lifecycle, new_run_dir
 from asyncrl.launch.fork_server import serving
 from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout
@@ -49,12 +47,7 @@ def run(
     AsyncrlError that ended the run, with all processes ended.
     """
     callbacks = Callbacks(
-        {
-            "on_step": on_step,
-            "on_evaluation": on_evaluation,
-            "on_sample": on_sample,
-            "on_weights": on_weights,
-        }
+        {"on_step": on_step, "on_evaluation": on_evaluation, "on_sample": on_sample, "on_weights": on_weights}
     )
     from asyncrl.job.loop import run_job
 
@@ -64,8 +57,7 @@ def run(
         values = config.model_dump() if isinstance(config, RunConfig) else config
         name, loaded = "run", config_from(values, overrides)
     folder = Path(run_dir or new_run_dir(name))
-    mode = as_resume_mode(resume)
-    interrupts = SimpleQueue[int]() if _is_in_loop() else None
+    lives = list[Lifecycle]()
 
     def train() -> None:
         with serving():
@@ -73,16 +65,16 @@ def run(
                 loaded,
                 folder,
                 name=name,
-                resume=mode,
+                resume=resume,
                 allow_change=allow_change,
                 callbacks=callbacks,
-                interrupts=interrupts,
+                on_start=lives.append,
             )
 
-    if interrupts is None:
-        train()
+    if _is_in_loop():
+        _run_in_thread(train, lives)
     else:
-        _run_in_thread(train, interrupts)
+        train()
     return read_run(folder)
 
 
@@ -94,13 +86,16 @@ def _is_in_loop() -> bool:
     return True
 
 
-def _run_in_thread(train: Callable[[], None], interrupts: SimpleQueue[int]) -> None:
+def _run_in_thread(train: Callable[[], None], lives: Sequence[Lifecycle]) -> None:
     """Call `train` in a thread, and forward the main thread's signals."""
+
+    def forward(number: int, frame: object) -> None:
+        for life in lives:
+            life.interrupt_soon(number)
+
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
+    before = {number: signal.signal(number, forward) for number in SIGNALS if is_main}
     try:
-        for number in before:
-            signal.signal(number, lambda number, frame: interrupts.put(number))
         with ThreadPoolExecutor(1, "asyncrl run") as pool:
             training = pool.submit(train)
             while not training.done():

@@ -47,35 +47,26 @@ app = typer.Typer(
 serve_app = typer.Typer(help="A gateway, to try an agent, or an engine.", no_args_is_help=True)
 app.add_typer(serve_app, name="serve")
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
+DEVICES_HELP = """Plan for other CUDA devices: 8xH200-141GB, 2x80GB, cpu; 2x8xH200-141GB: two nodes.
+GB is 10^9 bytes, GiB 2^30. Needs --cores and --memory."""
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
 
 
-def _print_version(is_wanted: bool) -> None:
-    if is_wanted:
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
         typer.echo(f"asyncrl {__version__}")
         raise typer.Exit
 
 
-Version = Annotated[
-    bool,
-    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-]
-
-
-@app.callback()
-def _root(version: Version = False) -> None:
-    pass
-
-
 @app.command()
 def init(
-    kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent|tutorial", help="What to start from.")],
+    kind: Annotated[str, Argument(metavar="quickstart|gsm8k|agent", help="What to start from.")],
     folder: Annotated[Path, Option(help="Where to write (default: here).")] = Path(),
 ) -> None:
     """Write a config with its task and agent. Never overwrites files.
 
     quickstart: letters on a CPU in half a minute. gsm8k: Qwen3-0.6B on one GPU. agent: a model calls a tool.
-    tutorial: the tutorial's task and agent.
     """
     from asyncrl.templates import write_template
 
@@ -88,9 +79,7 @@ def run(
     config: ConfigPath,
     overrides: Overrides = None,
     run_dir: Annotated[File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")] = None,
-    resume: Annotated[
-        str, typer.Option(help="auto: resume a run in --run-dir; never: refuse it; must: refuse a new run.")
-    ] = "auto",
+    resume: Annotated[str, typer.Option(help="never: refuse a run in --run-dir; must: a new one.")] = "auto",
     allow_change: Annotated[Texts, Option(help="Key or section that may change in a resumed run.")] = None,
 ) -> None:
     """Train. Start with trainer.num_groups, buffer.max_staleness and placement; `asyncrl keys` describes all
@@ -104,11 +93,9 @@ def run(
     loaded = load_config(config, overrides or [])
     with serving():  # imports for children run in parallel
         from asyncrl.job.loop import run_job
-        from asyncrl.job.resume import as_resume_mode
 
-        mode = as_resume_mode(resume)
         code = run_job(
-            loaded, run_dir, name=name_of_config(config), resume=mode, allow_change=allow_change or []
+            loaded, run_dir, name=name_of_config(config), resume=resume, allow_change=allow_change or []
         )
     _exit(code)
 
@@ -117,18 +104,9 @@ def run(
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
-    devices: Annotated[
-        str | None,
-        Option(
-            metavar="NxNAME-SIZE",
-            help="Plan for other CUDA devices: 8xH200-141GB, 2x80GB, cpu; 2x8xH200-141GB: two nodes. GB is "
-            "10^9 bytes, GiB 2^30. Needs --cores and --memory.",
-        ),
-    ] = None,
+    devices: Annotated[Text, Option(metavar="NxNAME-SIZE", help=DEVICES_HELP)] = None,
     cores: Annotated[int | None, Option(metavar="N", help="Cores of each node.")] = None,
-    memory: Annotated[
-        str | None, Option(metavar="SIZE", help="Host memory of each node: 512GB, 2TB.")
-    ] = None,
+    memory: Annotated[Text, Option(metavar="SIZE", help="Host memory of each node: 512GB, 2TB.")] = None,
 ) -> None:
     """Validate a config without loading weights, and print processes, devices, threads and memory by node."""
     from asyncrl.job.check import check_lines
@@ -170,21 +148,18 @@ def _or_newest(run_dir: Path | None) -> Path:
 
 @app.command()
 def runs(
-    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="Folder of runs (default: runs).")] = Path(
-        "runs"
-    ),
+    folder: Annotated[File, Argument(metavar="[FOLDER]", help="Folder of runs (default: runs).")] = None,
     as_json: Json = False,
 ) -> None:
     """List runs, newest first: state, steps, reward, and time of the last write."""
     from asyncrl.observe.show import render_runs
 
-    typer.echo(render_runs(folder, as_json=as_json))
+    typer.echo(render_runs(folder or Path("runs"), as_json=as_json))
 
 
 @app.command()
 def status(
     run_dir: RunDir = None,
-    as_json: Json = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Add waits, queues, engines and time spent.")
     ] = False,
@@ -192,7 +167,7 @@ def status(
     """Describe a run's learning, health and speed."""
     from asyncrl.observe.show import render_status
 
-    typer.echo(render_status(_or_newest(run_dir), as_json=as_json, is_verbose=verbose))
+    typer.echo(render_status(_or_newest(run_dir), is_verbose=verbose))
 
 
 @app.command()
@@ -201,12 +176,8 @@ def inspect(
     as_json: Json = False,
     step: Annotated[int | None, Option(help="Only the batch of this step.")] = None,
     group: Annotated[int | None, Option(help="History of this group, with its conversation.")] = None,
-    samples: Annotated[
-        bool, typer.Option("--samples", help="Rollouts as text: the newest, or of --step.")
-    ] = False,
-    best: Annotated[
-        bool, typer.Option("--best", help="Samples with the best reward of their batch.")
-    ] = False,
+    samples: Annotated[bool, Option("--samples", help="Rollouts as text: the newest, or of --step.")] = False,
+    best: Annotated[bool, Option("--best", help="Samples with the best reward of their batch.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Samples with the worst reward.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
 ) -> None:
@@ -239,17 +210,14 @@ def report(
 def watch(
     run_dirs: RunDirs = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. If others reach it, the page asks for a key.")
-    ] = "127.0.0.1",
-    opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
     """Show the page of one or several runs in a browser, live and read-only, until Ctrl-C."""
     import asyncio
 
     from asyncrl.observe import web
 
-    asyncio.run(web.watch(run_dirs or [_or_newest(None)], host, port, opens=opens, say=typer.echo))
+    asyncio.run(web.watch(run_dirs or [_or_newest(None)], host, port, typer.echo))
 
 
 @app.command()
@@ -258,12 +226,8 @@ def export(
         list[Path],
         Argument(metavar="[RUN_DIR] OUT", help="Run (default: the newest in runs/), and new folder."),
     ],
-    step: Annotated[
-        str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
-    ] = "last",
+    step: Annotated[str, typer.Option(metavar="N|best|last", help="best: by eval/reward_mean.")] = "last",
     adapter: Annotated[bool, Option("--adapter", help="LoRA: only the adapters, not merged.")] = False,
-    base: Annotated[Text, Option(metavar="NAME", help="Hub id of the base model.")] = None,
-    dtype: Annotated[Text, Option(help="float32, bfloat16 or float16 (default: as trained).")] = None,
 ) -> None:
     """Export weights as a Hugging Face folder with a model card, for transformers, vLLM and peft.
 
@@ -275,7 +239,7 @@ def export(
     if len(paths) > 2:
         raise typer.BadParameter(f"export takes RUN_DIR and OUT, not {len(paths)} paths")
     run_dir, out = paths if len(paths) == 2 else (_or_newest(None), *paths)
-    export_run(run_dir, out, step=step, adapter=adapter, base=base, dtype=dtype, tell=typer.echo)
+    export_run(run_dir, out, step=step, adapter=adapter, tell=typer.echo)
 
 
 @app.command()
@@ -298,10 +262,9 @@ def work(
     python: Annotated[Text, Option(metavar="MODULE:FUNCTION", help="Agent: a function.")] = None,
     command: Annotated[Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program.")] = None,
     verifiers: Annotated[Text, Option(metavar="ID", help="Agent: a verifiers environment.")] = None,
-    key: Annotated[
-        Text, Option(help="The worker key (default: ASYNCRL_WORKER_KEY; arguments are public).")
+    key_file: Annotated[
+        File, Option(metavar="FILE", help="The run's gateway.json (default: the key in ASYNCRL_WORKER_KEY).")
     ] = None,
-    key_file: Annotated[File, Option(metavar="FILE", help="File with the key, or gateway.json.")] = None,
     slots: Annotated[int, typer.Option(help="Concurrent rollouts.")] = 8,
     name: Annotated[Text, Option(help="Name in messages (default: HOST/PID).")] = None,
     args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent.")] = None,
@@ -324,7 +287,6 @@ def work(
 
     code = run_worker(
         url,
-        key=key,
         key_file=key_file,
         harness={"python": python, "command": command, "verifiers": verifiers},
         slots=slots,
@@ -345,9 +307,7 @@ def serve_gateway(
     config: ConfigPath,
     overrides: Overrides = None,
     record: Annotated[File, Option(metavar="FILE", help="Append rollouts as JSON lines.")] = None,
-    rollouts: Annotated[
-        int | None, Option(metavar="N", min=1, help="Run N rollouts, print the model's text, and end.")
-    ] = None,
+    rollouts: Annotated[int | None, Option(metavar="N", min=1, help="Run N rollouts, and end.")] = None,
     run_dir: ServeDir = None,
 ) -> None:
     """Serve engines and a gateway without training, until Ctrl-C.
@@ -380,25 +340,15 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
     _exit(code)
 
 
-def _leave_trackers(exit_code: int) -> None:
-    """Exit immediately if a tracker is stuck; its client would wait for its server."""
-    trackers = sys.modules.get("asyncrl.observe.trackers")
-    if trackers is not None and trackers.LEFT:
-        _exit_at_once(exit_code)
-
-
 def _exit(exit_code: int) -> None:
-    if exit_code > 128:  # a library's download thread would delay the exit
-        _exit_at_once(exit_code)
-    _leave_trackers(exit_code)
-    raise typer.Exit(exit_code)
-
-
-def _exit_at_once(exit_code: int) -> None:
-    for file in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            file.flush()
-    os._exit(exit_code)
+    """Exit, immediately if a library's thread would delay it: of a download, or of a stuck tracker."""
+    trackers = sys.modules.get("asyncrl.observe.trackers")
+    if exit_code > 128 or (trackers is not None and trackers.LEFT):
+        for file in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                file.flush()
+        os._exit(exit_code)
+    raise SystemExit(exit_code)
 
 
 def main() -> None:
@@ -412,8 +362,7 @@ def main() -> None:
             raise without_train(module) from None
     except AsyncrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        _leave_trackers(error.exit_code)
-        raise SystemExit(error.exit_code) from None
+        _exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -238,12 +238,13 @@ class Simulation:
         self._waited_s += self.now_s - self._waits_since_s
         self.look_aheads.append(rule.look_ahead)
         self.taken_s.append(self.now_s)
-        choice = rule.take_nowait()
-        taken = [(group_id, self._groups.pop(group_id)) for group_id in choice.group_ids]
+        version = rule.next_batch
+        group_ids, requeued = rule.take_nowait()
+        taken = [(group_id, self._groups.pop(group_id)) for group_id in group_ids]
         for _, group in taken:
-            self._count_tokens(choice.version, group)
-        self.batches.append((choice.version, tuple((group_id, group.oldest) for group_id, group in taken)))
-        for group_id in choice.requeued:
+            self._count_tokens(version, group)
+        self.batches.append((version, tuple((group_id, group.oldest) for group_id, group in taken)))
+        for group_id in requeued:
             self._requeue(group_id)
         if self.auto is not None:
             rule.set_look_ahead(self.auto.batch_taken(self.now_s, rule.num_groups, rule.num_ready))
@@ -254,7 +255,7 @@ class Simulation:
         min_version = version - self.rule.max_staleness
         for rollout in group.rollouts:
             self._tokens += rollout.tokens
-            if self.rule.overdue.masks and rollout.version < min_version:
+            if self.rule.masks and rollout.version < min_version:
                 late_s = self._served_at_s[min_version] - rollout.started_s
                 self._masked += min(rollout.tokens, max(0.0, late_s))
 

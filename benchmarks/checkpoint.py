@@ -64,7 +64,6 @@ def make_step(folder: Path) -> TrainStep:
             trainer=TrainerConfig(),
             staging_dir=folder / "staging",
             record_path=folder / "trained.jsonl",
-            failed_dir=folder / "failed",
         )
     )
 
@@ -147,7 +146,7 @@ def measure(seconds: float, folder: Path) -> tuple[list[Repetition], float, int]
     step = make_step(folder)
     train_once(step)
     first_s, _, _ = save(step, folder / "state", is_beside=False)
-    num_bytes = sum(3 * master.nbytes for master in step._masters.named.values())
+    num_bytes = sum(3 * master.nbytes for master in step.masters.named.values())
     repetitions: list[Repetition] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(repetitions) < MIN_REPETITIONS:

@@ -284,7 +284,6 @@ async def engine_server(
                 slots=slots,
                 max_length=max_length,
                 end_ids=(),
-                device="cpu",
             )
             client = vllm = VllmServer(caller, facts)
             await vllm.ready(START_S)

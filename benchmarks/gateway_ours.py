@@ -17,7 +17,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from asyncrl.agents.endpoint.gateway import Gateway
-from asyncrl.agents.endpoint.listener import collect_less
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
@@ -27,6 +26,7 @@ from asyncrl.base.message import SECRET_ENV
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
+from asyncrl.job.lifecycle import rare_collections
 from asyncrl.messages.records import Outcome
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -85,7 +85,6 @@ async def run(model_path: str, engine_url: str, fd_port: int) -> None:
     rules = CallRules(
         model_name="policy",
         temperature=1.0,
-        top_p=1.0,
         max_tokens=MAX_TOKENS,
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         max_length=MAX_TOKENS + MAX_PROMPT_TOKENS,
@@ -105,8 +104,8 @@ async def run(model_path: str, engine_url: str, fd_port: int) -> None:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     await gateway.start()
-    collect_less()
-    await ended.wait()
+    with rare_collections():
+        await ended.wait()
     await gateway.aclose()
     await caller.aclose()
 

@@ -213,9 +213,9 @@ class Controller:
             temperature=1.0,
         )
         self.producers = Producers(
-            self.buffer,
-            PromptSource(TaskPrompts(task, seed=0, shuffle=True)),
-            RolloutRunner(generator, timeout_s=3600.0, retries=0),
+            sink=self.buffer,
+            source=PromptSource(TaskPrompts(task, seed=0, shuffle=True)),
+            runner=RolloutRunner(generator, timeout_s=3600.0, retries=0),
             spawn=spawn,
             group_size=GROUP,
             capacity=self.num,
@@ -228,6 +228,7 @@ class Controller:
             self.trainer,
             self.servers,
             timeout_s=600.0,
+            on_lost=print,
             on_served=self.buffer.set_served_nowait,
             on_published=self._published,
         )

@@ -61,7 +61,7 @@ class SyncRun:
         servers = Servers(config, placement, model_path, run_dir, LocalLauncher())
         self.trainer = TrainStep(servers.trainer_spec(0, Path(self._staging.name)))
         self.engine: Engine = build_engine(
-            EmbeddedSpec.model_validate(servers.kind.spec("engine-0", placement.engines[0][0]))
+            EmbeddedSpec.model_validate(servers.engine_spec("engine-0", placement.engines[0][0]))
         )
         self.engine.start()
         self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)

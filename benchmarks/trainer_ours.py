@@ -42,7 +42,6 @@ def make_spec(case: Case, folder: Path) -> TrainerSpec:
             "algorithm": algorithm.model_dump(),
             "staging_dir": str(folder / "staging"),
             "record_path": str(folder / "trained.jsonl"),
-            "failed_dir": str(folder / "failed"),
         }
     )
 

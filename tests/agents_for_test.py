@@ -123,14 +123,12 @@ _numbers = itertools.count()
 _left_over: set[asyncio.Task[None]] = set()
 
 
-def chat(content: Any, role: str = "user") -> bytes:
-    return json.dumps({"messages": [{"role": role, "content": content}]}).encode()
+def chat(content: str) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
 
 
 BODIES = {
     "large message": chat("x" * 2**20),
-    "broken JSON": b'{"messages": [{"role":',
-    "wrong role": chat("hi", role="emperor"),
     "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     "million tokens": chat("1 " * 10**6),
     "too large a body": chat("x" * 2**23),
@@ -147,11 +145,11 @@ async def misbehaves(task: Task, session: Session, *, log: str) -> None:
         way = WAYS[number // 2 % len(WAYS)]
         note = partial(_note, Path(log), way)
         if way == "calls after its end":
-            left_over = asyncio.ensure_future(_call(session, b"{}", note, until=410))
+            left_over = asyncio.ensure_future(_call(session, b"{}", note, until=401))
             _left_over.add(left_over)
             left_over.add_done_callback(_left_over.discard)
         elif way == "floods":
-            await _call(session, b"no JSON", note, until=410)
+            await _call(session, b"no JSON", note, until=401)
         elif way in BODIES:
             await _call(session, BODIES[way], note)
         else:

@@ -69,16 +69,6 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children that the product starts in this process are forked, as those of a run are."""
-    from forked_processes import warm_parent
-
-    from asyncrl.launch import fork_server
-
-    monkeypatch.setattr(fork_server, "current", warm_parent())
-
-
-@pytest.fixture
 def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
     """Makes trainers without a process, of the tiny model unless told otherwise, all with their files in
     tmp_path.
@@ -91,7 +81,7 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
     return lambda model_dir=tiny_model_dir, **values: TrainStep(make_spec(model_dir, tmp_path, **values))
 
 
-NUM_STEPS = 24
+NUM_STEPS = 16
 
 
 @pytest.fixture(scope="session")

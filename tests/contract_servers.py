@@ -6,23 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from engine_processes import SECRET, EngineProcess, engine_process
 from safetensors.numpy import load_file
-from vllm_process import VllmProcess, vllm_process
 
 from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient, EngineServer
-from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.records import SamplingRequest
 
-SLOTS, VOCAB_SIZE = 4, 50
+if TYPE_CHECKING:
+    from vllm_house import House
+
+SLOTS, VOCAB_SIZE = 4, 102
 LONG = 2500
 """Tokens that take any server more than a second: time for a story to interrupt them."""
 ENDLESS = 100_000
@@ -53,11 +53,6 @@ class Traits:
     """Queued requests run after a wake. vLLM's sleep aborts its queue, and the pool sends it again."""
     frees_memory: bool = True
     """vLLM's sleep mode is for CUDA: on CPU it pauses, and frees nothing."""
-    resumes_draws: bool = True
-    """Ours draw each token from (seed, position). vLLM's random stream restarts with each request, so a
-    resumed request draws other tokens.
-    """
-
     has_weights: bool = True
 
     @property
@@ -74,7 +69,6 @@ TRAITS = {
         keeps_streams=False,
         keeps_queue=False,
         frees_memory=False,
-        resumes_draws=False,
     ),
 }
 
@@ -84,7 +78,7 @@ class Server:
     """A server under test; versions and request ids go up from story to story."""
 
     kind: str
-    process: EngineProcess | VllmProcess
+    process: EngineProcess
     weights: dict[str, np.ndarray]
     folder: Path
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
@@ -93,6 +87,7 @@ class Server:
     """The one client of all stories, of a server that leaves it to its client to know which weights it
     holds.
     """
+    house: House | None = None
     num_requests: int = 0
 
     @property
@@ -108,32 +103,35 @@ class Server:
 @contextmanager
 def contract_server(kind: str, folder: Path) -> Iterator[Server]:
     """Yield a server that many stories share."""
-    spec, run_folder = spec_of(kind, folder), folder / "server"
-    process = vllm_process(spec, run_folder) if kind == "vllm" else engine_process(kind, spec, run_folder)
-    with process as child:
+    with engine_process(kind, spec_of(kind, folder), folder / "server") as child:
         server = server_of(kind, child, folder)
-        with server.runner as runner:
-            if kind != "vllm":
-                yield server
-                return
-            caller = caller_of(server)
-            server.client = vllm_client(server, caller)
-            try:
-                runner.run(server.client.ready(180.0))
-                yield server
-            finally:
-                runner.run(caller.aclose())
+        with server.runner:
+            yield server
 
 
-def server_of(kind: str, child: EngineProcess | VllmProcess, folder: Path) -> Server:
+def server_of(kind: str, child: EngineProcess, folder: Path) -> Server:
     weights = dict(WEIGHTS) if kind == "simulated" else load_file(folder / "model" / "model.safetensors")
     return Server(kind, child, weights, folder)
 
 
-def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
+@contextmanager
+def contract_vllm(house: House, folder: Path) -> Iterator[Server]:
+    """Yield the vLLM of all tests."""
+    weights = {name: one.numpy() for name, one in house.base.items()}
+    server = Server("vllm", house.process, weights, folder, house=house)
+    with server.runner as runner:
+        caller = caller_of(server)
+        server.client = VllmServer(caller, house.facts(), policy_version=house.version)
+        try:
+            runner.run(server.client.ready(180.0))
+            yield server
+        finally:
+            runner.run(caller.aclose())
+
+
+def spec_of(kind: str, folder: Path) -> dict[str, Any]:
     """A server whose requests do not end before max_tokens."""
     spec: dict[str, Any] = {"name": f"{kind}-0", "slots": SLOTS, "max_length": TRAITS[kind].max_length}
-    spec |= overrides
     if kind == "simulated":
         constant = {"mean_tokens": 1e9, "sigma": 0.0, "decode_step_s": 0.001}
         return {"vocab_size": VOCAB_SIZE, **constant, **spec}
@@ -141,11 +139,6 @@ def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
 
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64}
     sizes |= {"num_hidden_layers": 1, "head_dim": 8}
-    if kind == "vllm":
-        spec |= {"dtype": "float32", "device": "cpu"}
-        # Its attention on CPU has no smaller heads. With one layer 2,500 tokens are over before its front end
-        # has read the next call.
-        sizes |= {"head_dim": 32, "num_hidden_layers": 8}
     return {"model_path": str(make_qwen3(folder / "model", **sizes)), **spec}
 
 
@@ -169,11 +162,8 @@ async def client_of(server: Server) -> AsyncIterator[EngineClient]:
 async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[EngineClient]:
     """Yield a client with separate connections."""
     async with aclosing(caller_of(server)) as caller:
-        make = partial(vllm_client, server) if server.kind == "vllm" else EngineServer
-        yield make(caller, policy_version=engine.policy_version)
-
-
-def vllm_client(server: Server, caller: Caller, policy_version: int = 0) -> VllmServer:
-    model, most = str(server.folder / "model"), server.traits.max_length
-    needed = VllmRequirements(model, "float32", SLOTS, most, (), "cpu", canary_limit=1e-3)
-    return VllmServer(caller, needed, policy_version=policy_version)
+        version = engine.policy_version
+        if server.house is None:
+            yield EngineServer(caller, policy_version=version)
+        else:
+            yield VllmServer(caller, server.house.facts(), policy_version=version)

@@ -155,11 +155,6 @@ async def refused(call: Awaitable[object], match: str | None = None) -> None:
     assert not isinstance(refusal.value, EngineLost)
 
 
-def need_weights(server: Server) -> None:
-    if not server.traits.has_weights:
-        pytest.skip("it believes what is announced")
-
-
 def flip_last_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -176,11 +171,6 @@ def check_whole(answer: GenerateResponse, server: Server) -> None:
     covered = [token for span in answer.version_spans for token in range(span.start, span.end)]
     assert covered == list(range(len(answer.token_ids)))
     assert (versions := versions_of(answer)) == sorted(set(versions))
-
-
-def said(answer: GenerateResponse) -> tuple[object, ...]:
-    """All but the name of the request."""
-    return answer.token_ids, answer.logprobs, answer.version_spans
 
 
 def joined(chunks: list[GenerateResponse], last: GenerateResponse) -> GenerateResponse:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from contract_servers import KINDS, Server, contract_server
+from contract_servers import KINDS, Server, contract_server, contract_vllm
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -13,5 +13,12 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Shared: a start takes seconds. pytest tells all stories of one kind, whatever module they are in, one
     after the other.
     """
-    with contract_server(request.param, tmp_path_factory.mktemp(request.param)) as server:
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    if kind != "vllm":
+        with contract_server(kind, folder) as server:
+            yield server
+        return
+    house = request.getfixturevalue("house")
+    with contract_vllm(house, folder) as server:
         yield server
+    house.restore()

@@ -205,7 +205,7 @@ class FakeEngineServer(FakeServer):
                     await asyncio.sleep(self.swap_s)
                     return committed.model_copy(update={"pause_s": self.swap_s})
                 case "/sleep":
-                    return await asyncio.wrap_future(engine.sleep(body))
+                    return await asyncio.wrap_future(engine.sleep())
             assert path == "/wake", path
             return await asyncio.wrap_future(engine.wake(body))
         except Refused as refused:

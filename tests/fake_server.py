@@ -201,8 +201,7 @@ class FakeTrainerServer(FakeServer):
         self._worker, self._pending, self._begun, self.weights = asyncio.Lock(), None, None, []
 
     def health(self) -> TrainerHealth:
-        is_busy = self._worker.locked()
-        return TrainerHealth(policy_version=self.policy_version, device="none", is_busy=is_busy)
+        return TrainerHealth(policy_version=self.policy_version, device="none")
 
     async def post(
         self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Answer, CallGarbled, CallLost
-from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_process import GENERATE, GRAMMARS, VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import GenerateResponse, Interrupt
@@ -64,9 +63,6 @@ class FakeVllm(FakeServer):
         """By route: a status and vLLM's words."""
         self.wrong_loads: list[float] = []
         """Weights that the next loads bring instead of the right ones."""
-        self.ignored: set[str] = set()
-        """Routes that answer and do nothing."""
-        self.ignores_salt = self.keeps_cache = self.refuses_reset = False
         self.transit_s = TRANSIT_S
         self.staged: dict[str, Any] = {}
         self._boot()
@@ -117,7 +113,7 @@ class FakeVllm(FakeServer):
                 answer["prompt_logprobs"] = [None, *({str(token): told} for token in sent["token_ids"][1:])]
             return answer
         query = {name: values[-1] for name, values in parse_qs(urlsplit(path).query).items()}
-        result = None if route in self.ignored else await self._control(route, sent, query)
+        result = await self._control(route, sent, query)
         if hook := self.hooks.pop(route, None):
             await hook()
         self._check(route, path)
@@ -127,12 +123,11 @@ class FakeVllm(FakeServer):
         match route:
             case "/pause":
                 await self._pause(query["mode"])
-                if query["clear_cache"] == "true" and query["mode"] != "keep" and not self.keeps_cache:
+                if query["clear_cache"] == "true" and query["mode"] != "keep":
                     self._clear_cache()
             case "/reset_prefix_cache":
-                if not self.keeps_cache:
-                    self._clear_cache()
-                return {"success": not self.refuses_reset}
+                self._clear_cache()
+                return {"success": True}
             case "/sleep":
                 if query["level"] == "2":
                     self.weights = DROPPED
@@ -159,8 +154,6 @@ class FakeVllm(FakeServer):
             case "asyncrl_load" | "asyncrl_finish_chunks":
                 assert self.pause is not None or route != "asyncrl_load", "a load while something may run"
                 self.weights = self.wrong_loads.pop(0) if self.wrong_loads else float(self.staged["version"])
-                return {"results": [{}]}
-            case "asyncrl_drop":
                 return {"results": [{}]}
         return None
 
@@ -207,8 +200,7 @@ class FakeVllm(FakeServer):
 
     def _start(self, run: Run) -> None:
         if run.kv is None:
-            salt = None if self.ignores_salt else run.body["cache_salt"]
-            key = salt, tuple(run.body["token_ids"])
+            key = run.body["cache_salt"], tuple(run.body["token_ids"])
             run.kv = self.cache.setdefault(key, self.weights)
         elif run.must_recompute:
             run.kv = self.weights
@@ -245,11 +237,10 @@ class FakeVllm(FakeServer):
         self._changed = asyncio.Event()
 
 
-def server_over(fake: FakeVllm, *, mark: str = "", starts_fresh: bool = True) -> VllmServer:
-    needed = VllmRequirements(
-        "/model", "float32", SLOTS, 1000, (), "cpu", starts_fresh=starts_fresh, canary_limit=1e-3
+def server_over(fake: FakeVllm, *, mark: str = "") -> VllmServer:
+    return VllmServer(
+        fake, VllmRequirements("/model", "float32", SLOTS, 1000, (), canary_limit=1e-3, mark=mark)
     )
-    return VllmServer(fake, replace(needed, mark=mark))
 
 
 async def ready_server() -> tuple[FakeVllm, VllmServer]:
@@ -291,16 +282,3 @@ async def lost(call: Coroutine[Any, Any, object]) -> EngineLost:
 
 def versions(answer: GenerateResponse | Completion) -> list[int]:
     return [span.version for span in answer.version_spans]
-
-
-def some(
-    tasks: asyncio.TaskGroup, pool: EnginePool, count: int, max_tokens: int
-) -> list[asyncio.Task[Completion]]:
-    asked = [SamplingRequest(f"{index}", PROMPT, max_tokens, 1.0, seed=index) for index in range(count)]
-    return [tasks.create_task(pool.generate(one)) for one in asked]
-
-
-def check_all(running: list[asyncio.Task[Completion]], max_tokens: int) -> None:
-    for task in running:
-        assert len(task.result().token_ids) == max_tokens
-        check_logprobs(task.result())

@@ -1,4 +1,4 @@
-"""A character-level ChatRenderer for tests of the gateway's capture, and a small harness that plays calls
+"""A character-level ChatTokenizer for tests of the gateway's capture, and a small harness that plays calls
 against it.
 """
 
@@ -65,24 +65,18 @@ def assistant(text: str | None, **fields: Any) -> Message:
     return {"role": "assistant", "content": text, **fields}
 
 
-def completion(
-    ids: Sequence[int], first_logprob: float = -1.0, *, version: int = 0, is_truncated: bool = False
-) -> Completion:
+def completion(ids: Sequence[int], first_logprob: float = -1.0) -> Completion:
     """Logprobs fall by 1/1024 from token to token."""
-    return Completion(
-        token_ids=tuple(ids),
-        behaviour_logprobs=tuple(first_logprob - index / 1024 for index in range(len(ids))),
-        version_spans=(VersionSpan(0, len(ids), version),),
-        finish_reason="length" if is_truncated else "stop",
-    )
+    logprobs = tuple(first_logprob - index / 1024 for index in range(len(ids)))
+    return Completion(tuple(ids), logprobs, (VersionSpan(0, len(ids), 0),), "stop")
 
 
 def plan(
     capture: Capture, messages: Sequence[Message], tools: Any = None, *, prefill: str = ""
 ) -> PromptPlan:
     """The prompt of a chat."""
-    draft = capture.match(messages, tools, prefill=lambda _: prefill)
-    return capture.plan(draft, capture._renderer.encode(draft.text))
+    match = capture.match(messages, tools, prefill=prefill)
+    return capture.plan(capture._tokenizer.encode(match.text), match)
 
 
 class Play:
@@ -96,26 +90,22 @@ class Play:
     def answer(
         self,
         planned: PromptPlan,
-        raw: str,
+        raw: str | Sequence[int],
         message: Message | None = None,
         *,
-        ids: Any = None,
         is_trained: bool = True,
-        **kwargs: Any,
     ) -> None:
         """Record that `raw` was sampled; the harness got `message`, or the text without special tokens."""
-        ids = self.renderer.encode(raw) if ids is None else ids
+        ids = self.renderer.encode(raw) if isinstance(raw, str) else raw
         name = f"chatcmpl-{self.num_recorded}"
         self.num_recorded += 1
-        got = assistant(self.renderer.decode(ids, skip_special_tokens=True)) if message is None else message
-        sampled = completion(ids, -float(self.num_recorded), **kwargs)
+        got = message or assistant(self.renderer.decode(ids, skip_special_tokens=True))
+        sampled = completion(ids, -float(self.num_recorded))
         self.capture.record(planned, sampled, got, name, is_trained=is_trained)
 
-    def ask(self, messages: Sequence[Message], raw: str, **kwargs: Any) -> PromptPlan:
+    def ask(self, messages: Sequence[Message], raw: str, message: Message | None = None) -> None:
         """A whole call."""
-        planned = plan(self.capture, messages)
-        self.answer(planned, raw, **kwargs)
-        return planned
+        self.answer(plan(self.capture, messages), raw, message)
 
 
 def check_trained(branches: Rollout, sampled: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:

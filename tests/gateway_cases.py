@@ -76,15 +76,17 @@ class ByteTokenizer:
 
 @dataclass(eq=False)
 class ScriptedEngine:
-    """Replacement of an EnginePool that samples `answer(request)`, three bytes at a time, with a weight push
+    """Replacement of an EnginePool that samples `answer(request)`, three tokens at a time, with a weight push
     in the middle of each answer. With `gate`, an answer stops in its middle until the gate is set.
     """
 
     answer: Callable[[SamplingRequest], str] = lambda _: "Hello there."
     gate: asyncio.Event | None = None
     error: Exception | None = None
-    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+    tokenizer: Any = field(default_factory=ByteTokenizer)
+    end: int = END
     requests: list[SamplingRequest] = field(default_factory=list)
+    sampled: list[tuple[int, ...]] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -95,7 +97,8 @@ class ScriptedEngine:
         self.started.set()
         if self.error is not None:
             raise self.error
-        ids = (*self._until_stop(request), END)[: request.max_tokens]
+        ids = self._until_stop(request)[: request.max_tokens]
+        self.sampled.append(ids)
         half = len(ids) // 2
         try:
             for start in range(0, len(ids), 3):
@@ -109,16 +112,18 @@ class ScriptedEngine:
             raise
         cuts = ((0, half, 4, 3), (half, len(ids), 5, 3))
         spans = tuple(VersionSpan(*each) for each in cuts if each[0] < each[1])
-        reason = "stop" if ids[-1] == END or len(ids) < request.max_tokens else "length"
+        reason = "stop" if ids[-1] == self.end or len(ids) < request.max_tokens else "length"
         return Completion(ids, tuple(-0.5 - i / 1024 for i in range(len(ids))), spans, reason, 1)  # type: ignore[arg-type]
 
     def _until_stop(self, request: SamplingRequest) -> tuple[int, ...]:
         text = self.answer(request)
         ends = [text.index(stop) + len(stop) for stop in request.stop if stop in text]
-        return self.tokenizer.encode(text[: min(ends)] if ends else text)
+        if ends:
+            return tuple(self.tokenizer.encode(text[: min(ends)]))
+        return (*self.tokenizer.encode(text), self.end)
 
 
-RULES = CallRules("policy", 1.0, 1.0, max_tokens=400, max_prompt_tokens=2000, max_length=2400, vocab_size=258)
+RULES = CallRules("policy", 1.0, max_tokens=400, max_prompt_tokens=2000, max_length=2400, vocab_size=258)
 
 
 @dataclass

@@ -1,34 +1,26 @@
-"""A gateway for the tests of harnesses and workers: real lease routes, and a chat endpoint that answers
-without any model.
-"""
+"""A gateway with a scripted engine and the routes of workers, for the tests of harnesses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from gateway_cases import ScriptedEngine, gateway_world
 
 from asyncrl.agents import Harness
 from asyncrl.agents.command import MARK_ENV
-from asyncrl.agents.endpoint.listener import AppServer
-from asyncrl.agents.endpoint.requests import ApiError
 from asyncrl.agents.endpoint.work_queue import RolloutQueue
-from asyncrl.agents.sandbox import TRIAL
 from asyncrl.agents.worker import Worker
-from asyncrl.base.http import Caller, Refused
+from asyncrl.base.http import Caller
 from asyncrl.messages.records import Outcome, Prompt, Work
 
 WORKER_KEY = "worker-key"
@@ -39,9 +31,8 @@ class TestGateway:
     __test__ = False
     queue: RolloutQueue
     url: str
-    app: FastAPI
-    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    """(bearer token, body) of each chat call."""
+    engine: ScriptedEngine
+    """Says `answer N` to the Nth call."""
 
     def worker(self, name: str = "w", key: str = WORKER_KEY) -> Caller:
         return Caller(name, self.url, key)
@@ -59,50 +50,20 @@ def make_work(
 
 @asynccontextmanager
 async def open_gateway(
-    *, lease_timeout_s: float = 60.0, port: int = 0, give_answer: bool = True, **more: Any
+    *, lease_timeout_s: float = 60.0, port: int | None = None, give_answer: bool = True, **more: Any
 ) -> AsyncIterator[TestGateway]:
     more |= {"lease_timeout_s": lease_timeout_s, "give_answer": give_answer, "model": "policy"}
     queue = RolloutQueue(worker_key=WORKER_KEY, task_seed=lambda work: 1000 + work.sample_index, **more)
-
-    async def refused(request: Request, error: Any) -> Response:  # as the gateway's own handler
-        is_workers = isinstance(error, Refused)
-        body = error.body.model_dump_json() if is_workers else error.body()
-        return Response(body, error.status, media_type="application/json")
-
-    app = FastAPI()
-    app.add_exception_handler(ApiError, refused)
-    app.add_exception_handler(Refused, refused)
-    gateway = TestGateway(queue, "", app)
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> JSONResponse:
-        key = request.headers["Authorization"].removeprefix("Bearer ")
-        body = await request.json()
-        gateway.calls.append((key, body))
-        message = {"role": "assistant", "content": f"answer {len(gateway.calls)}"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        number = f"chatcmpl-{len(gateway.calls) - 1}"
-        head = {"id": number, "object": "chat.completion", "created": 0, "model": "policy"}
-        return JSONResponse(head | {"choices": [choice]})
-
-    app.router.routes += queue.routes()
-    listener, listening = (
-        AppServer(app, max_connections=1024, idle_s=30.0),
-        socket.create_server(("127.0.0.1", port)),
-    )
-    await listener.listen(listening)
-    gateway.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    try:
-        yield gateway
-    finally:
-        await queue.aclose()
-        await listener.aclose()
-
-
-async def settled(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until `condition` holds; pytest's own limit ends a test that waits in vain."""
-    while not condition():  # noqa: ASYNC110  a test asks many things, few of which have an event
-        await asyncio.sleep(0.005)
+    engine = ScriptedEngine()
+    engine.answer = lambda _: f"answer {len(engine.requests)}"
+    async with gateway_world(engine, extra_routes=queue.routes(), port=port) as world:
+        for number in range(4):
+            about: Any = {"prompt_id": "p", "sample_index": 0, "attempt": 0, "user_key": f"key-{number}"}
+            world.gateway.open_nowait("g0/r0", route_key=f"key-{number}", **about)
+        try:
+            yield TestGateway(queue, world.url, engine)
+        finally:
+            await queue.aclose()
 
 
 def processes_of(token: str) -> list[int]:
@@ -120,7 +81,8 @@ def processes_of(token: str) -> list[int]:
 def need_bubblewrap() -> None:
     """Skip the test where it does not work; fail it with ASYNCRL_REQUIRE_SANDBOX=1."""
     try:
-        subprocess.run(TRIAL, capture_output=True, check=True)
+        command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+        subprocess.run(command, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         if os.environ.get("ASYNCRL_REQUIRE_SANDBOX") == "1":
             raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +54,10 @@ def make_trajectory(group_id: int, sample_index: int, num_tokens: int = 12, vers
     )
 
 
-def make_rollout(
-    group_id: int, sample_index: int, *, num_branches: int = 2, has_credits: bool = False, **options: Any
-) -> Rollout:
-    """Branches of different tokens and one reward."""
+def make_rollout(group_id: int, sample_index: int, *, has_credits: bool = False, **options: Any) -> Rollout:
+    """Two branches of different tokens and one reward."""
     branches = []
-    for number in range(num_branches):
+    for number in range(2):
         branch = make_trajectory(group_id, 100 * number + sample_index, **options)
         branch = replace(branch, sample_index=sample_index, branch=number, reward=0.25 + sample_index)
         credits = (Credit(start, start + 5, number + start / 10, 2 * number + start // 7) for start in (2, 7))
@@ -68,16 +65,9 @@ def make_rollout(
     return tuple(branches)
 
 
-def make_group(group_id: int, *, size: int = 2, branches: int = 1, **options: Any) -> Group:
-    """Make a group whose last rollout has `branches` branches."""
-    trajectories = [make_trajectory(group_id, index, **options) for index in range(size)]
-    if branches > 1:
-        trajectories[-1:] = make_rollout(group_id, size - 1, num_branches=branches, **options)
-    return Group(GroupId(group_id), make_prompt(group_id), tuple(trajectories))
-
-
-def rollouts_of(group: Group) -> list[Rollout]:
-    return [tuple(rollout) for _, rollout in groupby(group.trajectories, lambda branch: branch.sample_index)]
+def make_group(group_id: int, **options: Any) -> Group:
+    trajectories = tuple(make_trajectory(group_id, index, **options) for index in range(2))
+    return Group(GroupId(group_id), make_prompt(group_id), trajectories)
 
 
 def make_batch(version: int, *group_ids: int, **options: Any) -> Batch:
@@ -100,8 +90,8 @@ def tell_ready(journal: Journal, *group_ids: int, **options: Any) -> None:
     """Report the whole life of groups up to ready."""
     for group_id in group_ids:
         admit(journal, group_id)
-        for rollout in rollouts_of(make_group(group_id, **options)):
-            journal.rollout_finished_nowait(GroupId(group_id), rollout)
+        for trajectory in make_group(group_id, **options).trajectories:
+            journal.rollout_finished_nowait(GroupId(group_id), (trajectory,))
         journal.group_ended_nowait(GroupId(group_id), "ready", "")
 
 
@@ -109,12 +99,13 @@ async def tell_a_run(journal: Journal) -> None:
     """Groups 0 and 1 make batch 0, 2 and 3 batch 1; 4 failed, 5 was dropped and its prompt runs as 6."""
     tell_ready(journal, 0, 1, 2, 3)
     admit(journal, 4)
-    journal.segment_nowait(GroupId(4), 0, 0, 0, make_partial(7))
-    journal.segment_nowait(GroupId(4), 0, 1, 0, make_partial(5))
+    journal.segment_nowait(GroupId(4), 0, 0, make_partial(7))
+    journal.tokens_lost_nowait(GroupId(4), 0, 0)
+    journal.segment_nowait(GroupId(4), 0, 1, make_partial(5))
     journal.rollout_failed_nowait(GroupId(4), 0, 2, "timed out")
     journal.group_ended_nowait(GroupId(4), "failed", "too few usable rollouts")
     admit(journal, 5)
-    journal.segment_nowait(GroupId(5), 0, 0, 0, make_partial(3))
+    journal.segment_nowait(GroupId(5), 0, 0, make_partial(3))
     journal.rollout_finished_nowait(GroupId(5), (make_trajectory(5, 1),))
     journal.group_ended_nowait(GroupId(5), "requeued", "dropped", requeued=1)
     await journal.batch_taken(make_batch(0, 0, 1))
@@ -122,7 +113,7 @@ async def tell_a_run(journal: Journal) -> None:
     journal.published_nowait(1, "digest")
     await journal.batch_taken(replace(make_batch(1, 2, 3), min_version=1, mask_older=True))
     journal.admitted_nowait(Ticket(GroupId(6), 1), make_prompt(5))
-    journal.segment_nowait(GroupId(6), 1, 0, 2, make_partial(4))
+    journal.segment_nowait(GroupId(6), 1, 0, make_partial(4))
     journal.event_nowait("restored", {"version": 1})
     journal.event_nowait("engine_restarted", {"name": "engine-0", "after_s": 1.5})
     await journal.flush()

@@ -94,33 +94,6 @@ class Host:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
 
-    def kill_only(self, program: str) -> None:
-        """SIGKILL to the one process of this program."""
-        named = dict[str, list[int]]()
-        for pid in self.pids():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                name = Path(Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]).name
-                named.setdefault(name, []).append(pid)
-        (pid,) = named[program]
-        os.kill(pid, signal.SIGKILL)
-
-    def wait_empty(self, but: tuple[str, ...] = (), timeout_s: float = 600.0) -> None:
-        """Until all of its processes have ended by themselves. `but`: how those begin that may go on."""
-        until_s = time.monotonic() + timeout_s
-        while left := [command for command in self.commands() if not command.startswith(but)]:
-            assert time.monotonic() < until_s, left
-            time.sleep(0.1)
-
-    def link(self, state: str) -> None:
-        """`up` or `down`: its wire to the bridge."""
-        ip("link", "set", f"{self.name}-w", state)
-
-    def unplug(self, seconds: float) -> None:
-        """Its wire is out for that long, which is no wait for anything."""
-        self.link("down")
-        time.sleep(seconds)
-        self.link("up")
-
     def sent_bytes(self) -> int:
         """What has left it over its wire so far."""
         return int(Path(f"/sys/class/net/{self.name}-w/statistics/rx_bytes").read_text())

@@ -23,7 +23,6 @@ from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,
     ExportResponse,
-    SaveRequest,
     StateRequest,
     TrainerHealth,
     TrainResponse,
@@ -57,10 +56,7 @@ class Group:
         return self.ask(lambda caller: caller.post(path, body, answer, timeout_s=TIMEOUT_S))
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> TrainResponse:
-        return self.train_body(pack_batch(header, arrays))
-
-    def train_body(self, body: bytes) -> TrainResponse:
-        return self.post("/train", body, TrainResponse)
+        return self.post("/train", pack_batch(header, arrays), TrainResponse)
 
     def begin_export(self) -> int:
         return self.post("/begin_export", b"", TrainerHealth).policy_version
@@ -68,8 +64,8 @@ class Group:
     def export(self) -> ExportResponse:
         return self.post("/export", b"", ExportResponse)
 
-    def save(self, path: Path, *, merged: bool = True) -> TrainerHealth:
-        return self.post("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
+    def save(self, path: Path) -> TrainerHealth:
+        return self.post("/save", StateRequest(path=path), TrainerHealth)
 
     def health(self, rank: int = 0) -> TrainerHealth:
         return self.ask(lambda caller: caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S), rank)

@@ -27,8 +27,6 @@ FRUGAL = {
 """Workers are started when they are asked for; a node that is cut off sees it after 30 s instead of 120, and
 ends after 20 s without a head instead of 60; children find modules of the tests.
 """
-AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Of each node: they end a minute or more after their raylet."""
 START_S = 300.0
 UNTIL_STARTED = """
 while :; do

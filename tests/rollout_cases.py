@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-import numpy as np
 from fakes import FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
 
 from asyncrl.base.errors import WouldWait
@@ -16,10 +15,8 @@ from asyncrl.messages.records import (
     Finished,
     Group,
     GroupId,
-    Prompt,
     Rollout,
     Ticket,
-    Trajectory,
     VersionSpan,
 )
 from asyncrl.rollouts.producers import Producers
@@ -105,27 +102,11 @@ def make_producers(
 ) -> Producers:
     values = {"group_size": 2, "capacity": 8, "max_failed_groups": 3, "max_requeues": 3} | settings
     limits = {"timeout_s": values.pop("timeout_s", 100.0), "retries": values.pop("retries", 0)}
-    source, journal = source or FakeSource(), journal or MemoryJournal()
-    return Producers(sink, source, RolloutRunner(generator, **limits), spawn=spawn, journal=journal, **values)
-
-
-def make_prompt(number: int, **values: Any) -> Prompt:
-    return Prompt(f"0/{number}", ({"role": "user", "content": f"b {number}"},), **values)
-
-
-def make_branch(
-    spans: Sequence[tuple[int, int]] = ((2, 4),), *, version: int = 0, num_tokens: int = 6, **values: Any
-) -> Trajectory:
-    """Tokens 0, 1, 2, ...; those in `spans` were sampled."""
-    mask = np.zeros(num_tokens, dtype=np.bool_)
-    logprobs = np.zeros(num_tokens, dtype=np.float32)
-    for start, end in spans:
-        mask[start:end] = True
-    logprobs[mask] = -0.1 - np.arange(int(mask.sum()), dtype=np.float32) / 7
-    return Trajectory(
-        **({"sample_index": 0, "reward": 1.0} | values),
-        token_ids=np.arange(num_tokens, dtype=np.int32),
-        loss_mask=mask,
-        behaviour_logprobs=logprobs,
-        version_spans=tuple(VersionSpan(start, end, version) for start, end in spans),
+    return Producers(
+        sink=sink,
+        source=source or FakeSource(),
+        runner=RolloutRunner(generator, **limits),
+        spawn=spawn,
+        journal=journal or MemoryJournal(),
+        **values,
     )

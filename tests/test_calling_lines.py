@@ -46,13 +46,13 @@ def test_lines_are_the_same_however_the_bytes_are_cut(cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "body", "how"),
+    ("error", "body", "how"),
     [
-        (CallLost, "gave no answer to /generate", WHOLE[:30], {"breaks_off": True}),
-        (CallRefused, "answered 503 to /generate: full", b'{"error": "full"}', {"status": "503 Full"}),
-        (CallGarbled, "status 502", b"<html>", {"status": "502 Bad Gateway"}),
+        (CallLost, WHOLE[:30], {"breaks_off": True}),
+        (CallRefused, b'{"error": "full"}', {"status": "503 Full"}),
+        (CallGarbled, b"<html>", {"status": "502 Bad Gateway"}),
     ],
 )
-def test_how_a_stream_can_fail(error: type[Exception], said: str, body: bytes, how: dict[str, Any]) -> None:
-    with pytest.raises(error, match=said):
+def test_how_a_stream_can_fail(error: type[Exception], body: bytes, how: dict[str, Any]) -> None:
+    with pytest.raises(error):
         asyncio.run(read([body], **how))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from contract_servers import LONG, OURS, server_of, spec_of
@@ -14,7 +13,6 @@ from engine_processes import SECRET, engine_process
 
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Caller, CallLost, CallRefused
-from asyncrl.base.message import find_fatal
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
 from asyncrl.messages.engine_api import EngineHealth
@@ -49,15 +47,3 @@ def test_server_needs_the_secret_and_ends_with_its_parent(kind: str, tmp_path: P
 
         asyncio.run(story())
         assert child.process.wait(timeout=60) == 3
-
-
-@pytest.mark.parametrize(
-    ("kind", "spec"), [*((kind, {"sluts": 3}) for kind in OURS), ("embedded", {"model_path": "sluts"})]
-)
-def test_a_spec_that_cannot_be_served_ends_a_server(kind: str, spec: dict[str, Any], tmp_path: Path) -> None:
-    with engine_process(kind, spec_of(kind, tmp_path) | spec, tmp_path) as child:
-        assert child.process.wait(timeout=60) == 1
-        fatal = find_fatal(child.read_log())
-    assert fatal is not None
-    assert "sluts" in fatal.error
-    assert ("model.path" in fatal.way_out) == ("model_path" in spec)

@@ -78,14 +78,12 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 def fault_of(command: str) -> str | None:
     """Return why the command cannot be typed in a checkout, or None."""
     program, *arguments = shlex.split(command)
-    match program.removeprefix(".venv/bin/"):
-        case "make":
-            done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
-            return done.stderr or None
-        case "python":
-            script = arguments[0]
-            is_found = script.startswith("-") or (ROOT / script).is_file()
-            return None if is_found else f"no file {script}"
+    if program.endswith("make"):
+        done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return done.stderr or None
+    if program.endswith("python"):
+        is_found = arguments[0].startswith("-") or (ROOT / arguments[0]).is_file()
+        return None if is_found else f"no file {arguments[0]}"
     try:
         parsed = parse([PLACEHOLDERS.get(word.split("/")[-1], word) for word in arguments])
         if "config" in parsed:
@@ -156,14 +154,6 @@ def test_settings_named_in_pages_and_messages_exist() -> None:
     assert {each for each in named if each[1] not in NO_SETTINGS and not has_setting(each[1])} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_to_files_exist(page: Path) -> None:
-    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
-    local = [target for target in targets if target and not re.match(r"\w+:", target)]
-    assert [target for target in local if not (page.parent / target).exists()] == []
-
-
 @pytest.mark.parametrize("framework", ["TRL", "verl", "AReaL", "SkyRL", "prime-rl"])
 def test_settings_compared_with_other_frameworks_exist(framework: str) -> None:
     page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
@@ -180,6 +170,3 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    api = (tmp_path / "api.html").read_text(encoding="utf-8")
-    for name in re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), flags=re.M):
-        assert f'id="{name}"' in api, name

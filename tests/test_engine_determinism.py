@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_in_process import (
-    answered,
-    make_qwen3,
-    make_request,
-    running_engine,
-)
+from engine_in_process import answered, make_qwen3, make_request, running_engine
 from engine_replies import ask
 
 from asyncrl.messages.engine_api import GenerateResponse

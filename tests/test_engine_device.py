@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from asyncrl.messages.engine_api import CommitRequest, GenerateResponse
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
-from asyncrl_servers.embedded.runner import MOST_GRAPHS
+from asyncrl_servers.embedded.runner import MOST_GRAPHS, DecodeGraphs
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,10 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("device") / "other", seed=1, num_hidden_layers=2)
 
 
-class Recorded:
+class Recorded(DecodeGraphs):
     """Replay each kernel on a CPU, with the same memory and outputs."""
 
-    def __init__(self) -> None:
-        self.num_captured = self.num_replayed = 0
+    num_captured = num_replayed = 0
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         calls = list[tuple[Any, Any, Any, Any]]()
@@ -93,35 +92,36 @@ def publish_halfway(engine: Engine, other: Path | dict[str, Tensor], tmp_path: P
 def test_replayed_steps_draw_the_same_across_a_publish(
     folder: Path, other_folder: Path, tmp_path: Path, keeps_place: bool
 ) -> None:
-    spec, recorded = make_spec(folder, slots=10, keeps_turns=True, deterministic=False), Recorded()
+    spec = make_spec(folder, slots=10, num_kept=10, deterministic=False)
     plain = build_engine(spec)
     expected = answers(plain, publish_halfway(plain, other_folder, tmp_path))
     assert len({tuple(one.token_ids) for one in expected}) == len(expected)
     engine = build_engine(spec)
-    engine.runner.take_graphs(spec.slots, lambda: recorded)
+    assert engine.runner.plain is not None
+    recorded = engine.runner.graphs = Recorded(engine.runner, engine.runner.plain, spec.slots)
     engine.weights.keeps_place = keeps_place
     addresses = [one.data_ptr() for one in engine.runner.loaded.model.parameters()]
     check_same(answers(engine, publish_halfway(engine, other_folder, tmp_path)), expected)
     is_there = addresses == [one.data_ptr() for one in engine.runner.loaded.model.parameters()]
     assert is_there == keeps_place
     assert recorded.num_replayed > 2 * recorded.num_captured > 4
-    assert (engine.health().graphs, plain.health().graphs) == ("on", "")
     again = recorded.num_captured
     check_same(answers(engine), answers(plain))
     assert recorded.num_captured - again <= MOST_GRAPHS
 
 
-class Refusing(Recorded):
+class Refusing(DecodeGraphs):
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def test_graphs_that_cannot_be_captured_are_given_up(folder: Path) -> None:
+def test_graphs_that_cannot_be_captured_are_given_up(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     spec = make_spec(folder, slots=10, deterministic=False)
     engine = build_engine(spec)
-    engine.runner.take_graphs(spec.slots, Refusing)
+    assert engine.runner.plain is not None
+    engine.runner.graphs = Refusing(engine.runner, engine.runner.plain, spec.slots)
     check_same(answers(engine), answers(build_engine(spec)))
-    assert "cannot be captured: operation not" in engine.health().graphs
+    assert caplog.text.count("cannot be captured: operation not") == 1
 
 
 @pytest.mark.gpu
@@ -138,5 +138,4 @@ def test_graphs_on_a_device_give_the_computed_bits(
         if not is_replayed:
             engine.runner.graphs._replay_of = lambda layout, logits: None  # type: ignore[method-assign]
         found.append([drawn(one) for one in answers(engine, publish_halfway(engine, other, tmp_path))])
-        assert engine.health().graphs == "on"
     assert found[0] == found[1]

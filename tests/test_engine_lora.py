@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from engine_in_process import answered, drawn, make_qwen3, publish, running_engine, stage_file, weights_of
-from trainer_cases import batch_of, changed
-from trainer_cases import make_spec as make_trainer_spec
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import PrepareRequest
-from asyncrl.trainer.step import TrainStep
 from asyncrl_servers.embedded.embedded_engine import Engine
 
 Q_PROJ, DOWN_PROJ = "model.layers.1.self_attn.q_proj", "model.layers.3.mlp.down_proj"
@@ -85,31 +81,3 @@ def test_adapters_are_refused_without_the_base_of_the_start(folder: Path, tmp_pa
         with pytest.raises(Refused, match="initial weights are no longer here"):
             engine.weights.prepare(lora_request(adapters(folder), 3, tmp_path))
         assert engine.weights._base is None, "the first weights are not kept for nothing"
-
-
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.25)])
-def test_engine_and_trainer_agree_on_adapters(folder: Path, tmp_path: Path, dtype: str, limit: float) -> None:
-    trainer = {"lora": {"rank": 8}, "learning_rate": 3e-3}
-    step = TrainStep(make_trainer_spec(folder, tmp_path, dtype=dtype, transport="lora", trainer=trainer))
-    gaps = []
-    with running_engine(folder, dtype=dtype) as engine:
-        prompts = [(1, 2, 3), (4, 5, 6, 7), (8,), (9, 10)]
-        for version in range(4):
-            answers = [answered(engine, prompt_ids=one, seed=seed) for seed, one in enumerate(prompts)]
-            rows, logprobs = [], list[float]()
-            for prompt, answer in zip(prompts, answers, strict=True):
-                mask = [False] * len(prompt) + [True] * len(answer.token_ids)
-                rows.append(([*prompt, *answer.token_ids], mask))
-                logprobs += [0.0] * len(prompt) + answer.logprobs
-            header, arrays = batch_of([rows])
-            for index, one in enumerate(header.trajectories):
-                header.trajectories[index] = one.model_copy(update={"reward": float(index % 2)})
-            header = header.model_copy(update={"version": version, "min_version": version})
-            versions = np.where(arrays.loss_mask, version, -1).astype(np.int32)
-            sampled_as = {"behaviour_logprobs": np.array(logprobs, np.float32), "versions": versions}
-            gaps.append(step.train(header, changed(arrays, **sampled_as))["policy/logprob_gap_max"])
-            answer = step.export(tmp_path / f"v{version + 1}.safetensors")
-            publish(engine, PrepareRequest(**answer.model_dump(include=set(PrepareRequest.model_fields))))
-        for name, weight in step._lazy_weights().items():
-            assert torch.equal(weight, engine.weights._parameters[name]), "both merge by the same rule"
-    assert max(gaps) <= limit, gaps

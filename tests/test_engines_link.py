@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from fake_engine import FakeEngineServer
@@ -17,40 +15,11 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.testing.virtual_time import all_blocked
-from asyncrl_servers import engine_routes
 
-FLOATS = st.floats(allow_nan=False, allow_infinity=False)
-REQUESTS = st.builds(
-    SamplingRequest,
-    st.text(max_size=5),
-    prompt_ids=st.lists(st.integers(-1, 2**40), min_size=1, max_size=5),
-    max_tokens=st.integers(0, 2**40),
-    num_resumed=st.integers(0, 9),
-    temperature=FLOATS,
-    top_p=FLOATS,
-    stop=st.lists(st.text(max_size=4), max_size=2).map(tuple),
-    seed=st.integers(0, 2**63 - 1),
-    grammar=st.none() | st.text(max_size=5),
-    top_logprobs=st.integers(0, 20),
-    after=st.none(),
-)
-ASKED = st.builds(codec.Asked, st.integers(0, 2**40), REQUESTS, st.booleans())
 TOKENS = st.lists(st.tuples(st.integers(-1, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=6)
 LOGPROBS = st.floats(width=32, allow_nan=False)
 TOP = st.lists(st.tuples(st.integers(-1, 2**31 - 1), LOGPROBS), max_size=3)
 SPANS = st.lists(st.tuples(*[st.integers(0, 99)] * 3), max_size=3)
-
-
-@given(st.lists(ASKED, min_size=1, max_size=6), st.booleans())
-def test_requests_arrive_unchanged_and_a_shared_prompt_once(asked: list[Any], is_group: bool) -> None:
-    if is_group:
-        prompt = asked[0].request.prompt_ids
-        asked = [one._replace(request=replace(one.request, prompt_ids=prompt)) for one in asked]
-    frame = codec.read_frame(codec.submit_frame(asked))
-    assert not is_group or frame.arrays["prompts"].tolist() == asked[0].request.prompt_ids
-    for one, other in zip(asked, codec.read_submit(frame), strict=True):
-        came = replace(other.request, prompt_ids=other.request.prompt_ids.tolist())
-        assert other._replace(request=came) == one
 
 
 ROWS = st.tuples(
@@ -85,20 +54,6 @@ def test_sampled_rows_arrive_unchanged(given_rows: list[Any], has_top: list[bool
         assert list(one.top) == list(other.top)
         assert one.routing == other.routing
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
-
-
-@virtual
-async def test_full_queue_refuses() -> None:
-    server = EngineServer(FakeEngineServer())
-    with patch.object(engine_routes, "MAX_QUEUED", 1):
-        requests = [SamplingRequest(f"r{index}", (1,), 900) for index in range(3)]
-        asking = asyncio.gather(*map(server.generate_segment, requests), return_exceptions=True)
-        await all_blocked()
-        await server.abort(None)
-        served, *refused = await asking
-    assert served.finish_reason == "abort"
-    for one in refused:
-        assert "answered 503 to /link: 1 requests are queued already" in str(one)
 
 
 @virtual

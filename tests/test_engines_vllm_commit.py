@@ -9,7 +9,6 @@ import pytest
 from fake_vllm import (
     DECODE_S,
     PROMPT,
-    TRANSIT_S,
     check_logprobs,
     lost,
     manifest,
@@ -25,41 +24,10 @@ from rollout_cases import virtual
 from asyncrl.base.errors import EngineError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import GenerateResponse, Interrupt
+from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.testing.virtual_time import all_blocked
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("interrupt", ["abort", "keep", "wait"])
-@virtual
-async def test_late_request_has_only_tokens_of_new_weights(interrupt: Interrupt, is_streamed: bool) -> None:
-    fake, server = await ready_server()
-    await server.generate_segment(request())  # its prompt is in the cache of version 0 from here on
-    fake.transit_s, told = 0.5, list[GenerateResponse]()
-    async with asyncio.TaskGroup() as tasks:
-        asked = request("late", max_tokens=30)
-        on_chunk = told.append if is_streamed else None
-        late = tasks.create_task(server.generate_segment(asked, on_chunk=on_chunk))
-        await all_blocked()
-        fake.transit_s = TRANSIT_S
-        await publish(server, 1, interrupt)
-    answer = late.result()
-    assert not told, "nobody knew yet whose they were"
-    is_ended = interrupt == "abort" or is_streamed
-    assert (versions(answer), len(answer.token_ids)) == (([], 0) if is_ended else ([1], 30))
-    assert answer.finish_reason == ("abort" if is_ended else "length")
-    check_logprobs(answer)
-
-
-@virtual
-async def test_kept_requests_need_a_cleared_cache() -> None:
-    fake, server = await ready_server()
-    fake.refuses_reset = True
-    with pytest.raises(EngineError, match="could not clear its KV cache"):
-        await publish(server, 1, "keep")
-    assert (server.policy_version, fake.pause) == (0, None), "the old weights serve on"
 
 
 def chunk(version: int, index: int) -> ExportChunkResponse:
@@ -70,7 +38,7 @@ def chunk(version: int, index: int) -> ExportChunkResponse:
 
 
 async def turn(server: VllmServer, version: int) -> None:
-    await server.sleep(["kv", "weights"])
+    await server.sleep()
     await server.wake(["weights"])
     for index in range(2):
         assert await server.load_chunk(chunk(version, index)) == f"d{index}"
@@ -87,7 +55,7 @@ async def test_chunked_push_is_checked_at_wake(stays: bool) -> None:
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(server.generate_segment(request(max_tokens=500)))
         await asyncio.sleep(5 * DECODE_S)
-        slept = tasks.create_task(server.sleep(["weights", "kv"]))
+        slept = tasks.create_task(server.sleep())
         await all_blocked()
         waits = tasks.create_task(server.generate_segment(request("w")))
         await slept

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_in_process import make_qwen3
-from safetensors.torch import load_file
 from test_engine_lora import adapters, merged
 from torch import Tensor
 from vllm_house import House, vllm_house
@@ -17,7 +15,6 @@ from vllm_house import House, vllm_house
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.weights.adapters import write_peft
 from asyncrl.weights.export import export_weights
 
 RANK, SCALE = 4, 0.5
@@ -65,27 +62,3 @@ def test_adapters_give_what_merged_weights_give(house: House) -> None:
         assert folders == ["adapter-2", "adapter-3"]
 
     house.run(story)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_qwen3(tmp_path_factory.mktemp("model") / "qwen3")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peft_folder_holds_the_tensors_bit_for_bit(tmp_path: Path, folder: Path, dtype: torch.dtype) -> None:
-    tensors = adapters(folder, (Q_PROJ, DOWN_PROJ), seed=1)
-    tensors = {name: one if name == "scale" else one.to(dtype) for name, one in tensors.items()}
-    manifest = stage(tensors, 3, tmp_path)
-    written = tmp_path / "peft"
-    written.mkdir()
-    write_peft(load_file(manifest.path), written)
-    found = load_file(written / "adapter_model.safetensors")
-    expected = {f"base_model.model.{name}": one for name, one in tensors.items() if name != "scale"}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(one, expected[name]) for name, one in found.items())
-    from peft import LoraConfig
-
-    config = LoraConfig.from_pretrained(str(written))
-    assert (config.r, config.lora_alpha / config.r) == (RANK, pytest.approx(SCALE, rel=1e-7))
-    assert set(config.target_modules or ()) == {"q_proj", "down_proj"}

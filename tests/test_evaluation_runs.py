@@ -20,16 +20,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_cases import one_token, single_turn, virtual
 
-from asyncrl.base.errors import EngineError
-from asyncrl.config import EvalConfig
-from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
-from asyncrl.rollouts.rollout import derive_seed
-from asyncrl.tasks.sources import build_task, take_prompts
 
 KEPT_EXPORTS = 2
 """As the trainer worker does: an older file is gone."""
@@ -121,25 +116,6 @@ async def test_several_evaluations_follow_their_schedules() -> None:
     assert (house.kept, house.troubles) == ([], [])
 
 
-@virtual
-async def test_long_evaluation_skips_versions_but_the_last() -> None:
-    house = House(decode_s=0.15)  # three turns of ten tokens: 4.5 s
-    await house.live()
-    assert house.versions == [0, 6, 10]
-    assert [result.num_skipped for result in house.results] == [1, 2, 2]
-    assert house.kept == []
-
-
-@virtual
-async def test_weights_that_arrive_changed_are_not_evaluated() -> None:
-    house = House(at_start=False)
-    house.eval_engine.corrupt_digest = True
-    await house.live()
-    (trouble,) = house.troubles
-    assert "has (policy_version, digest) (3, 'corrupt'); the trainer sent (3, 'w3')" in trouble
-    assert (house.versions, house.eval_engine.policy_version) == ([], 0)
-
-
 @given(
     published=st.lists(st.integers(1, 12), min_size=1, max_size=20),
     every=st.integers(1, 7),
@@ -194,22 +170,6 @@ def make_held_out(engine: Any, scorer: Any = None, prompts: Any = None, **values
 
 
 @virtual
-async def test_every_prompt_is_sampled_within_the_slots() -> None:
-    engine = FakeEngine()
-    engine.policy_version = 7
-    held_out = make_held_out(engine)
-    result = await held_out.evaluate(7)
-    assert asyncio.get_running_loop().time() == 3.0, "8 samples, 3 at once, 1 s each"
-    assert engine.peak_running == 3
-    places = [(f"0/{p}", s) for p in range(4) for s in range(2)]
-    assert [(request.request_id, request.seed) for request in engine.requests] == [
-        (f"eval-v7/{name}/s{s}/t0/a0", derive_seed(5, name, s, turn=0)) for name, s in places
-    ]
-    assert {(request.temperature, request.max_tokens) for request in engine.requests} == {(0.5, 4)}
-    assert [prompt_id for prompt_id, _ in result.samples] == [name for name, _ in places]
-
-
-@virtual
 async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
     def reward(item: Prompt, _: str) -> float | str:
         if item.prompt_id == "0/3":
@@ -226,15 +186,6 @@ async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
     assert (metrics["eval/failed"], metrics["eval/reward_mean"]) == (7, 1.0)
 
 
-@virtual
-async def test_a_token_of_another_version_is_an_error() -> None:
-    engine = FakeEngine()
-    engine.policy_version = 8
-    said = r"prompt 0/0 has tokens of policy_version \[8\]; every token .* at policy_version 7"
-    with pytest.raises(EngineError, match=said):
-        await make_held_out(engine).evaluate(7)
-
-
 def test_the_standard_error_counts_prompts_and_not_samples() -> None:
     rewards = {"a": [0.0, 1.0], "b": [1.0, 1.0], "c": [0.0]}
     samples = [
@@ -249,14 +200,3 @@ def test_the_standard_error_counts_prompts_and_not_samples() -> None:
     counts = [metrics[f"eval/{name}"] for name in ("version", "length_mean", "failed", "seconds", "skipped")]
     assert counts == [4, 1, 1, 2.5, 3]
     assert "eval/standard_error" not in EvalResult(0, samples[:2]).metrics()
-
-
-def test_eval_prompts_are_the_first_of_the_task() -> None:
-    task = {"python": "asyncrl.tasks.toy:Letters", "size": 20}
-    few, all_of_them = (EvalConfig.model_validate({"task": task, "num_prompts": num}) for num in (5, 20))
-    eval_task = build_task(few.task, EVAL_SEED)
-    _, prompts = take_prompts(few, eval_task)
-    assert [prompt.prompt_id for prompt in prompts] == [f"0/{number}" for number in range(5)]
-    assert prompts == take_prompts(all_of_them, eval_task)[1][:5]
-    trained_on = build_task(few.task, 0)
-    assert any(trained_on.prompt(number) != eval_task.prompt(number) for number in range(20))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from harness_gateway import need_bubblewrap, open_gateway
 
 from asyncrl.agents import Outcome, Task
-from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import Session, build_harness
 from asyncrl.base.user_code import load_object
 from asyncrl.config import GeneratorConfig, load_config
@@ -65,10 +63,7 @@ def test_calculator_agent_rewards_call_expression_and_answer() -> None:
     assert best.reward == pytest.approx(1.0)
     assert best.metrics == {"tool_calls": 1, "right_expression": 1, "right_answer": 1}
     assert asked[1]["messages"][-1] == {"role": "tool", "tool_call_id": "call-0", "content": "7"}
-    wrong, _ = calculate(said(None, "calculator", expression="9"), said("9"))
-    only_called, _ = calculate(said(None, "other"), said(""))
-    silent, _ = calculate(said(""))
-    assert best.reward > wrong.reward > only_called.reward > silent.reward == 0  # type: ignore[operator]
+    assert calculate(said(""))[0].reward == 0
 
 
 def test_lookup_agent_rewards_call_name_and_room() -> None:
@@ -82,17 +77,12 @@ def test_lookup_agent_rewards_call_name_and_room() -> None:
     for answers, reward in (
         ([said(None, "directory", name="c"), said("4")], 0.1),  # a guess is worth nothing
         ([said("4")], 0.0),
-        ([call, said("4<unk>")], 0.7),
         ([call, cut], 0.7),
         ([cut_call, said("4")], 0.9),
         ([call, call, said("4")], 0.4),  # it asks once
-        ([call, said("")], 0.4),
         ([call, said("c")], 0.5),  # short, and the wrong room
     ):
         assert look_up(*answers)[0].reward == pytest.approx(reward)
-    own = find_tool_format("examples.lookup:parse", "")
-    assert [json.loads(call.arguments) for call in own.parse("?b1").tool_calls] == [{"name": "b"}]
-    assert own.parse("b1").tool_calls == ()
 
 
 @pytest.mark.extras
@@ -111,19 +101,19 @@ def test_search_agent_rewards_an_exact_match_within_its_searches() -> None:
 
 
 def test_the_shell_agent_makes_two_turns_with_curl_alone() -> None:
-    async def story() -> tuple[Outcome, list[Any]]:
+    async def story() -> tuple[Outcome, list[str]]:
         async with open_gateway() as gateway:
             harness = build_harness(
                 GeneratorConfig(command=["examples/shell_agent/agent.sh"]), is_worker=False
             )
             task = Task("p", ({"role": "user", "content": "e 8"},))
-            outcome = await harness.run(task, Session(f"{gateway.url}/v1", "key", "policy"))
-            return outcome, [body["messages"] for _, body in gateway.calls]
+            outcome = await harness.run(task, Session(f"{gateway.url}/v1", "key-0", "policy"))
+            engine = gateway.engine
+            return outcome, [engine.tokenizer.decode(each.prompt_ids.tolist()) for each in engine.requests]
 
     outcome, asked = asyncio.run(story())
-    first = {"role": "user", "content": "e 8"}
-    second = [{"role": "assistant", "content": "answer 1"}, {"role": "user", "content": "e"}]
-    assert asked == [[first], [first, *second]]
+    first = "user\ne 8assistant\n"
+    assert asked == [first, first + "answer 1user\neassistant\n"]
     assert outcome.reward == pytest.approx(0.7 * 2 / 16 + 0.3), "two e in both, the first of the right length"
     assert outcome.metrics == {"first_length": 8, "right_letters": 2}
 
@@ -148,14 +138,12 @@ def test_shipped_configs_load_and_their_prompts_fit(name: str) -> None:
         assert set("".join(texts)) <= set(config.model.scratch.characters)
         length = max(map(len, texts)) + 3  # two roles and an end of turn
         assert length <= config.rollout.max_prompt_tokens
-    assert (ROOT / (config.model.chat_template or "examples/hermes.jinja")).exists()
     python = config.generator.python
-    if python is None:
-        assert all(os.access(ROOT / part, os.X_OK) for part in config.generator.command or [])
-        return
-    build_harness(GeneratorConfig(python=python, args=config.generator.args))
-    code = (ROOT / python.partition(":")[0].replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
-    assert config.generator.give_answer == ("task.answer" in code), "it is given what it reads, and no more"
+    if python is not None:
+        build_harness(GeneratorConfig(python=python, args=config.generator.args))
+        path = (ROOT / python.partition(":")[0].replace(".", "/")).with_suffix(".py")
+        is_read = "task.answer" in path.read_text(encoding="utf-8")
+        assert config.generator.give_answer == is_read, "it is given what it reads, and no more"
 
 
 @pytest.mark.slow

@@ -10,16 +10,16 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_cases import gateway_world, in_loop
+from gateway_cases import ScriptedEngine, gateway_world, in_loop
 from test_gateway_capture_matrix import renderers
 from transformers import AutoTokenizer
 
-from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Outcome, SamplingRequest
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -44,11 +44,8 @@ def frameworks_python() -> Path:
     """
     python = Path(os.environ.get("VENV_FRAMEWORKS", ROOT / ".venv-frameworks")) / "bin" / "python"
     if not python.exists():
-        if os.environ.get("ASYNCRL_REQUIRE_FRAMEWORKS") == "1":
-            pytest.fail(
-                f"ASYNCRL_REQUIRE_FRAMEWORKS=1, but there is no {python}: run `make setup-frameworks`"
-            )
-        pytest.skip(f"no frameworks at {python}: run `make setup-frameworks`")
+        end = pytest.fail if os.environ.get("ASYNCRL_REQUIRE_FRAMEWORKS") == "1" else pytest.skip
+        end(f"no frameworks at {python}: run `make setup-frameworks`")
     return python
 
 
@@ -87,42 +84,18 @@ class Framework:
         self.process.communicate()
 
 
-@dataclass(eq=False)
-class PlayedModel:
-    """Replacement of an EnginePool that samples the answers of `says` in order, with a weight push in the
-    middle of each. It continues a prefilled answer and stops at stop texts.
-    """
+def played(tokenizer: HFChatTokenizer, says: Sequence[str]) -> ScriptedEngine:
+    """Return an engine that samples `says` in order, each as the continuation of a prefilled answer."""
 
-    tokenizer: HFChatTokenizer
-    says: Sequence[str]
-    requests: list[SamplingRequest] = field(default_factory=list)
-    sampled: list[str] = field(default_factory=list)
-    """Sampled texts, end of turn included."""
-
-    async def generate(
-        self, request: SamplingRequest, *, on_tokens: Callable[[Sequence[int]], None] | None = None, **_: Any
-    ) -> Completion:
-        assert len(self.requests) < len(self.says), (
-            f"call {len(self.requests)}: it has said all it has to say"
-        )
-        text = self.says[len(self.requests)] + END
-        self.requests.append(request)
-        begun = self.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
+    def answer(request: SamplingRequest) -> str:
+        text = says[len(engine.requests) - 1]
+        begun = tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
         begun = begun.rpartition("<|im_start|>assistant\n")[2].removeprefix("<think>\n\n</think>\n\n")
         assert text.startswith(begun), f"the gateway began {begun!r}, and the model wants to say {text!r}"
-        text = text.removeprefix(begun)
-        ends = [text.index(stop) + len(stop) for stop in request.stop if stop in text]
-        ids = self.tokenizer.encode(text[: min(ends)] if ends else text)[: request.max_tokens]
-        self.sampled.append(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-        for start in range(0, len(ids), 16):
-            await asyncio.sleep(0)
-            if on_tokens is not None:
-                on_tokens(ids[start : start + 16])
-        half = len(ids) // 2
-        cuts = ((0, half, 4), (half, len(ids), 5))
-        spans = tuple(VersionSpan(*cut) for cut in cuts if cut[0] < cut[1])
-        reason = "stop" if len(ids) < request.max_tokens else "length"
-        return Completion(tuple(ids), (-0.5,) * len(ids), spans, reason, 1)  # type: ignore[arg-type]
+        return text.removeprefix(begun)
+
+    engine = ScriptedEngine(answer, tokenizer=tokenizer, end=tokenizer.encode(END)[0])
+    return engine
 
 
 # ---- scenarios
@@ -140,17 +113,9 @@ CODE = (
     "Thought: add them.\n<code>\nx = add(1, 2)\ny = add(3, 4)\nprint(x, y)\n</code>",
     "Thought: and their sum.\n<code>\nfinal_answer(add(3, 7))\n</code>",
 )
-THOUGHTS_AND_CODE = tuple(
-    json.dumps({"thought": "add them", "code": code})
-    for code in ("x = add(1, 2)\ny = add(3, 4)\nprint(x, y)", "final_answer(add(3, 7))")
-)
 SHELL = (
     call("bash", command="echo done > answer.txt"),
     call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-)
-SHELL_AS_TEXT = tuple(
-    f"THOUGHT: so be it.\n\n```mswea_bash_command\n{command}\n```"
-    for command in ("echo done > answer.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 )
 
 
@@ -178,16 +143,7 @@ class Case:
 
 
 CONVERSATIONS = [
-    Case("openai_client", "tools"),
-    Case("openai_client", "streamed_tools"),
-    Case("openai_client", "responses_tools"),
-    Case("anthropic_client", "tools"),
-    Case("anthropic_client", "streamed_tools"),
-    Case("anthropic_client", "thinking"),
-    Case("anthropic_client", "tool_runner"),
-    Case("anthropic_client", "streamed_tool_runner"),
     Case("litellm_chat", "tools"),
-    Case("litellm_chat", "dumped_tools"),
     Case("openai_agents", "tools"),
     Case("openai_agents", "chat_tools"),
     Case("langchain_agent", "tools"),
@@ -203,48 +159,24 @@ CONVERSATIONS = [
     Case("smolagents_agents", "code", CODE, ["10", 3]),
     Case("smolagents_agents", "litellm_code", CODE, ["10", 3]),
     Case("mini_swe_agent", "tools", SHELL, ["Submitted", "done"]),
-    Case("mini_swe_agent", "text", SHELL_AS_TEXT, ["Submitted", "done"]),
 ]
 
-FORKS = {
-    "smolagents_agents-code-apart": 2,
-    "smolagents_agents-litellm_code-apart": 2,
-    "smolagents_agents-code-inline": 2,
-    "inspect_ai_eval-tools-inline": 3,
-}
+FORKS = {"smolagents_agents-code-apart": 2, "smolagents_agents-litellm_code-apart": 2}
 """Number of branches if a framework rewrites answers: smolagents adds a line and Qwen3's template omits the
-thought before it; inspect-ai writes thoughts in its own format.
+thought before it.
 """
-THOUGHTS = [case.thinking("apart") for case in CONVERSATIONS if "streamed" not in case.scenario] + [
-    case.thinking("inline")
-    for case in CONVERSATIONS
-    if case.scenario in ("tools", "chat_tools", "code") and case.framework != "anthropic_client"
-]
-
-ALONE = [
-    Case("openai_agents", "one_call_at_a_time", result=["They are 10.", 2]),
-    # it sends its calls back as text: "Calling tools: [{'id': ..."
-    Case(
-        "smolagents_agents",
-        "tools",
-        (*SUMS[:2], call("final_answer", answer="10")),
-        ["10", 3],
-        num_branches=3,
-    ),
-]
+THOUGHTS = [case.thinking("apart") for case in CONVERSATIONS if "streamed" not in case.scenario]
+ALONE = [Case("openai_agents", "one_call_at_a_time", result=["They are 10.", 2])]
 
 END = "<|im_end|>"
 TYPED = {
-    "openai_client": ["parse", "json_object", "strict_tool", "responses_parse"],
-    "anthropic_client": ["forced_tool"],
     "litellm_chat": ["parse"],
     "openai_agents": ["output_type", "chat_output_type"],
-    "langchain_agent": "json_schema function_calling json_mode tool_strategy provider_strategy".split(),
+    "langchain_agent": ["json_schema", "function_calling", "json_mode"],
     "pydantic_ai_agent": ["tool_output", "native_output", "prompted_output"],
     "inspect_ai_eval": ["response_schema"],
 }
-CALLED = {"strict_tool": "City", "forced_tool": "city", "function_calling": "City", "tool_strategy": "City"}
-CALLED |= {"tool_output": "final_result"}
+CALLED = {"function_calling": "City", "tool_output": "final_result"}
 STRUCTURED = [
     Case(
         name,
@@ -255,10 +187,6 @@ STRUCTURED = [
     )
     for name, scenarios in TYPED.items()
     for scenario in scenarios
-]
-# it adds "Calling tools: ..." where the model had ended its turn
-STRUCTURED += [
-    Case("smolagents_agents", "structured_code", THOUGHTS_AND_CODE, ["10", 3], num_branches=2, is_typed=True)
 ]
 
 
@@ -282,7 +210,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFChatTokenizer:
 async def test_each_answer_is_trained_once(
     case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
 ) -> None:
-    model = PlayedModel(tokenizer, case.says)
+    model = played(tokenizer, case.says)
     config: dict[str, Any] = {"max_tokens": 4096, "max_prompt_tokens": 60_000, "max_length": 64_096}
     config |= {"thoughts": case.thoughts} if case.thoughts else {}
     async with gateway_world(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, **config) as world:
@@ -293,17 +221,16 @@ async def test_each_answer_is_trained_once(
         result[0] = result[0].rpartition("</think>")[2].strip()
     assert result == (case.result or ADDED)
     assert dict(stats.refused) == {}
-    assert len(model.sampled) == len(case.says)
+    sampled = [tokenizer.decode(list(each), skip_special_tokens=False) for each in model.sampled]
+    assert len(sampled) == len(case.says)
     ids = [each.token_ids[each.loss_mask].tolist() for each in branches]
     trained = [tokenizer.decode(each, skip_special_tokens=False) for each in ids]
-    assert sorted("".join(trained).split(END)) == sorted("".join(model.sampled).split(END))
+    assert sorted("".join(trained).split(END)) == sorted("".join(sampled).split(END))
     num_begun = stats.calls - stats.extended - stats.realigned
     assert (len(branches), num_begun) == (case.num_branches, case.num_branches)
     fast = AutoTokenizer.from_pretrained(tokenizer.model_path)
     grammars = TokenGrammars(fast, len(fast))
-    for request, sampled in zip(model.requests, model.sampled, strict=True):
+    for request, text in zip(model.requests, sampled, strict=True):
         if case.is_typed:
             assert request.grammar is not None, "its form was asked for"
-            grammars.begin(
-                request.grammar, tokenizer.encode(sampled.removesuffix(END))
-            )  # raises if not of it
+            grammars.begin(request.grammar, tokenizer.encode(text.removesuffix(END)))  # raises if not of it

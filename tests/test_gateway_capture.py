@@ -1,20 +1,28 @@
-"""Prompt ids, branches and credits of a session's completions, on a character-level template."""
+"""Which recorded answer a chat continues, what a template omits, and credits of a session's completions."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
-import numpy as np
 import pytest
-from gateway_capture_cases import END, CharRenderer, Message, Play, assistant, completion, plan, user
+from gateway_capture_cases import END, Message, Play, assistant, completion, plan, user
+from gateway_cases import gateway_world, in_loop
+from test_gateway_capture_matrix import Renderers, renderers
 
+from asyncrl.agents.endpoint.prefix_match import left_out
 from asyncrl.agents.harness import OUTCOME
-from asyncrl.base.errors import RolloutFailure
-from asyncrl.messages.records import Outcome, Trajectory
+from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.messages.records import Outcome
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+EOT = "<|eot_id|>"
+IM_END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
+    return renderers(tmp_path_factory.mktemp("answers"))
 
 
 def called(arguments: object, *, id: str = "call_1", **fields: object) -> Message:
@@ -22,13 +30,13 @@ def called(arguments: object, *, id: str = "call_1", **fields: object) -> Messag
     return assistant(None, tool_calls=[{"id": id, "type": "function", "function": function, **fields}])
 
 
-RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "The tool says 42"}
 
 
 def test_answer_is_found_by_its_text_or_its_meaning() -> None:
     four, called_add = Play(), Play()
     four.ask([user("1+2")], f"4{END}")
-    called_add.ask([user("1+2")], f"<add>{END}", message=called('{"a":1,"b":2}'))
+    called_add.ask([user("1+2")], f"<add>{END}", called('{"a":1,"b":2}'))
     for play, sent_back, how in (
         (four, assistant("4", refusal=None, tool_calls=None), "extended"),
         (four, {"content": " 4\n", "role": "assistant"}, "realigned"),
@@ -53,18 +61,13 @@ def test_other_tools_are_another_chat() -> None:
 
 def test_prompt_of_ids_continues_the_longest_recorded_ids() -> None:
     capture = Play().capture
-    first = capture.plan_ids([1, 2, 3])
-    capture.record(first, completion([4, 5]), assistant(""), "cmpl-0")
-    second = capture.plan_ids([1, 2, 3, 4, 5, 6])
-    assert (second.how, second.num_reused, tuple(second.prompt_ids.tolist())) == (
-        "extended",
-        5,
-        (1, 2, 3, 4, 5, 6),
-    )
+    capture.record(capture.plan([1, 2, 3]), completion([4, 5]), assistant(""), "cmpl-0")
+    second = capture.plan([1, 2, 3, 4, 5, 6])
+    assert (second.how, second.added.tolist()) == ("extended", [6])
     capture.record(second, completion([7]), assistant(""), "cmpl-1")
-    assert capture.plan_ids([1, 2, 3, 4, 5, 6, 7]).num_reused == 7, "a cut answer may be gone on from"
-    assert capture.plan_ids([1, 2, 3, 4, 5, 8]).num_reused == 5
-    assert capture.plan_ids([1, 2, 3, 4]).how == capture.plan_ids([9]).how == "edited"
+    assert capture.plan([1, 2, 3, 4, 5, 6, 7]).added.tolist() == [], "a cut answer may be gone on from"
+    assert capture.plan([1, 2, 3, 4, 5, 8]).added.tolist() == [8]
+    assert capture.plan([1, 2, 3, 4]).how == capture.plan([9]).how == "edited"
     (branch,) = capture.rollout(0, Outcome(), 1.0)
     assert branch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert branch.loss_mask.tolist() == [False, False, False, True, True, False, True]
@@ -74,80 +77,177 @@ def test_unrenderable_chat_is_a_value_error() -> None:
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]
-    for message, why in (
-        (assistant("x" * 21), "too long"),
-        (user("\ud800"), "surrogates"),
-        ({**user("a"), "extra": nested}, "nested too deep"),
-    ):
+    for message, why in ((user("\ud800"), "surrogates"), ({**user("a"), "extra": nested}, "nested too deep")):
         with pytest.raises(ValueError, match=why):
-            plan(Play(CharRenderer("refuses")).capture, [message])
+            plan(Play().capture, [message])
 
 
 def test_last_text_belongs_to_the_call_planned_last() -> None:
     play = Play()
     with pytest.raises(RolloutFailure, match="without a completion"):
         play.capture.last_text(shows_special=True)
-    with pytest.raises(RolloutFailure, match="ended with 0 completions and not one sampled token"):
-        play.capture.rollout(0, Outcome(), 1.0)
     first, second = plan(play.capture, [user("a")]), plan(play.capture, [user("b")])
     play.answer(second, f"late{END}")
     play.answer(first, f"early{END}")
     assert play.capture.last_text(shows_special=True) == "late"
 
 
-# ---- branches
+# ---- forms of an answer
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+FORMS = (
+    assistant(f"{THOUGHT}Four."),
+    assistant("<think>hm</think>Four."),
+    assistant("Four.", reasoning_content="hm"),
+    assistant(f"{THOUGHT}Four.", reasoning_content="hm\n"),
+    assistant("Four."),
+)
 
 
-def forked_play() -> Play:
-    """Record `1`, `2`, `3` after an edit, and `4` which continues from `1`, as chatcmpl-0 to chatcmpl-3."""
+@pytest.mark.parametrize("template", ["qwen3", "qwen2_5", "qwen3_5_think", "llama3_1"])
+def test_answer_may_return_in_another_form_at_each_call(template: str, renderer_for: Renderers) -> None:
+    for first in FORMS:
+        for second in FORMS:
+            play = Play(renderer_for(template))
+            play.ask([user("2+2?")], f"{THOUGHT}Four.{IM_END}")
+            play.ask([user("2+2?"), first, user("Sure?")], f"{THOUGHT}Four.{IM_END}")
+            last = plan(play.capture, [user("2+2?"), second, user("Sure?"), first, user("Why?")])
+            assert last.how in ("extended", "realigned")
+            assert last.parent is not None
+            assert last.parent.name == "chatcmpl-1"
+
+
+def test_equal_answers_are_told_apart_by_their_thoughts() -> None:
     play = Play()
-    play.ask([user("a")], f"1{END}")
-    play.ask([user("a"), assistant("1"), user("b")], f"2{END}")
-    play.ask([user("summary")], f"3{END}", is_truncated=True)
-    play.ask([user("a"), assistant("1"), user("c")], f"4{END}")
+    for thought in ("one", "two"):
+        play.ask([user("a")], f"<think>{thought}</think>yes{END}")
+    found = {}
+    for thought in ("two", "three", None):
+        chat = [user("a"), assistant("yes", reasoning_content=thought), user("b")]
+        parent = plan(play.capture, chat).parent
+        found[thought] = parent and parent.name
+    assert found == {"two": "chatcmpl-1", "three": None, None: "chatcmpl-0"}
+
+
+CALL = '{"name": "add", "arguments": {"a": 1}}'
+OTHER_ORDER = '{"arguments": {"a": 1}, "name": "add"}'
+
+
+@pytest.mark.parametrize(
+    ("sampled", "behind"),
+    [
+        (f"I add.\n<tool_call>\n{CALL}\n</tool_call>{EOT}", IM_END),
+        (f"I add.\n<tool_call>\n{CALL}\n</tool_call>", IM_END),
+        (f"I add.\n<tool_call>\n{OTHER_ORDER}</tool_call>{IM_END}", ""),
+    ],
+)
+def test_end_of_a_call_is_not_repeated(sampled: str, behind: str, renderer_for: Renderers) -> None:
+    renderer = renderer_for("qwen3")
+    play = Play(renderer)
+    play.ask([user("1?")], sampled, called({"a": 1}))
+    planned = plan(play.capture, [user("1?"), called({"a": 1}), RESULT])
+    added = renderer.decode(planned.added.tolist(), skip_special_tokens=False)
+    assert planned.how == "realigned"
+    assert added.partition("\n<|im_start|>user")[0] == behind
+
+
+@pytest.mark.parametrize(("template", "closed"), [("qwen3_5_think", "\n</think>\n\n"), ("qwen3", "")])
+def test_forced_call_is_not_begun_inside_a_thought(
+    template: str, closed: str, renderer_for: Renderers
+) -> None:
+    renderer = renderer_for(template)
+    play = Play(renderer)
+    planned = plan(play.capture, [user("go")], [TOOL], prefill="<tool_call>")
+    shown = renderer.render([user("go")], tools=[TOOL])
+    assert planned.match is not None
+    assert planned.match.text == f"{shown}{closed}<tool_call>"
+    play.answer(planned, f"{CALL}</tool_call>{IM_END}", called({"a": 1}))
+    assert plan(play.capture, [user("go"), called({"a": 1}), RESULT], [TOOL]).how != "edited"
+
+
+# ---- what a template leaves out, and its settings
+
+
+def test_message_is_found_however_the_template_writes_it() -> None:
+    said = [user(text) for text in ("one", 'the "two"', "drei \u00fc", "Four  and\nfive")]
+    text = r'one {"the \"two\""} drei \u00fc FOUR AND FIVE'
+    assert left_out(said, text) is None
+    assert left_out([*said, assistant("no"), user("six")], text) == 5
+    many = [user(f"message {number} says something") for number in range(3000)]
+    assert left_out([*many, user("no")], "".join(message["content"] for message in many)) == 3000
+
+
+@in_loop
+async def test_message_that_the_template_omits_gets_400(renderer_for: Renderers) -> None:
+    async with gateway_world(tokenizer=renderer_for("qwen3_vl")) as world:
+        chat = [user("Hi."), {"role": "developer", "content": "Secret."}]
+        status, answer = await world.post({"messages": chat})
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert "the chat template leaves out what messages[1] says" in answer["error"]["message"]
+
+
+def test_developer_is_the_system_where_the_template_knows_none(renderer_for: Renderers) -> None:
+    chats = ([{"role": role, "content": "Be brief."}, user("Hi.")] for role in ("developer", "system"))
+    as_developer, as_system = map(renderer_for("qwen3").render, chats)
+    assert as_developer == as_system
+    assert "Be brief." in as_system
+
+
+OFF = "<think>\n\n</think>\n\n"
+
+
+def test_settings_of_run_and_call_reach_the_template(renderer_for: Renderers) -> None:
+    chat = [user("Hi.")]
+    plain = renderer_for("qwen3")
+    no_thoughts = renderer_for("qwen3", enable_thinking=False)
+    assert plain.render(chat, settings={"enable_thinking": False}).endswith(OFF)
+    assert no_thoughts.render(chat, settings={"other": 1}).endswith(OFF)
+    assert not no_thoughts.render(chat, settings={"enable_thinking": True}).endswith(OFF)
+    reserved = {"messages": [], "add_generation_prompt": False, "bos_token": "x", "chat_template": "x"}
+    assert plain.render(chat, settings=reserved) == plain.render(chat)
+    with pytest.raises(ConfigError, match=r"does not read thinking(.|\n)*may set .*enable_thinking"):
+        renderer_for("qwen3", thinking=False)
+
+
+# ---- credits, and what is sampled and not trained
+
+
+def conversation(*are_trained: bool) -> Play:
+    """Answers 1, 2 and 3 to a, b and c, as chatcmpl-0 to chatcmpl-2."""
+    play = Play()
+    chat: list[Message] = []
+    for question, answer, is_trained in zip("abc", "123", are_trained, strict=False):
+        chat = [*chat, user(question)]
+        play.answer(plan(play.capture, chat), f"{answer}{END}", is_trained=is_trained)
+        chat = [*chat, assistant(answer)]
     return play
 
 
-def credited(play: Play, branch: Trajectory) -> list[tuple[str, float, int]]:
-    """(text, reward, unit) of each credit; together they cover the loss mask once."""
-    covered = [place for credit in branch.credits for place in range(credit.start, credit.end)]
-    assert covered == np.flatnonzero(branch.loss_mask).tolist()
-    decode = play.renderer.decode
-    return [(decode(branch.token_ids[c.start : c.end].tolist()), c.reward, c.unit) for c in branch.credits]
+@pytest.mark.parametrize(
+    ("are_trained", "trained", "ends_with"),
+    [((True, False, True), "13", "3"), ((False, True, False), "2", "2"), ((True, False, False), "1", "1")],
+)
+def test_untrained_answers_are_context(are_trained: tuple[bool, ...], trained: str, ends_with: str) -> None:
+    play = conversation(*are_trained)
+    rewards = {f"chatcmpl-{number}": 0.5 + number for number in range(3) if are_trained[number]}
+    (branch,) = play.capture.rollout(0, Outcome(turn_rewards=rewards), 1.0)
+    assert play.renderer.decode(branch.token_ids[branch.loss_mask].tolist()) == trained
+    assert play.renderer.decode(branch.token_ids.tolist()).endswith(ends_with)
+    assert not branch.behaviour_logprobs[~branch.loss_mask].any()
+    spanned = [place for span in branch.version_spans for place in range(span.start, span.end)]
+    assert spanned == branch.loss_mask.nonzero()[0].tolist()
+    assert [credit.reward for credit in branch.credits] == list(rewards.values())
+    with pytest.raises(RolloutFailure, match=r"not one sampled token to train on(.|\n)*Way out"):
+        conversation(False, False).capture.rollout(0, Outcome(), 1.0)
 
 
-def test_rewards_by_turn_or_branch_define_the_units() -> None:
-    play = forked_play()
-    play.ask([user("z")], "")  # what sampled nothing need not be named
-    by_turn = Outcome(turn_rewards={f"chatcmpl-{number}": float(number) for number in range(4)})
-    by_branch = Outcome(branch_rewards={"chatcmpl-1": 0.1, "chatcmpl-2": 0.2, "chatcmpl-3": 0.3})
-    for outcome, expected in (
-        (by_turn, [[("1", 0.0, 0), ("2", 1.0, 1)], [("4", 3.0, 2)], [("3", 2.0, 3)]]),
-        (by_branch, [[("1", 0.1, 0), ("2", 0.1, 0)], [("4", 0.3, 1)], [("3", 0.2, 2)]]),
-    ):
-        branches = play.capture.rollout(0, outcome, 1.5)
-        assert [credited(play, branch) for branch in branches] == expected
+@pytest.mark.parametrize("names", [["chatcmpl-0", "chatcmpl-1", "chatcmpl-9"], ["chatcmpl-0"]])
+def test_rewards_that_do_not_fit_fail_the_rollout(names: list[str]) -> None:
+    with pytest.raises(RolloutFailure, match=r"its rewards name(.|\n)*Way out: "):
+        conversation(True, True).capture.rollout(0, Outcome(turn_rewards=dict.fromkeys(names, 1.0)), 1.0)
 
 
-def test_rewards_that_do_not_fit_fail_the_rollout() -> None:
-    for kind, rewards in (
-        ("turn", {9: 1}),  # an unknown completion
-        ("turn", {0: 1, 1: 1}),  # not every completion
-        ("branch", {1: 1}),  # not every branch
-        ("branch", {0: 1, 1: 1, 2: 1, 3: 1}),  # a completion of two branches
-        ("branch", {1: 0.5, 4: 0.6, 2: 1, 3: 1}),  # two rewards of one branch
-    ):
-        play = forked_play()
-        if 4 in rewards:
-            play.ask([user("a"), assistant("1"), user("b"), assistant("2"), user("b")], f"5{END}")
-        outcome: Any = {f"{kind}_rewards": {f"chatcmpl-{number}": value for number, value in rewards.items()}}
-        with pytest.raises(RolloutFailure, match=r"rewards(.|\n)*Way out: "):
-            play.capture.rollout(0, Outcome(**outcome), 1.0)
-    same = Outcome(branch_rewards={f"chatcmpl-{number}": 0.5 for number in (1, 2, 3, 4)})
-    assert len(play.capture.rollout(0, same, 0.5)) == 3, "one reward named twice is one reward"
-
-
-def test_outcome_has_finite_numbers_and_one_kind_of_parts() -> None:
+def test_outcome_has_finite_numbers() -> None:
     for outcome in (
         Outcome(turn_rewards={"chatcmpl-0": math.nan}),
         Outcome(1e39),  # infinite in float32
@@ -156,5 +256,3 @@ def test_outcome_has_finite_numbers_and_one_kind_of_parts() -> None:
     ):
         with pytest.raises(ValueError, match="validation error"):
             OUTCOME.validate_python(outcome)
-    with pytest.raises(ValueError, match="give turn_rewards or branch_rewards"):
-        Outcome(turn_rewards={"chatcmpl-0": 1.0}, branch_rewards={"chatcmpl-0": 1.0})

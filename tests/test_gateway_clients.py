@@ -1,19 +1,17 @@
-"""The official clients of OpenAI and Anthropic: tools, thoughts, streams, choices, kept responses."""
+"""The official clients of OpenAI and Anthropic: tools, thoughts, streams, kept responses."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop, num_forked, talking
-from gateway_conformance import CHECKS, check_server, table
+from gateway_cases import HI, ByteTokenizer, ScriptedEngine, in_loop, num_forked, talking
 
-from asyncrl.messages.records import Completion, Outcome, SamplingRequest
+from asyncrl.messages.records import Outcome
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {}}}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "strict": True, "parameters": SCHEMA}}]
@@ -40,13 +38,13 @@ THINKS = f"<think>\nTwo sums.\n</think>\n\nLet me add.\n{CALL}\n{CALL}"
 async def test_stream_is_whole_across_a_push_and_stops() -> None:
     async with talking("Grüße 🙂🙂 an alle <stop> nie gezeigt") as talk:
         usage = {"include_usage": True}
-        stream = await talk.chat(stream=True, stop=["<stop>"], stream_options=usage)
-        chunks = [chunk async for chunk in stream]
-        pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+        chunks = [one async for one in await talk.chat(stream=True, stop=["<stop>"], stream_options=usage)]
+        pieces = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
         assert "".join(pieces) == "Grüße 🙂🙂 an alle "
         assert sum(map(bool, pieces)) > 5, "it came in pieces"
         assert chunks[-2].choices[0].finish_reason == "stop"
-        assert chunks[-1].usage.completion_tokens == len("Grüße 🙂🙂 an alle <stop>".encode()) + 1
+        assert (chunks[-2].usage, chunks[-1].choices) == (None, [])
+        assert chunks[-1].usage.completion_tokens == len("Grüße 🙂🙂 an alle <stop>".encode())
         assert talk.world.session.rollout(0, Outcome(), 1.0)[0].num_interruptions == 1
 
 
@@ -81,35 +79,11 @@ async def test_tool_choice_forces_or_hides_tools() -> None:
         forced, without = talk.prompts()
         assert forced.endswith('"arguments":')
         assert "add" not in without
-        choice: Any = {"tools": [ANTHROPIC_ADD], "tool_choice": {"type": "tool", "name": "add"}}
-        counted = await talk.claude.messages.count_tokens(model="m", messages=HI, **choice)
-        message = await talk.message(**choice)
+        message = await talk.message(tools=[ANTHROPIC_ADD], tool_choice={"type": "tool", "name": "add"})
         assert [(block.type, block.input) for block in message.content] == [("tool_use", {"a": 1})]
-        assert message.usage.input_tokens == counted.input_tokens
     async with talking(tool_format="none") as talk:
         with pytest.raises(openai.BadRequestError, match="tool_format"):
             await talk.chat(tools=TOOLS)
-
-
-@streams
-@in_loop
-async def test_choices_have_own_seeds_and_branches(streamed: bool) -> None:
-    engine = ScriptedEngine(lambda request: f"answer {request.seed % 1000}")
-    async with talking(engine=engine) as talk:
-        if streamed:
-            texts = [""] * 3
-            async for chunk in await talk.chat(stream=True, n=3):
-                for choice in chunk.choices:
-                    texts[choice.index] += choice.delta.content or ""
-        else:
-            texts = [choice.message.content for choice in (await talk.chat(n=3)).choices]
-        assert texts == [f"answer {request.seed % 1000}" for request in engine.requests]
-        assert engine.requests[2].request_id == "g0/r0/a0/c0/2"
-        rewards = {"chatcmpl-0": 1.0, "chatcmpl-0/1": 0.0, "chatcmpl-0/2": 0.5}
-        branches = talk.world.session.rollout(0, Outcome(turn_rewards=rewards), 0.5)
-        decode = engine.tokenizer.decode
-        got = {decode(each.token_ids[each.loss_mask].tolist()): each.credits[0].reward for each in branches}
-        assert got == dict(zip(texts, [1.0, 0.0, 0.5], strict=True))
 
 
 @in_loop
@@ -119,25 +93,21 @@ async def test_completions_continue_recorded_ids() -> None:
         answer = await completions.create(model="m", prompt="Once")
         assert answer.choices[0].text == "Hello there."
         ids = [*engine.tokenizer.encode("OnceHello there."), 257, 65]
-        await completions.create(model="m", prompt=ids)
+        await completions.create(model="m", prompt=[ids])
         assert list(engine.requests[1].prompt_ids) == ids
-        stream = await completions.create(model="m", prompt="x", stream=True)
+        stream = await completions.create(model="m", prompt=["x"], stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello there."
         assert talk.world.gateway.stats().extended == 1
 
 
-@pytest.mark.parametrize(("mark", "tool_format"), [("tool_call", "hermes"), ("TOOLCALL", "toolcall")])
 @in_loop
-async def test_one_call_at_a_time_gives_the_first_call(mark: str, tool_format: str) -> None:
-    calls = [f'<{mark}>\n{{"name": "add", "arguments": {{"a": {a}}}}}\n</{mark}>' for a in (1, 2)]
-    two = "\n".join(calls)
-    async with talking(two, tool_format=tool_format) as talk:
+async def test_one_call_at_a_time_gives_the_first_call() -> None:
+    async with talking(f"{call(a=1)}\n{call(a=2)}") as talk:
         message = (await talk.chat(tools=TOOLS, parallel_tool_calls=False)).choices[0].message
         (made,) = message.tool_calls
         result = {"role": "tool", "tool_call_id": made.id, "content": "7"}
         await talk.chat([*HI, message, result], tools=TOOLS)
-        said = talk.prompts()[1].partition("assistant\n")[2]
-        assert said.startswith(calls[0] if tool_format == "hermes" else f"{two}<|end|>"), "it has no end mark"
+        assert talk.prompts()[1].partition("assistant\n")[2].startswith(call(a=1))
         choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
         answer = await talk.message(tools=[ANTHROPIC_ADD], tool_choice=choice)
         assert [block.input for block in answer.content] == [{"a": 1}]
@@ -243,12 +213,8 @@ async def test_thread_continues_from_a_kept_message(streamed: bool) -> None:
         assert second.content[-1].text == "Three."
         assert talk.prompts()[1].startswith(talk.prompts()[0] + says[0])
         assert talk.is_one_branch_of(*says)
-        for shape in ({"system": "Be long."}, {"tools": [ANTHROPIC_ADD]}):
-            with pytest.raises(anthropic.BadRequestError, match="keeps its system and tools"):
-                await talk.message(**more, **shape, extra_body={"thread": thread})
-        for other in ({}, {"type": "continue"}):
-            with pytest.raises(anthropic.BadRequestError, match="its type is create, or continue"):
-                await talk.message(extra_body={"thread": other})
+        with pytest.raises(anthropic.BadRequestError, match="its type is create, or continue"):
+            await talk.message(extra_body={"thread": {"type": "continue"}})
         unkept = await talk.message()
         for name in ("msg-77", unkept.id):
             with pytest.raises(anthropic.NotFoundError, match="not kept") as missing:
@@ -272,7 +238,8 @@ def outputs(response: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("by", ["id", "items", "sealed items", "references"])
 @in_loop
 async def test_tool_loop_is_one_branch(by: str, streamed: bool) -> None:
-    shape: dict[str, Any] = {"instructions": "Be short.", "tools": [RESPONSES_ADD]}
+    hosted = {"type": "web_search", "external_web_access": False}  # of Codex 0.169
+    shape: dict[str, Any] = {"instructions": "Be short.", "tools": [RESPONSES_ADD, hosted]}
     if by == "sealed items":
         shape |= {"include": ["reasoning.encrypted_content"], "store": False}
     async with talking(THINKS, DONE) as talk:
@@ -295,7 +262,7 @@ async def test_tool_loop_is_one_branch(by: str, streamed: bool) -> None:
         assert second.output_text == "Three."
         assert talk.is_one_branch_of(THINKS, DONE)
         assert second.usage.output_tokens == len(DONE.encode()) + 1
-        assert second.usage.output_tokens_details.reasoning_tokens == len(b"<think>\nDone.\n</think>")
+        assert 0 < second.usage.output_tokens_details.reasoning_tokens < second.usage.output_tokens
 
 
 @in_loop
@@ -312,8 +279,7 @@ async def test_response_repeats_the_request_and_can_be_continued() -> None:
         for client, name in ((talk.gpt, unstored.id), (talk.gpt, "resp-77"), (other, response.id)):
             with pytest.raises(openai.NotFoundError, match="not kept") as missing:
                 await client.responses.create(model="m", input="x", previous_response_id=name)
-            told = (missing.value.code, missing.value.param)
-            assert told == ("previous_response_not_found", "previous_response_id")
+            assert missing.value.code == "previous_response_not_found"
         for name in ("rs_resp-7", "fc_resp-0_2", "x_resp-0", "x"):
             with pytest.raises(openai.NotFoundError) as missing:
                 await talk.respond([{"type": "item_reference", "id": name}])
@@ -330,52 +296,3 @@ async def test_responses_branch_and_return_requested_logprobs() -> None:
         told = await talk.respond("Say", include=["message.output_text.logprobs"])
         (part,) = told.output[0].content
         assert len(part.logprobs) == told.usage.output_tokens
-
-
-@in_loop
-async def test_codex_namespaces_are_called_and_hosted_tools_omitted() -> None:
-    tools: list[Any] = [
-        RESPONSES_ADD,
-        {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [RESPONSES_ADD]},
-        {"type": "web_search", "external_web_access": False},
-    ]  # of Codex 0.169
-    says = CALL, CALL.replace("add", "multi_agent_v1__add"), "Done."
-    async with talking(*says) as talk:
-        history: list[Any] = [{"role": "user", "content": "Hi"}]
-        for space in (None, "multi_agent_v1"):
-            response = await talk.respond(history, tools=tools, streamed=space is not None)
-            item = response.output[0].model_dump(exclude_none=True)
-            assert (item["name"], item.get("namespace")) == ("add", space)
-            assert response.tools[2].type == "web_search", "a response repeats what was asked"
-            history += [item, *outputs(response)]
-        assert (await talk.respond(history, tools=tools)).output_text == "Done."
-        assert str(["add", "multi_agent_v1__add"]) in talk.prompts()[0]
-        assert talk.is_one_branch_of(*says)
-
-
-# ---- conformance
-
-
-class Obedient(ScriptedEngine):
-    """Calls the forced tool, writes JSON for a grammar, and returns the likeliest tokens."""
-
-    def __init__(self) -> None:
-        super().__init__(self._answer)
-
-    def _answer(self, request: SamplingRequest) -> str:
-        if self.tokenizer.decode(list(request.prompt_ids)).endswith('{"name": "'):
-            return 'weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-        return '{"city": "Rome"}' if request.grammar else "Hello there."
-
-    async def generate(self, request: SamplingRequest, **more: Any) -> Completion:
-        completion = await super().generate(request, **more)
-        tops = tuple((token, -1.0 - token) for token in range(request.top_logprobs))
-        return replace(completion, top_logprobs=(tops,) * len(completion.token_ids) if tops else ())
-
-
-@in_loop
-async def test_gateway_passes_every_check() -> None:
-    async with gateway_world(Obedient()) as world:
-        results = await check_server(world.url + "/v1", world.session.key)
-        assert [name for name, how, _ in results if how == "ok"] == list(CHECKS), table(results)
-        assert world.session.num_calls < 40

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_in_process import make_qwen3, running_engine
 from engine_replies import Reply
-from gateway_cases import HI, RULES, World, gateway_world, in_loop
+from gateway_cases import HI, RULES, gateway_world, in_loop
 from jsonschema import Draft202012Validator
 from test_engine_grammars import COMPACT, PERSON
 from test_engine_resumed import SMALL
 from text_tokenizers import byte_level, save
 from trainer_cases import make_spec as make_trainer_spec
 
-from asyncrl.agents.endpoint.grammars import grammar_of
+from asyncrl.agents.endpoint.grammars import grammar_of, prefill_of
 from asyncrl.agents.endpoint.requests import ApiError, RequestReader
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
-from asyncrl.base.errors import RequestRefused
-from asyncrl.base.http import Refused
 from asyncrl.messages.records import (
     Batch,
     Completion,
@@ -41,12 +39,8 @@ from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 
 FIRM = PERSON | COMPACT
-ADD = {
-    "type": "object",
-    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["x"],
-}
-ADD |= {"additionalProperties": False}
+X = {"type": "integer", "minimum": 0, "maximum": 99}
+ADD = {"type": "object", "properties": {"x": X}, "required": ["x"], "additionalProperties": False}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}},
     {"type": "function", "function": {"name": "say", "parameters": {"type": "object"}}},
@@ -54,8 +48,8 @@ TOOLS: list[Any] = [
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
-def schema_format(schema: Any, *, strict: bool | None = True) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": strict}}
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
 class InProcess:
@@ -63,24 +57,14 @@ class InProcess:
 
     def __init__(self, folder: Path, engine: Any) -> None:
         self.tokenizer, self.engine = HFChatTokenizer(folder), engine
-        self.requests: list[SamplingRequest] = []
 
-    async def generate(self, request: SamplingRequest, *, on_tokens: Any = None, **_: Any) -> Completion:
-        self.requests.append(request)
-        fields = ("max_tokens", "temperature", "stop", "seed", "grammar", "top_logprobs")
-        given = {name: getattr(request, name) for name in fields}
-        try:
-            asked = SamplingRequest(request.request_id, request.prompt_ids, **given)
-            reply = Reply(self.engine, asked)
-            self.engine.submit([reply.run])
-            answer = await asyncio.wrap_future(reply)
-        except Refused as refusal:
-            raise RequestRefused(refusal.body.error) from None
-        if on_tokens is not None:
-            on_tokens(answer.token_ids)
-        spans, top = (VersionSpan(0, len(answer.token_ids), 0, 0),), tuple(answer.top_logprobs)
+    async def generate(self, request: SamplingRequest, **_: Any) -> Completion:
+        reply = Reply(self.engine, replace(request, after=None))
+        self.engine.submit([reply.run])
+        answer = await asyncio.wrap_future(reply)
+        spans = (VersionSpan(0, len(answer.token_ids), 0, 0),)
         finish: Any = answer.finish_reason
-        return Completion(tuple(answer.token_ids), tuple(answer.logprobs), spans, finish, 0, top)
+        return Completion(tuple(answer.token_ids), tuple(answer.logprobs), spans, finish)
 
 
 @pytest.fixture(scope="module")
@@ -89,32 +73,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     save(byte_level(), folder)
     with running_engine(folder, max_length=600, slots=8) as running:
         yield InProcess(folder, running)
-
-
-@asynccontextmanager
-async def world_of(engine: InProcess, **config: Any) -> AsyncIterator[World]:
-    sizes = {"max_tokens": 250, "max_prompt_tokens": 300, "max_length": 600, "vocab_size": 440}
-    async with gateway_world(engine, **{**sizes, **config}) as world:
-        yield world
-
-
-@pytest.mark.parametrize("tool_format", ["hermes", "llama"])
-@in_loop
-async def test_forced_tool_is_called_with_valid_arguments(engine: InProcess, tool_format: str) -> None:
-    compact = [json.loads(json.dumps(tool)) for tool in TOOLS]
-    compact[0]["function"]["parameters"] |= COMPACT
-    compact[1]["function"] |= {"parameters": FIRM, "strict": True}
-    schemas = {"add": ADD, "say": PERSON}
-    async with world_of(engine, tool_format=tool_format) as world:
-        for choice, names in (("required", {"add", "say"}), (NAMED, {"add"})):
-            status, answer = await world.ask(tools=compact, tool_choice=choice, seed=1)
-            assert status == 200, answer
-            (told,) = answer["choices"]
-            assert (told["finish_reason"], told["message"]["content"]) == ("tool_calls", None)
-            for call in told["message"]["tool_calls"]:
-                name = call["function"]["name"]
-                assert name in names
-                Draft202012Validator(schemas[name]).validate(json.loads(call["function"]["arguments"]))
 
 
 def accepted(tokenizer: HFChatTokenizer, grammar: str, text: str) -> bool:
@@ -132,10 +90,9 @@ CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
     ("plain", {}, "", ['{"x": 1}', '{ "x" : 1 }'], ['{"x": "1"}', "I say", "<think>"]),
     ("opened", {}, "<think>\n", ['so </think>\n\n{"x": 1}', '</think>{"x":1}'], ['so </think>{"y']),
     ("closed", {}, "<think>\n\n</think>\n\n", ['{"x": 1}'], ["<think>"]),
-    ("tools", {"tools": TOOLS}, "", ['{"x": 1}', A, f"{S}\n{A}"], ["I", '{"x": "', W, f"{A} and"]),
-    ("required", REQUIRED, "", [A, S, f"{A}\n{A}"], ["{", W, "I", f"{A} and"]),
+    ("tools", {"tools": TOOLS}, "", ['{"x": 1}', A], ["I", '{"x": "', W, f"{A} and"]),
+    ("required", REQUIRED, "", [A, S], ["{", W, "I", f"{A}\n{A}"]),
     ("named", {"tools": TOOLS, "tool_choice": NAMED}, "", [A], [S, W, "{", f"{A}\n{A}"]),
-    ("strict", {"tools": TOOLS}, "", ["", "I say", A, f"See:\n{A}\n{S} so", f"{S}{A}"], [W, f"See {A}\n{W}"]),
 ]
 
 
@@ -148,18 +105,21 @@ def test_grammar_accepts_what_was_asked_for_and_nothing_else(
     tokenizer = byte_level()
     tokenizer.add_special_tokens(list(markers))
     texts = save(tokenizer, tmp_path)
-    body = {"messages": HI, **({} if name in ("required", "named", "strict") else SCHEMA), **asked}
-    read = RequestReader(RULES).chat(body)
-    grammar = grammar_of(read, find_tool_format("hermes", ""), texts, prefill="", prompt=prompt)
+    body = {"messages": HI, **({} if name in ("required", "named") else SCHEMA), **asked}
+    read, tool_format = RequestReader(RULES).chat(body), find_tool_format("hermes", "")
+    prefill = prefill_of(read, tool_format, texts)
+    may_begin = marks == "special" or read.tool_choice in ("none", "auto")
+    assert (prefill == "") == may_begin, "it may think first"
+    grammar = grammar_of(read, tool_format, texts, prefill=prefill, prompt=prompt)
     assert grammar is not None
     thought = "<think>I could {</think>\n"
     may_think = marks == "special" and name not in ("opened", "closed")
     for text in [*good, *([thought + text for text in good] if may_think else [])]:
-        assert accepted(texts, grammar, text), text
+        assert accepted(texts, grammar, text.removeprefix(prefill)), text
     for text in bad:
         if not (may_think and text == "<think>"):
             with pytest.raises(GrammarError):
-                accepted(texts, grammar, text)
+                accepted(texts, grammar, text.removeprefix(prefill))
 
 
 def test_response_format_with_tools_needs_a_grammar(engine: InProcess) -> None:
@@ -177,12 +137,15 @@ async def test_trainer_finds_the_logprobs_of_a_constrained_rollout(
     engine: InProcess, tmp_path: Path, asked: dict[str, Any]
 ) -> None:
     """Over several turns, one of them free."""
-    async with world_of(engine) as world:
+    sizes = {"max_tokens": 250, "max_prompt_tokens": 300, "max_length": 600, "vocab_size": 440}
+    async with gateway_world(engine, **sizes) as world:
         messages = list(HI)
         for more in (asked, {"max_tokens": 9}, asked):
             status, answer = await world.post({"messages": messages, **more})
             assert status == 200, answer
             message = answer["choices"][0]["message"]
+            for call in message.get("tool_calls", ()):
+                Draft202012Validator(ADD).validate(json.loads(call["function"]["arguments"]))
             said = [] if message.get("tool_calls") else [message]  # this template has no place for calls
             messages += [*said, {"role": "user", "content": "More"}]
         rollout = world.session.rollout(0, Outcome(1.0), 1.0)

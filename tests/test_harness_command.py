@@ -17,7 +17,6 @@ from harness_gateway import need_bubblewrap, open_gateway, processes_of, working
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import MARK_ENV, CommandHarness, last_line_outcome
-from asyncrl.agents.sandbox import find_sandbox
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
 
@@ -82,41 +81,33 @@ key that it inherits.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outcomes", ["returned", "posted"])
-def test_policy_shell_cannot_pay_itself(outcomes: str, tmp_path: Path) -> None:
+def test_policy_shell_cannot_pay_itself(tmp_path: Path) -> None:
     agent = f"""
         set -e
         task=$(cat)
         sh -c {shlex.quote(TOOL)}
         cp loot answered {tmp_path}
         printf '%s' "$task" > {tmp_path}/task
-        if [ {outcomes} = posted ]; then
-            url=$(jq -r .outcome_url <<<"$task")
-            key=$(jq -r .outcome_key <<<"$task")
-            printf 'Authorization: Bearer %s' "$key" | curl -sf "$url" -H @- -d '{{"reward": 0.25}}' >&2
-            echo 1.0   # of a tool, perhaps: where outcomes are posted it is nobody's reward
-        else
-            echo finished
-        fi
+        url=$(jq -r .outcome_url <<<"$task")
+        key=$(jq -r .outcome_key <<<"$task")
+        printf 'Authorization: Bearer %s' "$key" | curl -sf "$url" -H @- -d '{{"reward": 0.25}}' >&2
+        echo 1.0   # of a tool, perhaps: where outcomes are posted it is nobody's reward
     """
 
     async def story() -> Outcome:
         async with (
-            open_gateway(outcomes=outcomes, give_answer=False) as gateway,  # type: ignore[arg-type]
+            open_gateway(outcomes="posted", give_answer=False) as gateway,
             working(gateway, shell(agent)),
         ):
             return await gateway.run(0, answer="SECRET-ANSWER-42")
 
-    posted = Outcome(0.25) if outcomes == "posted" else Outcome()
-    assert asyncio.run(story()) == posted, "what the tool has posted counts nowhere"
-    assert "outcome_refused" in (tmp_path / "answered").read_text()
+    assert asyncio.run(story()) == Outcome(0.25), "what the tool has posted counts nowhere"
+    assert "sets no reward" in (tmp_path / "answered").read_text()
     given, loot = json.loads((tmp_path / "task").read_text()), (tmp_path / "loot").read_text()
     assert "OPENAI_API_KEY=key-0" in loot, "it has looked"
     assert "answer" not in given
-    assert ("outcome_key" in given) == (outcomes == "posted")
-    assert "SECRET-ANSWER-42" not in loot
-    assert "What is 0?" not in loot
-    assert given.get("outcome_key", "outcome_key") not in loot
+    for secret in ("SECRET-ANSWER-42", "What is 0?", given["outcome_key"]):
+        assert secret not in loot
 
 
 @pytest.mark.slow
@@ -165,16 +156,18 @@ def test_command_that_forks_and_exits_leaves_nothing() -> None:
     assert run(script) == Outcome(0.5)
 
 
-def test_what_cannot_run_is_refused_before_any_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_refused_before_any_rollout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    ours = {"TMPDIR": "/x", "OPENAI_API_KEY": "y"}
-    for command, env, passed, said in (
-        ("no-such-program", {}, [], "there is no program no-such-program"),
-        ("/bin/true", ours, [], r"generator\.env has OPENAI_API_KEY, TMPDIR"),
-        ("/bin/true", {}, ["JUDGE_KEY"], r"pass_env names JUDGE_KEY, which this process does not have"),
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for command, settings, said in (
+        ("no-such-program", {}, "there is no program no-such-program"),
+        ("/bin/true", {"sandbox": "bubblewrap"}, "there is no program bwrap"),
+        ("/bin/true", {"pass_env": ["JUDGE_KEY"]}, "pass_env names JUDGE_KEY, which this process does not"),
     ):
         with pytest.raises(ConfigError, match=said):
-            made(command, env=env, pass_env=passed)
+            made(command, **settings)
 
 
 # ---- in bubblewrap
@@ -265,7 +258,7 @@ async def test_a_command_reaches_the_gateway() -> None:
     harness = CommandHarness(GeneratorConfig(command=command, outcomes="posted", sandbox="bubblewrap"))
     async with open_gateway(outcomes="posted") as gateway, working(gateway, harness):
         assert (await gateway.run(0)).reward == 0.5
-    assert len(gateway.calls) == 3
+    assert len(gateway.engine.requests) == 3
 
 
 @pytest.mark.slow
@@ -309,16 +302,3 @@ async def test_a_cancelled_command_ends_with_its_children(script: str) -> None:
         await running
     assert processes_of(harness.token) == []
     server.close()
-
-
-def test_nothing_runs_without_a_working_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    config = GeneratorConfig(command=["/bin/sh"], sandbox="bubblewrap")
-    with pytest.raises(ConfigError, match="No such file or directory: 'bwrap'") as error:
-        find_sandbox(config, ["/bin/sh"])
-    assert "apt-get install bubblewrap" in str(error.value)
-    broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2; exit 1\n")
-    broken.chmod(0o755)
-    with pytest.raises(ConfigError, match="non-zero exit status 1. bwrap: setting up uid map"):
-        find_sandbox(config, ["/bin/sh"])

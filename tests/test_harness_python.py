@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import pickle
 from typing import Any
@@ -29,7 +28,7 @@ def run(name: str, **args: Any) -> Outcome:
 def test_task_without_an_answer_says_so() -> None:
     without: Any = AnyTask("p0", TASK.messages)
     for task in (TASK, without):
-        assert task == copy.deepcopy(task) == pickle.loads(pickle.dumps(task))
+        assert task == pickle.loads(pickle.dumps(task))
         assert "0.25" not in repr(task)
     assert "answer" not in dataclasses.asdict(without)
     with pytest.raises(ConfigError, match=r"task\.answer, which it is not given(.|\n)*give_answer=true"):
@@ -41,7 +40,7 @@ def test_outcomes_are_taken_and_all_else_fails(name: str) -> None:
     parts = Outcome(None, {"ok": 1.0}, {"chatcmpl-0": 1.0, "chatcmpl-1": 0.0})
     taken = {"nothing": Outcome(), "numpy": Outcome(0.5), "outcome": parts}
     assert {result: run(name, result=result) for result in taken} == taken
-    for result, said in (("text", r"'good' \(str\): it is a text"), ("not finite", "loss Input should be")):
+    for result, said in (("text", r"'good' \(str\)"), ("not finite", "loss Input should be")):
         with pytest.raises(RolloutFailure, match=said):
             run(name, result=result)
 
@@ -55,6 +54,7 @@ async def test_openai_client_uses_the_session_key_and_shared_connections() -> No
             session = Session(f"{gateway.url}/v1", f"key-{number}", "policy", http_client=lambda: client)
             assert (await harness.run(TASK, session)).reward == 1.5
             assert session.client.timeout is None
-    assert [key for key, _ in gateway.calls] == ["key-0", "key-0", "key-1", "key-1"]
-    assert [len(body["messages"]) for _, body in gateway.calls] == [1, 3, 1, 3]
+    requests = gateway.engine.requests
+    assert [each.route_key for each in requests] == ["key-0", "key-0", "key-1", "key-1"]
+    assert len(requests[0].prompt_ids) < len(requests[1].prompt_ids), "the second call has the first answer"
     await client.aclose()

@@ -170,7 +170,6 @@ def test_untrainable_episode_ends_the_worker() -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("no_such_env_here", {}, "No module named 'no_such_env_here'"),
     ("calculator-env", {"taskset": {"num_taskss": 3}}, "taskset.num_taskss Extra inputs are not"),
-    ("calculator_env", {"taskset": {"id": "gsm8k"}}, "generator.verifiers is its id"),
     ("calculator_env", {"agent": {"model": "gpt-9"}}, "no client of their own: agent (model=gpt-9)"),
     ("calculator_env", {"agent": {"retries": {"max_retries": 2}}}, "generator.args has agent.retries"),
     (GUESSING, {"judge": {"client": None}}, "judge (model=None)"),

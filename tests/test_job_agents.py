@@ -20,7 +20,7 @@ from asyncrl.observe.show import render_inspect
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-NUM_STEPS = 8
+NUM_STEPS = 5
 PATIENCE_S = 240.0
 
 
@@ -96,7 +96,7 @@ def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
         generator={"python": "agents_for_test:misbehaves", "args": {"log": str(log)}},
         gateway={"max_calls": 8},
         rollout={"timeout_s": 4, "retries": 4, "max_tokens": 8, "max_prompt_tokens": 40},
-        trainer={"num_steps": 4},
+        trainer={"num_steps": 3},
     )
     ended = run(config, run_dir)
     assert ended.returncode == 0, ended.stderr
@@ -106,12 +106,12 @@ def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
     for way, status in read_lines(log):  # type: ignore[misc]
         said.setdefault(way, set()).add(status)
     assert set(said) == set(WAYS)
-    late = {410}  # the time of its rollout was over
+    late = {401, 410}  # the time of its rollout was over
     assert all(said[way] - late == {413 if way == "too large a body" else 400} for way in BODIES), said
-    assert said["floods"] == said["calls after its end"] == {410}
+    assert said["floods"] == said["calls after its end"] == {401}
     last = metrics[-1]
     assert last["rollout/retried"] > 0, "what failed was tried again; what ran out of time was not"
-    assert (len(metrics), last["harness/restarts"]) == (4, 0)
+    assert (len(metrics), last["harness/restarts"]) == (3, 0)
     assert last["rollout/abandoned"] == 1
     assert "rewards_for_test:JudgeThatNeverGivesUp kept running" in ended.stdout + ended.stderr
     failed = [one for one in read_lines(run_dir / "samples.jsonl") if one["kind"] == "failed"]
@@ -130,7 +130,7 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
         generator={"remote": True},
         gateway={"lease_timeout_s": 5.0},
         rollout={"max_tokens": 8, "max_prompt_tokens": 64, "retries": 8},
-        trainer={"num_steps": 8, "num_groups": 2},
+        trainer={"num_steps": 4, "num_groups": 2},
         observe={"heartbeat_s": 8.0},
         supervision={"watchdog_s": 2.0},
     )
@@ -145,7 +145,7 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
         return workers[-1]
 
     try:
-        waits = "wait for a worker, 0 run on 0 workers"
+        waits = "to be woken by a worker's result"
         wait_until(lambda: log.exists() and waits in log.read_text(), process)
         assert (run_dir / "gateway.json").stat().st_mode & 0o077 == 0
         gateway = json.loads((run_dir / "gateway.json").read_text())
@@ -167,5 +167,5 @@ def test_second_worker_takes_over_from_a_killed_one(tmp_path: Path) -> None:
     holders = [path.name for path in files if gateway["worker_key"].encode() in path.read_bytes()]
     assert holders == ["gateway.json"], "the key is printed, and in no log"
     metrics = read_lines(run_dir / "metrics.jsonl")
-    assert (len(metrics), metrics[-1]["task/turns"]) == (8, 2)
+    assert (len(metrics), metrics[-1]["task/turns"]) == (4, 2)
     assert metrics[-1]["harness/lost"] > 0, "what the first one held when it was killed was lost"

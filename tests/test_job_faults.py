@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-import signal
 from pathlib import Path
 
 import pytest
-from crash_fuzz import differences, fuzz_config, promise_of
-from held_task import hold, release
+from crash_fuzz import fuzz_config, promise_of
 from job_runs import (
     RUN,
     all_gone,
@@ -22,7 +19,6 @@ from job_runs import (
     run,
     staging_of,
     start,
-    variant,
     wait_for_more_steps,
     wait_for_steps,
     wait_until,
@@ -122,7 +118,7 @@ def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:
     assert re.search(waits, stdout)
     log = (run_dir / "logs" / "controller.log").read_text()
     assert re.search(r"> TrainerClient\.(train|begin_export|export) \(", log)
-    assert "thread MainThread:" in log
+    assert "thread 0x" in log
     assert "most recent call first" in (run_dir / "logs" / "engine-0.log").read_text(), (
         "faulthandler's own words"
     )
@@ -136,18 +132,6 @@ def plain(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
-def test_an_interrupt_during_start_up_leaves_nothing_running(tmp_path: Path) -> None:
-    process = start(write_config(tmp_path), tmp_path / "run", LONG)
-    wait_until((tmp_path / "run" / "logs" / "engine-0.log").exists, process)
-    children = children_of(process)
-    process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 143, stderr
-    assert f"resume with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir" in stdout
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["why"] == "interrupted by SIGTERM"
-    assert all_gone(children)
-
-
 def test_full_disk_is_reported_with_the_way_out(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -158,26 +142,3 @@ def test_full_disk_is_reported_with_the_way_out(tmp_path: Path) -> None:
     for words in ("trainer", "No space left on device", "free space on the disk", "Way out:"):
         assert words in answer.stderr
     assert "Traceback" not in answer.stderr.replace("the traceback", "")
-
-
-def test_broadcast_run_trains_the_same_through_kills(on_policy: Path, whole: Path, tmp_path: Path) -> None:
-    """This run broadcasts weights to our engines; the reference run used files."""
-    sent = {"weight_sync": {"transport": "nccl"}, "supervision": {"backoff_s": 0.1}}
-    config = variant(on_policy, tmp_path, rollout={"num_engines": 2}, **sent)
-    run_dir = tmp_path / "run"
-    hold(run_dir, 10)
-    process = start(config, run_dir)
-    wait_for_steps(run_dir, 2, process)
-    (engine,) = children_of(process, "specs/engine-1.json")
-    engine.kill()
-    wait_until(lambda: ("engine up", "engine-1") in engine_events(run_dir), process)
-    (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
-    trainer.kill()
-    release(run_dir)
-    stdout, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, stderr
-    assert f"engine-1: process {engine.pid} was killed by SIGKILL" in stdout
-    assert f"trainer-0: process {trainer.pid} was killed by SIGKILL" in stdout
-    assert engine_events(run_dir) == [("engine lost", "engine-1"), ("engine up", "engine-1")]
-    assert differences(whole, run_dir, of_metrics=False) == []
-    assert staging_of(process.pid) == []

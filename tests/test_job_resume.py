@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-import subprocess
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -24,26 +23,26 @@ from crash_fuzz import (
     new_seed,
     promise_of,
 )
+from held_task import hold, release
 from job_runs import (
-    RUN,
     all_gone,
     children_of,
-    environment,
+    engine_events,
     read_lines,
     run,
     staging_of,
     start,
     variant,
     wait_for_steps,
+    wait_until,
     write_config,
 )
-from resume_checker import effective, read_evidence, violations
+from resume_checker import read_evidence, violations
 from safetensors.numpy import load_file, save_file
 from sync_run import SyncRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.config import load_config
-from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.messages.records import Completion
 from asyncrl.observe.page import view_run
 from asyncrl.observe.timeline import read_timeline
@@ -82,6 +81,38 @@ def test_one_other_token_or_weight_is_a_difference(whole: Path, tmp_path: Path) 
     assert differences(other, whole) == ["step 2: trajectories", f"weights: {name}"]
 
 
+PLANTED = [
+    ("DELETE FROM groups WHERE group_id = 9", "group 10 has draw"),
+    ("UPDATE groups SET state = 'failed' WHERE group_id = 9", "is lost: group 9 is failed"),
+    ("DELETE FROM batch_groups WHERE group_id = 9", "groups, 4 and 4 are expected"),
+    ("DELETE FROM batches WHERE version = 2", "the journal's batches are [0, 1, 3,"),
+    ("UPDATE batches SET min_version = 1 WHERE version = 3", "batch 3 has min_version 1"),
+    ("UPDATE trajectories SET blob = (SELECT blob FROM trajectories)", "on other tokens or rewards"),
+    ((3, {"version": 5}), "line 4 is of batch 5, after batch 2"),
+    ((3, {"trajectories": []}), "trained were []"),
+    ((4, {"restored": 9}), "line 5 goes on from version 9, which was never reached"),
+    ((4, {"restored": 2}), "line 6 is of batch 5, after batch 1"),
+]
+
+
+@pytest.mark.parametrize(("fault", "words"), PLANTED)
+def test_checker_finds_a_planted_fault(
+    whole: Path, on_policy: Path, tmp_path: Path, fault: Any, words: str
+) -> None:
+    for name in ("journal.sqlite", "trained.jsonl"):
+        shutil.copy(whole / name, tmp_path)
+    if isinstance(fault, str):
+        with sqlite3.connect(tmp_path / "journal.sqlite") as connection:
+            assert connection.execute(fault).rowcount > 0
+        connection.close()
+    else:
+        lines = read_lines(tmp_path / "trained.jsonl")
+        lines[fault[0]].update(fault[1])
+        (tmp_path / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = violations(read_evidence(tmp_path), promise_of(on_policy), num_steps=NUM_STEPS)
+    assert any(words in violation for violation in found), found
+
+
 def test_finished_run_leaves_whole_files(whole: Path, on_policy: Path) -> None:
     assert violations(read_evidence(whole), promise_of(on_policy), num_steps=NUM_STEPS) == []
     summary = json.loads((whole / "summary.json").read_text())
@@ -103,7 +134,7 @@ def killed(on_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("killed") / "run"
 
     def has_two() -> bool:  # the older ones are removed a moment later, and one more may come before the kill
-        return len(checkpoints(run_dir)) >= 2 and checkpoints(run_dir)[-1] >= 9
+        return len(checkpoints(run_dir)) >= 2 and checkpoints(run_dir)[-1] >= 6
 
     killed_on_the_way(lambda: start(on_policy, run_dir), has_two, run_dir)
     return run_dir
@@ -155,102 +186,29 @@ def test_without_any_checkpoint_the_journal_is_enough(on_policy: Path, whole: Pa
     shown = view_run(run_dir)["timeline"]
     names = [shown["kinds"][kind]["name"] for _, kind, *_ in shown["spans"]]
     assert names.count("start") == 2
-    assert {"gone", "train again"} <= {*names}
+    assert "train again" in names
 
 
-def test_damaged_journal_is_refused_and_without_it_the_checkpoint_suffices(
-    on_policy: Path, whole: Path, run_dir: Path
-) -> None:
-    file = run_dir / "journal.sqlite"
-    with sqlite3.connect(file) as database:  # what is in its log goes into the file, which is then damaged
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    database.close()
-    content = bytearray(file.read_bytes())
-    content[4096:8192] = bytes(4096)
-    file.write_bytes(content)
-    refused = run(on_policy, run_dir)
-    assert refused.returncode == 1
-    for words in ("journal.sqlite is damaged", "move journal.sqlite* out of the run directory and resume"):
-        assert words in refused.stderr
-    assert "Traceback" not in refused.stderr
-
-    for path in run_dir.glob("journal.sqlite*"):
-        path.unlink()
-    newest = checkpoints(run_dir)[-1]
-    goes_on(on_policy, run_dir)
-    assert [found for found in differences(whole, run_dir) if found.startswith("weights")] == []
-    lines = effective(read_lines(run_dir / "trained.jsonl"))
-    assert lines.faults == []
-    expected = effective(read_lines(whole / "trained.jsonl")).lines
-    for version in range(NUM_STEPS):
-        assert prompts(lines.lines[version]) == prompts(expected[version])
-    assert min(read_evidence(run_dir).batches) == newest
+RESIDENT = {"rollout": "trainer"}
 
 
-def prompts(line: dict[str, object]) -> list[tuple[str, int, str]]:
-    keys = ("prompt_id", "sample_index", "tokens_sha")
-    return [tuple(entry[key] for key in keys) for entry in line["trajectories"]]  # type: ignore[attr-defined]
-
-
-def test_full_disk_costs_checkpoints_with_warnings_but_not_the_run(
-    on_policy: Path, whole: Path, tmp_path: Path
-) -> None:
-    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    mount = 'mount -t tmpfs -o size="$1" none "$2"'
-    (probe := tmp_path / "probe").mkdir()
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*inside, mount, "sh", "64k", str(probe)], capture_output=True).returncode
-    ):
-        pytest.skip("this system allows no mount of a small disk (unshare --user --mount)")
-    run_dir = tmp_path / "run"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    (tmp_path / "kept").mkdir()
-    num_bytes = sum(path.stat().st_size for path in (whole / "checkpoints" / f"step_{NUM_STEPS}").rglob("*"))
-    script = (
-        f'{mount} && shift 2 && "$@"; code=$?; cp -r "{run_dir}/checkpoints" "{tmp_path}/kept/"; exit $code'
-    )
-    command = [*inside, script, "sh", str(int(num_bytes * 1.5)), str(run_dir / "checkpoints")]
-    config = variant(on_policy, tmp_path, checkpoint={"every": 6}, eval={"every": 24})
-    command += [*RUN, str(config), "--run-dir", str(run_dir)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment())
-    assert answer.returncode == 0, (answer.stderr, answer.stdout)
-    warnings = json.loads((run_dir / "summary.json").read_text())["warnings"]
-    assert len(warnings) == 4, warnings  # at steps 12, 18, 24, and once more at the end
-    assert all("no checkpoint" in warning or "skipped" in warning for warning in warnings)
-    assert any("No space left on device" in warning for warning in warnings), warnings
-    kept = tmp_path / "kept" / "checkpoints"
-    found, told = Checkpoints(kept.parent, load_config(config).checkpoint).newest_whole()
-    assert (found and found.version, told, [path.name for path in kept.iterdir()]) == (6, [], ["step_6"])
-    assert differences(whole, run_dir) == []
-
-
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "apart": {},
-    "resident": {"rollout": "trainer"},
-    "moving": {"rollout": "trainer", "share": "none"},
-}
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [{}, RESIDENT | {"share": "none"}], ids=["apart", "moving"])
 def test_killed_run_ends_the_same_and_evaluates_each_version_once(
-    on_policy: Path, whole: Path, tmp_path: Path, placement: str
+    on_policy: Path, whole: Path, tmp_path: Path, placement: dict[str, Any]
 ) -> None:
     """Its rollout engines evaluate every version."""
     config = variant(
         on_policy,
         tmp_path,
-        placement=PLACEMENTS[placement],
+        placement=placement,
         rollout={"num_engines": 2},
         eval={"engine": "rollout", "every": 1},
         weight_sync={"chunk_bytes": 2**16},
     )
-    victims = ["tree", "controller", "trainer", "engine", "stop"]
+    victims = ["trainer", "engine", "stop"] if placement else ["controller"]
     crashes = Crashes(config, tmp_path / "run", seed=new_seed(), victims=victims)
     assert crashes.live()
     assert differences(whole, tmp_path / "run") == []
-    log = (tmp_path / "run" / "logs" / "controller.log").read_text()
-    assert ("both sides stay" in log) == (placement == "resident")
     assert not (tmp_path / "run" / "logs" / "engine-eval.log").exists()
     rewards, expected = evaluated(tmp_path / "run"), evaluated(whole)
     assert {0, NUM_STEPS} <= rewards.keys()
@@ -267,18 +225,41 @@ def evaluated(run_dir: Path) -> dict[int, float]:
     return {line["policy_version"]: line["eval/reward_mean"] for line in lines}
 
 
+def test_broadcast_run_trains_the_same_through_kills(on_policy: Path, whole: Path, tmp_path: Path) -> None:
+    """This run broadcasts weights to our engines; the reference run used files."""
+    sent = {"weight_sync": {"transport": "nccl"}, "supervision": {"backoff_s": 0.1}}
+    config = variant(on_policy, tmp_path, rollout={"num_engines": 2}, **sent)
+    run_dir = tmp_path / "run"
+    hold(run_dir, 10)
+    process = start(config, run_dir)
+    wait_for_steps(run_dir, 2, process)
+    (engine,) = children_of(process, "specs/engine-1.json")
+    engine.kill()
+    wait_until(lambda: ("engine up", "engine-1") in engine_events(run_dir), process)
+    (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
+    trainer.kill()
+    release(run_dir)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, stderr
+    assert f"engine-1: process {engine.pid} was killed by SIGKILL" in stdout
+    assert f"trainer-0: process {trainer.pid} was killed by SIGKILL" in stdout
+    assert engine_events(run_dir) == [("engine lost", "engine-1"), ("engine up", "engine-1")]
+    assert differences(whole, run_dir, of_metrics=False) == []
+    assert staging_of(process.pid) == []
+
+
 def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(tmp_path: Path) -> None:
     config = fuzz_config(
         tmp_path,
         task={"python": "rewards_for_test:BeginsWithALetter"},
         buffer={"max_staleness": 3, "look_ahead": 3, "filter": "equal_rewards"},
         rollout={"num_engines": 2, "max_tokens": 100},
-        trainer={"num_steps": 24, "num_groups": 2, "lora": {"rank": 4, "alpha": 8}},
+        trainer={"num_steps": 16, "num_groups": 2, "lora": {"rank": 4, "alpha": 8}},
         weight_sync={"transport": "lora"},
         journal={"keep": "checkpoint"},
     )
     run_dir = tmp_path / "run"
-    assert Crashes(config, run_dir, seed=new_seed(), num_kills=3).live()
+    assert Crashes(config, run_dir, seed=new_seed(), victims=["tree", "trainer"]).live()
     trained = [line for line in read_lines(run_dir / "trained.jsonl") if "version" in line]
     groups = [{(entry["group_id"], entry["reward"]) for entry in line["trajectories"]} for line in trained]
     assert all(len({group for group, _ in rewards}) < len(rewards) for rewards in groups), (
@@ -296,13 +277,12 @@ def test_stale_run_of_adapters_survives_kills_and_keeps_its_bound(tmp_path: Path
     }
     assert 0 < max(ages) <= 3
     assert (run_dir / "final" / "model.safetensors").exists()
-    assert json.loads((run_dir / "adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
 def test_merged_adapters_of_two_ranks_are_pushed_in_chunks(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
-        placement=PLACEMENTS["resident"],
+        placement=RESIDENT,
         trainer={"lora": {"rank": 4, "alpha": 8}, "world_size": 2, "num_steps": 100_000},
         supervision={"max_restarts": 0},
     )

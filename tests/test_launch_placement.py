@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -22,11 +21,10 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig
 from asyncrl.launch import machine
 from asyncrl.launch.machine import CudaDevice, child_environ, described_nodes, find_cuda_devices
-from asyncrl.launch.placement import NO_DEVICE, NodeDevice, chunk_devices, place
+from asyncrl.launch.placement import NO_DEVICE, NodeDevice, place
 from asyncrl.launch.plan import make_plan
 
 SHARE = "placement.share=0.4"
-ALL = "{nodes: all, gpus: all}"
 
 
 def sizes(ranks: int, engines: int = 1, split: int = 1) -> list[str]:
@@ -43,15 +41,6 @@ def where(devices: Iterable[NodeDevice]) -> str:
     return ", ".join(f"{node}: {''.join(names)}" for node, names in found.items())
 
 
-# ---- forms
-
-
-@pytest.mark.parametrize("text", ["gpu", "-1", "3-1", "[0,0]", "0:1", "{gpus: 8}", "{nodes: 2, gpus: -1}"])
-def test_other_forms_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="placement.trainer"):
-        load(RAY, f"placement.trainer={text}")
-
-
 # ---- which device each process gets
 
 
@@ -60,24 +49,15 @@ def test_other_forms_are_refused(text: str) -> None:
     [
         # one machine
         ((0,), "cpu", "trainer", [ZERO, *sizes(2)], "0: cc", "0: c"),
-        ((2,), "auto", "auto", sizes(1, 3), "0: 0", "0: 111"),
-        ((3,), "1", "auto", [], "0: 1", "0: 0"),
-        ((2,), "0-1", "[1, 0]", [ZERO, *sizes(2, 2)], "0: 01", "0: 10"),
         ((1,), "auto", "auto", ["rollout.engine=simulated", *sizes(1, 2)], "0: 0", "0: nn"),
-        ((5,), "auto", "auto", sizes(1, 2, split=2), "0: 0", "0: 1234"),
         ((4,), "auto", "auto", sizes(1, 2, split=2), "0: 0", "0: 1212"),
-        ((1,), "auto", "auto", [ZERO, SHARE], "0: 0", "0: 0"),
         # separate nodes if there are enough
         ((8, 8), "{nodes: 1, gpus: 8}", "{nodes: 1, gpus: 8}", sizes(8, 8), "0: 01234567", "1: 01234567"),
-        ((4, 4, 4), "{nodes: 2}", "{nodes: 1}", sizes(8, 4), "0: 0123, 1: 0123", "2: 0123"),
         # the node of exactly the size first
         ((8, 4), "{nodes: 1, gpus: 4}", "{nodes: 1, gpus: 8}", sizes(4, 8), "1: 0123", "0: 01234567"),
-        ((1, 2, 3), ALL, "trainer", [*sizes(6, 6), ZERO], "0: 0, 1: 01, 2: 012", "0: 0, 1: 01, 2: 012"),
         # auto: one node, else whole nodes
         ((2, 4), "auto", "auto", sizes(4, 2), "1: 0123", "0: 01"),
         ((8, 3, 3), "0-7", "auto", sizes(8, 2, split=2), "0: 01234567", "1: 01, 2: 01"),
-        # time-sharing
-        ((2, 2), "auto", "auto", [*sizes(4, 4), ZERO], "0: 01, 1: 01", "0: 01, 1: 01"),
         # CPUs
         ((0, 0, 0), "{nodes: 1}", "{nodes: 2}", sizes(2, 4), "0: cc", "1: cc, 2: cc"),
         ((4, 4), "{nodes: 2, gpus: 0}", "{nodes: 2, gpus: 4}", sizes(2, 8), "0: c, 1: c", "0: 0123, 1: 0123"),
@@ -101,8 +81,6 @@ def test_sides_get_written_or_free_devices(
         ((1,), [], "buffer.max_staleness=0"),
         ((2,), [ZERO, *sizes(2), "placement.trainer=all", "placement.rollout=0"],
          "placement.rollout=trainer"),
-        ((4,), ["placement.trainer=0-3", "placement.rollout=cpu"], "trainer.world_size=4"),
-        ((3,), ["placement.trainer=0", "placement.rollout=1-2"], "rollout.num_engines=2"),
         ((4,), [*sizes(1, 1, split=2), "placement.rollout=[1, 2, 3]"], "rollout.tensor_parallel"),
         ((0,), [VLLM, *TURNS], "rollout.engine=embedded"),
         ((1,), [VLLM, "weight_sync.transport=nccl", *TURNS], "weight_sync.transport=ipc"),
@@ -110,10 +88,8 @@ def test_sides_get_written_or_free_devices(
         ((0,), [SHARE, *TURNS], "placement.share=auto"),
         ((1,), [SHARE, VLLM, "rollout.vllm={gpu-memory-utilization: 0.9}"],
          "rollout.vllm.gpu-memory-utilization"),
-        ((1,), ["rollout.num_engines={min: 1, max: 2}", ZERO], "rollout.num_engines=2"),
         # several nodes
         ((8, 4), ["placement.trainer={nodes: 2, gpus: 8}", *sizes(8)], "n0 8, n1 4"),
-        ((0, 0), ["placement={trainer: cpu, rollout: {nodes: 3}}"], "n0 1, n1 1"),
         ((2, 2), ["placement={trainer: 0, rollout: 1, eval: auto}", EVAL, "weight_sync.transport=shm",
                   *TAUGHT, "placement.trainer={nodes: 2, gpus: 1}", *sizes(2)], "the run is on 2 nodes"),
     ],
@@ -126,11 +102,6 @@ def test_refused_placement_names_a_setting_that_helps(
     assert re.search(words, str(caught.value), re.DOTALL), caught.value
 
 
-def test_several_nodes_need_a_launcher() -> None:
-    with pytest.raises(ConfigError, match="launcher=local starts processes on this machine, and there are 2"):
-        place(load(), nodes(1, 1))
-
-
 APART = ["placement.trainer=0", "placement.rollout=1"]
 
 
@@ -138,13 +109,9 @@ APART = ["placement.trainer=0", "placement.rollout=1"]
     ("num_cuda", "overrides", "evaluation", "teacher"),
     [
         ((3,), [EVAL], "0: 2", ""),
-        ((3,), [EVAL, "placement.eval=1"], "0: 1", ""),
         ((1,), [EVAL, "placement.rollout=cpu"], "0: c", ""),
-        ((2,), [*TAUGHT, "placement.teacher=cpu"], "", "0: c"),
-        ((3,), [EVAL, "eval.engine=rollout"], "", ""),
         ((3, 3), [*APART, EVAL, *TAUGHT], "0: 2", "1: 0"),
         ((0, 2), ["placement.trainer={nodes: 1, gpus: 1}", EVAL, OWN], "1: 1", ""),
-        ((2, 2), [*TURNS, *sizes(4, 4), "placement.trainer=all", EVAL, "placement.eval=cpu"], "0: c", ""),
     ],
 )
 def test_eval_engine_and_teacher_take_free_devices_first(
@@ -210,18 +177,6 @@ def test_accepted_placement_keeps_the_rules(
     assert not {placement.evaluation, placement.teacher} & on_cuda
     plan = make_plan(config, there)
     assert {process.device for process in plan.processes} <= {*plan.memory, NO_DEVICE}
-    assert {process.name for process in plan.processes} >= {f"engine-{at}" for at in range(engines)}
-
-
-@pytest.mark.parametrize(("transport", "num"), [("ipc", 1), ("shm", 0)])
-def test_chunks_on_cuda_are_files_if_shm_is_asked_for(transport: str, num: int) -> None:
-    given = [*TURNS, f"weight_sync.transport={transport}"]
-    assert len(chunk_devices(load(*given), placed((1,), *given))) == num
-
-
-def test_colocated_cpu_nodes_fetch_chunks_as_files() -> None:
-    both = [RAY, *TURNS, *sizes(2, 2), "placement.trainer={nodes: 2}", "weight_sync.transport=stream"]
-    assert chunk_devices(load(*both), placed((0, 0), *both)) == ()
 
 
 # ---- the devices of a machine
@@ -233,35 +188,18 @@ NAMED = (replace(B, name="GPU-bbbb"), replace(A, name="GPU-aaaa"))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "smi", "visible", "found"),
-    [
-        (2, SMI, None, (A, B)),
-        (0, SMI, None, (A, B)),
-        (2, SMI, "GPU-bbbb,GPU-aaaa", NAMED),
-        (2, SMI, "1,-1,0", (B,)),
-        (2, SMI, "0,5,1", (A,)),
-    ],
+    ("visible", "found"),
+    [(None, (A, B)), ("GPU-bbbb,GPU-aaaa", NAMED), ("1,-1,0", (B,)), ("0,5,1", (A,))],
 )
 def test_cuda_visible_devices_selects_from_the_drivers_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, smi: str, visible: str | None, found: object
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, found: object
 ) -> None:
-    for number in range(gpus):
-        (tmp_path / "gpus" / str(number)).mkdir(parents=True)
-    monkeypatch.setattr(machine, "DRIVER_DIR", tmp_path / "gpus")
-    monkeypatch.setattr(machine, "ask_nvidia_smi", lambda: smi)
+    monkeypatch.setattr(machine, "ask_nvidia_smi", lambda: SMI)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(machine, "torch_has_cuda", lambda: False)
-    assert find_cuda_devices() == ()
     monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
     assert find_cuda_devices() == found
-
-
-def test_torch_build_is_known_without_import() -> None:
-    import torch
-
-    assert machine.torch_has_cuda() == (torch.version.cuda is not None)
 
 
 def test_child_sees_its_devices_by_the_parents_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,8 +219,7 @@ THREE = ("8xH200-141GB", 192, "2TB")
     ("given", "num_nodes", "num_cuda", "each", "memory"),
     [
         (THREE, 1, 8, 141 * 10**9, 2 * 10**12),
-        (("2x79.6GiB", 16, "512GB"), 1, 2, int(79.6 * 2**30), 512 * 10**9),
-        (("2x8xH200-141GB", 192, "2TB"), 2, 8, 141 * 10**9, 2 * 10**12),
+        (("2x8x79.6GiB", 16, "512GB"), 2, 8, int(79.6 * 2**30), 512 * 10**9),
         (("3xcpu", 4, "16GB"), 3, 0, None, 16 * 10**9),
     ],
 )
@@ -295,60 +232,28 @@ def test_nodes_are_described_by_devices_cores_and_memory(
     for node in made:
         assert [device.free_bytes for device in node.machine.cuda] == [each] * num_cuda
         assert (node.machine.cores, node.machine.memory, node.machine.is_here) == (given[1], memory, False)
-    assert described_nodes(None, None, None) is None
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        (None, *THREE[1:]),
-        (THREE[0], None, None),
-        (THREE[0], 0, "2TB"),
-        (THREE[0], 192, "plenty"),
-        *((devices, 192, "2TB") for devices in ("8", "0xH200-141GB", "8xH200", "2x8xH200-141", "8x0GB", "")),
-    ],
-)
-def test_incomplete_description_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("devices", [None, "8", "0xH200-141GB", "2x8xH200-141", "8x0GB"])
+def test_incomplete_description_is_refused(devices: str | None) -> None:
     with pytest.raises(ConfigError, match="--devices 8xH200-141GB --cores 192 --memory 2TB"):
-        described_nodes(*given)
+        described_nodes(devices, 192, "2TB")
 
 
 GB = 10**9
 CONTAINER = {"memory.max": f"{32 * GB}", "memory.current": f"{20 * GB}", "cpu.max": "650000 100000"}
 CONTAINER |= {"memory.stat": f"file {5 * GB}\nshmem {2 * GB}\ninactive_file {2 * GB}\nactive_file {GB}"}
-NESTED = {"job/step/memory.max": "max", "job/step/memory.current": f"{3 * GB}"}
-NESTED |= {"job/memory.max": f"{10 * GB}", "job/memory.current": f"{4 * GB}"}
-NESTED |= {"job/step/cpu.max": "max 100000", "job/cpu.max": "200000 100000"}
-FULL = {"memory.max": f"{GB}", "memory.current": f"{2 * GB}"}
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "memory", "cores"),
-    [
-        (None, {}, 100 * GB, 64),
-        ("0::/\n", CONTAINER, 15 * GB, 7),  # 20 GB in use, 3 of which are pages of files
-        ("0::/job/step\n", NESTED, 6 * GB, 2),
-        ("0::/not/shown/here\n1:name=systemd:/\n", {}, 100 * GB, 64),
-        ("0::/\n", FULL, 0, 64),
-    ],
-    ids=["no groups", "container", "nested", "hidden", "full"],
-)
-def test_group_with_least_left_is_the_limit(
-    membership: str | None,
-    files: dict[str, str],
-    memory: int,
-    cores: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_group_with_least_left_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GB))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(host, "CGROUPS", tmp_path / "groups")
-    if membership is not None:
-        (tmp_path / "membership").write_text(membership)
-    for name, text in files.items():
-        path = tmp_path / "groups" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    assert (host.available_memory(), host.num_cores()) == (memory, cores)
+    monkeypatch.setattr(host, "CGROUPS", tmp_path)
+    assert (host.available_memory(), host.num_cores()) == (100 * GB, 64)
+    (tmp_path / "membership").write_text("0::/job/step\n")
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    for name, text in CONTAINER.items():
+        (tmp_path / "job" / name).write_text(f"{text}\n")
+        (tmp_path / "job" / "step" / name).write_text("max\n")
+    assert (host.available_memory(), host.num_cores()) == (15 * GB, 7)  # 3 of 20 GB in use are file pages

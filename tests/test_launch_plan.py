@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from launch_cases import EVAL, RAY, TURNS, URLS, VLLM, ZERO, load, machine, make_python, nodes
+from launch_cases import RAY, TURNS, URLS, VLLM, ZERO, load, machine, make_python, nodes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
-from asyncrl.job.servers import KINDS
 from asyncrl.launch import engine_python
 from asyncrl.launch.engine_python import find_python
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.model_shape import model_shape
-from asyncrl.launch.placement import chunk_devices, place
+from asyncrl.launch.placement import place
 from asyncrl.launch.plan import (
     Memory,
     Plan,
@@ -32,7 +31,6 @@ from asyncrl.launch.plan import (
 )
 
 ON_CPU = ["placement.trainer=cpu", "placement.rollout=cpu"]
-TWO_EACH = ["placement.trainer=all", "trainer.world_size=2", "rollout.num_engines=2"]
 
 
 def planned(num_cuda: int, *overrides: str) -> Plan:
@@ -43,22 +41,11 @@ def memory(plan: Plan, name: str) -> Memory:
     return next(process.memory for process in plan.processes if process.name == name)
 
 
-def test_parameters_are_counted_from_file_headers(tiny_model_dir: Path) -> None:
-    from safetensors.numpy import load_file
-
-    plan = planned(0, "model.scratch=none", f"model.path={tiny_model_dir}")
-    stored = load_file(tiny_model_dir / "model.safetensors")
-    assert plan.shape.num_parameters == sum(tensor.size for tensor in stored.values())
-    engine = memory(plan, "engine-0")
-    assert engine.parameters == engine.copies == 4 * plan.shape.num_parameters
-    assert memory(plan, "trainer-0").optimizer == 12 * plan.shape.num_parameters
-
-
 def test_model_of_unknown_size_is_not_refused() -> None:
     config = load("model.scratch=none", "model.path=org/name", "model.revision=v1")
     plan = make_plan(config, single_node(machine(0)))
     refuse_over_capacity(plan, config)
-    assert "hf download org/name config.json --revision v1" in plan_text(plan, config)
+    assert "size unknown" in plan_text(plan, config)
 
 
 def test_time_sharing_needs_the_larger_side() -> None:
@@ -86,60 +73,27 @@ SHARE, SIZED = "placement.share=0.4", "rollout.vllm={gpu_memory_utilization: 0.9
     ],
 )
 def test_both_sides_stay_resident_if_they_fit(
-    num_cuda: int, free: int | None, overrides: list[str], stays: bool
+    num_cuda: int, free: int, overrides: list[str], stays: bool
 ) -> None:
-    here = machine(num_cuda, free) if num_cuda else replace(machine(0), memory=free or 0)
-    config = load(*overrides)
-    plan, _ = plan_run(config, single_node(here))
+    here = machine(num_cuda, free) if num_cuda else replace(machine(0), memory=free)
+    plan, _ = plan_run(load(*overrides), single_node(here))
     assert plan.placement.resident == stays
-    is_moving = plan.placement.mode == "colocated" and not stays
-    assert ("trainer-0/host" in {one.name for one in plan.processes}) == (
-        is_moving and num_cuda > 0 and plan.shape.num_parameters > 0
-    )
-    assert (plan.placement.memory_fraction is not None) == (num_cuda == 1 and (stays or SHARE in overrides))
-
-
-@pytest.mark.parametrize("share", [0.01, 0.99])
-@pytest.mark.parametrize("overrides", [[], [ZERO]])
-def test_share_too_small_for_a_side_is_refused(share: float, overrides: list[str]) -> None:
-    config = load(*overrides, f"placement.share={share}")
-    with pytest.raises(ConfigError, match=rf"placement.share={share}: engines need"):
-        refuse_over_capacity(make_plan(config, single_node(machine(1))), config)
-    fits = load(*overrides, "placement.share=0.5")
-    refuse_over_capacity(make_plan(fits, single_node(machine(1))), fits)
-
-
-# ---- engines
-
-
-@pytest.fixture
-def vllm(tmp_path: Path) -> list[str]:
-    return [VLLM, f"rollout.vllm_python={make_python(tmp_path / 'python')}"]
-
-
-def test_foreign_servers_need_no_vllm_here(vllm: list[str]) -> None:
-    lacking = [*URLS, "rollout.vllm_python=/no/such"]
-    for more in ([], [EVAL, "eval.engine=rollout"]):
-        refuse_over_capacity(planned(0, *lacking, *more), load(*lacking, *more))
-    with pytest.raises(ConfigError, match="/no/such cannot import vllm"):
-        refuse_over_capacity(planned(0, *lacking, EVAL), load(*lacking, EVAL))
-    refuse_over_capacity(planned(0, *URLS, *vllm[1:], EVAL), load(*URLS, *vllm[1:], EVAL))
+    moves_out = not stays and num_cuda > 0
+    assert ("trainer-0/host" in {one.name for one in plan.processes}) == moves_out
+    assert (plan.placement.memory_fraction is not None) == (num_cuda == 1 and stays)
 
 
 # ---- what cannot fit
 
 
-@pytest.mark.parametrize("overrides", [["rollout.slots=4000000"], [ZERO, "rollout.slots=4000000"]])
-@pytest.mark.parametrize("num_cuda", [0, 1, 2])
-def test_plan_over_capacity_is_refused_with_the_numbers(num_cuda: int, overrides: list[str]) -> None:
-    where = [ZERO] if num_cuda == 1 else []
-    config = load(*overrides, *where)
+@pytest.mark.parametrize(("num_cuda", "where"), [(0, []), (1, [ZERO]), (2, [])])
+def test_plan_over_capacity_is_refused_with_the_numbers(num_cuda: int, where: list[str]) -> None:
+    config = load("rollout.slots=4000000", *where)
     plan = make_plan(config, single_node(machine(num_cuda)))
     device = plan.placement.engines[0][0].name
     with pytest.raises(ConfigError) as caught:
         refuse_over_capacity(plan, config)
-    size = f"{plan.needed_bytes(device) / 2**30:.2f} GiB"
-    assert f"{device} needs {size}" in caught.value.what
+    assert f"{device} needs {plan.needed_bytes(device) / 2**30:.2f} GiB" in caught.value.what
     assert f"engine-0 {memory(plan, 'engine-0').total / 2**30:.2f} GiB" in caught.value.what
     refuse_over_capacity(planned(num_cuda, *where), load(*where))
 
@@ -149,67 +103,22 @@ def test_plan_over_capacity_is_refused_with_the_numbers(num_cuda: int, overrides
 TWO_EACH_NODE = ["trainer.world_size=2", "rollout.num_engines=4", "rollout.group_size=16"]
 
 
-def test_cores_and_memory_are_counted_on_each_node() -> None:
+def test_cores_are_counted_on_each_node() -> None:
     threads = ["rollout.threads=auto", "trainer.threads=auto"]
     written = "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}"
     plan = make_plan(load(RAY, *threads, *TWO_EACH_NODE, written), nodes(0, 0, 0))
     found = {one.name: (one.device, one.threads) for one in plan.processes}
     assert found["trainer-0"] == found["trainer-1"] == ("n0/cpu", 4), "eight cores, and no engine is there"
     assert [found[f"engine-{at}"] for at in range(4)] == [("n1/cpu", 2), ("n2/cpu", 2)] * 2
-    both = "placement={trainer: {nodes: 2}, rollout: {nodes: 2}}"
-    spread = make_plan(load(RAY, *TWO_EACH_NODE, both), nodes(0, 0))
-    alone = make_plan(load(*TWO_EACH_NODE, *ON_CPU), nodes(0))
-    assert sum(spread.needed_bytes(f"n{at}/cpu") for at in (0, 1)) == alone.needed_bytes("cpu")
-    for name in ("embedded", "vllm"):
-        config = load(*threads, f"rollout.engine={name}", "weight_sync.transport=shm")
-        kind = KINDS[name](config, plan.placement, Path("model"))
-        assert kind.spec("engine-0", plan.placement.engines[0][0])["threads"] == 2
-
-
-def test_engines_divide_the_fraction_of_their_device() -> None:
-    turns = [RAY, *TURNS, "rollout.num_engines=4", "rollout.group_size=16"]
-    config = load(*turns, "trainer.world_size=4", "placement.trainer={nodes: all, gpus: all}")
-    plan, _ = plan_run(config, nodes(2, 2))
-    placement = plan.placement
-    assert chunk_devices(config, placement) == placement.trainer
-    assert (placement.resident, placement.memory_fraction_of(3)) == (True, placement.memory_fraction)
-    config = load(*turns, "trainer.world_size=2", "placement.trainer=all", "placement.share=0.4")
-    twice = place(config, nodes(1, 1))
-    assert [twice.memory_fraction_of(engine) for engine in range(4)] == [0.2] * 4
 
 
 # ---- what a run promises of its tokens
 
-FOUR = "buffer.max_staleness=4"
 
-
-@pytest.mark.parametrize(
-    ("num_cuda", "overrides", "is_on"),
-    [
-        (0, [FOUR], True),
-        (0, [ZERO, "rollout.deterministic=false"], False),
-        (2, [FOUR], False),
-        (2, [ZERO, VLLM, "placement.rollout=1"], True),
-        (2, [FOUR, VLLM, "rollout.deterministic=true"], True),
-    ],
-)
-def test_auto_is_deterministic_where_it_is_free_or_useful(
-    num_cuda: int, overrides: list[str], is_on: bool
-) -> None:
-    config = load(*overrides)
-    plan, messages = plan_run(config, single_node(machine(num_cuda)))
-    assert config.is_deterministic(plan.placement.engines[0][0].name) == is_on
-    is_auto = config.rollout.deterministic == "auto"
-    assert (f"rollout.deterministic: auto is {str(is_on).lower()}" in messages) == is_auto
-
-
-@pytest.mark.parametrize(
-    ("num_cuda", "overrides"), [(2, []), (0, [VLLM]), (0, URLS), (0, ["rollout.engine=simulated"])]
-)
+@pytest.mark.parametrize(("num_cuda", "overrides"), [(2, []), (0, [VLLM]), (0, URLS)])
 def test_impossible_determinism_is_refused(num_cuda: int, overrides: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"rollout.deterministic=true, and .* cannot promise"):
         planned(num_cuda, *overrides, "rollout.deterministic=true")
-    planned(num_cuda, *overrides)
 
 
 # ---- the type of the weights
@@ -233,10 +142,6 @@ def test_auto_dtype_is_bfloat16_if_all_devices_have_it(
     assert bool(messages) == (written.model.dtype == "auto")
 
 
-SERVED = ["rollout.urls=['http://127.0.0.1:1']", "model.scratch=none", "model.path=org/name"]
-EIGHT = [VLLM, "trainer.world_size=4", "rollout.num_engines=2", "rollout.tensor_parallel=2"]
-
-
 SPREAD = [RAY, "weight_sync.transport=auto"]
 
 
@@ -246,21 +151,14 @@ SPREAD = [RAY, "weight_sync.transport=auto"]
         ((0,), [VLLM], "shm"),
         ((1,), TURNS, "ipc"),
         ((2,), [], "nccl"),
-        ((2,), ["rollout.num_engines=2"], "shm"),
         ((2,), ["rollout.engine=simulated"], "shm"),
-        ((8,), EIGHT, "nccl"),
-        ((2,), [VLLM, *SERVED], "shm"),
         ((2,), [VLLM, "weight_sync.disk_dir=/shared"], "disk"),
-        ((2,), [*TURNS, *TWO_EACH, VLLM], "ipc"),
         ((1, 1), SPREAD, "nccl"),
         (
             (0, 0),
             [*SPREAD, "rollout.num_engines=2", "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}"],
             "stream",
         ),
-        ((1, 1), [*SPREAD, "weight_sync.disk_dir=/data"], "disk"),
-        ((2, 1), [*SPREAD, "placement.trainer=0", "placement.rollout=1"], "nccl"),
-        ((2, 2), [*SPREAD, "placement.trainer=0", "placement.rollout=1", EVAL], "nccl"),
         ((0, 1), [*SPREAD, "placement.trainer={nodes: 1, gpus: 1}", *TURNS], "stream"),
     ],
 )
@@ -271,37 +169,21 @@ def test_auto_transport_fits_the_devices_of_both_sides(
     config, messages = resolve_auto(load(*overrides), there)
     assert config.weight_sync.settled == transport
     assert f"weight_sync.transport: auto is {transport}: " in messages[-1]
-    place(config, there)  # the choice of auto is not refused
+    place(config, there)  # not refused
 
 
-# ---- vLLM's Python
-
-
-@pytest.fixture
-def python(tmp_path: Path) -> Path:
-    return make_python(tmp_path / "vllm" / "bin" / "python")
-
-
-def test_named_python_must_have_vllm(python: Path) -> None:
+def test_vllms_python_is_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = make_python(tmp_path / "vllm" / "bin" / "python")
+    without = make_python(tmp_path / "without", exit_code=1)
     assert find_python(RolloutConfig(engine="vllm", vllm_python=str(python))) == python
-    without = make_python(python.with_name("without"), exit_code=1)
-    for wrong in (python.parent, without, python.with_name("nowhere")):
-        with pytest.raises(ConfigError, match="cannot import vllm") as caught:
-            find_python(RolloutConfig(engine="vllm", vllm_python=str(wrong)))
-        assert "make setup-vllm" in caught.value.way_out
-
-
-def test_auto_finds_the_python_of_the_checkout_or_setup(
-    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", str(make_python(tmp_path / "without", exit_code=1)))
+    with pytest.raises(ConfigError, match="cannot import vllm") as caught:
+        find_python(RolloutConfig(engine="vllm", vllm_python=str(without)))
+    assert "make setup-vllm" in caught.value.way_out
+    monkeypatch.setattr(sys, "executable", str(without))
     monkeypatch.setattr(engine_python, "CHECKOUT", tmp_path)
     monkeypatch.delenv("VENV_VLLM", raising=False)
-    auto = RolloutConfig(engine="vllm")
-    with pytest.raises(ConfigError, match="without and .* cannot import vllm"):
-        find_python(auto)
-    engine_python.version_in.cache_clear()
     (tmp_path / ".venv-vllm").symlink_to(python.parent.parent)
+    auto = RolloutConfig(engine="vllm")
     assert find_python(auto) == tmp_path / ".venv-vllm" / "bin" / "python"
     monkeypatch.setenv("VENV_VLLM", str(python.parent.parent))
     assert find_python(auto) == python

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from asyncrl.base import files as staging
-from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.errors import RoomError
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import PRELOADED, ForkServer
 from asyncrl.launch.processes import ChildProcess, ProcessSpec, group_members, start_process
@@ -39,7 +39,6 @@ signal.pause()
 PROBE = """
 import json, os, random, sys, time
 from pathlib import Path
-import numpy
 def main():
     end = sys.argv[1] if len(sys.argv) > 1 else ""
     if end == "sleep":
@@ -47,7 +46,7 @@ def main():
     if end:
         raise SystemExit(int(end) if end.isdigit() else end)
     print(json.dumps({
-        "environ": dict(os.environ), "random": random.random(), "numpy": numpy.random.random(),
+        "environ": dict(os.environ), "random": random.random(),
         "session": os.getsid(0), "threads": len(os.listdir("/proc/self/task")),
         "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],
         "command": Path("/proc/self/cmdline").read_bytes().decode().strip(chr(0)).split(chr(0)),
@@ -109,7 +108,7 @@ def test_forked_child_equals_one_that_python_m_starts(
     for key in ("environ", "threads", "descriptors", "command"):
         assert one[key] == started[key], key
     assert one["environ"]["LATER"] == "than the server"
-    for key in ("session", "random", "numpy"):
+    for key in ("session", "random"):
         assert one[key] != other[key], key
     assert "s3cret" not in str(one)
 
@@ -158,9 +157,8 @@ def test_preloaded_modules_start_no_thread_and_open_no_device() -> None:
         assert "/dev/nvidia-uvm" not in opened
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
 def test_group_member_has_time_to_clean_up_after_its_leader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_frozen: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_module(tmp_path, monkeypatch, GUARDED)
     os.mkfifo(tmp_path / "started")
@@ -169,8 +167,7 @@ def test_group_member_has_time_to_clean_up_after_its_leader(
         child = ChildProcess(ProcessSpec("child-0", MODULE, "{}", tmp_path / "run", "s3cret"))
         await child.start()
         await asyncio.to_thread((tmp_path / "started").read_text)
-        if is_frozen:
-            os.killpg(child.pid, signal.SIGSTOP)
+        os.killpg(child.pid, signal.SIGSTOP)
         child.kill_nowait()
         await child.aclose()
         assert (tmp_path / "cleaned").exists()
@@ -196,15 +193,14 @@ input()
 def test_staging_of_a_killed_run_is_cleared(tmp_path: Path) -> None:
     """A pid means nothing in another container, a start time nothing once the clock was set: a lock does."""
     mine, other = staging.new_staging_dir(tmp_path), tmp_path / "asyncrl-without-a-lock"
-    foreign, cut_short = tmp_path / "asyncrl-another_host-1-abcdef01", tmp_path / f"{mine.name[:-1]}x"
-    for folder in (other, foreign, cut_short):
+    foreign = tmp_path / "asyncrl-another_host-1-abcdef01"
+    for folder in (other, foreign):
         folder.mkdir()
-    for file in (foreign / "lock", cut_short / "lock", cut_short / "v7"):
-        file.touch()
+    (foreign / "lock").touch()
     command = [sys.executable, "-c", HOLD_STAGING, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         held, child = owner.stdout.readline().split()
-        assert staging.clear_stale_staging(tmp_path) == [cut_short], "its removal was cut short"
+        assert staging.clear_stale_staging(tmp_path) == []
         assert (Path(held) / "v7.safetensors").exists()
         owner.kill()
         owner.wait()
@@ -215,11 +211,3 @@ def test_staging_of_a_killed_run_is_cleared(tmp_path: Path) -> None:
     staging.new_staging_dir(tmp_path)
     staging.clear_own_staging()
     assert sorted(tmp_path.iterdir()) == sorted([other, foreign])
-
-
-def test_disk_dir_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    assert staging.disk_root(None) is None
-    assert staging.disk_root(str(tmp_path / "weights")) == tmp_path / "weights"
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="weight_sync.disk_dir=.* cannot be made"):
-        staging.disk_root(str(tmp_path / "file" / "weights"))

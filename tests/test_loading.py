@@ -32,7 +32,6 @@ MODULE = """
         def score(self, completion): return 1.0
     def reward(prompt, completion, answer): return float(completion == answer)
     def two(prompt, completion): return 1.0
-    number = 7
 """
 
 
@@ -41,11 +40,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the module `tasks_here`, which is not on sys.path yet."""
     (tmp_path / "tasks_here.py").write_text(textwrap.dedent(MODULE))
     (tmp_path / "broken_here.py").write_text("import json\njson.no_such_thing\n")
-    (tmp_path / "needs_more_here.py").write_text("import a_package_that_is_not_here\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    for name in ("tasks_here", "broken_here", "needs_more_here"):
+    for name in ("tasks_here", "broken_here"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -64,14 +62,7 @@ def test_reward_function_scores_rows_and_is_built_without_any(here: Path) -> Non
     ("name", "words"),
     [
         ("nowhere_here:Task", "No module named 'nowhere_here'; modules are imported from the working dir"),
-        (
-            "needs_more_here:Task",
-            r"needs_more_here:Task cannot be loaded: ModuleNotFoundError: .*'a_pack",
-        ),
         ("broken_here:Task", r"broken_here:Task cannot be loaded: AttributeError"),
-        ("tasks_here:Goood", r"module 'tasks_here' has no attribute 'Goood'"),
-        ("tasks_here.Good", r"is not module:name"),
-        ("tasks_here:number", r"is 7, which cannot be called"),
         ("tasks_here:NoScore", r"made a NoScore, which lacks a method; a task has __len__"),
         ("tasks_here:OddScore", r"cannot be called as score\(prompt, completion\)"),
         ('tasks_here:Good {"lenght": 2}', r"Good\(size=1000, seed=9, lenght=2\): got an unexpected"),

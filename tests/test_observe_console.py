@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -24,8 +23,6 @@ METRICS = {
     "perf/wait_generation_s": 0.07,
     "perf/wait_stragglers_s": 0.02,
     "perf/wait_publishing_s": 0.01,
-    "rollout/inflight": 61,
-    "rollout/failed": 1,
 }
 LINE = (
     "step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24%  1 min 58 s left"
@@ -35,25 +32,17 @@ LINE = (
 PANEL = """12/300 1 min 05 s, 1 min 58 s left
 reward 0.716
 from 0.083, last step 0.413
-1.2 on average, 3 at most of 4 allowed
+1.2 (max 3 of 4)
 training 71%, waiting for generation 17%
-61 inflight, 1 failed
 health 12 steps are broken."""
 
 
 class Terminal(io.StringIO):
-    is_closed = False
-
     def isatty(self) -> bool:
         return True
 
-    def write(self, text: str) -> int:
-        if self.is_closed:
-            raise OSError(errno.EIO, "Input/output error")
-        return super().write(text)
 
-
-def drawn(renderable: object, width: int = 80) -> str:
+def drawn(renderable: object, width: int = 60) -> str:
     out = io.StringIO()
     RichConsole(file=out, width=width).print(renderable)
     assert max(map(len, out.getvalue().splitlines())) <= width
@@ -66,7 +55,7 @@ def test_a_plain_line_shows_reward_staleness_and_time() -> None:
 
     assert (line_of(METRICS), line_of({"step": 1})) == (LINE, "step   1/300")
     odd = {"tokens/sampled": 100, "tokens/trained": 98, "trainer/skipped_steps": 3}
-    assert "  masked 2.0%  3 updates skipped: not finite  " in line_of(METRICS | odd)
+    assert "4), 2.0% masked  3 updates skipped: not finite  " in line_of(METRICS | odd)
     before = METRICS | {"step": 11, "reward/mean": 0.113, "sample/staleness_max": 4, "perf/step_s": 0.81}
     line = line_of(METRICS | {"step": 10, "reward/mean": 9.0}, before, METRICS, num=2)
     assert "reward 0.263  staleness 1.2 (max 4 of 4)  0.61 s/step  train 48% wait 16%" in line
@@ -87,12 +76,9 @@ def console_to(file: TextIO, kind: Kind = "plain") -> Console:
 def test_plain_prints_lines_and_none_prints_nothing(kind: Kind) -> None:
     out = io.StringIO()
     console = console_to(out, kind)
-    console.start()
     console.say("saved to [runs/x]")
-    console.show_activity("not shown")
     console.show_step(METRICS)
-    console.show("a table")
-    assert out.getvalue().splitlines() == ([] if kind == "none" else ["saved to [runs/x]", LINE, "a table"])
+    assert out.getvalue().splitlines() == ([] if kind == "none" else ["saved to [runs/x]", LINE])
 
 
 def test_auto_is_live_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +88,6 @@ def test_auto_is_live_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     console = console_to(out, "auto")
     console.start()
     console.show_step(METRICS)
-    console.close()
     console.close()
     assert all(words in out.getvalue() for words in ("quick [start]", "12/300"))
 
@@ -114,50 +99,31 @@ def test_plain_lines_are_seconds_apart_and_cover_all_steps(monkeypatch: pytest.M
     console.start()
     for step in range(1, 300):  # half a second each
         now_s[0] += 0.5
-        console.show_step(METRICS | {"step": step, "trainer/skipped_steps": 1.0})
-    console.close()
+        console.show_step(METRICS | {"step": step})
     console.close()
     shown = [int(line.split()[1].partition("/")[0]) for line in out.getvalue().splitlines()]
     assert shown == [*range(1, 292, 10), 299], "5 s apart"
-    skipped = re.findall(r"(\d+) updates? skipped", out.getvalue())
-    assert sum(map(int, skipped)) == 299
     console.show_step(METRICS | {"step": 300})
     assert "step 300/300" in out.getvalue().splitlines()[-1], "the last one at once"
 
 
-@pytest.mark.parametrize("width", [60, 200])
-def test_the_panel_fits_its_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panel_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
     console = console_to(io.StringIO(), "live")
-    assert "starting" in drawn(console.panel(), width)
     console.resume_from(Steps([METRICS | {"step": step, "reward/mean": step / 12} for step in range(1, 12)]))
     console.show_step(METRICS)
     now_s[0] = 165.0
-    picture = drawn(console.panel(), width)
+    picture = drawn(console.panel())
     for words in PANEL.splitlines():
         assert words in picture
 
 
-def unread_pipe() -> int:
-    reading, writing = os.pipe()
-    os.close(reading)
-    return writing
-
-
-def full_disk() -> int:
-    return os.open("/dev/full", os.O_WRONLY)
-
-
-@pytest.mark.parametrize("make", [unread_pipe, full_disk])
-def test_failing_output_ends_no_run_and_is_logged_once(
-    make: Callable[[], int], caplog: pytest.LogCaptureFixture
-) -> None:
-    with os.fdopen(make(), "w") as file, caplog.at_level(logging.WARNING):  # closing it raises nothing either
+def test_failing_output_ends_no_run_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with Path("/dev/full").open("w") as file:  # closing raises nothing either
         console = console_to(file)
         console.say("saved")
         console.show_step(METRICS)
-        console.show("a table")
         console.close()
     assert caplog.text.count("no more output is shown") == 1
 

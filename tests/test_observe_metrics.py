@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from job_runs import read_lines, write_config
-from journal_cases import make_batch
-from stuck_runs import play
 
-from asyncrl.config import load_config
-from asyncrl.job.report import Reporter, gauges
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
-from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.console import plain_line
-from asyncrl.observe.metrics import GAUGES, PROGRESS, SpecialTokens, Totals, batch_metrics, gauge_of
+from asyncrl.observe.metrics import GAUGES, SpecialTokens, Totals, batch_metrics, gauge_of
 from asyncrl.observe.run_dir import evaluation_metrics
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.trainer.step_metrics import append_line
 
 DOCS = Path(__file__).parents[1] / "docs"
-
-
-def test_every_number_of_a_run_is_declared(tmp_path: Path) -> None:
-    found = gauges(play(tmp_path / "log", 20, lambda house: None).rooms)
-    assert min(found["rollout/finished"], found["policy_version"], found["publish/version"]) > 0
-    assert {"perf/wait_generation_s", "engine/policy_version/engine-1", "buffer/served"} <= found.keys()
-    assert [name for name in found if gauge_of(name) is None and name not in PROGRESS] == []
 
 
 def test_the_docs_name_only_declared_metrics() -> None:
@@ -69,22 +51,15 @@ def measured(*trajectories: Trajectory, mask_older: bool = False) -> dict[str, f
 
 
 @pytest.mark.parametrize(
-    ("spans", "mask_older", "oldest", "masked", "trained"),
-    [
-        (((2, 4, 5), (4, 5, 6)), False, 2, 0.0, 3),
-        (((2, 5, 3), (5, 6, 5)), True, 2, 0.75, 1),
-        (((2, 5, 3), (5, 6, 5)), False, 4, 0.0, 4),
-        (((2, 5, 3),), True, None, 1.0, 0),
-    ],
-    ids=["young", "masked", "too old in a batch that masks nothing", "nothing in the loss"],
+    ("mask_older", "oldest", "masked", "trained"), [(True, 2, 0.75, 1), (False, 4, 0.0, 4)]
 )
 def test_masked_tokens_count_only_for_the_length(
-    spans: tuple[tuple[int, int, int], ...], mask_older: bool, oldest: int | None, masked: float, trained: int
+    mask_older: bool, oldest: int, masked: float, trained: int
 ) -> None:
-    metrics = measured(trajectory(1.0, *spans), mask_older=mask_older)
-    assert metrics.get("sample/staleness_max") == oldest
+    metrics = measured(trajectory(1.0, (2, 5, 3), (5, 6, 5)), mask_older=mask_older)
+    assert (metrics["sample/staleness_max"], metrics["sample/length_mean"]) == (oldest, 4)
     assert (metrics["sample/masked_fraction"], metrics["tokens/trained"]) == (masked, trained)
-    assert metrics["sample/length_mean"] == sum(end - start for start, end, _ in spans)
+    assert "sample/staleness_max" not in measured(trajectory(1.0, (2, 5, 3)), mask_older=True)
 
 
 def test_sampled_special_tokens_and_truncated_ends_are_counted() -> None:
@@ -107,23 +82,15 @@ def test_sampled_special_tokens_and_truncated_ends_are_counted() -> None:
 
 
 def test_each_of_several_tasks_is_measured() -> None:
-    of_task = {"a/0/1": (1.0, 0.0), "b/3/2": (0.5, 0.5), "a/1/0": (1.0, 1.0)}
-    groups = [
-        Group(
-            GroupId(number),
-            Prompt(prompt_id, ()),
-            tuple(trajectory(reward, (2, 4 + number, 7), sample_index=i) for i, reward in enumerate(rewards)),
-        )
-        for number, (prompt_id, rewards) in enumerate(of_task.items())
-    ]
-    metrics = batch_metrics(Batch(7, tuple(groups), 4), SPECIAL)
-    found = {name: value for name, value in metrics.items() if name.endswith(("/a", "/b"))}
-    assert found == {
-        **{"reward/mean/a": 0.75, "sample/length_mean/a": 3.0, "sample/truncated_fraction/a": 0.0},
-        **{"reward/mean/b": 0.5, "sample/length_mean/b": 3.0, "sample/truncated_fraction/b": 0.0},
-    }
-    assert all(gauge_of(name) is not None for name in found)
-    assert "reward 0.667 (a 0.750, b 0.500)" in plain_line(Steps([metrics | {"step": 1}]), 1, 9, 4)
+    rewards = {"a/0/1": 1.0, "b/3/2": 0.5, "a/1/0": 0.0}
+    groups = tuple(
+        Group(GroupId(number), Prompt(prompt_id, ()), (trajectory(reward, (2, 4 + number, 7)),))
+        for number, (prompt_id, reward) in enumerate(rewards.items())
+    )
+    metrics = batch_metrics(Batch(7, groups, 4), SPECIAL)
+    found = {name: value for name, value in metrics.items() if name.endswith("/a")}
+    assert found == {"reward/mean/a": 0.5, "sample/length_mean/a": 3.0, "sample/truncated_fraction/a": 0.0}
+    assert "reward 0.500 (a 0.500, b 0.500)" in plain_line(Steps([metrics | {"step": 1}]), 1, 9, 4)
 
 
 def test_several_evaluations_have_names_and_common_totals() -> None:
@@ -170,70 +137,3 @@ def test_totals_survive_resumes_and_restarted_sources() -> None:
     decode = [{"engine-0": 4.0, "engine-1": 6.0}, {"engine-1": 7.0}, {"engine-0": 1.0, "engine-1": 8.0}]
     summed = [totals.add({"decode_s": each})["decode_s"] for each in decode]
     assert summed == [10.0, 11.0, 13.0], "engine-0 was started again"
-
-
-class Rooms(dict[str, float]):
-    tokenizer = SimpleNamespace(decode=None)
-    special_tokens = SpecialTokens()
-
-
-def report(reporter: Reporter, step: int, *, rooms: Any = (), **more: Any) -> None:
-    answer: Any = TrainResponse(policy_version=step + 1, **{"metrics": {}, **more})
-    parts: Any = Rooms(rooms)
-    reporter.step(parts, make_batch(step, 2 * step, 2 * step + 1), answer, {})
-
-
-class CountingReporter(Reporter):
-    """One whose rooms are the numbers that they have counted."""
-
-    def _metrics(self, rooms: Any, batch: Any, answer: TrainResponse, _: Any) -> dict[str, float]:
-        found = {"step": batch.version + 1, "time_s": 1.0, "reward/mean": 0.5, **answer.metrics}
-        return found | self._totals.add(rooms)
-
-
-@contextmanager
-def reporting_to(folder: Path) -> Iterator[Reporter]:
-    config = load_config(write_config(folder, observe={"console": "plain", "samples_per_step": 0}))
-    reporter = CountingReporter(config, folder, "test")
-    yield reporter
-    reporter._timeline.close()
-
-
-def test_a_resumed_run_continues_its_totals(tmp_path: Path) -> None:
-    for step in range(5):
-        counts = {"tokens/generated": 100 * (step + 1), "rollout/retried": step}
-        append_line(tmp_path / "metrics.jsonl", {"step": step + 1, "time_s": 1.0} | counts)
-    with reporting_to(tmp_path) as reporter:
-        # batches 3, 4 and 5 were taken; the run was killed before the line of step 6
-        reporter.resumes(3, {"tokens/generated": 650, "rollout/filtered": 6})
-        for step in (3, 4, 5):
-            report(reporter, step, rooms={"tokens/generated": 0, "rollout/retried": 0})
-        reporter.training_starts()
-        report(reporter, 6, rooms={"tokens/generated": 50, "rollout/retried": 2})
-    written = read_lines(tmp_path / "metrics.jsonl")
-    assert [line["tokens/generated"] for line in written[3:]] == [400, 500, 650, 700]
-    assert [line["rollout/retried"] for line in written[3:]] == [3, 4, 4, 6]
-
-
-def test_a_skipped_step_is_reported_with_its_groups(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    skipped = {"metrics": {"trainer/skipped_steps": 1.0}, "not_finite": ("policy/loss", "policy/grad_norm")}
-    with reporting_to(tmp_path) as reporter:
-        report(reporter, 0, metrics={"trainer/skipped_steps": 0.0, "policy/loss": 0.5})
-        report(reporter, 1, **skipped)
-        report(reporter, 2, **skipped)
-        reporter.finish("interrupted")
-    first, second, _ = read_lines(tmp_path / "metrics.jsonl")
-    assert (first["policy/loss"], "not_finite" in first) == (0.5, False)
-    assert ("policy/loss" in second, second["not_finite"]) == (False, ["policy/loss", "policy/grad_norm"])
-    said, warning = capsys.readouterr().out, "WARNING: 1 update skipped in step 2: not finite"
-    assert "step  3/12  reward 0.500  2 updates skipped: not finite" in said
-    assert said.count(f"{warning}, groups 2, 3") == said.count("WARNING") == 1
-    assert "in step 3: not finite, groups 4, 5" in caplog.text, "each is in the controller's log"
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert len(summary["warnings"]) == 1
-    assert (
-        "2 updates skipped because loss or gradient was not finite (first step 2, last step 3)"
-        in " ".join(summary["health"])
-    )

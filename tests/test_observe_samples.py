@@ -15,6 +15,8 @@ import pytest
 from buffer_groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_observe_page import make_run
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Batch, GroupId, Prompt, Rollout, Trajectory, VersionSpan
@@ -22,18 +24,19 @@ from asyncrl.observe import samples as samples_module
 from asyncrl.observe.console import Console
 from asyncrl.observe.run_dir import append_lines
 from asyncrl.observe.samples import (
+    MAX_CHARS,
     MAX_PARTS,
     SampleWriter,
     ShownRollout,
     choose,
     harmless,
     read_samples,
-    render_samples,
     sample_text,
     shown,
 )
+from asyncrl.observe.show import render_inspect
 from asyncrl.observe.trackers import TensorBoard, TrackedRun
-from asyncrl.rollouts.rollout import FailedRollout, Seen
+from asyncrl.rollouts.rollout import FailedRollout
 
 HOSTILE = (
     "\x1b[31m\x1b]0;owned\x07[red]red[/red] <script>alert(1)</script>\r\u202e :smile:\n\n# no title\n```\n"
@@ -64,8 +67,7 @@ def test_best_and_worst_are_chosen_then_others_by_chance(
     assert len(set(names)) == len(names) == min(num, len(flat))
     assert [kind for kind, *_ in found] == ["best", "worst", *["random"] * num][: len(found)]
     assert [rollout[0].reward for *_, rollout in found[:2]] == [max(flat), min(flat)][: len(found)]
-    again = choose(batch, num, seed)
-    assert [(group.group_id, rollout[0].sample_index) for _, group, rollout in again] == names
+    assert [group.group_id for _, group, _ in choose(batch, num, seed)] == [name for name, _ in names]
 
 
 def turns(*lengths: int, versions: Callable[[int], int] = lambda place: 8, **more: Any) -> Trajectory:
@@ -99,11 +101,12 @@ def test_every_turn_of_every_branch_is_shown() -> None:
 
 
 def test_long_texts_and_many_parts_are_cut() -> None:
-    messages = tuple({"role": "user", "content": f"{n} " * 4000} for n in range(100))
-    prompt = Prompt("0/4", messages, answer={"a": "\ud800"})
-    sample = show((turns(*[3000] * 100),), prompt=prompt)
+    prompt = Prompt("0/4", ({"role": "user", "content": "word " * 4000},), answer={"a": "\ud800"})
+    sample = show((turns(*[5000] * 100),), prompt=prompt)
     assert len(sample["parts"]) == MAX_PARTS
-    assert len(json.dumps(sample).encode()) < 300_000
+    texts = [sample["messages"][0]["content"], *(part["text"] for part in sample["parts"])]
+    assert all(MAX_CHARS < len(text) < MAX_CHARS + 10 for text in texts)
+    json.dumps(sample).encode()
 
 
 def a_sample(step: int, kind: Any = "random", group_id: int = 0, text: str = "hi") -> ShownRollout:
@@ -113,30 +116,23 @@ def a_sample(step: int, kind: Any = "random", group_id: int = 0, text: str = "hi
 
 
 def steps_in(folder: Path) -> list[tuple[int, str]]:
-    problems: list[str] = []
-    found = [(sample["step"], sample["kind"]) for sample in read_samples(folder, problems)]
-    assert problems == []
-    return found
+    return [(sample["step"], sample["kind"]) for sample in read_samples(folder, [])]
 
 
 def writer_of(folder: Path, **more: Any) -> SampleWriter:
     return SampleWriter(folder, **{"seed": 1, "per_step": 2, **more})
 
 
-def fail(writer: SampleWriter, group_id: int, rollout: Callable[[], Rollout] = tuple) -> None:
+def fail(writer: SampleWriter, group_id: int, *rollout: Trajectory) -> None:
     prompt = Prompt("0/7", ({"role": "user", "content": "why"},), answer="so")
-    failed = FailedRollout(1, 2, RolloutFailure("no reward"), Seen(rollout))
+    failed = FailedRollout(1, 2, RolloutFailure("no reward"), lambda: rollout)
     writer.failed(GroupId(group_id), prompt, failed, letters)
-
-
-def nothing() -> Rollout:
-    raise RolloutFailure("nothing was sampled")
 
 
 def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     writer = writer_of(tmp_path)
-    fail(writer, 1, lambda: (turns(2, 3),))
-    fail(writer, 2, nothing)
+    fail(writer, 1, turns(2, 3))
+    fail(writer, 2)
     fail(writer, 3)
     assert steps_in(tmp_path) == [(1, "failed")] * 2
     writer.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), {(0, 3): 0.25}, letters)
@@ -145,8 +141,7 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     assert "failed 2 times, last: no reward" in (first["error"] or "")
     assert (first["reward"], first["staleness"], first["num_sampled"], second["parts"]) == (None, None, 3, [])
     assert (best["reward"], best["logprob_gap"], best["sample_index"]) == (3.0, 0.25, 3)
-    text = sample_text(second)
-    assert all(words in text for words in ("failed rollout of step 1", "no reward", "user | why", "| so"))
+    assert "failed rollout of step 1: no reward" in sample_text(second)
     kinds = ["failed", "failed", "best", "worst"]
     assert steps_in(tmp_path) == [*((1, kind) for kind in kinds), (2, "failed")]
     with (tmp_path / "samples.jsonl").open("a") as half:
@@ -165,20 +160,8 @@ def test_a_long_run_keeps_its_newest_samples(tmp_path: Path, monkeypatch: pytest
     steps = [step for step, _ in steps_in(tmp_path)]
     assert steps == [*range(201 - len(steps), 201)]
     assert 20 <= len(steps) <= 40
-    for first in (195, steps[1]):
-        writer.resume_at(first)
-        assert [step for step, _ in steps_in(tmp_path)] == [step for step in steps if step < first]
-
-
-def test_invalid_samples_are_skipped_and_reported(tmp_path: Path) -> None:
-    assert read_samples(tmp_path, []) == []
-    good = json.dumps(a_sample(1))
-    odd = [good.replace('"metrics": {}', f'"metrics": {{"a": {number}}}') for number in ("NaN", "1e999")]
-    lines = ['{"step": 1}', "no", good, *odd, '{"step"']
-    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
-    problems: list[str] = []
-    assert len(read_samples(tmp_path, problems)) == 1
-    assert len(problems) == 5
+    writer.resume_at(steps[1])
+    assert [step for step, _ in steps_in(tmp_path)] == steps[:1]
 
 
 @given(text=st.text())
@@ -193,60 +176,54 @@ class Terminal(io.TextIOWrapper):
         return True
 
 
-@pytest.mark.parametrize("kind", ["plain", "live"])
-def test_the_console_shows_samples_with_hostile_text_escaped(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = Terminal(io.BytesIO(), encoding="ascii") if kind == "live" else io.StringIO()
-    console = Console(kind, run_name="t", num_steps=300, max_staleness=4, file=out)
+def test_the_console_shows_samples_with_hostile_text_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Terminal(io.BytesIO(), encoding="ascii")
+    console = Console("live", run_name="t", num_steps=300, max_staleness=4, file=out)
     now = [1000]
     clock = SimpleNamespace(monotonic=lambda: float(now[0]))
     monkeypatch.setattr("asyncrl.observe.console.time", clock)
     console.start()
-    for step in range(1, 301):
+    for step in range(1, 101):
         now[0] += 2
         console.show_samples([a_sample(step, "best"), a_sample(step, text=HOSTILE + "\u20ac")])
     console.close()
     out.seek(0)
     said = out.read()
-    shown_of = [step for step in range(1, 301) if f"random sample of step {step}:" in said]
-    assert shown_of == [1, 11, 21, 171], "after 20 s, and after a minute every 5 minutes"
-    for word in (r"\x1b[31m", r"\x07", "[red]red[/red]", "<script>", ":smile:", r"\u202e", "| # no title"):
+    shown_of = [step for step in range(1, 101) if f"random sample of step {step}:" in said]
+    assert shown_of == [1, 31, 61, 91], "every minute"
+    for word in (r"\x1b[31m", "[red]red[/red]", ":smile:", r"\u202e", "| # no title", r"\u20ac"):
         assert word in said
     assert not any(sequence in said for sequence in ("best sample", "\x1b[31m", "\x1b]0"))
-    assert ("\\u20ac" in said) == (kind == "live"), "a terminal that does not know the character"
 
 
 def test_inspect_lists_the_newest_or_selected_samples(tmp_path: Path) -> None:
+    make_run(tmp_path, 0)
     kinds = ("best", "worst")
     lines = [a_sample(step, kind, group_id=step) for step in range(8) for kind in kinds]
-    append_lines(tmp_path / "samples.jsonl", lines)
+    append_lines(tmp_path / "samples.jsonl", [*lines, {"step": 1}])
 
     def listed(**asked: Any) -> list[str]:
-        text = render_samples(tmp_path, [], as_json=False, **asked)
+        text = render_inspect(tmp_path, samples=True, **asked)
         return [line.partition(":")[0] for line in text.splitlines() if " of step " in line]
 
-    newest = [f"{kind} sample of step {step}" for step in range(3, 8) for kind in kinds]
-    assert listed() == newest
+    assert listed() == [f"{kind} sample of step {step}" for step in range(3, 8) for kind in kinds]
     assert listed(kinds=["worst"]) == [f"worst sample of step {step}" for step in range(8)]
     assert listed(step=1) == listed(group=1) == ["best sample of step 1", "worst sample of step 1"]
-    found = json.loads(render_samples(tmp_path, ["damaged"], as_json=True, step=1, kinds=["best"]))
-    assert ([sample["kind"] for sample in found["samples"]], found["problems"]) == (["best"], ["damaged"])
+    found = json.loads(render_inspect(tmp_path, as_json=True, step=1, kinds=["best"]))
+    assert ([sample["kind"] for sample in found["samples"]], len(found["problems"])) == (["best"], 1)
     with pytest.raises(ConfigError, match="has no such sample"):
-        render_samples(tmp_path, [], as_json=False, step=3, kinds=["failed"])
+        render_inspect(tmp_path, step=3, kinds=["failed"])
 
 
-def test_tensorboard_shows_samples_as_verbatim_text(
-    tmp_path: Path,
-) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def test_tensorboard_gets_numbers_and_samples_as_verbatim_text(tmp_path: Path) -> None:
     tracker = TensorBoard()
     tracker.start(TrackedRun(tmp_path, "t", "1", {}))
     for step in (0, 99, 100, 101, 110, 1000, 1010, 1100):
+        tracker.step(step, {"reward/mean": step / 4})
         tracker.samples(step, [a_sample(step, "best", text=HOSTILE), a_sample(step), a_sample(step)])
     tracker.close("done")
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    assert [event.value for event in events.Scalars("reward/mean")[:3]] == [0.0, 24.75, 25.0]
     texts = events.Tensors("samples")
     assert [event.step for event in texts] == [0, 99, 100, 110, 1000, 1100]
     assert texts[0].tensor_proto.string_val[0].count(b"random sample of step 0") == 2

@@ -8,11 +8,10 @@ import pytest
 from launch_cases import load
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import Steps, time_shares, waiting_share
+from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import Verdict, judge
 
 WAIT = "buffer.on_overdue=wait"
-AGENT = "generator.python=my_agent:run"
 NUM = 200
 
 Column = float | Callable[[int], float]
@@ -51,10 +50,6 @@ def rising(step: int) -> float:
     return 0.1 + 0.8 * step / NUM + noise(step)
 
 
-def settled(step: int) -> float:
-    return min(0.9, 0.1 + 0.02 * step) + noise(step)
-
-
 def flat(step: int) -> float:
     return 0.3 + noise(step)
 
@@ -71,9 +66,7 @@ def lost(step: int) -> float:
 @pytest.mark.parametrize(
     ("columns", "headline"),
     [
-        ({}, "Learned: reward rose from 0.1* to 0.8* ± 0.00* and is still rising."),
-        ({"reward_mean": settled}, "Learned: reward rose from 0.1* to 0.8* ± 0.00* and is flat now."),
-        ({"reward_mean": flat}, "Learned nothing: reward 0.3* at the start, 0.2* at the end. Likeliest"),
+        ({}, "Learned: reward rose from 0.1* to 0.8* ± 0.00*."),
         (TINY, "trainer.learning_rate=0.0015 hardly moved the model (entropy 2.31, then 2.31); a"),
         ({"reward_mean": flat, "reward_equal_fraction": 0.95}, "in 95% of the groups all answers earned"),
         ({"reward_mean": lost}, "Learned and lost it again: reward 0.1* at the start, 0.9* around step 110"),
@@ -86,53 +79,42 @@ def test_the_headline_says_whether_the_run_learned(columns: dict[str, Column], h
     at = -1
     for part in headline.split("*"):
         assert (at := found.headline.find(part, at + 1)) >= 0, found.headline
-    assert "still rising" not in headline or (found.reward and found.reward.trend == "rising")
 
 
 def test_a_short_run_is_not_judged() -> None:
     found = judged(19)
     assert found.headline.startswith("Too short to say whether it learns: reward 0.1")
     assert found.speed == ("Too short to judge speed: 20 steps and 10 s are needed.",)
-    assert (found.bottleneck, found.health) == ("unknown", ())
     assert judged(100, perf_step_s=0.05, perf_train_s=0.01).bottleneck == "unknown"
 
 
 def test_a_constant_reward_is_named_after_four_steps() -> None:
     found = judged(4, reward_mean=0.0, reward_std=0.0, policy_grad_norm=0.0, reward_equal_fraction=1.0)
-    assert found.headline.startswith("Learned nothing: reward 0.000 at the start, 0.000 ± 0.000 at the end.")
     assert "every answer earned 0, so no answer was better than another; " in found.headline
     (flag,) = found.health
     assert "inspect RUN_DIR --samples` and check the reward function" in flag
 
 
 def test_a_destructive_learning_rate_is_named() -> None:
-    """The numbers of configs/quickstart.yaml at trainer.learning_rate=1000."""
-    rewards = (0.162, 0.152, 0.125, 0.162)
-    entropies = (2.64, 3.135, 3.135, 3.135)
     found = judged(
         4,
         "trainer.learning_rate=1000",
-        reward_mean=lambda step: rewards[step - 1],
-        reward_std=0.1,
+        reward_mean=lambda step: 0.15 + 0.01 * (step % 2),
         policy_grad_norm=lambda step: 1.39 if step == 1 else 0.0,
-        policy_entropy=lambda step: entropies[step - 1],
+        policy_entropy=lambda step: 2.64 if step == 1 else 3.135,
     )
     destroyed = "the model is probably destroyed by trainer.learning_rate=1000"
     destroyed += " (entropy stays at exactly 3.13)"
     no_gradient = "the gradient is 0 since step 2 although rewards differ"
     assert found.headline.endswith(f"Likeliest reasons: {destroyed}; {no_gradient}.")
-    assert [flag.partition(":")[0].lower() for flag in found.health] == [destroyed.lower(), no_gradient]
 
 
 @pytest.mark.parametrize(
     ("columns", "flag"),
     [
         ({"sample_truncated_fraction": 0.98}, "98% of the answers were cut off at a limit"),
-        ({"sample_unfinished_fraction": 0.6}, "60% of the answers do not end: have the reward punish"),
         ({"sample_special_fraction": 0.06}, "6% of the answers contain special tokens"),
-        ({"policy_logprob_gap_mean": 0.2}, "Engines and trainer disagree by 0.2 nats on fresh tokens"),
         ({"reward_mean": flat, "reward_equal_fraction": 0.9}, "In 90% of the groups all answers earned"),
-        ({"policy_grad_norm": 0.0}, "The gradient is 0 since step 1 although rewards differ"),
         ({"trainer_skipped_steps": lambda step: float(step > 197)}, "3 updates skipped because loss or"),
         (
             {"reward_mean": flat, "policy_entropy": lambda step: 2.0 * math.exp(-step / 20)},
@@ -146,18 +128,11 @@ def test_each_problem_is_one_sentence(columns: dict[str, Column], flag: str) -> 
     assert found.endswith(".")
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {},
-        {"sample_special_fraction": 0.04, "sample_unfinished_fraction": 0.4},
-        {"policy_entropy": lambda step: 2.0 * math.exp(-step / 20)},
-        {"reward_equal_fraction": 0.9},
-    ],
-    ids=["no metrics", "below the limits", "learned", "solved"],
-)
-def test_a_healthy_run_has_no_flag(columns: dict[str, Column]) -> None:
-    assert judged(**columns).health == ()
+def test_a_healthy_run_has_no_flag() -> None:
+    assert judged().health == ()
+    below = judged(sample_special_fraction=0.04, sample_unfinished_fraction=0.4, reward_equal_fraction=0.9)
+    assert below.health == ()
+    assert judged(policy_entropy=lambda step: 2.0 * math.exp(-step / 20)).health == (), "it learned"
 
 
 # ---- how fast was it?
@@ -173,17 +148,13 @@ HELD = f"{GENERATION} rollout/inflight=63 engine/busy_slots=4"
     [
         (GENERATION, [], "generation", "Generation set the pace: 65% of the time."),
         (f"{GENERATION} engine/busy_slots=63", [], "generation", "Raise rollout.slots (now 64) or"),
-        (f"{GENERATION} engine/busy_slots=9", [], "generation", "Raise buffer.max_staleness (now 4): 9 of"),
-        (HELD, [AGENT], "generation", "Raise generator.workers (now 1): 4 of 64 slots were busy"),
         (HELD, ["generator.remote=true"], "generation", "Raise the number of workers (`asyncrl work`): 4 of"),
         (HELD, [], "generation", "or set task.reward_pool=thread: 4 of 64 slots were busy"),
         (GENERATION, ["buffer.max_staleness=0"], "generation", "with 0, trainer and engines wait"),
         ("train_s=0.4 wait_publishing_s=0.6 weight_sync_s=2.5", [], "publishing", "a push takes 2.5 s"),
         (STRAGGLERS, [WAIT], "stragglers", "on_overdue=wait waited 10.0 s and dropped nothing."),
-        ("train_s=0.4 handover_s=0.5", [], "handovers", "Handovers set the pace: 50% of"),
         ("train_s=0.82 wait_generation_s=0.18", [], "balanced", "both a faster trainer and more generation"),
         ("train_s=0.3 wait_generation_s=0.1", [], "other", "Work between steps set the pace: 60% of the"),
-        ("train_s=0.9", [], "training", "Only a faster trainer would help (placement.trainer"),
         (MASKED, [], "training", "10.0% of the tokens were masked, 3 groups generated again"),
         ("train_s=1 rollout/given_up=5", [], "training", "5 prompts given up (rollout.max_requeues=3)"),
     ],
@@ -196,27 +167,14 @@ def test_the_speed_names_bottleneck_setting_and_losses(
     assert words in " ".join(verdict.speed)
 
 
-def test_time_shares_add_up_to_one() -> None:
-    shares = time_shares(Steps(steps("train_s=0.9 wait_generation_s=0.3")).total)
-    assert (shares["training"], waiting_share(shares) + shares["other"]) == pytest.approx((0.75, 0.25))
-    assert time_shares(Steps([{"step": 1}]).total)["other"] == 1.0
-
-
 def test_a_repeated_step_replaces_itself_and_later_steps() -> None:
     run = Steps([{"step": step, "reward/mean": step} for step in (0, 1, 2, 1)])
     assert (len(run), run.values("reward/mean"), run.last) == (2, [0.0, 1.0], {"step": 1, "reward/mean": 1})
 
 
-@pytest.mark.parametrize(
-    ("columns", "overrides", "words"),
-    [
-        ({"trainer_compiled": 0.0}, [], "uncompiled, at about half the speed"),
-        ({"trainer_compiled": 0.0}, ["trainer.compile=false"], None),
-        ({"trainer_compiled": 1.0, "trainer_flash_attention": 2.0}, [], "install flash-attn-3"),
-        ({"trainer_compiled": 1.0, "trainer_flash_attention": 3.0}, [], None),
-    ],
-)
-def test_slow_kernels_are_named(columns: dict[str, float], overrides: list[str], words: str | None) -> None:
-    found = [line for line in judged(NUM, *overrides, **columns).speed if line.startswith("The trainer")]
-    assert len(found) == (words is not None)
-    assert all(words in line for line in found if words)
+def test_slow_kernels_are_named() -> None:
+    assert "uncompiled, at about half the speed" in " ".join(judged(trainer_compiled=0.0).speed)
+    asked = judged(NUM, "trainer.compile=false", trainer_compiled=0.0)
+    assert "uncompiled" not in " ".join(asked.speed)
+    assert "install flash-attn-3" in " ".join(judged(trainer_flash_attention=2.0).speed)
+    assert "flash" not in " ".join(judged(trainer_flash_attention=3.0).speed)

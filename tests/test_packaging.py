@@ -88,9 +88,7 @@ def test_worker_host_installs_at_most_150_mb(worker_venv: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
-def test_base_install_checks_and_reads_runs_without_torch(
-    wheel: Path, worker_venv: Path, tmp_path: Path
-) -> None:
+def test_base_install_reads_runs_without_torch(wheel: Path, worker_venv: Path, tmp_path: Path) -> None:
     def outcome(*words: str | Path, venv: Path = worker_venv) -> str:
         command = [venv / "bin/python", "-E", "-m", "asyncrl.cli", *words]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
@@ -101,9 +99,6 @@ def test_base_install_checks_and_reads_runs_without_torch(
     assert subprocess.run([worker_venv / "bin/python", "-E", "-c", has_torch]).returncode == 1
     outcome("init", "quickstart")
     config = tmp_path / "quickstart.yaml"
-    checked = outcome("check", config)
-    assert "not checked: the model's tokenizer" in checked
-    assert "pip install 'asyncrl[train]'" in checked
     assert "buffer.look_ahead" in outcome("keys", "buffer")
     training = tmp_path / "venv"  # the wheel, with the packages of these tests in place of the extra train
     subprocess.run([sys.executable, "-m", "venv", str(training)], check=True, timeout=240)

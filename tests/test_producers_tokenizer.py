@@ -6,9 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,18 +19,12 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 CHAT = [{"role": "user", "content": "2+2=?"}]
 
 
-@pytest.mark.skipif(
-    version("transformers").startswith("5.17."),
-    reason="transformers 5.17's tokenizers import torch themselves",
-)
 def test_tokenizer_needs_no_torch(tiny_model_dir: Path) -> None:
     code = (
         "import sys; from asyncrl.rollouts.tokenizer import HFChatTokenizer; "
-        f"t = HFChatTokenizer({str(tiny_model_dir)!r}); t.decode(t.encode_chat({CHAT!r})); "
-        "assert 'torch' not in sys.modules, 'torch was imported'"
+        f"HFChatTokenizer({str(tiny_model_dir)!r}).encode_chat({CHAT!r}); assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_folder_without_template_or_tokenizer_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -78,20 +70,19 @@ def test_any_text_gives_the_ids_that_transformers_gives(bos_tokenizer: HFChatTok
 
 
 @pytest.mark.parametrize(
-    ("text", "messages", "said"),
+    ("text", "said"),
     [
-        ("{{ raise_exception('only one system message') }}", CHAT, "only one system message"),
-        ("{{ messages[0].content + 'a' }}", [{"role": "user"}], "has no attribute 'content'"),
-        ("{{ messages.__class__.__mro__ }}", CHAT, "safe"),  # templates run in a sandbox
+        ("{{ raise_exception('only one system message') }}", "only one system message"),
+        ("{{ messages.__class__.__mro__ }}", "safe"),  # templates run in a sandbox
     ],
 )
 def test_template_refusal_is_a_value_error(
-    tiny_model_dir: Path, tmp_path: Path, text: str, messages: list[dict[str, Any]], said: str
+    tiny_model_dir: Path, tmp_path: Path, text: str, said: str
 ) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text(text)
     with pytest.raises(ValueError, match=f"the chat template refuses these messages: .*{said}"):
-        HFChatTokenizer(tiny_model_dir, chat_template=template).render(messages)
+        HFChatTokenizer(tiny_model_dir, chat_template=template).render(CHAT)
 
 
 def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -113,10 +104,6 @@ def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_p
     assert rendered(wants_text) == f"f({said})"
     call["function"]["arguments"] = {"b": 1.5}
     assert rendered(wants_text) == 'f({"b": 1.5})'
-    call["function"]["arguments"] = "no json"
-    assert rendered("{{ arguments | tojson }}") == '"no json"'
-    with pytest.raises(ValueError, match="no calls, please"):
-        rendered("{{ raise_exception('no calls, please') }}")
 
 
 def test_lone_surrogate_is_refused(bos_tokenizer: HFChatTokenizer) -> None:

@@ -25,29 +25,20 @@ import asyncio, json, os, signal, sys
 import asyncrl
 from asyncrl.base.errors import CallbackError
 
-def on_weights(version, digest):
-    if version == 2:
-        raise KeyError("no room")
-
-def on_step(step, metrics):
-    if step == 3:
+def interrupt(step, metrics):
+    if step == 2:
         os.kill(os.getpid(), signal.SIGINT)
 
+def fail(step, metrics):
+    raise KeyError("no room")
+
 async def main():
-    config, quiet, run_dir = json.loads(sys.argv[1]), ["observe.console=none"], sys.argv[2]
+    arguments = json.loads(sys.argv[1]), ["observe.console=none"]
+    stopped = asyncrl.run(*arguments, run_dir=sys.argv[2], on_step=interrupt)
     try:
-        asyncrl.run(config, quiet, run_dir=run_dir, on_weights=on_weights)
+        await asyncio.to_thread(asyncrl.run, *arguments, run_dir=sys.argv[2], on_step=fail)
     except CallbackError as error:
-        raised = [str(error), repr(error.error)]
-    before = signal.getsignal(signal.SIGINT)
-    stopped = asyncrl.run(config, quiet, run_dir=run_dir, on_step=on_step)
-    is_handler_back = signal.getsignal(signal.SIGINT) == before
-    num_steps = len(stopped.steps["step"])
-    more, seen = [*quiet, f"trainer.num_steps={num_steps + 1}"], []
-    note = lambda step, _: seen.append(step)
-    resumed = await asyncio.to_thread(asyncrl.run, config, more, run_dir=run_dir, on_step=note)
-    ends = [[stopped.state, num_steps], [resumed.state, resumed.steps["step"]]]
-    print(json.dumps([raised, *ends, seen, is_handler_back]))
+        print(json.dumps([stopped.state, stopped.steps["step"], str(error), repr(error.error)]))
 
 if __name__ == "__main__":
     asyncio.run(main())
@@ -80,46 +71,31 @@ def test_python_page_runs_and_reads(tmp_path: Path) -> None:
     assert len(record.steps["reward/mean"]) == 5
     assert len({len(column) for column in record.trained.values()}) == 1
     assert max(record.trained["staleness"]) <= record.config.buffer.max_staleness
-    assert len(record.samples) == 15
-    assert record.problems == []
-    assert repr(record).endswith("done, 5 steps>")
+    assert (len(record.samples), record.problems) == (15, [])
 
 
 @pytest.mark.slow
-def test_run_in_an_event_loop_resumes_after_a_raise_and_an_interrupt(tmp_path: Path) -> None:
+def test_run_in_an_event_loop_is_interrupted_and_a_callback_may_raise(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(IN_A_LOOP)
     config = yaml.safe_load(write_config(tmp_path, trainer={"num_steps": 100_000}).read_text())
     arguments = [sys.executable, "script.py", json.dumps(config), str(tmp_path / "run")]
-    raised, stopped, resumed, seen, is_handler_back = json.loads(ran(arguments, tmp_path).splitlines()[-1])
-    assert raised[0].startswith("on_weights of asyncrl.run raised KeyError: 'no room'")
-    assert raised[1] == "KeyError('no room')"
-    state, num_steps = stopped
-    assert state == "interrupted"
-    assert num_steps >= 3
-    assert resumed == ["done", [*range(1, num_steps + 2)]]
-    assert seen == resumed[1][-len(seen) :], "it resumes where the last one ended"
-    assert is_handler_back
+    state, steps, text, error = json.loads(ran(arguments, tmp_path).splitlines()[-1])
+    assert (state, steps[:2], error) == ("interrupted", [1, 2], "KeyError('no room')")
+    assert text.startswith("on_step of asyncrl.run raised KeyError: 'no room'")
 
 
 async def _async(step: int, metrics: object) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("name", "function", "says"),
+    ("function", "says"),
     [
-        ("on_step", 5, "on_step of asyncrl.run is 5, which cannot be called"),
-        ("on_step", lambda step: None, r"cannot be called as on_step\(step, metrics\): too many positional"),
-        (
-            "on_sample",
-            lambda step, sample: None,
-            r"on_sample\(sample\): missing a required argument: 'sample'",
-        ),
-        ("on_weights", _async, "is a coroutine function"),
+        (5, "on_step of asyncrl.run is 5, which cannot be called"),
+        (lambda step: None, r"cannot be called as on_step\(step, metrics\): too many positional"),
+        (_async, "is a coroutine function"),
     ],
 )
-def test_invalid_callback_is_refused_before_the_start(
-    name: str, function: Any, says: str, tmp_path: Path
-) -> None:
+def test_invalid_callback_is_refused_before_the_start(function: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        asyncrl.run(ROOT / "configs/quickstart.yaml", run_dir=tmp_path / "run", **{name: function})
+        asyncrl.run(ROOT / "configs/quickstart.yaml", run_dir=tmp_path / "run", on_step=function)
     assert not (tmp_path / "run").exists()

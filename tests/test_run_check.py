@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import re
 import resource
-import shutil
 import sys
 import textwrap
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from huggingface_hub import constants, snapshot_download
 from job_runs import write_config
 
 from asyncrl import cli
@@ -23,19 +19,13 @@ from asyncrl.config import load_config
 from asyncrl.job.check import validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
-from asyncrl.job.serve import serve_gateway
-from asyncrl.launch import machine, plan
-from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 MODULE = """
     def few(tokens): return tokens
-    def loss(tokens, settings): return tokens.current_M, {}
     def advantage(reward_B): return reward_B
     async def agent(task): return 1.0
     async def right_agent(task, session): return 1.0
-    def right_advantage(reward_B, group_B): raise KeyError
     def parse(): return None
-    def right_parse(text): return None
     class Broken:
         def __init__(self, size, seed): pass
         def __len__(self): return 1
@@ -45,22 +35,12 @@ MODULE = """
 FOLDER = {
     "mine_here.py": MODULE,
     "exits_here.py": "import sys\nsys.exit(0)",
-    "threads_here.py": """
-        import threading
-        threading.Thread(target=threading.Event().wait).start()
-        def loss(tokens, settings): return tokens.current_M, {}
-    """,
     "odd_type/config.json": '{"model_type": "qwen33"}',
     "odd_type/model.safetensors": "",
     "cut/config.json": '{"model_type": "qwen3"}',
     "cut/model.safetensors": "\x40" + 7 * "\0" + "{}",
-    "half/config.json": '{"model_type": "qwen3"}',
-    "half/model-1-of-2.safetensors": "\x02" + 7 * "\0" + "{}",
-    "half/model.safetensors.index.json": '{"weight_map": {"a": "model-1-of-2.safetensors", '
-    '"b": "model-2-of-2.safetensors"}}',
     "mute/config.json": '{"model_type": "qwen3", "vocab_size": 32}',
     "mute/model.safetensors": "\x02" + 7 * "\0" + "{}",
-    "no_weights/config.json": '{"model_type": "qwen3"}',
     "refuses.jinja": "{{ raise_exception('no chats') }}",
     "broken.jinja": "{% for message in messages %}{{ message['content'] }}",
     "rows.jsonl": '{"prompt": "abc", "answer": "a"}\n{"prompt": "abcd", "answer": "a"}\n',
@@ -69,15 +49,11 @@ FILES: dict[str, Any] = {"python": None, "files": ["rows.jsonl"], "reward": "mat
 
 REFUSED = r"""
 model.scratch=none model.path=models/typo -> models/typo: there is no such folder
-model.scratch=none model.path=no_weights -> no_weights has no weights
 model.scratch=none model.path=odd_type -> odd_type has model_type=qwen33, which transformers does not know
 model.scratch=none model.path=cut -> cannot read cut/model.safetensors: SafetensorError
-model.scratch=none model.path=half -> cannot read half/model-2-of-2.safetensors: FileNotFoundError
 model.scratch=none model.path=mute -> cannot load a tokenizer from ... tokenizer.json
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
-algorithm.loss=ppo_clipp -> algorithm.loss=ppo_clipp is not known ... name one of ppo_clip
-algorithm.loss=mine_here:los -> module 'mine_here' has no attribute 'los'
 algorithm.loss=mine_here:few -> few(tokens) cannot be called as loss(tokens, settings): too many
 algorithm.advantage=nomod:x -> advantage=nomod:x cannot be loaded: ModuleNotFoundError: No module
 algorithm.advantage=mine_here:advantage -> (reward_B) cannot be called as advantage(reward_B, group_B)
@@ -89,12 +65,12 @@ model.chat_template=refuses.jinja generator.command=[/bin/true] -> cannot render
 generator.command=[/bin/true] generator.pass_env=[NOT_SET_HERE] -> generator.pass_env names NOT_SET_HERE
 task.python=exits_here:f -> task.python=exits_here:f cannot be loaded: SystemExit: 0
 task.python=none task.reasoning_gym=chain_sums -> reasoning_gym=chain_sums ... not registered
+observe.trackers=[no_such:Mine] -> No module named 'no_such'
 rollout.max_prompt_tokens=3 -> of the first 100 prompts ... are longer than rollout.max_prompt_tokens=3
 task.python=mine_here:Broken generator.python=mine_here:right_agent -> prompt ... raised KeyError: 'x'
 """
 CASES = [tuple(line.split(" -> ")) for line in REFUSED.strip().splitlines()]
 """(settings, words that are said, parts apart by ...)."""
-EARLY = "generator.python=mine_here:agent"
 
 
 def settings_of(line: str) -> list[str]:
@@ -133,36 +109,6 @@ def test_check_refuses_what_cannot_run_with_exit_code_2(
     assert "Way out: " in said
 
 
-def test_check_of_a_described_machine_asks_nothing_of_this_one(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def asked(*_: object) -> None:
-        raise AssertionError("this machine was asked")
-
-    for owner, name in (
-        *((machine, name) for name in ("find_cuda_devices", "cpu_has_bfloat16", "ask_nvidia_smi")),
-        *((machine, name) for name in ("num_cores", "available_memory")),
-        (plan, "num_cores"),
-        (machine, "this_machine"),
-        (plan, "find_python"),
-        (psutil, "virtual_memory"),
-    ):
-        monkeypatch.setattr(owner, name, asked)
-    settings = ["rollout.engine=vllm", "model.dtype=auto", "rollout.threads=auto", "trainer.threads=auto"]
-    settings += ["placement.trainer=auto", "placement.rollout=auto"]
-    described = ["--devices", "2xH200-141GB", "--cores", "64", "--memory", "1TB"]
-    monkeypatch.setattr(sys, "argv", ["asyncrl", "check", str(write_config(here)), *settings, *described])
-    with pytest.raises(SystemExit, match="0"):
-        cli.main()
-    said = capsys.readouterr().out
-    assert "model.dtype: auto is bfloat16" in said
-    lines = [line for line in said.splitlines() if line]
-    assert len({*lines}) == len(lines), "each line stands once"
-    assert re.search(r"^trainer-0 +cuda:0 +48 ", said, re.MULTILINE)
-    assert re.search(r"^engine-0 +cuda:1 +16 ", said, re.MULTILINE)
-    assert "free 131.32 GiB" in said
-
-
 CONFIGS = Path(__file__).parent.parent / "configs"
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
 HUB = {
@@ -189,64 +135,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
     with pytest.raises(SystemExit, match="0"):
         cli.main()
     said = capsys.readouterr().out
-    assert "evaluation: rollout engines" in said
     assert "size unknown" not in said
-
-
-@pytest.mark.parametrize("begin", [run_job, serve_gateway])
-@pytest.mark.parametrize(("line", "words"), [case for case in CASES if case[0].endswith(EARLY)])
-def test_run_and_gateway_refuse_the_same_configs_before_the_start(
-    line: str, words: str, begin: Any, here: Path
-) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        begin(load_config(write_config(here), settings_of(line)), here / "run", name="test")
-    assert is_said(words, str(refusal.value))
-    assert not (here / "run").exists()
-
-
-def test_hub_parts_are_listed_as_unchecked(here: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
-    model, task = {"scratch": None, "path": "who/model"}, {**FILES, "files": None, "dataset": "who/data"}
-    found = validate(load_config(write_config(here, model=model, task=task)))
-    assert found.tasks == {}
-    assert [line.partition(":")[0] for line in found.lines] == ["task", "model"]
-    assert all("not checked" in line and "hub" in line for line in found.lines)
-
-
-def cache(
-    folder: Path, commit: str, monkeypatch: pytest.MonkeyPatch, *, name: str, ref: str = "main"
-) -> None:
-    """Have a copy of the folder as who/NAME in the hub's cache, at a commit that `ref` is."""
-    cached = Path("cache").resolve() / f"models--who--{name}"
-    shutil.copytree(folder, cached / "snapshots" / commit)
-    (cached / "refs").mkdir()
-    (cached / "refs" / ref).write_text(commit)
-    download = partial(snapshot_download, cache_dir=cached.parent)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-
-
-@pytest.mark.parametrize(
-    ("name", "file"), [("cut", "model.safetensors"), ("half", "model-2-of-2.safetensors")]
-)
-def test_broken_file_in_the_hub_cache_is_refused(here: Path, monkeypatch: Any, name: str, file: str) -> None:
-    """The hub's client fetches no file that is there."""
-    cache(here / name, "0" * 40, monkeypatch, name=name)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert find_on_disk(f"who/{name}") is None
-    with pytest.raises(ConfigError, match=rf"model\.path=who/{name}: cannot read /\S+/{file}: "):
-        find_model(f"who/{name}")
-
-
-def test_the_commit_of_a_revision_is_shown(
-    here: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit = "1" * 40
-    cache(tiny_model_dir, commit, monkeypatch, name="whole", ref="v1")
-    model = {"scratch": None, "path": "who/whole", "revision": "v1"}
-    lines = validate(load_config(write_config(here, model=model))).lines
-    assert any(line.startswith(f"model: who/whole@v1 is commit {commit}") for line in lines), lines
-    lines = validate(load_config(write_config(here, model=model | {"revision": "v2"}))).lines
-    assert lines[-1].startswith("model: who/whole@v2 is fetched from the hub")
 
 
 def test_prompts_that_are_too_long_are_reported(here: Path) -> None:
@@ -273,16 +162,3 @@ def test_too_few_open_files_are_refused(
         run_job(config, here / "run", name="test")
     assert f"ulimit -Hn {hard + 1}" in refusal.value.way_out
     assert not (here / "run").exists()
-
-
-def test_valid_functions_pass_uncalled_without_waiting_for_threads(here: Path) -> None:
-    algorithm = {"loss": "threads_here:loss", "advantage": "mine_here:right_advantage"}
-    agent, gateway = {"python": "mine_here:right_agent"}, {"tool_format": "mine_here:right_parse"}
-    found = validate(load_config(write_config(here, algorithm=algorithm, generator=agent, gateway=gateway)))
-    assert (found.lines, found.notes) == (["task: asyncrl.tasks.toy:Letters, 200 prompts"], [])
-
-
-def test_module_that_exits_on_import_is_refused(here: Path) -> None:
-    (here / "leaves_here.py").write_text("import os\nprint('bye', flush=True)\nos._exit(7)\n")
-    with pytest.raises(ConfigError, match=r"ended with exit code 7: bye"):
-        validate(load_config(write_config(here, algorithm={"loss": "leaves_here:loss"})))

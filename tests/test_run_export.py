@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import yaml
-from job_runs import ended, read_lines, run, start, wait_until, write_config
+from job_runs import write_config
 from safetensors.torch import load_file
 from test_trainer_state import train
 from tiny_model import STACKED, make_tiny_moe
@@ -86,13 +86,11 @@ def loaded(folder: Path, **more: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "lora", "experts"),
-    [("bfloat16", None, ""), ("bfloat16", LORA, ""), ("bfloat16", None, "deepseek_v3")],
-)
+@pytest.mark.parametrize(("lora", "experts"), [(None, ""), (LORA, ""), (None, "deepseek_v3")])
 def test_exported_checkpoint_is_what_the_trainer_saves(
-    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, dtype: str, lora: Any, experts: str
+    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, lora: Any, experts: str
 ) -> None:
+    dtype = "bfloat16"
     model = make_tiny_moe(tmp_path / "moe", experts, **STACKED[experts]) if experts else tiny_model_dir
     template = tmp_path / "own.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
@@ -119,13 +117,8 @@ def test_exported_checkpoint_is_what_the_trainer_saves(
     for name in ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"):
         assert (out / name).read_text() == (final / name).read_text(), name
     assert AutoTokenizer.from_pretrained(out).chat_template == template.read_text()
-    assert (out / "chat_template.jinja").read_text() == template.read_text()
     again = made.export(tmp_path / "copied")  # the run is done: export copies final/
     assert (again / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
-    if dtype == "bfloat16" and lora is None and not experts:  # the masters, which final/ has rounded
-        more = load_file(made.export(tmp_path / "wide", dtype="float32") / "model.safetensors")
-        for name, master in step._masters.named.items():
-            assert torch.equal(more[name], master), name
 
 
 # peft 0.21 asks transformers 5.23 by an old name
@@ -142,10 +135,10 @@ def test_exported_adapters_compute_what_the_merged_model_does(
     assert (logits(with_peft) - merged).abs().max() <= 1e-6 * merged.abs().max()
     assert (merged - logits(loaded(tiny_model_dir))).abs().max() > 1e-3
     made.end(step)  # final/ has no adapters
-    named = made.export(tmp_path / "named", adapter=True, base="owner/name")
-    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in (adapter, named)]
-    assert [one["base_model_name_or_path"] for one in configs] == [str(tiny_model_dir), "owner/name"]
-    assert AutoTokenizer.from_pretrained(named).chat_template
+    again = made.export(tmp_path / "again", adapter=True)
+    config = json.loads((again / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_model_dir)
+    assert AutoTokenizer.from_pretrained(again).chat_template
     with pytest.raises(ConfigError, match=r"trainer\.lora=none"):
         MadeRun(tmp_path / "copied", tiny_model_dir).export(tmp_path / "none", adapter=True)
 
@@ -179,9 +172,8 @@ def damage(folder: Path) -> None:
 
 def test_export_takes_the_asked_step_and_no_damaged_checkpoint(made: MadeRun) -> None:
     def found(step: str) -> int:
-        return find_weights(made.path, made.config, step, tell=words.append)[0]
+        return find_weights(made.path, made.config, step)[0]
 
-    words = list[str]()
     assert [found(step) for step in ("last", "best", "1")] == [3, 2, 1]
     for step in ("4", "-1", "newest"):
         with pytest.raises(ConfigError, match=f"--step {step}; available: steps 1, 2, 3"):
@@ -190,22 +182,18 @@ def test_export_takes_the_asked_step_and_no_damaged_checkpoint(made: MadeRun) ->
     assert found("best") == 3
     damage(made.path / "checkpoints" / "step_3")
     with pytest.raises(CheckpointDamaged, match=r"step_3 is damaged: trainer/__0_0.distcp"):
-        found("3")
-    assert found("last") == 1
-    assert "WARNING: skipped" in words[-2]
+        found("last")
     (made.path / "eval.jsonl").unlink()
     with pytest.raises(ConfigError, match="no weights for --step best"):
         found("best")
     with pytest.raises(ConfigError, match="available: none"):
-        find_weights(made.path.parent, made.config, "last", tell=words.append)
+        find_weights(made.path.parent, made.config, "last")
 
 
 def test_a_base_model_that_has_changed_is_refused(made: MadeRun, tmp_path: Path) -> None:
     moved = shutil.copytree(made.config.model.path or "", tmp_path / "moved")
-    state = made.path / "checkpoints" / "step_3" / "trainer" / "state.json"
-    state.write_text(state.read_text().replace(str(made.config.model.path), str(moved)))
-    (state.parent.parent / "manifest.json").unlink()
-    write_manifest(state.parent.parent, 3)
+    config = made.path / "config.yaml"
+    config.write_text(config.read_text().replace(str(made.config.model.path), str(moved)))
     (moved / "config.json").write_text((moved / "config.json").read_text() + " ")
     with pytest.raises(ConfigError, match=r"not the one that this run began with: config\.json") as caught:
         made.export(tmp_path / "out")
@@ -218,56 +206,22 @@ def test_an_export_replaces_nothing(made: MadeRun, tmp_path: Path) -> None:
     for out in (made.path, made.path / "inside", tmp_path / "other"):
         with pytest.raises(ConfigError, match="is not empty, or is in"):
             made.export(out)
-    with pytest.raises(ConfigError, match="it is one of float32"):
-        made.export(tmp_path / "out", dtype="int8")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_card_has_no_paths_and_no_secrets(
     make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, made: MadeRun
 ) -> None:
     values = yaml.safe_load((made.path / "config.yaml").read_text())
-    values["task"] |= {"python": None, "dataset": "openai/gsm8k", "reward": "mine:reward"}
     values["task"] |= {"args": {"api_key": SECRET}}
     (made.path / "config.yaml").write_text(yaml.safe_dump(values))
     out = made.export(tmp_path / "out", step="2")
     card = (out / "README.md").read_text()
     front = yaml.safe_load(card.split("---\n")[1])
-    assert (front["library_name"], front["datasets"]) == ("transformers", ["openai/gsm8k"])
-    assert "asyncrl" in front["tags"]
+    assert front["library_name"] == "transformers"
     assert "base_model" not in front, "it was a folder of this machine"
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
-    for words in ("policy_version 2", "200 trained tokens", "1 observed", "0.500 at policy_version"):
+    for words in ("policy_version 2", "200 trained tokens", "1 observed", "Evaluation: 0.500"):
         assert words in card
     written = [path.read_text() for path in out.iterdir() if path.suffix in (".md", ".json")]
     for hidden in (SECRET, str(tmp_path), str(tiny_model_dir.parent), os.environ.get("HOME", "/root")):
         assert not any(hidden in text for text in written)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_export_works_live_killed_and_done(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    config = write_config(
-        tmp_path,
-        trainer={"world_size": 2, "num_steps": 100_000, "num_groups": 2},
-        checkpoint={"every": 2, "keep_last": 10_000},
-    )
-    process = start(config, run_dir)
-    wait_until(lambda: list(run_dir.glob("checkpoints/step_*")), process)
-    export_run(run_dir, tmp_path / "live", tell=no_words)
-    assert process.poll() is None
-    process.kill()
-    ended(process)
-    export_run(run_dir, tmp_path / "killed", tell=no_words)
-    num_steps = max(line["step"] for line in read_lines(run_dir / "metrics.jsonl")) + 1
-    done = run(config, run_dir, f"trainer.num_steps={num_steps}")
-    assert done.returncode == 0, done.stderr
-    export_run(run_dir, tmp_path / "copied", tell=no_words)
-    assert f"policy_version {num_steps}," in (tmp_path / "copied" / "README.md").read_text()
-    (run_dir / "summary.json").unlink()  # the same weights from the checkpoint of both ranks
-    export_run(run_dir, tmp_path / "loaded", step=str(num_steps), tell=no_words)
-    folders = [tmp_path / name for name in ("live", "killed", "copied", "loaded")]
-    *others, copied, from_ranks = (logits(loaded(folder)) for folder in folders)
-    assert torch.equal(copied, from_ranks)
-    assert not any(torch.equal(copied, other) for other in others)

@@ -22,7 +22,7 @@ from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
-from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
 from asyncrl.journal.read import run_story
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
@@ -142,7 +142,7 @@ async def leave_something_of_everything(life: Life) -> None:
     life.finish(eight)
     life.journal.rollout_finished_nowait(nine.group_id, make_rollout(9, 1, version=3))
     life.journal.rollout_failed_nowait(nine.group_id, 0, 3, "it timed out")
-    life.journal.segment_nowait(nine.group_id, 2, 1, 0, make_partial(5))
+    life.journal.segment_nowait(nine.group_id, 2, 1, make_partial(5))
     life.journal.admitted_nowait(Ticket(GroupId(10), 3), life.feed.next_nowait())
     life.journal.group_ended_nowait(GroupId(10), "requeued", "dropped", requeued=1)
     for group_id, version in ((11, 3), (12, 4)):
@@ -165,7 +165,7 @@ def test_resume_trains_batches_again_and_restores_everything_else(tmp_path: Path
         assert (nine.ticket.group_id, nine.prompt.prompt_id) == (9, "0/9")
         assert {index: len(rollout) for index, rollout in nine.rollouts.items()} == {1: 2}
         assert (nine.failures, nine.partials) == ({0: (3, "it timed out")}, {2: (1, make_partial(5))})
-        assert (*life.numbers(), life.buffer.rule.served, life.buffer.next_group_id) == (4, 1, 1, 4, 13)
+        assert (*life.numbers(), life.buffer.rule.served, life.buffer.rule.num_issued) == (4, 1, 1, 4, 13)
         assert life.next_prompts(3) == [("0/10", 1), ("0/11", 2), ("0/13", 0)]
         assert [(at, prompt.prompt_id, prompt.num_requeued) for at, prompt in life.returned] == [
             (4, "0/12", 2)
@@ -272,8 +272,8 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
         life.finish(life.admit())
         life.admit()
         ready = {prompt.prompt_id: 0 for prompt in life.buffer.prompts_ready()}
-        controller.update(feed=life.feed.state(), out={"0/7": 2, **ready})
-        controller["next_group_id"] = life.buffer.next_group_id
+        controller.update(order=life.feed.order, num_drawn=life.feed.num_drawn, epochs=[])
+        controller.update(out={"0/7": 2, **ready}, next_group_id=life.buffer.rule.num_issued)
 
     async def killed_before_a_group(life: Life) -> None:
         await life.restore(whole)
@@ -289,7 +289,7 @@ def test_resume_from_a_checkpoint_loses_and_doubles_no_prompt(tmp_path: Path) ->
         unfinished = await life.restore(whole)
         assert [group.prompt.prompt_id for group in unfinished] == ["0/6", "0/7", "0/8", "0/9"]
         assert life.next_prompts(1) == [("0/10", 0)], "0 to 5 are consumed, though this journal saw none"
-        assert life.buffer.next_group_id == 12
+        assert life.buffer.rule.num_issued == 12
         with pytest.raises(JournalError, match="begins at version 3, after the newest checkpoint, 2"):
             await life.journal.read_resume(2)
 
@@ -345,8 +345,8 @@ class House:
             self.tasks.append(tasks.create_task(coro, name=name))
             return self.tasks[-1]
 
-        def controller_state() -> ControllerState:
-            return ControllerState(feed={"cursor": 10 * self.trainer.version}, out={}, next_group_id=0)
+        def controller_state() -> dict[str, Any]:
+            return {"num_drawn": 10 * self.trainer.version}
 
         config_of_run = SimpleNamespace(journal=SimpleNamespace(keep="checkpoint"))
         log = SimpleNamespace(warn=self.told.append)
@@ -388,7 +388,7 @@ def test_checkpoint_that_comes_due_during_another_is_skipped(tmp_path: Path) -> 
         house.trainer.go.set()
         await asyncio.wait(house.tasks)
         newest, _ = house.checkpoints.newest_whole()
-        assert newest.controller["feed"] == {"cursor": 20}, "of the moment at which the weights were copied"
+        assert newest.controller == {"num_drawn": 20}, "of the moment at which the weights were copied"
         await house.step()
         assert (house.whole, len(house.told)) == ([2, 6], 1)
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from asyncrl.base.errors import ConfigError
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
-from asyncrl.job import loop, resume
+from asyncrl.job import loop
 from asyncrl.job.resume import ResumePoint, find_resume
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
@@ -79,9 +79,9 @@ def test_run_directory_is_resumed_or_refused(run_dir: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="contains a run already"):
         find_resume(run_dir, config, "never")
     with pytest.raises(ConfigError, match="--resume always is not known; it is auto, never or must"):
-        resume.as_resume_mode("always")
-    (new / "adapter").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="adapter, which a new run would replace"):
+        find_resume(run_dir, config, "always")
+    (new / "final").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="final, which a new run would replace"):
         find_resume(new, config, "auto")
     (tmp_path / "config.yaml").write_text("precious")
     with pytest.raises(ConfigError, match=r"contains a config\.yaml that no run has written"):
@@ -171,13 +171,3 @@ def test_settings_of_the_computation_may_not_change(
     with pytest.raises(ConfigError, match=f"{section}.{next(iter(keys))}: "):
         find_resume(run_dir, config, "auto")
     found(run_dir, config, "auto", section)
-
-
-def test_model_path_may_change_with_a_pin(tmp_path: Path) -> None:
-    models = ({"path": f"some/{name}", "scratch": None} for name in ("before", "now"))
-    before, now = (make_config(tmp_path, model=model) for model in models)
-    run_dir = killed_run(tmp_path / "run", before)
-    with pytest.raises(ConfigError, match="model.path"):
-        find_resume(run_dir, now, "auto")
-    (run_dir / "model.json").write_text("{}")
-    found(run_dir, now)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,25 +15,20 @@ from fakes import FakeTrainer
 from launch_cases import make_python
 from rollout_cases import virtual
 
-from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RoomError
-from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.servers import KINDS, Servers
 from asyncrl.launch import launchers
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.launchers import LocalLauncher, NodeRequirements
+from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
 from asyncrl.launch.placement import NodeDevice, place
 from asyncrl.launch.processes import ChildProcess, Process
-from asyncrl.launch.supervise import Server
-from asyncrl.messages.engine_api import EngineHealth
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 VLLM = "rollout.engine=vllm"
-HEALTH: Any = object()
 
 
 def load(*overrides: str) -> RunConfig:
@@ -45,15 +39,16 @@ def load(*overrides: str) -> RunConfig:
 def maker(folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()) -> Servers:
     config = load(*overrides)
     placement = place(config, single_node(Machine(cuda, 8, 2**34, has_bfloat16=False)))
-    return Servers(config, placement, folder / "model", folder, LocalLauncher())
+    return KINDS[config.rollout.engine](config, placement, folder / "model", folder, LocalLauncher())
 
 
 def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     def spec(*overrides: str, name: str = "engine-0", mode: str = "apart") -> VllmSpec:
         nodes = single_node(Machine((), 8, 2**34, has_bfloat16=False))
         placement: Any = SimpleNamespace(mode=mode, resident=False, nodes=nodes)
-        kind = KINDS["vllm"](load(VLLM, *overrides), placement, Path("/model"))
-        return VllmSpec.model_validate(kind.spec(name, NodeDevice(0, "cuda:0")))
+        folder = Path("/model")
+        servers = KINDS["vllm"](load(VLLM, *overrides), placement, folder, folder, LocalLauncher())
+        return VllmSpec.model_validate(servers.engine_spec(name, NodeDevice(0, "cuda:0")))
 
     lora = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
     assert (lora.has_adapters, lora.lora_rank, lora.device) == (True, 24, "cuda")
@@ -123,10 +118,10 @@ def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
     for name in ("config.json", "run.id"):
         (tmp_path / name).write_text(name)
     asyncio.run(made.hold(tmp_path / "staging"))
-    held, needs = launcher.hold.await_args.args
+    held, files = launcher.hold.await_args.args
     assert held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
     read = {str(tmp_path / name): name for name in ("config.json", "run.id")}
-    assert needs == dict.fromkeys((0, 1), NodeRequirements(read))
+    assert files == read
     assert made.rank_store == "10.0.0.0:4000"
     ranks: Any = [server.child for server in made.trainers(tmp_path / "staging")]
     specs = [json.loads(rank.spec.spec) for rank in ranks]
@@ -138,51 +133,12 @@ def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
     assert [engine.node for engine in engines] == [0, 1]
 
 
-def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
-    """A vLLM that answers after 30 s, and dies after so long."""
-
-    async def ready() -> Any:
-        await asyncio.sleep(30.0)
-        return await health(3.0)
-
-    child: Any = Process("engine-0", "its log", "http://127.0.0.1:1")
-    child.wait = partial(asyncio.sleep, dies_s)
-    child.death = lambda: RoomError("engine-0", "killed by SIGKILL")
-    health: Any = AsyncMock(side_effect=error, return_value=HEALTH)
-    return Server(child, Caller("engine-0", "", ""), EngineHealth, 300.0, client_health=health, ready=ready)
-
-
-@virtual
-async def test_server_is_ready_when_its_client_answers() -> None:
-    well = server()
-    await well.come_up()
-    assert (well.health, asyncio.get_running_loop().time()) == (HEALTH, 30.0)
-    with pytest.raises(RoomError, match="does not answer: hangs; the limit is observe.heartbeat_s=3.0"):
-        await server(EngineLost("engine-0", "hangs")).watch(3.0)
-
-
-@pytest.mark.parametrize(
-    ("error", "dies_s", "kind", "says"),
-    [
-        (EngineLost("engine-0", "no answer"), 30.5, RoomError, "engine-0: killed by SIGKILL"),
-        (EngineError("engine-0", "not ready"), 99.0, RoomError, "did not start: not ready; the end"),
-        (ConfigError("engine-0 lacks --logprobs-mode"), 99.0, ConfigError, "lacks --logprobs-mode"),
-    ],
-)
-@virtual
-async def test_failed_start_names_its_reason(
-    error: Exception, dies_s: float, kind: type[Exception], says: str
-) -> None:
-    with pytest.raises(kind, match=says):
-        await server(error, dies_s).come_up()
-
-
 @virtual
 async def test_rollout_urls_use_the_environment_key_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_ENV, "their key")
-    urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000/']"]
+    urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000']"]
     (engine,) = maker(tmp_path, VLLM, *urls).engines()
     assert type(engine.child) is Process
     assert engine.caller.secret == "their key"
@@ -204,6 +160,7 @@ async def test_unknown_weights_are_replaced_before_sampling(are_ours: bool) -> N
             trainer,
             targets,
             timeout_s=60,
+            on_lost=print,
             on_served=served.append,
             num_steps=3,
             spawn=tasks.create_task,

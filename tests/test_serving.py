@@ -16,7 +16,6 @@ import numpy as np
 import openai
 import pytest
 from job_runs import all_gone, children_of, popen, read_lines, run, write_config
-from served_gateway import check_gateway, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SERVE = [sys.executable, "-m", "asyncrl.cli", "serve"]
@@ -96,47 +95,24 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
     stdout, stderr = process.communicate(timeout=240)
     assert (process.returncode, stderr) == (0, "")
     assert all_gone(children)
-    for said in ("rollout 0: reward 0.5, 3 turns", f"3 rollouts recorded in {file}", "5 calls"):
-        assert said in stdout
+    assert "rollout 0: reward 0.5, 3 turns" in stdout
     records = read_lines(file)
     assert [record["reward"] for record in records] == [0.5, 1.0, None]
     assert records[1]["branches"] != records[2]["branches"], "drawn anew"
     log = (tmp_path / "served" / "logs" / "controller.log").read_text()
     assert not [key for key in re.findall(r"KEY=(\S+)", exports) if key in log], "keys are never logged"
-    assert (tmp_path / "served").stat().st_mode & 0o777 == 0o700
-
-
-def test_served_gateway_is_conformant(tmp_path: Path, serve: Serve) -> None:
-    sizes = {"max_prompt_tokens": 2048, "max_tokens": 200}
-    config = write_config(
-        tmp_path, model={"path": str(make_model(tmp_path / "model")), "scratch": None}, rollout=sizes
-    )
-    file = tmp_path / "tried.jsonl"
-    process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
-    said = "\n".join(lines_until(process, "Ctrl-C to stop"))
-    (url,), (key,) = re.findall(r"URL=(\S+)/v1", said), re.findall(r"API_KEY=(\S+)", said)
-    check_gateway(url, key)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=240)
-    assert (process.returncode, stderr) == (0, "")
-    (record,) = read_lines(file)
-    assert len(record["branches"]) > 10, "what was asked without anything before it is a branch"
 
 
 def test_agent_of_the_config_is_recorded(tmp_path: Path, serve: Serve) -> None:
     config, file = write_config(tmp_path, **AGENT), tmp_path / "rollouts.jsonl"
     process = serve("gateway", config, "--rollouts", "4", "--record", file, "--run-dir", tmp_path / "served")
-    said = lines_until(process, "[1/4]")
-    children = children_of(process)  # fewer, or none, where it has gone on to its end meanwhile
-    said += rest_of(process)
-    assert all_gone(children)
+    said = rest_of(process)
     last = next(place for place, line in enumerate(said) if "[4/4]" in line)
     assert re.search(r"\[4/4\] 0/\d+ sample \d: reward \S+, 2 turns, \d+ sampled tokens", said[last])
     assert "<|assistant|>" in said[last + 1], "what the model said, from its first token to its last"
     records = read_lines(file)
     mean = np.mean([record["reward"] for record in records])
-    assert f"mean reward {mean:.4f} over 4 rollouts" in said
-    assert f"4 rollouts recorded in {file}" in said
+    assert f"mean reward {mean:.4f} over 4 of 4 rollouts" in said
     assert {len(record["branches"]) for record in records} == {1}
 
 
@@ -148,11 +124,11 @@ def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
     process.communicate(timeout=240)
     assert all_gone(children)
 
-    process = serve("engine", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "served")
+    process = serve("engine", tmp_path / "config-for-test.yaml", "--run-dir", tmp_path / "engine")
     said = lines_until(process, "curl")
     exports = next(line for line in said if "export" in line)
     (key,) = re.findall(r"KEY=(\S+)", exports)
-    assert key not in (tmp_path / "served" / "logs" / "controller.log").read_text()
+    assert key not in (tmp_path / "engine" / "logs" / "controller.log").read_text()
     (health,) = (shell(line, exports) for line in said if "curl" in line)
     assert health["policy_version"] == 0
     (engine,) = children_of(process)
@@ -162,17 +138,13 @@ def test_killed_gateway_leaves_no_process(tmp_path: Path, serve: Serve) -> None:
     assert "was killed by SIGKILL" in stderr
 
 
-def test_agent_evaluation_has_one_version_and_trains_nothing(tmp_path: Path) -> None:
+def test_agent_evaluation_samples_one_version(tmp_path: Path) -> None:
     letters = {"python": "asyncrl.tasks.toy:Letters", "size": 6}
-    evaluation = {"task": letters, "every": 2, "num_prompts": 6, "slots": 4}
-    for name, sections in (("without", {}), ("with", {"eval": evaluation | {"engine": "rollout"}})):
-        config = write_config(tmp_path, **AGENT, **sections, trainer={"num_steps": 4})
-        answer = run(config, tmp_path / name)
-        assert answer.returncode == 0, answer.stderr
-        assert "WARNING" not in answer.stdout, "a token of another version would end the evaluation"
-    lines = read_lines(tmp_path / "with" / "eval.jsonl")
-    assert [line["policy_version"] for line in lines] == [0, 2, 4]
-    assert all(line["eval/failed"] == 0 for line in lines)
+    evaluation = {"task": letters, "every": 2, "num_prompts": 6, "slots": 4, "engine": "rollout"}
+    config = write_config(tmp_path, **AGENT, eval=evaluation, trainer={"num_steps": 4})
+    answer = run(config, tmp_path / "run")
+    assert answer.returncode == 0, answer.stderr
+    assert "WARNING" not in answer.stdout, "a token of another version would end the evaluation"
+    lines = read_lines(tmp_path / "run" / "eval.jsonl")
+    assert [(line["policy_version"], line["eval/failed"]) for line in lines] == [(0, 0), (2, 0), (4, 0)]
     assert all(2 <= line["eval/length_mean"] <= 48 for line in lines)
-    with_eval, without = (read_lines(tmp_path / name / "trained.jsonl") for name in ("with", "without"))
-    assert with_eval == without, "what is trained on is the same, bit for bit"

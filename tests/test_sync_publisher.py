@@ -19,23 +19,19 @@ from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages.engine_api import CommitResponse
 from asyncrl.messages.records import Batch
-from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.push import PushLoop
 
 EXPORT_S, PREPARE_S = 1.0, 2.0
 
 
 class Sync:
-    """A publisher over a fake trainer and fake engines. A lost engine is reported (is_supervised) and not
-    restarted.
-    """
+    """A publisher over a fake trainer and fake engines. A lost engine is reported and not restarted."""
 
     def __init__(
         self,
         tasks: asyncio.TaskGroup,
         swaps_s: Sequence[float],
         *,
-        is_supervised: bool = True,
         export_s: float = EXPORT_S,
         train_s: float = 1.0,
         **knobs: Any,
@@ -48,8 +44,7 @@ class Sync:
         self.targets = [EngineServer(fake) for fake in self.fakes]
         self.served: list[tuple[int, float]] = []
         self.lost: list[str] = []
-        on_lost = self.on_lost if is_supervised else None
-        knobs = {"timeout_s": 60, "on_served": self._on_served, "on_lost": on_lost} | knobs
+        knobs = {"timeout_s": 60, "on_served": self._on_served, "on_lost": self.on_lost} | knobs
         self.publisher = PushLoop(self.trainer, self.targets, **knobs)
         self.running = tasks.create_task(self.publisher.run(), name="publisher")
 
@@ -84,9 +79,9 @@ async def publishing(*swaps_s: float, **knobs: Any) -> AsyncIterator[Sync]:
 
 
 async def failure(begin: Callable[[Sync], None], *swaps_s: float, **knobs: Any) -> str:
-    """Return what the publisher of a first version ended with, unsupervised; nothing was announced."""
+    """Return what the publisher of a first version ended with; nothing was announced."""
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  the block fails where it sleeps
-        async with publishing(*swaps_s, is_supervised=False, **knobs) as sync:
+        async with publishing(*swaps_s, **knobs) as sync:
             sync.trainer.step()
             begin(sync)
             await asyncio.sleep(1000.0)
@@ -97,30 +92,13 @@ async def failure(begin: Callable[[Sync], None], *swaps_s: float, **knobs: Any) 
 
 
 @virtual
-async def test_version_is_announced_after_every_swap() -> None:
-    async with publishing(1.0, 2.0, 3.0) as sync:
-        sync.trainer.step()
-        await asyncio.sleep(EXPORT_S + PREPARE_S + 0.5)
-        assert sync.versions() == [0, 0, 0]
-        await asyncio.sleep(1.0)
-        assert sync.versions() == [1, 0, 0]
-        assert sync.served == [], "admission counts with the oldest version that is served"
-        await asyncio.sleep(10.0)
-    assert sync.served == [(1, EXPORT_S + PREPARE_S + 3.0)]
-    publisher, report = sync.publisher, sync.publisher.report
-    assert (publisher.version, publisher.num_published, publisher.num_skipped) == (1, 1, 0)
-    assert (report.export_s, report.prepare_s, report.commit_s) == (EXPORT_S, PREPARE_S, 3.0)
-    assert (report.publish_s, report.pause_s) == (6.0, 3.0), "no pause is longer than one swap"
-
-
-@virtual
 async def test_other_digest_is_an_error_before_any_swap() -> None:
     def corrupt(sync: Sync) -> None:
         sync.fakes[1].corrupt_digest = True
 
     says = "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1; 1 was not announced"
     error = await failure(corrupt, 0.5, 1.0)
-    assert f"{says} (policy_version served: engine-0: 0, engine-1: 0)" in error
+    assert says in error
 
 
 @virtual
@@ -132,62 +110,25 @@ async def test_other_weights_after_a_swap_stop_the_publish() -> None:
 
     error = await failure(serve_stale, 1.0, 1.0, 1.0)
     assert "engine-1 serves policy_version 1 with digest stale of version 1, the trainer sent w1" in error
-    assert "engine-0: 1, engine-1: 0, engine-2: 1" in error
-
-
-@pytest.mark.parametrize("how", ["die", "freeze"])
-@pytest.mark.parametrize(
-    ("at_s", "phase", "versions"),
-    [
-        (0.0, "prepare", "engine-0: 0, engine-1: 0, engine-2: 0"),
-        (3.5, "commit", "engine-0: 1, engine-1: 0, engine-2: 1"),
-    ],
-)
-@virtual
-async def test_dead_or_silent_engine_is_named_with_all_versions(
-    at_s: float, phase: str, versions: str, how: str
-) -> None:
-    def break_later(sync: Sync) -> None:
-        asyncio.get_running_loop().call_later(at_s, getattr(sync.fakes[1], how))
-
-    error = await failure(break_later, 1.0, 1.0, 1.0)
-    assert f"engine-1 failed in {phase} of policy_version 1" in error
-    assert versions in error
-    assert how == "die" or "within 60 s" in error
 
 
 @virtual
 async def test_engines_read_weights_of_their_own_node() -> None:
-    asked, read = list[str](), dict[str, str]()
-
     async def locate(engine: str, sent: Any) -> Any:
-        asked.append(engine)
-        await asyncio.sleep(3.0)
         if engine == "engine-1":
             raise EngineLost(engine, "its node gets no weights")
         return sent.model_copy(update={"path": f"on the node of {engine}"})
 
-    def reading(target: EngineServer) -> Callable[[ExportResponse], Any]:
-        prepare = target.prepare
-
-        async def note(manifest: ExportResponse) -> str:
-            read[target.name] = manifest.path
-            return await prepare(manifest)
-
-        return note
-
-    async with publishing(0.5, 0.5, 0.5, locate=locate) as sync:
-        for target in sync.targets:
-            target.prepare = reading(target)  # type: ignore[method-assign]
+    async with publishing(0.5, 0.5, locate=locate) as sync:
+        prepare = AsyncMock(wraps=sync.targets[0].prepare)
+        sync.targets[0].prepare = prepare  # type: ignore[method-assign]
         sync.trainer.step()
-        await asyncio.sleep(EXPORT_S + 3.0 + PREPARE_S + 2.0)
-        assert (sync.lost, sync.versions()) == (["engine-1"], [1, 0, 1])
-        assert read == {name: f"on the node of {name}" for name in ("engine-0", "engine-2")}
-        sync.fakes[1].restart()
-        sync.targets[1].reset_nowait()
+        await asyncio.sleep(EXPORT_S + PREPARE_S + 2.0)
+        assert (sync.lost, sync.versions()) == (["engine-1"], [1, 0])
+        assert prepare.await_args is not None
+        assert prepare.await_args.args[0].path == "on the node of engine-0"
         with pytest.raises(EngineLost, match="gets no weights"):
-            await sync.publisher.bring_up("engine-1")
-    assert asked == ["engine-0", "engine-1", "engine-2", "engine-1"]
+            await sync.start_again(1)
 
 
 @pytest.mark.parametrize("num_losses", [1, 2])
@@ -225,19 +166,6 @@ async def test_export_limit_leaves_out_restarts() -> None:
     assert "the trainer did not export policy_version 1 within 5 s" in error
 
 
-@virtual
-async def test_engine_back_before_its_commit_is_left_alone() -> None:
-    async with publishing(2.0, 1.0) as sync:
-        sync.fakes[0].prepare_s = 30.0  # engine-1 is prepared long before it
-        sync.trainer.step()
-        await asyncio.sleep(EXPORT_S + PREPARE_S + 0.5)
-        back = sync.start_again(1)
-        await asyncio.sleep(60.0)
-        assert sync.served[0][0] == 1, "nothing was committed on it, which it would have refused"
-        await back
-        assert sync.versions() == [1, 1]
-
-
 @given(
     swaps_s=st.lists(st.floats(0.0, 3.0), min_size=1, max_size=4),
     gaps_s=st.lists(st.floats(0.0, 8.0), min_size=1, max_size=8),
@@ -267,7 +195,7 @@ async def test_living_engines_serve_the_newest_version_and_training_never_waits(
     versions = [version for version, _ in sync.served]
     assert versions == sorted(set(versions))
     assert versions[-1] == len(gaps_s), "the dead and the frozen stop nobody"
-    assert sync.publisher.num_published + sync.publisher.num_skipped == len(gaps_s)
+    assert len(versions) + sync.publisher.num_skipped == len(gaps_s)
     assert set(sync.lost) <= {f"engine-{index}" for index in deaths}
     for index, target in enumerate(sync.targets):
         assert target.policy_version == len(gaps_s) or target.name in sync.lost or index in deaths

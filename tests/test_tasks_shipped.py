@@ -24,39 +24,24 @@ def gym(name: str = "chain_sum", *, seed: int = 1, **settings: Any) -> Any:
 
 
 @pytest.mark.extras
-def test_gym_prompts_follow_the_library_and_the_seed() -> None:
+def test_gym_prompts_and_scores_follow_the_library() -> None:
     import reasoning_gym
 
     theirs = reasoning_gym.create_dataset("chain_sum", size=20, seed=1, **TWO_DIGITS)
-    ours = [gym().prompt(i).content for i in range(20)]
-    assert ours == [theirs[i]["question"] for i in range(20)]
-    assert ours != [gym(seed=2).prompt(i).content for i in range(20)]
-
-
-@pytest.mark.extras
-@pytest.mark.parametrize("name", ["chain_sum", "countdown"])
-def test_reference_answers_score_1(name: str) -> None:
-    task = gym(name, args=TWO_DIGITS if name == "chain_sum" else {}, size=2)
+    task = gym()
+    assert [task.prompt(i).content for i in range(20)] == [theirs[i]["question"] for i in range(20)]
     prompt = PromptSource(TaskPrompts(task, seed=0, shuffle=False)).next_nowait()
-    assert 0.0 <= task.score(prompt, "I do not know") < 1.0
-    if (answer := prompt.answer["answer"]) is not None:
-        assert task.score(prompt, f"{answer}") == task.score(prompt, f"I <answer>{answer}</answer>") == 1.0
-        if name == "chain_sum":
-            assert task.score(prompt, f"It is {answer}") == len(answer) / len(f"It is {answer}")
+    answer = prompt.answer["answer"]
+    assert task.score(prompt, answer) == task.score(prompt, f"I <answer>{answer}</answer>") == 1.0
+    assert task.score(prompt, f"It is {answer}") == len(answer) / len(f"It is {answer}")
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize(
-    ("name", "args", "said"),
-    [
-        ("chain_sums", {}, "task.reasoning_gym=chain_sums .* not registered"),
-        ("chain_sum", {"min_term": 2}, "task.args={'min_term': 2}: .* unexpected"),
-        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "max_terms must be >= min_terms"),
-    ],
-)
-def test_unknown_gym_settings_are_refused(name: str, args: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        gym(name, args=args)
+def test_unknown_gym_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="task.reasoning_gym=chain_sums .* not registered"):
+        gym("chain_sums")
+    with pytest.raises(ConfigError, match="task.args={'min_term': 2}: .* unexpected"):
+        gym(args={"min_term": 2})
 
 
 # letters
@@ -79,12 +64,9 @@ def test_held_out_letters_are_never_trained_on() -> None:
         task = Letters(size=1000, seed=seed, max_count=12, held_out=held_out)
         return {task.prompt(index).content for index in range(len(task))}
 
-    trained, held_out = pairs(0, held_out=False) | pairs(1, held_out=False), pairs(2, held_out=True)
-    assert not trained & held_out
+    held_out = pairs(2, held_out=True)
+    assert not pairs(0, held_out=False) & held_out
     assert "b 7" in held_out, "the example of the pages"
-    assert len(trained | held_out) > 60, "most of 6 * 12 pairs are asked for"
-    item = LETTERS.prompt(0)
-    assert LETTERS.score(Prompt("0/0", ({"role": "user", "content": item.content},)), item.answer) == 1.0
 
 
 # math

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from asyncrl.agents.verifiers import load_taskset
 from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
-from asyncrl.tasks.sources import build_score, look_at_task
+from asyncrl.tasks.sources import look_at_task
 from asyncrl.tasks.task import PromptTask
 
 pytestmark = pytest.mark.extras
@@ -49,14 +47,6 @@ def test_prompts_are_the_tasks_of_the_environment() -> None:
     assert first[0].messages[1]["content"].startswith("What is ")
 
 
-def test_info_of_a_prompt_makes_the_task_again() -> None:
-    taskset = load_taskset("calculator_env", {})
-    task_class = type(taskset).task_type()
-    for task, prompt in zip(taskset, [task_of().prompt(index) for index in range(5)], strict=False):
-        row = json.loads(json.dumps(prompt.info))[VERIFIERS_KEY]
-        assert task_class.data_type().model_validate(row) == task.data
-
-
 def test_checking_a_config_reads_no_tasks() -> None:
     config = TaskConfig(verifiers=True)
     args = {"taskset": {"fail_at": 0}}
@@ -69,16 +59,8 @@ def test_checking_a_config_reads_no_tasks() -> None:
         look_at_task(config, 0, load_taskset=lambda: load_taskset("no_such_env", {}))
 
 
-@pytest.mark.parametrize("source", ["verifiers", "files"])
-def test_reward_that_nobody_gives_is_a_failure(tmp_path: Path, source: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "Hi", "answer": "x"}\n')
-    task_config = TaskConfig(verifiers=True) if source == "verifiers" else TaskConfig(files=[str(path)])
-    task = task_of() if task_config.verifiers else build_task(task_config, 0)
+def test_reward_that_nobody_gives_is_a_failure() -> None:
+    task, config = task_of(), TaskConfig(verifiers=True)
     (prompt,) = prompts_of(task, 1)
-    said = f"prompt {prompt.prompt_id}: no reward came with the rollout"
-    with pytest.raises(RewardFailure, match=said):
-        asyncio.run(TaskScorer(task, task_config, seed=0).score(prompt, "a completion"))
-    for score in (task.score, build_score(task_config, 0)):
-        with pytest.raises(RewardFailure, match=said):
-            score(prompt, "a completion")
+    with pytest.raises(RewardFailure, match=f"prompt {prompt.prompt_id}: no reward came with the rollout"):
+        asyncio.run(TaskScorer(task, config, seed=0).score(prompt, "a completion"))

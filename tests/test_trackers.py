@@ -9,7 +9,6 @@ import signal
 import threading
 import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +18,8 @@ from trackers_for_test import Hanging
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ObserveConfig
-from asyncrl.job.lifecycle import Lifecycle, RunLog
-from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.observe import trackers as trackers_module
-from asyncrl.observe.trackers import MAX_WAITING, SENT_FILE, Background, TrackedRun, check_trackers
+from asyncrl.observe.trackers import MAX_WAITING, Background, TrackedRun, check_trackers
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +47,7 @@ def calls(path: Path) -> list[list[Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_tracker_gets_everything_in_order_and_once_over_resumes(tmp_path: Path, is_damaged: bool) -> None:
+def test_a_tracker_gets_everything_in_order_and_once_over_resumes(tmp_path: Path) -> None:
     log, said = tmp_path / "log", list[str]()
     for first in (0, 1):
         trackers = started(tmp_path, said, Noting=log)
@@ -62,27 +58,25 @@ def test_a_tracker_gets_everything_in_order_and_once_over_resumes(tmp_path: Path
             trackers.tell("evaluation", step, {})
         trackers.tell("weights", first, "digest")
         finish(trackers)
-        if is_damaged:
-            (tmp_path / SENT_FILE).write_text('{"step')
     step_calls = [[["samples", n], ["step", n, True], ["samples", n], ["evaluation", n]] for n in (0, 1, 2)]
-    second = step_calls[1] * is_damaged + step_calls[2]
     assert calls(log) == [
         *(["start", "a run"], *step_calls[0], *step_calls[1], ["weights", 0], ["close", "done"]),
-        *(["start", "a run"], *second, ["weights", 1], ["close", "done"]),
+        *(["start", "a run"], *step_calls[2], ["weights", 1], ["close", "done"]),
     ]
     assert said == []
 
 
 def test_a_tracker_that_raises_is_turned_off_and_others_continue(tmp_path: Path, left: list[str]) -> None:
     said, raises, continues = list[str](), tmp_path / "raises", tmp_path / "continues"
-    trackers = started(tmp_path, said, Raising=raises, Noting=continues, Unable=tmp_path)
+    trackers = started(tmp_path, said, Raising=raises, Noting=continues)
     for step in range(4):
         trackers.tell("step", step, {})
     finish(trackers)
     assert [call[1] for call in calls(raises) if call[0] == "step"] == [0]
     assert calls(continues)[-1] == ["close", "done"]
-    assert sorted(left) == ["trackers_for_test:Raising", "trackers_for_test:Unable"]
-    assert any("Raising is turned off" in text and "SystemExit: no quota is left" in text for text in said)
+    assert left == ["trackers_for_test:Raising"]
+    assert "Raising is turned off" in said[0]
+    assert "SystemExit: no quota is left" in said[0]
 
 
 def test_a_tracker_that_hangs_holds_up_no_call(
@@ -100,45 +94,23 @@ def test_a_tracker_that_hangs_holds_up_no_call(
     told: list[str] = []
     asyncio.run(trackers.wait_closed(1.5, told.append))
     assert told == ["waiting up to 1.5 s for trackers_for_test:Hanging (Ctrl-C: stop waiting)"]
-    assert (len(said), left) == (3, ["trackers_for_test:Hanging"])
+    assert (len(said), left) == (2, ["trackers_for_test:Hanging"])
     let_go.set()
     trackers._thread.join()
     assert calls(log)[-1] == ["close", "done"]
 
 
-def test_signal_ends_the_wait_for_trackers(tmp_path: Path) -> None:
-    async def live() -> int:
-        return 0
-
-    async def waits() -> None:
-        main = asyncio.current_task()
-        assert main is not None
-        life._on_signal(2, main)
-        await asyncio.Event().wait()
-
-    config: Any = SimpleNamespace(launcher="local")
-    life = Lifecycle(config, tmp_path, RunLog(lambda _: None), LocalLauncher(), on_exit=waits)
-    assert asyncio.run(life.run(live)) == 0
-
-
-OWN = "trackers_for_test:Noting"
-
-
 @pytest.mark.parametrize(
     ("name", "args", "says"),
     [
-        (OWN, {}, "cannot be called as"),
-        (OWN, {"path": "a", "paht": "b"}, "paht"),
-        ("pathlib:Path", {}, "is not a subclass of Tracker"),
+        ("trackers_for_test:Noting", {}, "cannot be called as"),
         ("trackers_for_test:Nothing", {}, "has no attribute 'Nothing'"),
         ("wandb", {"projekt": "x"}, "projekt"),
-        ("no_such_module:Mine", {}, "No module named 'no_such_module'"),
     ],
 )
-def test_a_users_tracker_is_checked_before_a_run(name: str, args: dict[str, Any], says: str) -> None:
-    observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {name: args}})
-    with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
-        check_trackers(observe)
+def test_a_tracker_is_checked_before_a_run(name: str, args: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_trackers(ObserveConfig(trackers=[name], tracker_args={name: args}))
 
 
 def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,38 +130,31 @@ def test_the_examples_of_the_page_work(tmp_path: Path, monkeypatch: pytest.Monke
     assert said == []
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_client_is_an_error_naming_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.observe.trackers.find_spec", lambda package: object())
-    check_trackers(ObserveConfig(trackers=[name]))
+def test_a_missing_client_is_an_error_naming_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.observe.trackers.find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=r"asyncrl\[wandb\]"):
+        check_trackers(ObserveConfig(trackers=["wandb"]))
     # tensorboard belongs to the extra train, which asyncrl.cli names
-    error = ModuleNotFoundError if name == "tensorboard" else ConfigError
-    with pytest.raises(error, match="has tensorboard" if name == "tensorboard" else rf"asyncrl\[{name}\]"):
-        check_trackers(ObserveConfig(trackers=[name]))
+    with pytest.raises(ModuleNotFoundError, match="has tensorboard"):
+        check_trackers(ObserveConfig(trackers=["tensorboard"]))
 
 
 @pytest.mark.slow
-def test_a_run_survives_its_trackers_and_serves_its_status(tmp_path: Path) -> None:
+def test_a_run_tells_its_trackers_and_serves_its_status(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    own = {f"trackers_for_test:{name}": {"path": str(tmp_path / name)} for name in ("Noting", "Raising")}
-    trackers = {"trackers": ["tensorboard", *own], "tracker_args": own}
-    observe = {"console": "plain", "status_port": 0, **trackers}
+    own = {"trackers_for_test:Noting": {"path": str(tmp_path / "log")}}
+    observe = {"console": "plain", "status_port": 0, "trackers": [*own], "tracker_args": own}
     process = start(write_config(tmp_path, trainer={"num_steps": 100_000}, observe=observe), run_dir)
     wait_until(lambda: len(read_lines(run_dir / "metrics.jsonl")) >= 2, process)
     url = json.loads((run_dir / "status.json").read_text())["status_url"]
     headers = {"Authorization": f"Bearer {(run_dir / 'status.key').read_text()}"}
     with urllib.request.urlopen(urllib.request.Request(f"{url}/metrics", headers=headers)) as answer:
         text = answer.read().decode()
-    for family in ("reward_mean", "buffer_running", "tokens_generated_total", "engine_decode_seconds_total"):
-        assert f"\nasyncrl_{family} " in text
+    assert "\nasyncrl_engine_decode_seconds_total " in text
     process.send_signal(signal.SIGINT)
     run = ended(process)
     assert run.returncode == 130, run.stderr
-    assert "tracker trackers_for_test:Raising is turned off, the run continues" in run.stdout
-    told = read_lines(tmp_path / "Noting")
+    told = calls(tmp_path / "log")
     num_steps = len(read_lines(run_dir / "metrics.jsonl"))
-    assert [call[1] for call in told if call[0] == "step"] == [*range(1, num_steps + 1)]  # type: ignore[index]
+    assert [call[1] for call in told if call[0] == "step"] == [*range(1, num_steps + 1)]
     assert told[-1] == ["close", "interrupted"]
-    status = json.loads((run_dir / "status.json").read_text())
-    assert (status["state"], "status_url" in status) == ("interrupted", False)

@@ -15,7 +15,7 @@ from tiny_model import STACKED, make_tiny_moe
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from trainer_cases import assert_all_close, changed, learned, make_batch, make_spec, mesh_of_one
+from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
@@ -48,22 +48,18 @@ def results(model: torch.nn.Module, ids_BT: Tensor, grad_BTV: Tensor) -> list[Te
     return [logits_BTV.detach(), *torch.autograd.grad(logits_BTV, weights, grad_BTV)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("model_type", "exchanged"),
     [
         ("qwen3", {"Qwen3RMSNorm", "Qwen3Attention"}),
-        ("llama", {"LlamaRMSNorm", "LlamaAttention"}),
         ("gemma2", {"Gemma2Attention"}),  # its norm multiplies with 1 + weight
         ("phi3", {"Phi3RMSNorm"}),  # it rotates only a part of each head
         ("nanochat", set()),  # it rotates the other way
     ],
 )
-def test_fused_model_gives_the_same_logits_and_gradients(
-    model_type: str, exchanged: set[str], dtype: torch.dtype
-) -> None:
+def test_fused_model_gives_the_same_logits_and_gradients(model_type: str, exchanged: set[str]) -> None:
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES), dtype=dtype).eval()
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES)).eval()
     for name, weight in plain.named_parameters():
         if weight.ndim == 1:
             torch.nn.init.normal_(weight, 1.0, 0.3)
@@ -73,10 +69,9 @@ def test_fused_model_gives_the_same_logits_and_gradients(
     fuse(fused)
     fused = copy.deepcopy(fused)  # as a frozen reference is made
     assert {type(one).__name__ for one in fused.modules() if "forward" in vars(one)} == exchanged
-    given = torch.randint(0, 99, (2, 40)), torch.randn(2, 40, 99, dtype=dtype)
+    given = torch.randint(0, 99, (2, 40)), torch.randn(2, 40, 99)
     for one, other in zip(results(fused, *given), results(plain, *given), strict=True):
-        difference = float((one - other).norm() / other.norm())
-        assert difference < 1e-5 if dtype == torch.float32 else difference == 0.0
+        assert float((one - other).norm() / other.norm()) < 1e-5
     for module in fused.modules():
         if "forward" in vars(module):
             assert module.forward.__self__ is module, "a copy computes with its own weights"
@@ -104,28 +99,25 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBack
 
 
 @GUARDED
-@pytest.mark.parametrize(
-    ("trainer", "values", "has_mesh"),
-    [
-        ({"lora": {"rank": 2}}, {"dtype": "bfloat16"}, False),
-        ({"gradient_checkpointing": True, "lora": {"rank": 2}}, {"dtype": "bfloat16"}, True),
-    ],
-    ids=["merged adapters", "shards, adapters"],
-)
+@pytest.mark.parametrize("has_mesh", [False, True], ids=["sliced head", "shards, adapters, checkpointing"])
 def test_compiled_layers_learn_the_same_for_all_lengths(
     compiler: CompileCounterWithBackend,
     tiny_model_dir: Path,
     tmp_path: Path,
-    trainer: dict[str, Any],
-    values: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
     has_mesh: bool,
 ) -> None:
-    settings = {"learning_rate": 1e-3, "micro_batch_tokens": 60, **trainer}
-    limit = 0.02 if "dtype" in values else 1e-4
+    monkeypatch.setitem(policy.MOST_LOGITS, "cpu", 60 * 16)
+    monkeypatch.setattr(policy, "MIN_SLICE", 1)
+    settings: dict[str, Any] = {"learning_rate": 1e-3, "micro_batch_tokens": 60}
+    values, limit = {"dtype": "float32"}, 1e-4
+    if has_mesh:
+        settings |= {"lora": {"rank": 2}, "gradient_checkpointing": True}
+        values, limit = {"dtype": "bfloat16"}, 0.02
     with mesh_of_one(tmp_path) if has_mesh else contextlib.nullcontext(ONE_RANK) as ranks:
         eager, compiled = (
             TrainStep(
-                make_spec(tiny_model_dir, tmp_path, trainer={**settings, "compile": is_on}, **values), ranks
+                make_spec(tiny_model_dir, tmp_path, trainer=settings | {"compile": is_on}, **values), ranks
             )
             for is_on in ("auto", True)
         )
@@ -152,15 +144,9 @@ def test_compiled_experts_learn_the_same_in_one_graph(tmp_path: Path) -> None:
     heads = {"qk_nope_head_dim": 8}  # 12, and 8 of a value
     folder = make_tiny_moe(tmp_path / "model", "deepseek_v3", **STACKED["deepseek_v3"] | heads)
     settings = {"learning_rate": 1e-3, "micro_batch_tokens": 60}
+    values: dict[str, Any] = {"algorithm": {"router_replay": True}}
     eager, compiled = (
-        TrainStep(
-            make_spec(
-                folder,
-                tmp_path,
-                trainer={**settings, "compile": is_on},
-                algorithm={"router_replay": True},
-            )
-        )
+        TrainStep(make_spec(folder, tmp_path, trainer=settings | {"compile": is_on}, **values))
         for is_on in (False, True)
     )
     assert compiled.policy.is_compiled
@@ -173,31 +159,6 @@ def test_compiled_experts_learn_the_same_in_one_graph(tmp_path: Path) -> None:
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
     # the compiler's own count includes restarted graphs
     assert counters["stats"]["unique_graphs"] == 2 + 2, "layers, and both passes of the head"
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_compiled_head_gives_the_same_scores(
-    compiler: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch, has_bias: bool
-) -> None:
-    monkeypatch.setitem(policy.MOST_LOGITS, "cpu", 70 * 128)
-    monkeypatch.setattr(policy, "MIN_SLICE", 1)
-    torch.manual_seed(0)
-    weight_VD = torch.randn(600, 8, requires_grad=True)
-    bias_V = torch.randn(600, requires_grad=True) if has_bias else None
-    num_graphs = list[int]()
-    for num in (70, 50, 90):
-        hidden_MD = torch.randn(num, 8, requires_grad=True)
-        target_M, grad_M = torch.randint(600, (num,)), torch.randn(num)
-        sides = list[list[Tensor]]()
-        for is_compiled in (False, True):
-            given = (hidden_MD, weight_VD, bias_V, target_M, 0.7)
-            scores = policy.head_scores(*given, is_compiled=is_compiled)
-            inputs = [one for one in given[:3] if isinstance(one, Tensor)]
-            sides.append([*scores, *torch.autograd.grad(scores.logprob_M, inputs, grad_M)])
-        assert_all_close(sides[1], sides[0], 1e-5)
-        num_graphs.append(compiler.frame_count)
-    assert num_graphs[0] > 0
-    assert num_graphs[1] == num_graphs[2], "other lengths compile nothing new"
 
 
 @GUARDED
@@ -215,7 +176,7 @@ def test_activation_budget_saves_memory_and_changes_no_bit(
         saved[-1] += tensor.nbytes
         return tensor
 
-    for kept in (False, 0.5, 0.0):
+    for kept in (False, 0.3):
         torch._dynamo.reset()
         fused.compiled.cache_clear()
         trainer = {"compile": True, "gradient_checkpointing": kept, "learning_rate": 1e-3}
@@ -226,7 +187,44 @@ def test_activation_budget_saves_memory_and_changes_no_bit(
         digests.append(step.weights_digest())
     torch._functorch.config.activation_memory_budget = 1.0
     assert len(set(digests)) == 1
-    assert saved[0] > 1.2 * saved[1] > 1.2 * 1.2 * saved[2], saved
+    assert saved[0] > 1.2 * saved[1], saved
+
+
+def test_slow_kernels_on_cuda_are_reported(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(fused.shutil, "which", lambda _: None)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    spec = make_spec(tiny_model_dir, tmp_path)
+    is_compiled = build_model.should_compile(spec, model, ForwardPlan(True, True), cuda)
+    kernels = build_model.choose_kernels(cuda, is_compiled=is_compiled)
+    assert kernels == {"trainer/compiled": 0.0, "trainer/flash_attention": 2.0}
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [words.rpartition("install ")[2].rstrip(")") for words in warned] == ["gcc", "flash-attn-3"]
+
+
+def test_uncompilable_model_is_left_or_refused(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+    packed, windowed = ForwardPlan(True, True), ForwardPlan(True, True, window=8)
+    auto, asked = (make_spec(tiny_model_dir, tmp_path, trainer={"compile": one}) for one in ("auto", True))
+    for spec, plan, expected in ((auto, packed, False), (asked, packed, True)):
+        assert build_model.should_compile(spec, model, plan, cpu) == expected
+    kept = make_spec(tiny_model_dir, tmp_path, trainer={"gradient_checkpointing": 0.5})
+    with pytest.raises(ConfigError, match="gradient_checkpointing=0.5, and the layers are not compiled"):
+        build_model.should_compile(kept, model, packed, cpu)
+    with pytest.raises(ConfigError, match="a Qwen3ForCausalLM .* packed tokens at any length"):
+        build_model.should_compile(asked, model, windowed, cpu)
+    monkeypatch.setattr(fused.shutil, "which", lambda _: None)
+    with pytest.raises(ConfigError, match="no C compiler"):
+        build_model.should_compile(asked, model, packed, cpu)
 
 
 @GUARDED
@@ -251,48 +249,3 @@ def test_inductor_learns_the_same_on_a_cpu(
             assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
     torch._dynamo.reset()
     fused.compiled.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("capability", "flash", "num_warnings"), [((9, 0), {"trainer/flash_attention": 2.0}, 2), ((8, 0), {}, 1)]
-)
-def test_slow_kernels_on_cuda_are_reported(
-    tiny_model_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capability: tuple[int, int],
-    flash: dict[str, float],
-    num_warnings: int,
-) -> None:
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(fused.shutil, "which", lambda _: None)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    is_compiled = build_model.should_compile(
-        make_spec(tiny_model_dir, tmp_path), model, ForwardPlan(True, True), cuda
-    )
-    assert build_model.choose_kernels(cuda, is_compiled=is_compiled) == {"trainer/compiled": 0.0, **flash}
-    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warned) == num_warnings
-    assert "install gcc" in warned[0]
-    assert all("install flash-attn-3" in words for words in warned[1:])
-
-
-def test_uncompilable_model_is_left_or_refused(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpu = torch.device("cpu")
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
-    packed, windowed = ForwardPlan(True, True), ForwardPlan(True, True, window=8)
-    auto, asked = (make_spec(tiny_model_dir, tmp_path, trainer={"compile": one}) for one in ("auto", True))
-    for spec, plan, expected in ((auto, packed, False), (asked, packed, True)):
-        assert build_model.should_compile(spec, model, plan, cpu) == expected
-    kept = make_spec(tiny_model_dir, tmp_path, trainer={"gradient_checkpointing": 0.5})
-    with pytest.raises(ConfigError, match="gradient_checkpointing=0.5, and the layers are not compiled"):
-        build_model.should_compile(kept, model, packed, cpu)
-    with pytest.raises(ConfigError, match="a Qwen3ForCausalLM .* packed tokens at any length"):
-        build_model.should_compile(asked, model, windowed, cpu)
-    monkeypatch.setattr(fused.shutil, "which", lambda _: None)
-    with pytest.raises(ConfigError, match="no C compiler"):
-        build_model.should_compile(asked, model, packed, cpu)

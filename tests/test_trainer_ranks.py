@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ import pytest
 import torch
 from rank_processes import TIMEOUT_S, Group, running, save_state
 from safetensors.torch import load_file
-from tiny_model import make_tiny_model
-from trainer_cases import changed, learned, make_batch, make_branch_batch, make_spec, mesh_of_one
+from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
@@ -33,11 +30,10 @@ from asyncrl.messages.trainer_api import (
     TrainerHealth,
 )
 from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.ranks import join_ranks, meet
+from asyncrl.trainer.ranks import meet
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import LOST_STATUS
-from asyncrl.weights.export import digest_of
-from asyncrl.weights.ipc import open_file, views
+from asyncrl.weights.ipc import open_memory, views
 from asyncrl.weights.tensor_files import digest_tensors
 
 
@@ -58,27 +54,23 @@ def compare(
     folder: Path,
     *,
     world_size: int = 2,
-    trainer: dict[str, Any] | None = None,
+    trainer: dict[str, Any],
     only_ranks: dict[str, Any] | None = None,
-    chunks: str = "file",
-    make: Callable[[int], tuple[BatchHeader, BatchArrays]] = lambda version: make_batch(
-        version=version, seed=version, num_groups=4, group_size=3
-    ),
     **values: Any,
 ) -> None:
     """Train one process and several on the same batches: metrics and exported weights agree."""
-    (folder / "alone").mkdir()
     values |= {"canary_tokens": 20, "chunk_bytes": 10_000}
     alone = TrainStep(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
-    of_ranks = {**(trainer or {}), **(only_ranks or {})}
-    with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, chunks=chunks, **values) as group:
+    of_ranks = trainer | (only_ranks or {})
+    values |= {"chunks": "memories"}
+    with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, **values) as group:
         for version in range(3):
-            header, arrays = aged(*make(version))
+            header, arrays = aged(*make_batch(version=version, seed=version, num_groups=4))
             expected, actual = alone.train(header, arrays), group.train(header, arrays).metrics
             assert learned(actual) == pytest.approx(learned(expected), rel=1e-4, abs=1e-4)
         begun = group.begin_export()
         export, expected_export = group.export(), alone.export(folder / "alone.safetensors")
-        assert export.digest == digest_of(load_file(export.path))
+        assert export.digest == digest_tensors(load_file(export.path))
         assert export.version == begun == 3
         assert_close(export.path, expected_export.path, 1e-5)
         assert export.canary is not None
@@ -89,23 +81,17 @@ def compare(
         assert (read[-1].whole_digest, read[-1].canary) == (export.digest, export.canary)
         group.save(folder / "saved")
         saved = dict(AutoModelForCausalLM.from_pretrained(folder / "saved").named_parameters())
-        assert digest_of({name: weight.detach() for name, weight in saved.items()}) == export.digest
-        if "lora" in of_ranks:
-            group.save(folder / "adapter", merged=False)
-            alone.save(folder / "alone-adapter", merged=False)
-            adapters = [folder / name / "adapter_model.safetensors" for name in ("adapter", "alone-adapter")]
-            assert_close(*adapters, 1e-5)
+        assert digest_tensors({name: weight.detach() for name, weight in saved.items()}) == export.digest
         assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == 3, "one line a batch, not a rank"
         # One process loads a state of several, and several load a state of one.
         save_state(group, folder / "several")
         alone.load_state(folder / "several")
         assert_close(alone.export(folder / "loaded.safetensors").path, export.path, 1e-7)
-        alone.train(*make(3))
+        alone.train(*make_batch(version=3))
         alone.begin_save_state(folder / "one").result()
         group.post("/load_state", StateRequest(path=folder / "one"), TrainerHealth)
         last = read_chunk(group, 4, len(read) - 1)  # those before it were another's
-        assert last.whole_digest == digest_of(load_file(group.export().path))
-        assert_close(group.export().path, alone.export(folder / "alone.safetensors").path, 1e-7)
+        assert last.whole_digest == digest_tensors(load_file(group.export().path))
 
 
 def read_chunk(group: Group, version: int, index: int) -> ExportChunkResponse:
@@ -115,7 +101,8 @@ def read_chunk(group: Group, version: int, index: int) -> ExportChunkResponse:
     if chunk.memory is not None:
         assert len({handle.name for handle in chunk.memory.handles}) == len(group.processes)
         for handle in chunk.memory.handles:
-            assert digest_tensors(views(chunk.memory.tensors, open_file(handle).data)) == chunk.digest
+            data = open_memory(handle, torch.device("cpu")).data
+            assert digest_tensors(views(chunk.memory.tensors, data)) == chunk.digest
     return chunk
 
 
@@ -126,12 +113,6 @@ def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
-
-
-def test_cpu_offload_is_refused_on_the_cpu(tiny_model_dir: Path, tmp_path: Path) -> None:
-    spec = make_spec(tiny_model_dir, tmp_path, trainer={"cpu_offload": True})
-    with pytest.raises(ConfigError, match="cpu_offload=true, and the trainer runs on the CPU"):
-        join_ranks(spec, torch.device("cpu"), torch.float32)
 
 
 def held_bytes(step: TrainStep) -> int:
@@ -145,12 +126,10 @@ def test_mesh_of_one_rank_learns_what_masters_do(
     tiny_model_dir: Path, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
     trainer = {"lora": lora, "gradient_checkpointing": lora is None, "learning_rate": 1e-3}
-    values = {"trainer": trainer, "dtype": "bfloat16", "canary_tokens": 8}
+    values = {"trainer": trainer, "dtype": "bfloat16"}
     alone = TrainStep(make_spec(tiny_model_dir, tmp_path / "alone", **values))
     with mesh_of_one(tmp_path) as ranks:
         step = TrainStep(make_spec(tiny_model_dir, tmp_path / "mesh", **values), ranks)
-        for one in (alone, step):
-            one.spec.staging_dir.mkdir(parents=True)
         for version in range(2):
             batch = aged(*make_batch(version=version, seed=version))
             wanted, found = (learned(one.train(*batch)) for one in (alone, step))
@@ -160,57 +139,34 @@ def test_mesh_of_one_rank_learns_what_masters_do(
             assert 12 * num <= held_bytes(step) < 12.5 * num, "only float32 weights and moments"
         exports = [one.export(tmp_path / f"{name}.safetensors") for name, one in (("a", alone), ("m", step))]
         for name, tensor in load_file(exports[0].path).items():
-            found_tensor = load_file(exports[1].path)[name]
-            assert found_tensor.dtype == tensor.dtype
-            torch.testing.assert_close(found_tensor, tensor, rtol=1e-2, atol=1e-5)
-        assert exports[1].canary.logprobs == pytest.approx(exports[0].canary.logprobs, abs=0.02)
+            torch.testing.assert_close(load_file(exports[1].path)[name], tensor, rtol=1e-2, atol=1e-5)
         digest = step.weights_digest()
         step.begin_save_state(tmp_path / "state").result()
         step.offload(["weights", "optimizer"])
         step.onload(["weights", "optimizer"])
         step.train(*make_batch(version=2))
         assert step.weights_digest() != digest
-        step.load_state(tmp_path / "state")
-        assert step.weights_digest() == digest
-        alone.load_state(tmp_path / "state")
-        assert alone.weights_digest() == digest
+        for one in (step, alone):
+            one.load_state(tmp_path / "state")
+            assert one.weights_digest() == digest
 
 
 LIKE_ONE: dict[str, dict[str, Any]] = {
-    "branches and credits, sequences alone": {
-        "architecture": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 0},
-        "trainer": {"mini_batches": 2, "learning_rate": 1e-3},
-        "only_ranks": {"micro_batch_tokens": 60},
-        "algorithm": {
-            "loss": "decoupled_ppo",
-            "kl_coefficient": 0.1,
-            "kl_in": "reward",
-            "kl_estimator": "k1",
-        },
-        "make": lambda version: make_branch_batch(version, version=version, num_groups=4),
-    },
     "three ranks, many steps, checkpointing, uneven micro-batches": {
         "world_size": 3,
-        "chunks": "memories",
         "trainer": {"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
         "only_ranks": {"gradient_checkpointing": True, "micro_batch_tokens": 30},
         "algorithm": {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
     },
     # of rank 1, so that one of the processes has no share of an A
-    "adapters": {
-        "chunks": "memories",
-        "trainer": {"lora": {"rank": 1}},
-        "algorithm": {"kl_coefficient": 0.1},
-    },
+    "adapters": {"trainer": {"lora": {"rank": 1}}, "algorithm": {"kl_coefficient": 0.1}},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LIKE_ONE)
-def test_several_ranks_do_what_one_does(tmp_path: Path, name: str) -> None:
-    values = dict(LIKE_ONE[name])
-    model_dir = make_tiny_model(tmp_path / "model", **values.pop("architecture", {}))
-    compare(model_dir, tmp_path, **values)
+def test_several_ranks_do_what_one_does(tiny_model_dir: Path, tmp_path: Path, name: str) -> None:
+    compare(tiny_model_dir, tmp_path, **LIKE_ONE[name])
 
 
 @pytest.mark.slow
@@ -218,11 +174,8 @@ def test_ranks_survive_a_refusal_and_end_with_the_parent(tiny_model_dir: Path, t
     with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 15}) as group:
         with pytest.raises(CallRefused, match="batch 7 came while the trainer is at policy_version 0"):
             group.train(*make_batch(version=7))
-        with pytest.raises(CallRefused, match="not a batch"):
-            group.train_body(b"nonsense")
         assert group.train(*make_batch(num_groups=1, group_size=2)).policy_version == 1
-        group.save(tmp_path / "saved")
-        ready = TrainerHealth(policy_version=1, device="cpu", is_busy=False)
+        ready = TrainerHealth(policy_version=1, device="cpu")
         assert [group.health(rank) for rank in range(2)] == [ready] * 2
         with pytest.raises(CallRefused, match="answered 404"):
             group.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S), rank=1)
@@ -264,20 +217,17 @@ def test_error_on_one_rank_ends_it_with_its_reason(tiny_model_dir: Path, tmp_pat
                 ask()
 
 
-@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1 did not come"), (1, "no answer")])
+@pytest.mark.parametrize(("rank", "missing"), [(0, "keys: /rank 1"), (1, "no answer")])
 def test_ranks_that_do_not_meet_say_who_is_missing(
     tiny_model_dir: Path, tmp_path: Path, rank: int, missing: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         store = f"127.0.0.1:{mute.getsockname()[1]}"
-        if missing != "no answer":
+        if rank == 0:
             mute.close()
-        spec = make_spec(
-            tiny_model_dir, tmp_path, rank=rank, store=store, meet_s=3.0, trainer={"world_size": 2}
-        )
-        with pytest.raises(ConfigError, match=f"{missing}.*") as caught:
-            meet(spec, lambda _: None)
-    assert f"{store} within 3 s" in caught.value.what
+        values = {"rank": rank, "store": store, "meet_s": 3.0, "trainer": {"world_size": 2}}
+        with pytest.raises(ConfigError, match=f"{store} within 3 s: .*{missing}") as caught:
+            meet(make_spec(tiny_model_dir, tmp_path, **values), lambda _: None)
     assert "every TCP port" in caught.value.way_out
 
 
@@ -289,26 +239,18 @@ def test_worker_is_bit_for_bit_a_step_in_process(tiny_model_dir: Path, tmp_path:
     here, state = TrainStep(make_spec(tiny_model_dir, tmp_path)), StateRequest(path=str(tmp_path / "state"))
     expected = []
     with running(tiny_model_dir, tmp_path / "w", 1) as worker:
-        staging = worker.folder / "staging"
-        assert worker.health() == TrainerHealth(policy_version=0, device="cpu", is_busy=False)
         for version in range(4):
             header, arrays = make_batch(version=version, seed=version)
             there, metrics = worker.train(header, arrays), here.train(header, arrays)
-            assert there.policy_version == version + 1
             assert learned(there.metrics) == learned(metrics)
             export = worker.export()
-            assert export.digest == here.weights_digest() == digest_of(load_file(export.path))
+            assert export.digest == here.weights_digest() == digest_tensors(load_file(export.path))
             expected.append(export.digest)
             if version == 1:
                 assert worker.post("/begin_save_state", state, TrainerHealth).policy_version == 2
         worker.post("/wait_save_state", b"", TrainerHealth)
-        assert stat.S_IMODE(staging.stat().st_mode) == 0o700
-        assert worker.processes[0].stdin is not None
-        worker.processes[0].stdin.close()
-        assert worker.processes[0].wait(TIMEOUT_S) == 3
-        assert not staging.exists()
-    shutil.copytree(tmp_path / "w", tmp_path / "second")
-    with running(tiny_model_dir, tmp_path / "second", 1) as second:
+        assert stat.S_IMODE((worker.folder / "staging").stat().st_mode) == 0o700
+    with running(tiny_model_dir, tmp_path / "w", 1) as second:
         with pytest.raises(CallRefused, match="/no/such/state"):
             second.post("/load_state", StateRequest(path="/no/such/state"), TrainerHealth)
         assert second.post("/load_state", state, TrainerHealth).policy_version == 2

@@ -10,15 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from gateway_cases import gateway_world
 from served_gateway import check_gateway
+from test_engine_grammars import check_allowed
 from vllm_house import MAX_LENGTH, House
 
-from asyncrl.base.errors import RequestRefused
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = pytest.mark.vllm
@@ -38,18 +36,8 @@ def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
             assert (answer.finish_reason, answer.token_ids[-1]) == ("stop", end)
             found = json.loads(house.decode(answer.token_ids))
             assert 10**9 <= found <= 10**14
-            matcher = TokenGrammars(house.tokenizer, server._process.vocab_size).begin(GRAMMAR)
             logprobs_TV = house.logprobs(weights, [*request.prompt_ids, *answer.token_ids])
-            for at, token in enumerate(answer.token_ids):
-                allowed = torch.from_numpy(matcher.allowed())
-                matcher.take(token)
-                logprobs_V = logprobs_TV[len(request.prompt_ids) + at - 1].masked_fill(~allowed, -torch.inf)
-                logprobs_V = logprobs_V.log_softmax(-1)
-                assert abs(float(logprobs_V[token]) - answer.logprobs[at]) < 1e-4
-                values, ids = logprobs_V.topk(min(20, int(allowed.sum())))
-                told = answer.top_logprobs[at]
-                assert {one for one, _ in told} == set(ids.tolist())
-                assert [value for _, value in told] == pytest.approx(values.tolist(), abs=1e-4)
+            check_allowed(request, answer, logprobs_TV, house.tokenizer, len(house.tokenizer))
             begun = [*request.prompt_ids, *answer.token_ids[:7]]
             rest = replace(request, request_id=f"rest {seed}", prompt_ids=begun, num_resumed=7, max_tokens=53)
             resumed = await server.generate_segment(rest)
@@ -57,16 +45,6 @@ def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
             assert 10**9 <= whole <= 10**14, "what stands before it counts"
 
     house.run(story, facts={"end_ids": (end,)})
-
-
-def test_bad_grammar_is_refused_and_the_server_continues(house: House) -> None:
-    async def story(server: VllmServer) -> None:
-        for wrong in ("start: %json {", 'start: %json {"$ref": "http://example.com/x"}'):
-            with pytest.raises(RequestRefused, match="(?i)grammar"):
-                await server.generate_segment(house.request(grammar=wrong))
-        assert (await server.generate_segment(house.request(max_tokens=3, top_logprobs=2))).top_logprobs
-
-    house.run(story)
 
 
 TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from rollout_cases import virtual
 
-from asyncrl.base.waits import loop_turn, open_waits, task_stacks, waiting, within
+from asyncrl.base.waits import open_waits, waiting, within
 
 
 @virtual
@@ -57,48 +57,3 @@ async def test_alike_waits_are_listed_once_with_the_oldest() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert open_waits() == []
-
-
-@virtual
-async def test_outer_wait_may_end_before_the_inner_one() -> None:
-    waits = [waiting(name, on="x") for name in ("outer", "middle", "inner")]
-    for wait in waits:
-        wait.__enter__()
-    for closed, told in zip((1, 2, 0), ("inner", "outer", None), strict=True):
-        waits[closed].__exit__(None, None, None)
-        assert [str(wait) for wait, _ in open_waits()] == ([] if told is None else [told])
-
-
-@virtual
-async def test_blocks_of_much_work_share_no_loop_turn() -> None:
-    turns, num_turns = list[int](), 0
-
-    async def count() -> None:
-        nonlocal num_turns
-        while len(turns) < 12:
-            num_turns += 1
-            await asyncio.sleep(0)
-
-    async def work() -> None:
-        for _ in range(4):
-            async with loop_turn():
-                turns.append(num_turns)
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(count())
-        for _ in range(3):
-            tasks.create_task(work())
-    assert len(turns) == len(set(turns)) == 12
-
-
-@virtual
-async def test_stacks_list_tasks_by_place() -> None:
-    event = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        for index in range(9):
-            tasks.create_task(event.wait(), name=f"rollout g0/r{index}")
-        await asyncio.sleep(1)
-        (line,) = [line for line in task_stacks().splitlines() if "rollout" in line]
-        event.set()
-    names = ", ".join(f"rollout g0/r{index}" for index in range(4))
-    assert line.startswith(f"task {names} and 5 more: Event.wait")

@@ -4,7 +4,7 @@ become text.
 
 from __future__ import annotations
 
-import json
+import string
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -47,28 +47,16 @@ def byte_fallback() -> Tokenizer:
     """Pieces with a mark for the space before a word; what is in none becomes bytes, which are text only as a
     whole run.
     """
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL)
-    learner = Tokenizer(models.BPE(unk_token="<unk>"))
-    learner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    lines = [line.encode("ascii", "ignore").decode().replace("\n", "") for line in CORPUS]
-    learner.train_from_iterator(lines, trainer)
-    content = json.loads(learner.to_str())
-    for byte in range(256):
-        content["model"]["vocab"].setdefault(f"<0x{byte:02X}>", len(content["model"]["vocab"]))
-    content["model"]["byte_fallback"] = True
-    tokenizer = Tokenizer.from_str(json.dumps(content))
+    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
+    single_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = [*SPECIAL, *single_bytes, "▁", *string.ascii_lowercase, *("".join(pair) for pair in merges)]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return tokenizer
-
-
-def metaspace() -> Tokenizer:
-    """Pieces with a mark for the space before a word, and unknown characters."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL))
     return tokenizer
 
 

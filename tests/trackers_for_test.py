@@ -40,13 +40,6 @@ class Noting(Tracker):
         self.note("close", state)
 
 
-class Unable(Noting):
-    """Raises when it is made."""
-
-    def __init__(self, path: str) -> None:
-        raise ValueError(path)
-
-
 class Raising(Noting):
     """Raises SystemExit at the second step."""
 

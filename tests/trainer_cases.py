@@ -42,7 +42,6 @@ def make_spec(
             "algorithm": AlgorithmConfig(**(algorithm or {})).model_dump(),
             "staging_dir": str(folder / "staging"),
             "record_path": str(folder / "trained.jsonl"),
-            "failed_dir": str(folder / "failed"),
             **values,
         }
     )
@@ -83,14 +82,14 @@ def mesh_of_one(folder: Path) -> Iterator[Ranks]:
 
 
 @contextlib.contextmanager
-def full_disk(pid: int = 0, limit: int = 20_000) -> Iterator[None]:
+def full_disk(limit: int) -> Iterator[None]:
     """Let no file of this process grow past `limit` bytes, like a full disk."""
-    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         yield
     finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def assert_all_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], limit: float) -> None:

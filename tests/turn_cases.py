@@ -19,14 +19,14 @@ from pydantic import BaseModel
 from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.message import ErrorBody
+from asyncrl.base.waits import TimedSpan, listen_to_spans
 from asyncrl.config import SupervisionConfig
 from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Colocated
-from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.lifecycle import RunLog
-from asyncrl.job.scale import EngineScale
+from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.engine_api import TransferStats
@@ -48,18 +48,11 @@ NEEDS = {"/train": {"weights", "optimizer"}, "/export_chunk": {"weights"}, "/exp
 
 
 class TurnEngine(FakeEngineServer):
-    """An engine server whose moves take time; `dies_at` (a path): the process ends in the middle of that
-    call.
-    """
-
-    dies_at = ""
+    """An engine server whose moves take time."""
 
     async def post(self, path: str, body: Any, answer: Any, *, timeout_s: float | None) -> Any:
         if path in ("/sleep", "/wake", "/load_chunk"):
             await asyncio.sleep(MOVE_S)
-        if path == self.dies_at:
-            self.dies_at = ""
-            self.die()
         return await super().post(path, body, answer, timeout_s=timeout_s)
 
     @property
@@ -136,6 +129,8 @@ class EngineRooms:
         self.processes = [FakeProcess(fake, start_s=START_S) for fake in fakes]
         self.targets = [EngineServer(fake) for fake in fakes]
         self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.spans = list[TimedSpan]()
+        listen_to_spans(self.spans.append)
         self.told: list[str] = []
         self.announced: list[int] = []
         self.pool = EnginePool(self.targets, slots=4, on_lost=self.on_lost)
@@ -226,7 +221,6 @@ class House(EngineRooms):
             partial(
                 Colocated,
                 num_steps=num_steps,
-                on_event=self.tell,
                 resident=stays,
                 wait_released=wait_released,
             ),
@@ -241,8 +235,7 @@ class House(EngineRooms):
     async def begin(self) -> None:
         """As a run starts: the engines are asleep until their first turn, unless they stay."""
         for fake in () if self.stays else self.fakes:
-            fake.engine.weights.set_asleep("weights")
-            fake.engine.weights.set_asleep("kv")
+            fake.engine.weights.set_asleep()
         self._at_start(self)
         await self.publisher.start(0)
 

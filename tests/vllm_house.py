@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contract_servers import SLOTS
 from engine_in_process import make_qwen3, stage_file, weights_of
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
@@ -21,12 +22,11 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 from asyncrl.base.http import Caller
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.trainer.random_init import make_character_tokenizer
 
-SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
+MAX_LENGTH, CANARY_LIMIT = 2600, 1e-3
 LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 
@@ -45,8 +45,7 @@ class House:
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def facts(self, **changes: Any) -> VllmRequirements:
-        facts = VllmRequirements(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
-        return replace(facts, **changes)
+        return replace(VllmRequirements(str(self.model_path), "float32", SLOTS, MAX_LENGTH, ()), **changes)
 
     def run(
         self,
@@ -69,6 +68,15 @@ class House:
                 await caller.aclose()
 
         asyncio.run(within())
+
+    def restore(self) -> None:
+        """Push the first weights again, after other clients have pushed theirs."""
+
+        async def story(server: VllmServer) -> None:
+            manifest = self.stage(server.policy_version + 1, self.base)
+            await server.commit(manifest.version, await server.prepare(manifest), "abort")
+
+        self.run(story)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -147,17 +155,6 @@ def vllm_house(folder: Path, **spec: Any) -> Iterator[House]:
 
 @contextmanager
 def faulty_vllm_house(folder: Path) -> Iterator[House]:
-    """One in which faults can be planted (faulty_vllm_worker.py), with small steps, so that long prompts are
-    prefilled in several.
-    """
-    args, faulty = {"max-num-batched-tokens": 256}, "faulty_vllm_worker.FaultyWeightLoader"
-    with vllm_house(folder, worker_extension=faulty, args=args) as house:
+    """One in which faults can be planted (faulty_vllm_worker.py)."""
+    with vllm_house(folder, worker_extension="faulty_vllm_worker.FaultyWeightLoader") as house:
         yield house
-
-
-async def until(server: VllmServer, is_so: Callable[[EngineHealth], bool]) -> EngineHealth:
-    """Ask until it says so; the story's limit ends it otherwise."""
-    while True:
-        if is_so(health := await server.health()):
-            return health
-        await asyncio.sleep(0.02)  # the server needs the core more than we do

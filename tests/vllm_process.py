@@ -12,13 +12,12 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from engine_processes import SECRET, EngineProcess
@@ -44,16 +43,26 @@ def vllm_python() -> Path:
 class VllmProcess(EngineProcess):
     """A vLLM server, perhaps still starting."""
 
-    def post(self, path: str, body: object = None) -> Any:
-        """The JSON that a POST of JSON answers. Raises urllib.error.HTTPError."""
-        return self._ask("POST", path, json.dumps(body or {}).encode(), SECRET, 120.0)
-
-    def get(self, path: str, *, timeout_s: float = 120.0) -> Any:
-        return self._ask("GET", path, None, SECRET, timeout_s)
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        secret: str | None = SECRET,
+        timeout_s: float = 120.0,
+    ) -> Any:
+        """The JSON of an answer. Raises httpx.HTTPStatusError."""
+        headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+        sent = (body or {}) if method == "POST" else None
+        answer = httpx.request(
+            method, self.url + path, json=sent, headers=headers, timeout=timeout_s, trust_env=False
+        )
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
 
     def rpc(self, method: str, **request: Any) -> dict[str, Any]:
         """What the first worker answers to a method of the extension."""
-        answer = self.post("/collective_rpc", {"method": method, "args": [json.dumps(request)]})
+        answer = self.ask("POST", "/collective_rpc", {"method": method, "args": [json.dumps(request)]})
         result: dict[str, Any] = answer["results"][0]
         return result
 
@@ -63,12 +72,12 @@ class VllmProcess(EngineProcess):
         """Tokens and logprobs of one request. `salt` divides the prefix cache."""
         params = {"max_tokens": 16, "temperature": 0, "logprobs": 0, "ignore_eos": True, **sampling}
         body = {"token_ids": prompt_ids, "sampling_params": params} | ({"cache_salt": salt} if salt else {})
-        choice = self.post("/inference/v1/generate", body)["choices"][0]
+        choice = self.ask("POST", "/inference/v1/generate", body)["choices"][0]
         return choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]]
 
     def wait_ready(self, timeout_s: float = 400.0) -> VllmProcess:
         """Connections wait in the socket's backlog until vLLM serves, so this is one request."""
-        self.get("/health", timeout_s=timeout_s)
+        self.ask("GET", "/health", timeout_s=timeout_s)
         return self
 
     def group(self) -> list[int]:
@@ -76,15 +85,11 @@ class VllmProcess(EngineProcess):
         leader = [self.process.pid] if self.process.poll() is None else []
         return leader + [member.pid for member in group_members(self.process.pid)]
 
-    def wait_group(self, is_so: Callable[[int], bool]) -> None:
-        """Until its group has such a number of processes."""
-        end = time.monotonic() + 400
-        while not is_so(len(self.group())):
-            assert time.monotonic() < end, f"{self.group()}\n{self.read_log()[-3000:]}"
-            time.sleep(0.05)
-
     def wait_group_ended(self) -> None:
-        self.wait_group(lambda num: num == 0)
+        end = time.monotonic() + 400
+        while group := self.group():
+            assert time.monotonic() < end, f"{group}\n{self.read_log()[-3000:]}"
+            time.sleep(0.05)
 
     def scratch(self) -> Path:
         environs = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in self.group()[1:])
@@ -101,20 +106,6 @@ class VllmProcess(EngineProcess):
         self.wait_group_ended()
         assert not [name for name in shared if Path(name).exists()]
         assert not scratch.exists()
-
-    def _ask(self, method: str, path: str, body: bytes | None, secret: str | None, timeout_s: float) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if secret is not None:
-            headers["Authorization"] = f"Bearer {secret}"
-        request = urllib.request.Request(self.url + path, data=body, headers=headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            with error:  # else its socket stays open until the garbage collector finds it
-                text = error.read().decode()
-            raise urllib.error.HTTPError(error.url, error.code, text, error.headers, None) from None
-        return json.loads(text) if text else None
 
 
 @contextmanager
@@ -150,20 +141,12 @@ def vllm_process(spec: dict[str, Any], folder: Path) -> Iterator[VllmProcess]:
     try:
         yield server
     finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(10)
-    process.kill()
-    process.wait()
-    # Its reaper ends them, and takes shared memory and scratch folder away.
-    psutil.wait_procs(group_members(process.pid), timeout=20)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
+        process.wait()
+        # Its reaper ends them, and takes shared memory and scratch folder away.
+        psutil.wait_procs(group_members(process.pid), timeout=20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

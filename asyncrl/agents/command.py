@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
@@ -24,18 +24,13 @@ from typing import cast
 from pydantic import ValidationError
 
 from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
-from asyncrl.agents.sandbox import HOME, find_sandbox, forwarded, is_file
+from asyncrl.agents.sandbox import HOME, forwarded, is_file, make_sandbox
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.waits import uncut
 from asyncrl.config import GeneratorConfig
 from asyncrl.messages.records import Outcome
 
 KEPT_ENV = ("PATH", "HOME", "LANG")
-ROLLOUT_ENV = (
-    "TMPDIR OPENAI_BASE_URL OPENAI_API_KEY OPENAI_MODEL ANTHROPIC_BASE_URL ANTHROPIC_API_KEY".split()
-)
-OWN_PREFIX = "ASYNCRL_"
-"""Prefix of variables hidden from commands."""
 MARK_ENV = "ASYNCRL_COMMAND"
 STDERR_TAIL_BYTES = 2000
 MAX_OUTPUT_BYTES = 2**20
@@ -70,16 +65,16 @@ class CommandHarness:
         """Arguments that name files become absolute. `is_worker`: kill all commands if this process is
         killed. Raises ConfigError.
         """
-        _refuse_own("generator.env", config.env)
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
         self._env = kept | passed_env(config.pass_env) | config.env
         command = config.command or []
         self.command = [str(Path(part).absolute()) if is_file(part) else part for part in command]
-        program = shutil.which(self.command[0], path=self._env.get("PATH"))
-        if program is None:
-            what = f"generator.command: there is no program {command[0]} in {Path.cwd()} or PATH"
-            raise ConfigError(what, way_out="correct it, or make the file executable.")
-        self.sandbox = find_sandbox(config, [program, *self.command])
+        programs = [self.command[0], *(["bwrap"] if config.sandbox == "bubblewrap" else [])]
+        found = {name: shutil.which(name, path=self._env.get("PATH")) for name in programs}
+        if missing := [name for name, path in found.items() if path is None]:
+            what = f"generator.command: there is no program {missing[0]} in {Path.cwd()} or PATH"
+            raise ConfigError(what, way_out="correct or install it, and make the file executable.")
+        self.sandbox = make_sandbox(config, [*filter(None, found.values()), *self.command])
         self.token = secrets.token_hex(8)
         self._folder: str | None = None
         if is_worker:
@@ -209,18 +204,11 @@ def _signal(group: int, number: int) -> bool:
 
 
 def passed_env(names: Sequence[str]) -> dict[str, str]:
-    """Raises ConfigError if a variable is unset or reserved."""
-    _refuse_own("generator.pass_env", names)
+    """Raises ConfigError if a variable is unset."""
     if missing := [name for name in names if name not in os.environ]:
         what = f"generator.pass_env names {', '.join(missing)}, which this process does not have"
         raise ConfigError(what, way_out=f"export {missing[0]}=... before `asyncrl` is started.")
     return {name: os.environ[name] for name in names}
-
-
-def _refuse_own(setting: str, names: Iterable[str]) -> None:
-    if taken := sorted(name for name in names if name in ROLLOUT_ENV or name.startswith(OWN_PREFIX)):
-        rule = f"{', '.join(ROLLOUT_ENV)} are set for each rollout; {OWN_PREFIX}... are reserved"
-        raise ConfigError(f"{setting} has {', '.join(taken)}", rule=rule, way_out="choose other names.")
 
 
 def _standard_input(task: AnyTask, session: Session) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import importlib
 import inspect
@@ -14,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTimeout, install_extra
+from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTimeout
 from asyncrl.base.message import ErrorBody
 from asyncrl.base.user_code import UserCalls, load_function, message_of
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_gateway import kind_of
 from asyncrl.messages.records import Outcome, task_of
-from asyncrl.messages.work import MAX_OUTCOME_BYTES, WorkItem
+from asyncrl.messages.work import WorkItem
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -71,7 +70,7 @@ class Task(AnyTask):
 class Session:
     """Access of one rollout to the model: `base_url` and `api_key` for any OpenAI client, or `client`.
 
-    After the attempt, every call gets 410.
+    After the attempt, every call gets 401.
     """
 
     base_url: str
@@ -82,12 +81,9 @@ class Session:
 
     @functools.cached_property
     def client(self) -> AsyncOpenAI:
-        """Return a client without time limits. Raises ConfigError if openai is not installed."""
-        try:
-            from openai import AsyncOpenAI
-        except ModuleNotFoundError as error:
-            way_out = f"{install_extra('harness')}, where the worker runs; or use session.base_url."
-            raise ConfigError(f"session.client needs the package openai: {error}", way_out=way_out) from error
+        """Return a client without time limits."""
+        from openai import AsyncOpenAI
+
         return AsyncOpenAI(
             base_url=self.base_url,
             api_key=self.api_key,
@@ -136,22 +132,15 @@ class PythonHarness:
 
     def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
         self._args = config.args
-        if is_worker:
-            with contextlib.suppress(ModuleNotFoundError):  # takes seconds
-                importlib.import_module("openai")
         usage = ", ".join(["(task, session", *(f"{name}=..." for name in self._args)]) + ")"
         self._function: Callable[..., Any] = load_function(
             config.python or "", "generator.python", usage=usage, arguments=(None, None), keywords=self._args
         )
-        self.calls = UserCalls(f"generator.python={config.python}", error=ConfigError, grace_s=GRACE_S)
-        called = getattr(self._function, "__call__", None)  # noqa: B004  an object with `async def __call__`
-        self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(called)
+        self.calls = UserCalls(f"generator.python={config.python}", grace_s=GRACE_S)
 
     async def run(self, task: AnyTask, session: Session) -> Any:
         call = functools.partial(self._function, task, session, **self._args)
-        self.calls.check()
-        value = call() if self._is_async else await self.calls.run(asyncio.to_thread(_in_thread, call))
-        # a plain function may return an awaitable
+        value = await self.calls.run(asyncio.to_thread(_in_thread, call))
         return await self.calls.run(value) if inspect.isawaitable(value) else value
 
 
@@ -190,17 +179,12 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
 def as_outcome(value: object) -> Outcome:
     """Convert None, a finite number, or an Outcome. Raises RolloutFailure."""
     try:
-        if isinstance(value, (str, bytes)):
-            raise ValueError("it is a text")
-        outcome = OUTCOME.validate_python(value if isinstance(value, Outcome) else Outcome(value))  # type: ignore[arg-type]
+        return OUTCOME.validate_python(value if isinstance(value, Outcome) else Outcome(value))  # type: ignore[arg-type]
     except ValueError as error:
         kind = type(value).__name__
         what = f"the harness returned no outcome: {value!r:.80} ({kind}): {first_fault(error)}"
         rule = "return a finite number, an Outcome, or None for the task's own reward"
         raise RolloutFailure(what, rule=rule) from error
-    if (size := len(OUTCOME.dump_json(outcome))) > MAX_OUTCOME_BYTES:
-        raise RolloutFailure(f"the outcome has {size} bytes; {MAX_OUTCOME_BYTES} is the limit")
-    return outcome
 
 
 def first_fault(error: Exception) -> str:

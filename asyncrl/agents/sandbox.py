@@ -9,19 +9,16 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from asyncrl.base.errors import ConfigError
 from asyncrl.config import GeneratorConfig
 
 HOME = "/rollout"
 PORT = 8700
-TRIAL = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 is_file = os.path.isfile  # Path.is_file raises for a long script
 ETC = (
@@ -84,19 +81,9 @@ def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], fold
     return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder]
 
 
-def find_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | None:
-    """Raises ConfigError if bubblewrap fails here."""
+def make_sandbox(config: GeneratorConfig, command: Sequence[str]) -> Sandbox | None:
     if config.sandbox == "none":
         return None
-    try:
-        subprocess.run(TRIAL, capture_output=True, timeout=60.0, stdin=subprocess.DEVNULL, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        why = getattr(error, "stderr", b"").decode(errors="replace").strip()
-        raise ConfigError(
-            f"generator.sandbox=bubblewrap: {error} {why[:300]}",
-            rule="commands need the sandbox of the config",
-            way_out="install bubblewrap (apt-get install bubblewrap), or set generator.sandbox=none.",
-        ) from error
     paths = [str(Path(path).absolute()) for path in config.sandbox_paths]
     paths += [part for part in command if part.startswith("/") and is_file(part)]
     return Sandbox(tuple(dict.fromkeys(paths)), (config.max_memory_mb or 0) * 2**20)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import Any
 
 from asyncrl.agents.harness import GRACE_S, AnyTask, Session, first_fault
@@ -40,7 +39,7 @@ class VerifiersHarness:
         self._changing = asyncio.Lock()
         self._is_open = False
         self.num_users = 0
-        self.calls = UserCalls(f"generator.verifiers={self._name}", error=ConfigError, grace_s=GRACE_S)
+        self.calls = UserCalls(f"generator.verifiers={self._name}", grace_s=GRACE_S)
         for name in _CHATTY:
             if logging.getLogger(name).level == logging.NOTSET:
                 logging.getLogger(name).setLevel(logging.WARNING)
@@ -51,7 +50,6 @@ class VerifiersHarness:
         client = vf.EvalClientConfig(base_url=address, api_key_var=_NO_KEY_VARIABLE)
         context = vf.ModelContext(model=session.model, client=client)
         async with self._served():
-            self.calls.check()
             episode = await self.calls.run(self._env.run_episode(played, context))
         return self._outcome(episode, session)
 
@@ -78,12 +76,9 @@ class VerifiersHarness:
         cleanup_at_exit()
 
     def _task(self, task: AnyTask) -> Any:
-        data = task.info.get(VERIFIERS_KEY)
-        if data is None:
-            what = f"prompt {task.prompt_id} does not come from the verifiers environment {self._name}"
-            raise ConfigError(what, way_out="set task.verifiers=true in the run's config.")
         task_class = type(self._env.taskset).task_type()
-        return task_class(task_class.data_type().model_validate(data), self._env.config.taskset.task)
+        data = task_class.data_type().model_validate(task.info[VERIFIERS_KEY])
+        return task_class(data, self._env.config.taskset.task)
 
     def _outcome(self, episode: Any, session: Session) -> Outcome:
         said = f"verifiers environment {self._name}"
@@ -121,10 +116,6 @@ async def _serving(env: Any) -> AsyncIterator[None]:
             await env.stop()
 
 
-def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
-    return partial(load_taskset, generator.verifiers or "", generator.args)
-
-
 def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
     return _load_trainable(identifier, args)[0].taskset
 
@@ -138,8 +129,6 @@ def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]
     here = find_here()
     taskset = args.get("taskset", {})
     try:
-        if "id" in taskset:
-            raise ValueError("taskset has an id, and generator.verifiers is its id")
         settings = copy.deepcopy({**args, "taskset": {**taskset, "id": identifier}})
         env = vf.load_environment(vf.resolve_env_config(settings))
     except Exception as error:  # user code of the environment

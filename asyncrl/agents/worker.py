@@ -1,14 +1,11 @@
 """Worker process: take work items from a gateway, run them in the harness, post the results. `python -m
 asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
-
-A child answers GET /health in a separate thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import json
 import logging
@@ -18,11 +15,12 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from aiohttp import web
 from pydantic import BaseModel, Field
 
 from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
@@ -35,12 +33,10 @@ from asyncrl.base.http import (
     add_route,
     child_arguments,
     die_with_parent,
-    fail,
     make_app,
     secret_of,
-    serve,
 )
-from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV, Message
+from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV, ErrorBody, Message, fatal_line
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_gateway import HARNESSES
@@ -55,7 +51,6 @@ CALL_TIMEOUT_S = 15.0
 MAX_SIGN_PERIOD_S = 5.0
 """Upper limit; also a quarter of lease_timeout_s."""
 MAX_BACKOFF_S = 30.0
-TICK_S = 1.0
 GOODBYE_TIMEOUT_S = 1.0
 
 
@@ -85,14 +80,6 @@ class Worker:
         self._http: Any = None
         self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
         self._clock = asyncio.get_running_loop().time
-        self._ticked_s = self._clock()
-
-    def health(self) -> wire.WorkerHealth:
-        """Thread-safe."""
-        return wire.WorkerHealth(
-            loop_lag_s=max(0.0, self._clock() - self._ticked_s - TICK_S),
-            num_abandoned=getattr(getattr(self._harness, "calls", None), "num_abandoned", 0),
-        )
 
     async def run(self) -> None:
         """Raises ConfigError if the gateway refuses this worker or the harness cannot run, RoomError after
@@ -100,7 +87,6 @@ class Worker:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                tick = tasks.create_task(self._tick(), name="tick")
                 answer = await self._take()  # before a heartbeat
                 heartbeats = tasks.create_task(self._send_heartbeats(), name="heartbeats")
                 while not answer.is_over:
@@ -115,30 +101,33 @@ class Worker:
                 if self._give_up_s is None:
                     await asyncio.Event().wait()  # the run ends this process
                 log.info("worker %s: the run is done", self.name)
-                for task in (tick, heartbeats, *self.running.values()):
+                for task in (heartbeats, *self.running.values()):
                     task.cancel()
         except* (ConfigError, RoomError) as errors:
             raise errors.exceptions[0] from None
         finally:
-            leaving = self._alive_request(is_leaving=True)
+            leaving = self._request(0, is_leaving=True)
             with contextlib.suppress(CallLost, CallRefused):
-                await self._caller.post("/work/alive", leaving, wire.AliveAnswer, timeout_s=GOODBYE_TIMEOUT_S)
+                await self._caller.post("/work/take", leaving, wire.TakeAnswer, timeout_s=GOODBYE_TIMEOUT_S)
             if self._http is not None:
                 await self._http.aclose()
 
     async def _take(self) -> wire.TakeAnswer:
         def request() -> wire.TakeRequest:  # again for each try, because the held items change
-            return wire.TakeRequest(
-                **self._identity,
-                slots=self.slots,
-                max_items=self.slots - len(self.running),
-                number=next(self._numbers),
-                holding=list(self.running),
-            )
+            return self._request(self.slots - len(self.running))
 
         answer = await self._ask("/work/take", request, wire.TakeAnswer, wire.MAX_WAIT_S + CALL_TIMEOUT_S)
         self._lease_timeout_s = answer.lease_timeout_s
         return answer
+
+    def _request(self, max_items: int, *, is_leaving: bool = False) -> wire.TakeRequest:
+        return wire.TakeRequest(
+            **self._identity,
+            max_items=max_items,
+            number=next(self._numbers),
+            holding=list(self.running),
+            is_leaving=is_leaving,
+        )
 
     async def _run_item(self, item: wire.WorkItem, model: str) -> None:
         url = f"{self._caller.url}/v1"
@@ -162,19 +151,11 @@ class Worker:
         while True:
             await asyncio.sleep(min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4))
             timeout_s = min(CALL_TIMEOUT_S, self._lease_timeout_s / 3)
-            answer = await self._ask("/work/alive", self._alive_request, wire.AliveAnswer, timeout_s)
-            for item_id, why in answer.cancel.items():
+            answer = await self._ask("/work/take", partial(self._request, 0), wire.TakeAnswer, timeout_s)
+            for item_id in answer.cancel:
                 if (running := self.running.get(item_id)) is not None:
-                    log.info("%s is cancelled: %s", running.get_name(), why)
+                    log.info("%s is cancelled: the run has ended or requeued it", running.get_name())
                     running.cancel()  # also if it posts its result
-
-    def _alive_request(self, *, is_leaving: bool = False) -> wire.AliveRequest:
-        return wire.AliveRequest(**self._identity, holding=list(self.running), is_leaving=is_leaving)
-
-    async def _tick(self) -> None:
-        while True:
-            self._ticked_s = self._clock()
-            await asyncio.sleep(TICK_S)
 
     async def _ask(
         self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
@@ -221,9 +202,7 @@ class WorkerSpec(Message):
     give_up_s: float | None = Field(default=None, ge=0)
 
 
-def work(
-    harness: Harness, spec: WorkerSpec, key: str, begun: Callable[[Worker], None] = lambda worker: None
-) -> int:
+def work(harness: Harness, spec: WorkerSpec, key: str, health_fd: int | None = None) -> int:
     """Return 0 when the run is done, 143 after SIGTERM, 130 after Ctrl-C. A second signal cuts the harnesses'
     cleanup.
     """
@@ -234,8 +213,9 @@ def work(
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         caller = Caller("gateway", spec.url, key)
         try:
+            if health_fd is not None:
+                await _serve_health(harness, health_fd)
             worker = Worker(harness, caller, name=spec.name, slots=spec.slots, give_up_s=spec.give_up_s)
-            begun(worker)
             await worker.run()
         finally:
             await caller.aclose()
@@ -252,37 +232,41 @@ def work(
 def main() -> None:
     text, fd = child_arguments()
     spec = WorkerSpec.model_validate_json(text)
-    harnesses: list[Harness] = []
+    harness: Harness | None = None
 
     def kill_commands() -> None:
-        for harness in harnesses:
-            getattr(harness, "kill_all_nowait", lambda: None)()
-
-    def serve_health(worker: Worker) -> None:
-        app = make_app(secret_of(SECRET_ENV))
-
-        async def health() -> wire.WorkerHealth:
-            return worker.health()
-
-        add_route(app, "GET", "/health", health)
-        serve_it = functools.partial(serve, app, fd, handles_signals=False)
-        threading.Thread(target=serve_it, name="health", daemon=True).start()
+        getattr(harness, "kill_all_nowait", lambda: None)()
 
     die_with_parent(kill_commands)
     _log_to_stderr()
     hide_memory()
-    key, code = secret_of(WORKER_KEY_ENV), 0
+    key = secret_of(WORKER_KEY_ENV)
+    code = 0
     try:
-        harnesses.append(build_harness(spec.harness))
-        work(harnesses[0], spec, key, serve_health)
+        harness = build_harness(spec.harness)
+        work(harness, spec, key, fd)
     except ConfigError as error:
         code = 1
-        with contextlib.suppress(SystemExit):
-            fail(error.what, rule=error.rule, way_out=error.way_out)
+        body = ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
+        print(fatal_line(body), file=sys.stderr)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # hanging threads do not delay it
+
+
+async def _serve_health(harness: Harness, fd: int) -> None:
+    """Answer GET /health on the harnesses' event loop: a worker that blocks it is restarted."""
+
+    async def health() -> wire.WorkerHealth:
+        calls = getattr(harness, "calls", None)
+        return wire.WorkerHealth(num_abandoned=getattr(calls, "num_abandoned", 0))
+
+    app = make_app(secret_of(SECRET_ENV))
+    add_route(app, "GET", "/health", health)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.SockSite(runner, socket.socket(fileno=fd)).start()
 
 
 def _log_to_stderr() -> None:
@@ -296,7 +280,6 @@ def _log_to_stderr() -> None:
 def run_worker(
     url: str,
     *,
-    key: str | None,
     key_file: Path | None,
     harness: Mapping[str, str | None],
     slots: int,
@@ -309,26 +292,18 @@ def run_worker(
     """Run rollouts of the gateway at `url` until its run is done; return 0, or 143 or 130 after SIGTERM or
     Ctrl-C.
 
-    `key` None: read it from `key_file` or the environment. `harness` has one option of HARNESSES, `args` is a
-    JSON object, `env` has NAME=VALUE, `settings` are others of GeneratorConfig. Raises ConfigError, and
-    errors of Worker.run.
+    `key_file` None: the key is in the environment. `harness` has one option of HARNESSES, `args` is a JSON
+    object, `env` has NAME=VALUE, `settings` are others of GeneratorConfig. Raises ConfigError, and errors of
+    Worker.run.
     """
-    worker_key = key or (os.environ.get(WORKER_KEY_ENV) if key_file is None else _key_in(key_file))
-    os.environ.pop(WORKER_KEY_ENV, None)
-    if not worker_key:
-        way_out = f"set {WORKER_KEY_ENV}, or give --key-file FILE, like the run's gateway.json."
-        raise ConfigError("`asyncrl work` has no worker key", way_out=way_out)
-    given = {kind: text for kind, text in harness.items() if text}
+    key = _worker_key(key_file)
+    given = {kind: HARNESSES[kind].parse(text) for kind, text in harness.items() if text}
+    given |= {name: value for name, value in settings.items() if value is not None}
     try:
-        if len(given) != 1:
-            raise ValueError(f"{len(given)} harnesses are given")
-        settings = {name: value for name, value in settings.items() if value is not None}
-        config = GeneratorConfig(
-            **{kind: HARNESSES[kind].parse(text) for kind, text in given.items()},
-            args=json.loads(args or "{}"),
-            env=dict(each.split("=", 1) for each in env),
-            **settings,
-        )
+        variables = dict(each.split("=", 1) for each in env)
+        config = GeneratorConfig(**given, args=json.loads(args or "{}"), env=variables)
+        if not config.is_harness:
+            raise ValueError("no harness is given")
         spec = WorkerSpec(
             name=name or f"{socket.gethostname()}/{os.getpid()}",
             url=url.rstrip("/").removesuffix("/v1"),
@@ -343,17 +318,19 @@ def run_worker(
     _log_to_stderr()
     hide_memory()
     log.info("worker %s: %d slots, gateway %s", spec.name, slots, spec.url)
-    return work(build_harness(config), spec, worker_key)
+    return work(build_harness(config), spec, key)
 
 
-def _key_in(path: Path) -> str:
-    """Read a key file or a run's gateway.json."""
+def _worker_key(key_file: Path | None) -> str:
+    env_key = os.environ.pop(WORKER_KEY_ENV, "")
     try:
-        text = path.read_text(encoding="utf-8").strip()
-        return str(json.loads(text)["worker_key"]) if text.startswith("{") else text
+        key = json.loads(key_file.read_text(encoding="utf-8"))["worker_key"] if key_file else env_key
     except (OSError, ValueError, KeyError) as error:
-        what = f"--key-file {path} has no worker key: {type(error).__name__}: {error}"
-        raise ConfigError(what, way_out="give a file with only the key, or a run's gateway.json.") from error
+        raise ConfigError(f"--key-file {key_file}: {type(error).__name__}: {error}") from error
+    if not key:
+        way_out = f"set {WORKER_KEY_ENV}, or give --key-file with the run's gateway.json."
+        raise ConfigError("`asyncrl work` has no worker key", way_out=way_out)
+    return str(key)
 
 
 if __name__ == "__main__":

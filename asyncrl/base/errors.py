@@ -25,8 +25,6 @@ WouldWait                   an x_nowait call would have to wait
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -71,17 +69,6 @@ def without_train(module: str) -> ConfigError:
     return ConfigError(what, rule="the extra train brings it", way_out=f"{install_extra('train')}.")
 
 
-@contextlib.contextmanager
-def may_lack_train(name: str, unseen: list[str]) -> Iterator[None]:
-    """Add `name` to `unseen` when a package of the extra train is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as absent:
-        if (absent.name or "").split(".")[0] not in OF_TRAIN:
-            raise
-        unseen.append(name)
-
-
 class CheckpointError(AsyncrlError):
     pass
 
@@ -107,13 +94,8 @@ class EngineError(RoomError):
 
 
 class EngineLost(EngineError):  # noqa: N818  a state of the server
-    """`is_told`: its supervisor knows already."""
-
-    def __init__(
-        self, room: str, what: str, *, rule: str = "", way_out: str = "", is_told: bool = False
-    ) -> None:
-        self.is_told = is_told
-        super().__init__(room, what, rule=rule, way_out=way_out)
+    is_told = False
+    """Its supervisor knows already."""
 
 
 class TrainerError(RoomError):

@@ -16,9 +16,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.base.errors import ConfigError, JournalError, RoomError
+from asyncrl.base.errors import JournalError, RoomError
 
-LOST = "lost before a sync: the machine stopped, or the file was cut"
 _BLOCK = 2**16
 
 
@@ -123,8 +122,6 @@ def settle_folder(folder: Path) -> None:
 
 TRIES, PAUSE_S = 3, 0.02
 """Retries, since `asyncrl status` takes the lock for an instant."""
-_held: set[Path] = set()
-"""Locked files. NFS locks belong to the process: a second lock would succeed."""
 
 
 @contextlib.contextmanager
@@ -133,15 +130,15 @@ def run_lock(path: Path) -> Iterator[None]:
 
     The file stays: a waiting run may have it open.
     """
-    key = path.resolve()
-    if key in _held:
-        raise _refusal(path, os.getpid())
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         if not _take(file):
-            holder = os.pread(file, 32, 0).decode(errors="replace").strip()
+            holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(file)
-            raise _refusal(path, holder or "unknown")
+            raise JournalError(
+                f"process {holder} writes into {path.parent}",
+                way_out=f"wait until it ends, or end it (kill {holder}), or give this run another directory.",
+            )
         os.ftruncate(file, 0)
         os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
     except OSError as error:
@@ -149,20 +146,10 @@ def run_lock(path: Path) -> Iterator[None]:
             f"{path} cannot be locked: {error.strerror}",
             way_out="make the run directory writable; its file system needs space and locks.",
         ) from error
-    _held.add(key)
     try:
         yield
     finally:
-        _held.discard(key)
         os.close(file)
-
-
-def _refusal(path: Path, holder: object) -> JournalError:
-    return JournalError(
-        f"process {holder} writes into {path.parent}",
-        rule="one process at a time writes into a run directory",
-        way_out=f"wait until it ends, or end it (kill {holder}), or give this run another directory.",
-    )
 
 
 def _take(file: int) -> bool:
@@ -185,27 +172,13 @@ def shared_memory_root() -> Path:
     return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def disk_root(disk_dir: str | None) -> Path | None:
-    """Create and return weight_sync.disk_dir, or None. Raises ConfigError. Blocks."""
-    if disk_dir is None:
-        return None
-    folder = Path(disk_dir).expanduser().absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        what = f"weight_sync.disk_dir={disk_dir} cannot be made or written to: {error}"
-        way_out = "name a folder that trainer and engines share, and that this user may write to."
-        raise ConfigError(what, way_out=way_out) from error
-    return folder
-
-
 def new_staging_dir(disk_dir: Path | None = None) -> Path:
     """Make a staging folder, owned until the end of this process. Raises RoomError. Blocks."""
     name = _pattern(disk_dir).replace("*", f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
     folder = (disk_dir or shared_memory_root()) / name
     unlocked = folder.with_name(f".{name}")  # clear_stale_staging does not see it
     try:
+        unlocked.parent.mkdir(parents=True, exist_ok=True)
         unlocked.mkdir(mode=0o700)
         lock = os.open(unlocked / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -221,7 +194,7 @@ def new_staging_dir(disk_dir: Path | None = None) -> Path:
 
 def remove_staging_dir(folder: Path) -> None:
     if (lock := _owned.pop(folder, None)) is not None:
-        _remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
@@ -234,7 +207,7 @@ def clear_stale_staging(disk_dir: Path | None = None) -> list[Path]:
         with contextlib.suppress(OSError):  # another user's, or being removed
             lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             if _take(lock):
-                _remove(path.parent)
+                shutil.rmtree(path.parent, ignore_errors=True)
                 removed.append(path.parent)
             os.close(lock)
     return removed
@@ -248,14 +221,3 @@ def clear_own_staging() -> None:
 def _pattern(disk_dir: Path | None) -> str:
     host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
     return "asyncrl-*" if disk_dir is None else f"asyncrl-{host}-*"
-
-
-def _remove(folder: Path) -> None:
-    """Remove the lock last: a removal that is cut short can be repeated."""
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != LOCK:
-                path.unlink(missing_ok=True)
-        shutil.rmtree(folder)

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
@@ -29,6 +29,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.base.message import SECRET_ENV, ErrorBody, fatal_line
+from asyncrl.base.waits import within
 
 log = logging.getLogger("asyncrl.base.http")
 Body = BaseModel | bytes | None
@@ -59,6 +60,15 @@ class CallGarbled(CallLost):
         super().__init__(server, path, why)
 
 
+@contextlib.contextmanager
+def _lost(server: str, path: str) -> Iterator[None]:
+    """Raise CallLost for a broken connection."""
+    try:
+        yield
+    except (aiohttp.ClientError, OSError) as error:
+        raise CallLost(server, path, f"{type(error).__name__}: {error}") from error
+
+
 class FrameSocket:
     """WebSocket of byte frames. Raises CallLost if broken."""
 
@@ -66,23 +76,19 @@ class FrameSocket:
         self._server, self._path, self._socket = server, path, socket
 
     async def send(self, frame: bytes) -> None:
-        try:
+        with _lost(self._server, self._path):
             await self._socket.send_bytes(frame)
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(f"{type(error).__name__}: {error}") from error
 
     async def receive(self) -> bytes:
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.BINARY:
-            raise self._lost(f"the connection ended ({message.type.name.lower()}: {message.extra or ''})")
+            why = f"the connection ended ({message.type.name.lower()}: {message.extra or ''})"
+            raise CallLost(self._server, self._path, why)
         data: bytes = message.data
         return data
 
     async def close(self) -> None:
         await self._socket.close()
-
-    def _lost(self, why: str) -> CallLost:
-        return CallLost(self._server, self._path, why)
 
 
 class Caller:
@@ -105,13 +111,11 @@ class Caller:
     async def _call(
         self, method: str, path: str, body: Body, answer: type[Answer], timeout_s: float | None
     ) -> Answer:
-        try:
-            async with asyncio.timeout(timeout_s), await self._begin(method, path, body) as response:
-                text = await response.read()
-        except TimeoutError:
-            raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(path, error) from error
+        late = CallLost(self.name, path, f"no answer within {timeout_s} s")
+        async with within(timeout_s, lambda: late):
+            with _lost(self.name, path):
+                async with await self._begin(method, path, body) as response:
+                    text = await response.read()
         if response.status < 400:
             with contextlib.suppress(ValidationError):
                 return answer.model_validate_json(text)
@@ -121,7 +125,7 @@ class Caller:
         """POST a message and yield lines of the answer as they arrive. Raises CallRefused, CallLost. To
         stop early, close the generator.
         """
-        try:
+        with _lost(self.name, path):
             async with await self._begin("POST", path, body) as response:
                 if response.status >= 400:
                     raise self._refusal(path, response.status, await response.read(), ErrorBody)
@@ -130,26 +134,18 @@ class Caller:
                     *lines, rest = (rest + read).split(b"\n")
                     for line in lines:
                         yield line
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(path, error) from error
 
     async def connect(self, path: str) -> FrameSocket:
         """Open a WebSocket. Raises CallLost."""
-        try:
-            return FrameSocket(
-                self.name, path, await self._open().ws_connect(self.url + path, max_msg_size=0)
-            )
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(path, error) from error
+        with _lost(self.name, path):
+            socket = await self._open().ws_connect(self.url + path, max_msg_size=0)
+        return FrameSocket(self.name, path, socket)
 
     async def _begin(self, method: str, path: str, body: Body) -> aiohttp.ClientResponse:
         data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
         kind = "octet-stream" if isinstance(body, bytes) else "json"
         headers = {"content-type": f"application/{kind}"}
         return await self._open().request(method, self.url + path, data=data, headers=headers)
-
-    def _lost(self, path: str, error: aiohttp.ClientError | OSError) -> CallLost:
-        return CallLost(self.name, path, f"{type(error).__name__}: {error}")
 
     def _refusal(
         self, path: str, status: int, text: bytes, answer: type[BaseModel]

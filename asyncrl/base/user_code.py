@@ -13,14 +13,14 @@ import logging
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.thread import _worker
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure
+from asyncrl.base.errors import ConfigError, RolloutFailure
 
 
 def find_here() -> str:
@@ -96,9 +96,6 @@ Result = TypeVar("Result")
 
 GRACE_S = 5.0
 """Seconds for a cancelled call to clean up."""
-MAX_ABANDONED = 64
-"""Maximum running abandoned calls of a function."""
-
 WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit every await."
 
 _abandoned: set[asyncio.Task[Any]] = set()
@@ -115,25 +112,16 @@ class UserCalls:
         self,
         name: str,
         *,
-        error: Callable[..., AsyncrlError],
         warn: Callable[[str], None] = logger.warning,
         grace_s: float | None = None,
         way_out: str = WAY_OUT,
     ) -> None:
-        """`error` makes the fatal error; `warn` reports the first abandoned call."""
+        """`warn` reports the first abandoned call."""
         self.name = name
-        self._error = error
         self._warn = warn
         self._way_out = way_out
         self._grace_s = GRACE_S if grace_s is None else grace_s
-        self._alive: set[asyncio.Future[Any]] = set()
         self.num_abandoned = 0
-
-    def check(self) -> None:
-        """Raise `error` if too many abandoned calls are alive."""
-        if len(self._alive) >= MAX_ABANDONED:
-            rule = f"at most {MAX_ABANDONED} may be left running, because nothing can end them"
-            raise self._error(self._describe(len(self._alive)), rule=rule, way_out=self._way_out)
 
     async def run(self, call: Awaitable[Result]) -> Result:
         """Return the call's result. Raises its error, and RolloutFailure if it cancels itself."""
@@ -147,7 +135,7 @@ class UserCalls:
             finally:
                 if not task.done():
                     abandon(task)
-                    self.left_running(task)
+                    self.left_running()
             raise
         if task.cancelled():
             rule = "nothing outside cancelled it: it cancelled itself, or an awaited task was cancelled"
@@ -158,16 +146,11 @@ class UserCalls:
             raise error
         return cast(Result, result)
 
-    def left_running(self, call: asyncio.Future[Any]) -> None:
-        self._alive.add(call)
-        call.add_done_callback(self._alive.discard)
+    def left_running(self) -> None:
         self.num_abandoned += 1
         if self.num_abandoned == 1:
-            self._warn(f"{self._describe(1)}. Later ones are only counted. Way out: {self._way_out}")
-
-    def _describe(self, num_calls: int) -> str:
-        calls = f"{num_calls} call{'s' if num_calls > 1 else ''} of {self.name}"
-        return f"{calls} kept running after the time limit"
+            what = f"a call of {self.name} kept running after the time limit"
+            self._warn(f"{what}. Later ones are only counted. Way out: {self._way_out}")
 
 
 async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:
@@ -188,38 +171,12 @@ def abandon(task: asyncio.Task[Any]) -> None:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Daemon threads for asyncio.to_thread, which never block the end of the process."""
+    """Daemon threads for asyncio.to_thread: a call that hangs delays neither others nor the process's end."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
-
-    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        future: Future[Result] = Future()
-        self._calls.put((future, partial(fn, *args, **kwargs)))
-        if not self._idle.acquire(blocking=False):
-            threading.Thread(target=self._work, name="to_thread", daemon=True).start()
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait=False, cancel_futures=cancel_futures)
-        while self._idle.acquire(blocking=False):
-            self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            _answer(*call)
-            del call  # it holds the result
-            self._idle.release()
-
-
-def _answer(future: Future[Any], call: Callable[[], Any]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
+    def _adjust_thread_count(self) -> None:
+        if not self._idle_semaphore.acquire(blocking=False):
+            arguments = weakref.ref(self), self._work_queue, None, ()
+            threading.Thread(target=_worker, args=arguments, name="to_thread", daemon=True).start()
 
 
 async def cancel_remaining(main: Awaitable[Result]) -> Result:

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import functools
 import sys
-import threading
 import time
-import traceback
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextvars import ContextVar
@@ -117,9 +115,9 @@ class OpenWaits:
     def told(self) -> list[tuple[OpenWait, int]]:
         found = []
         for waits in self._by_kind.values():
-            asked = [wait for wait in islice(waits, self.MAX_ASKED) if self.by_task[wait.task][-1] is wait]
-            if asked:
-                found.append((min(asked, key=lambda wait: wait.since_s), len(waits)))
+            asked = islice(waits, self.MAX_ASKED)  # oldest first
+            if (wait := next((one for one in asked if self.by_task[one.task][-1] is one), None)) is not None:
+                found.append((wait, len(waits)))
         return sorted(found, key=lambda one: one[0].since_s)
 
 
@@ -190,14 +188,6 @@ def task_stacks() -> str:
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         lines.append(f"task {', '.join(names[:_MAX_NAMES])}{more}: {place}")
     return "\n".join(lines)
-
-
-def thread_stacks() -> str:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip("\n")
-        for ident, frame in sys._current_frames().items()
-    )
 
 
 SHORTEST_S = 0.0005

@@ -178,19 +178,15 @@ class Buffer:
         return batch
 
     def take_nowait(self) -> Batch:
-        choice = self.rule.take_nowait()
-        groups = tuple(self._ready.pop(group_id) for group_id in choice.group_ids)
-        min_version = max(0, choice.version - self.rule.max_staleness)
+        version = self.rule.next_batch
+        group_ids, requeued = self.rule.take_nowait()
+        groups = tuple(self._ready.pop(group_id) for group_id in group_ids)
         self._changed()
-        for group_id in choice.requeued:
+        for group_id in requeued:
             self._requeue(group_id)
-        return Batch(choice.version, groups, min_version, mask_older=self.rule.overdue.masks)
+        return Batch(version, groups, max(0, version - self.rule.max_staleness), mask_older=self.rule.masks)
 
     # ---- queries
-
-    @property
-    def next_group_id(self) -> int:
-        return self.rule.num_issued
 
     def prompts_ready(self) -> list[Prompt]:
         return [group.prompt for group in self._ready.values()]
@@ -213,14 +209,15 @@ class Buffer:
     # ---- how
 
     def _what_opens(self) -> str:
-        rule = self.rule
-        counts = f"{rule.num_ready} ready, {rule.num_running} run"
-        return f"admission of a group ({counts}, step {rule.next_batch + 1}, version {rule.served} is served)"
+        return f"admission of a group ({self._counts()}, version {self.rule.served} is served)"
 
     def _what_forms(self) -> str:
+        return f"{self.rule.waits_for or 'generation'} ({self._counts()})"
+
+    def _counts(self) -> str:
         rule = self.rule
-        counts = f"{rule.num_ready} of {rule.num_groups} groups are ready, {rule.num_running} run"
-        return f"{rule.waits_for or 'generation'} (step {rule.next_batch + 1}: {counts})"
+        ready = f"{rule.num_ready} of {rule.num_groups} groups are ready"
+        return f"step {rule.next_batch + 1}: {ready}, {rule.num_running} run"
 
     def _changed(self) -> None:
         cause = self.rule.waits_for
@@ -240,7 +237,8 @@ class Buffer:
             self._auto.note(asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks)
 
     def _requeue(self, group_id: GroupId) -> None:
-        self._on_requeued(group_id, self._ready.pop(group_id, None), self.rule.overdue.reason)
+        reason = "all_masked" if self.rule.masks else "dropped"
+        self._on_requeued(group_id, self._ready.pop(group_id, None), reason)
 
 
 def _versions(group: Group) -> tuple[int, int]:

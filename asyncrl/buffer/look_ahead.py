@@ -10,17 +10,16 @@ from statistics import fmean, stdev
 START = 2
 WARM_UP = 2
 """Batches to ignore: a new process is slow."""
-FIRST_WINDOW, WINDOW, MEMORY = 5, 12, 36
-"""Batches before a first decision, before a later one, and at most to judge by."""
-NUM_FIRST = 4
+WINDOW, MEMORY = 5, 36
+"""Batches between decisions, and at most to judge by."""
 MIN_LACK_FRACTION = 0.03
 """Fraction of the time that the trainer may lack groups."""
 BATCH_IN_HAND = 0.9
 """Ready batches to keep: in simulations the fewest that keep the trainer 95 % busy."""
 SLACK = 0.3
 """Excess batches before lowering."""
-FIRST_HOLD = 96
-"""Batches before a refuted change is tried again; doubled each time."""
+HOLD = 96
+"""Batches before a refuted change is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,12 @@ class LookAhead:
         self._num_ready = 0
         self._batch = 0
         self._samples: deque[_Sample] = deque(maxlen=MEMORY)
-        self._decide_at = WARM_UP + FIRST_WINDOW
-        self._num_decisions = 0
+        self._decide_at = WARM_UP + WINDOW
         # (look-ahead, mean time for a batch, its error) before a raise on trial
         self._trial_of: tuple[int, float, float] | None = None
         self._judge_at = 0
-        self._limit, self._limit_until, self._raise_hold = max_staleness, 0, FIRST_HOLD
-        self._came_down, self._lower_from, self._lower_hold = False, 0, FIRST_HOLD
+        self._limit, self._limit_until = max_staleness, 0
+        self._came_down, self._lower_from = False, 0
 
     def note(self, now_s: float, num_running: int, *, lacks: bool) -> None:
         """`lacks`: the trainer lacks groups from `now_s` on."""
@@ -83,8 +81,7 @@ class LookAhead:
         if self._trial_of is not None and self._batch >= self._judge_at:
             self._judge(*self._trial_of)
         if self._batch >= self._decide_at and self._samples:
-            self._num_decisions += 1
-            self._decide_at = self._batch + (FIRST_WINDOW if self._num_decisions < NUM_FIRST else WINDOW)
+            self._decide_at = self._batch + WINDOW
             self._decide()
         return self.current
 
@@ -100,10 +97,9 @@ class LookAhead:
             if self._trial_of is None:
                 self._trial_of = (self.current, *self._measured())
             if self._came_down:
-                self._lower_from = self._batch + self._lower_hold
-                self._lower_hold *= 2
+                self._lower_from = self._batch + HOLD
             self.current, self._came_down = target, False
-            self._judge_at = self._batch + target + 1 + FIRST_WINDOW
+            self._judge_at = self._batch + target + 1 + WINDOW
         elif target < self.current and wanted < self.current - SLACK and self._batch >= self._lower_from:
             self.current, self._came_down = max(1, target), True
             self._trial_of = None
@@ -113,15 +109,12 @@ class LookAhead:
         now_s, error_now = self._measured()
         gain = interval_s / now_s * (1 + math.hypot(error, error_now))
         needed = max(look_ahead, math.ceil((look_ahead + 1) * gain) - 1)
-        if needed >= self.current:
-            self._raise_hold = FIRST_HOLD
-            return
-        self._limit, self._limit_until = needed, self._batch + self._raise_hold
-        self._raise_hold *= 2
-        self.current = needed
+        if needed < self.current:
+            self._limit, self._limit_until = needed, self._batch + HOLD
+            self.current = needed
 
     def _measured(self) -> tuple[float, float]:
         """Return the mean time of recent batches, and its relative standard error."""
-        intervals = [max(sample.interval_s, 1e-9) for sample in list(self._samples)[-FIRST_WINDOW:]]
+        intervals = [max(sample.interval_s, 1e-9) for sample in list(self._samples)[-WINDOW:]]
         mean = fmean(intervals)
         return mean, stdev(intervals) / math.sqrt(len(intervals)) / mean if len(intervals) > 1 else 1.0

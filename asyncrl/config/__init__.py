@@ -11,7 +11,6 @@ from asyncrl.config.model_task_eval import ModelConfig as ModelConfig
 from asyncrl.config.model_task_eval import ScratchConfig as ScratchConfig
 from asyncrl.config.model_task_eval import TaskConfig as TaskConfig
 from asyncrl.config.placement_sync import PlacementConfig as PlacementConfig
-from asyncrl.config.placement_sync import WeightSyncConfig as WeightSyncConfig
 from asyncrl.config.rollout_buffer import BufferConfig as BufferConfig
 from asyncrl.config.rollout_buffer import RolloutConfig as RolloutConfig
 from asyncrl.config.run_config import CheckpointConfig as CheckpointConfig
@@ -20,5 +19,4 @@ from asyncrl.config.run_config import RunConfig as RunConfig
 from asyncrl.config.run_config import SupervisionConfig as SupervisionConfig
 from asyncrl.config.trainer_algorithm import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.trainer_algorithm import LoraConfig as LoraConfig
-from asyncrl.config.trainer_algorithm import TeacherConfig as TeacherConfig
 from asyncrl.config.trainer_algorithm import TrainerConfig as TrainerConfig

@@ -18,19 +18,18 @@ OnOverflow = Literal["truncate", "fail"]
 @dataclass(frozen=True, slots=True)
 class HarnessKind:
     """`place`: class in asyncrl/agents, made with (GeneratorConfig, is_worker=); raises ConfigError.
-    `checked_in`: process that makes one to check the config. `metavar`, `parse`: option of `asyncrl work`.
+    `metavar`, `parse`: option of `asyncrl work`.
     """
 
     place: str
-    checked_in: Literal["here", "child"] | None
     metavar: str
     parse: Callable[[str], Any] = str
 
 
 HARNESSES: Mapping[str, HarnessKind] = {
-    "python": HarnessKind("harness:PythonHarness", "child", "MODULE:FUNCTION"),
-    "command": HarnessKind("command:CommandHarness", "here", "'PROGRAM ARG...'", shlex.split),
-    "verifiers": HarnessKind("verifiers:VerifiersHarness", None, "ID"),
+    "python": HarnessKind("harness:PythonHarness", "MODULE:FUNCTION"),
+    "command": HarnessKind("command:CommandHarness", "'PROGRAM ARG...'", shlex.split),
+    "verifiers": HarnessKind("verifiers:VerifiersHarness", "ID"),
 }
 
 
@@ -122,13 +121,13 @@ class GatewayConfig(FrozenConfig):
     """Port to listen on (none = any free one)."""
     public_url: str | None = None
     """URL for harnesses on other machines, e.g. http://trainer-host:8700 (none = http://host:port)."""
-    on_sampling_override: Literal["auto", "use_config", "honour", "refuse"] = "auto"
+    on_sampling_override: Literal["auto", "use_config", "honour"] = "auto"
     """Applies to calls with another temperature or top_p than training. use_config: use the configured
-    values. honour: sample as requested, but never train on the tokens. refuse: 400 (auto = honour under
+    values. honour: sample as requested, but never train on the tokens (auto = honour under
     `asyncrl serve gateway`, use_config in a run)."""
     tool_format: str = "auto"
-    """Format of tool calls: a format of docs/gateway.md, response_template, none, or `module:function`:
-    parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto = from the chat template)."""
+    """Format of tool calls: a format of docs/gateway.md, none, or `module:function`:
+    parse(text) -> [(name, arguments), ...] or None (auto = from the chat template)."""
     thoughts: Literal["inline", "apart"] = "inline"
     """Thoughts in /v1/chat/completions: in `content` (inline) or in `reasoning_content` (apart)."""
     max_calls: int = Field(default=256, ge=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -67,11 +67,7 @@ def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the con
 
 
 def run_config_yaml(config: RunConfig) -> str:
-    values = config.model_dump()
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    if re.search("[\x85\u2028\u2029]", text):  # would be read back as plain line ends
-        text = yaml.safe_dump(values, sort_keys=False)
-    return text
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
 
 def _with(values: Any, override: str) -> Any:
@@ -178,15 +174,15 @@ def schema_text() -> str:
 
 def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
     """Describe settings: basic, all, a section, a key, or matches of a word. Raises ConfigError."""
+    known = [key for *_, keys in sections() for key in keys]
     if wanted is None:
-        found = _chosen(lambda key: lists_all or key.name in BASIC)
-        num_all = sum(len(keys) for _, _, keys in sections())
-        more = f"{len(BASIC)} of {num_all} settings; more: asyncrl keys SECTION, asyncrl keys --all"
+        found = [key for key in known if lists_all or key.name in BASIC]
+        more = f"{len(BASIC)} of {len(known)} settings; more: asyncrl keys SECTION, asyncrl keys --all"
         return _described(found) if lists_all else f"{_described(found)}\n\n{more}"
     word = wanted.lower()
-    found = _chosen(lambda key: f"{key.name}.".startswith(f"{wanted}."))
+    found = [key for key in known if f"{key.name}.".startswith(f"{wanted}.")]
     if "." not in word:
-        found = found or _chosen(lambda key: word in f"{key.name} {key.meaning}".lower())
+        found = found or [key for key in known if word in f"{key.name} {key.meaning}".lower()]
     if not found:
         closest = _closest(wanted)
         hint = f"; did you mean {closest}?" if closest else ""
@@ -197,20 +193,12 @@ def describe_keys(wanted: str | None = None, *, lists_all: bool = False) -> str:
     return _described(found)
 
 
-def _described(found: Sequence[tuple[str, str, list[Key]]]) -> str:
+def _described(keys: Sequence[Key]) -> str:
     lines = list[str]()
-    for name, about, keys in found:
-        lines.append(f"{name or 'top level'}: {about}")
-        for key in keys:
-            default = f", default {key.default}" if key.default else ""
-            lines += [f"  {key.name} ({key.type}{default})", f"      {key.meaning}"]
-        lines.append("")
-    return "\n".join(lines).rstrip()
-
-
-def _chosen(is_wanted: Callable[[Key], bool]) -> list[tuple[str, str, list[Key]]]:
-    kept = [(name, about, [key for key in keys if is_wanted(key)]) for name, about, keys in sections()]
-    return [(name, about, keys) for name, about, keys in kept if keys]
+    for key in keys:
+        default = f", default {key.default}" if key.default else ""
+        lines += [f"{key.name} ({key.type}{default})", f"    {key.meaning}"]
+    return "\n".join(lines)
 
 
 def _key(name: str, info: FieldInfo) -> Key:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.engine_api import LatencyModel
@@ -107,7 +106,7 @@ class RolloutConfig(FrozenConfig):
     """Arguments of `vllm serve` by name, except those that the run sets itself."""
     vllm_python: str = "auto"
     """Python with vLLM (auto = this one, else .venv-vllm/bin/python of the checkout)."""
-    urls: list[str] | None = None
+    urls: list[Annotated[str, Field(pattern=r"^https?://[^/?#\s]+$")]] | None = None
     """URLs of num_engines vLLM servers, with their key in ASYNCRL_VLLM_KEY (none = the run starts
     its own)."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -155,14 +154,6 @@ class RolloutConfig(FrozenConfig):
     @property
     def max_length(self) -> int:
         return self.max_prompt_tokens + self.max_tokens
-
-    @field_validator("urls")
-    @classmethod
-    def _are_addresses(cls, urls: list[str] | None) -> list[str] | None:
-        for url in urls or ():
-            if not re.fullmatch(r"https?://[^/?#\s]+/?", url):
-                raise ValueError(f"{url!r}: write a server like http://10.0.0.7:8000, without a path")
-        return urls and [url.rstrip("/") for url in urls]
 
     @model_validator(mode="after")
     def _settings_fit_the_engine(self) -> Self:

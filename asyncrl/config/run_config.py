@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.generator_gateway import GatewayConfig, GeneratorConfig
@@ -102,8 +101,6 @@ class ObserveConfig(FrozenConfig):
         for name in self.trackers:
             if name not in TRACKERS and ":" not in name:
                 raise ValueError(f"trackers has {name!r}; there are {', '.join(TRACKERS)}, and module:Class")
-        if twice := [name for name in dict.fromkeys(self.trackers) if self.trackers.count(name) > 1]:
-            raise ValueError(f"trackers has {twice[0]} twice; name it once")
         if unused := [name for name in self.tracker_args if name not in self.trackers]:
             raise ValueError(f"tracker_args has {unused[0]}, but trackers does not; add or remove it")
         return self
@@ -118,7 +115,7 @@ class RunConfig(FrozenConfig):
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of random weights, the shuffle and every sampled token."""
-    launcher: str = "local"
+    launcher: str = Field(default="local", pattern=r"^(local|ray(:[^:\s]+:\d{1,5})?)$")
     """Launcher of the run's processes. local: this machine. ray: the Ray cluster of RAY_ADDRESS or of this
     machine. ray:HOST:PORT: the Ray cluster with this head."""
     model: ModelConfig
@@ -207,13 +204,6 @@ class RunConfig(FrozenConfig):
         if kind == "cpu" and has_experts:
             return False
         return kind == self.rollout.facts.exact_on and (kind == "cpu" or self.buffer.max_staleness == 0)
-
-    @field_validator("launcher")
-    @classmethod
-    def _launcher_is_known(cls, value: str) -> str:
-        if not re.fullmatch(r"local|ray(:[^:\s]+:\d{1,5})?", value):
-            raise ValueError("give local, ray, or ray:HOST:PORT of the head of a Ray cluster")
-        return value
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

@@ -16,28 +16,9 @@ from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.base.waits import waiting
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.link import LOGPROB_SLACK, Link, OnChunk, OnInterrupted, OpenRequest, SegmentCheck
-from asyncrl.messages.engine_api import (
-    CommitRequest,
-    CommitResponse,
-    EngineHealth,
-    EnginePart,
-    GenerateResponse,
-    GroupMember,
-    Interrupt,
-    LoadChunkRequest,
-    Loaded,
-    PrepareRequest,
-    ScoreRequest,
-    ScoreResponse,
-    SleepRequest,
-    TransferStats,
-    WakeRequest,
-)
+from asyncrl.messages import engine_api as api
 from asyncrl.messages.records import Rollout, SamplingRequest, Trajectory
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
-
-_NEEDED = "a run needs its engine servers"
-_TWICE = "weights that the trainer sends are asked for twice, then the process is given up"
 
 
 class CallScope:
@@ -53,7 +34,6 @@ class CallScope:
         self.version = version
         self.is_given_up = False
         self._why_cut = ""
-        self._rule = _NEEDED
         self._limits: set[asyncio.Timeout] = set()
 
     @contextlib.asynccontextmanager
@@ -78,24 +58,24 @@ class CallScope:
     def check_whole(self) -> None:
         """Raise EngineLost if the process is cut."""
         if self._why_cut:
-            raise self.lost(self._why_cut, rule=self._rule) from None
+            raise self.lost(self._why_cut) from None
 
     def disconnect_nowait(self) -> None:
         """Idempotent."""
         self.is_given_up = True
         self.break_nowait("was given up")
 
-    def break_nowait(self, what: str, *, rule: str = _NEEDED) -> None:
+    def break_nowait(self, what: str) -> None:
         """Mark the process as broken; calls report it to the supervisor. Idempotent."""
-        if not self._why_cut:
-            self._why_cut = what
-            self._rule = rule
+        self._why_cut = self._why_cut or what
         while self._limits:
             self._limits.pop().reschedule(asyncio.get_running_loop().time())
 
-    def lost(self, what: str, *, rule: str = _NEEDED) -> EngineLost:
+    def lost(self, what: str) -> EngineLost:
         way_out = f"read {self.name}'s log for why, then start the run again."
-        return EngineLost(self.name, what, rule=rule, way_out=way_out, is_told=self.is_given_up)
+        lost = EngineLost(self.name, what, way_out=way_out)
+        lost.is_told = self.is_given_up
+        return lost
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
         where = f"({self.caller.url})"
@@ -131,8 +111,8 @@ class EngineClient(Protocol):
       `on_interrupted` and continues if that returns true. Cancelling the call ends the request.
     - abort: end these requests (None: all) with their tokens; return the ids found.
     - prepare, load_chunk: load weights during serving, or a chunk into woken weights; return the digest.
-    - sleep, wake: interrupt requests and free these parts; allocate them again. Idempotent. Requests wait
-      until all parts are awake and a push is committed.
+    - sleep, wake: interrupt requests and free all memory; allocate these parts again. Idempotent. Requests
+      wait until all parts are awake and a push is committed.
 
     `broadcast_group`: for transport nccl.
     """
@@ -171,13 +151,13 @@ class EngineClient(Protocol):
     def _begin_nowait(self) -> None: ...
     async def generate_segment(
         self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
-    ) -> GenerateResponse: ...
+    ) -> api.GenerateResponse: ...
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]: ...
-    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth: ...
+    async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth: ...
     async def prepare(self, manifest: ExportResponse) -> str: ...
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse: ...
-    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats: ...
-    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats: ...
+    async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse: ...
+    async def sleep(self) -> api.TransferStats: ...
+    async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats: ...
     async def load_chunk(self, chunk: ExportChunkResponse) -> str: ...
 
 
@@ -205,7 +185,7 @@ class EngineServer(EngineClient):
 
     async def generate_segment(
         self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
-    ) -> GenerateResponse:
+    ) -> api.GenerateResponse:
         line = self._line
         check = SegmentCheck(self.name, request, oldest=line.version)
         # calls() would set up a timeout per request.
@@ -230,9 +210,9 @@ class EngineServer(EngineClient):
             await asyncio.wait([opened.done for opened in found], timeout=timeout_s)
         return [opened.request.request_id for opened in found]
 
-    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
+    async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth:
         async with self._line.calls():
-            return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
+            return await self._caller.get("/health", api.EngineHealth, timeout_s=timeout_s)
 
     async def prepare(self, manifest: ExportResponse) -> str:
         if self._group is not None and manifest.is_held:
@@ -240,36 +220,36 @@ class EngineServer(EngineClient):
             self._group.expect_nowait(self.name, manifest.version, 1)
             self._expected = manifest
             return manifest.digest  # the server compares it on arrival
-        request = PrepareRequest.model_validate(manifest, from_attributes=True)
-        return (await self._post("/prepare", request, Loaded)).digest
+        request = api.PrepareRequest.model_validate(manifest, from_attributes=True)
+        return (await self._post("/prepare", request, api.Loaded)).digest
 
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
+    async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse:
         expected, self._expected = self._expected, None
         if expected is not None:
             await self._receive(expected)
         self._offered_version = max(self._offered_version, version)
-        request = CommitRequest(version=version, digest=digest, interrupt=interrupt)
-        answer = await self._post("/commit", request, CommitResponse)
+        request = api.CommitRequest(version=version, digest=digest, interrupt=interrupt)
+        answer = await self._post("/commit", request, api.CommitResponse)
         self._line.version = version
         return answer
 
-    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
-        return await self._post("/sleep", SleepRequest(parts=list(parts)), TransferStats)
+    async def sleep(self) -> api.TransferStats:
+        return await self._post("/sleep", None, api.TransferStats)
 
-    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
-        return await self._post("/wake", WakeRequest(parts=list(parts)), TransferStats)
+    async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats:
+        return await self._post("/wake", api.WakeRequest(parts=list(parts)), api.TransferStats)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
-        request = LoadChunkRequest.model_validate(chunk, from_attributes=True)
-        return (await self._post("/load_chunk", request, Loaded)).digest
+        request = api.LoadChunkRequest.model_validate(chunk, from_attributes=True)
+        return (await self._post("/load_chunk", request, api.Loaded)).digest
 
     async def _receive(self, manifest: ExportResponse) -> None:
         """Raises EngineLost after two failures, and WeightsLost if the trainer is lost."""
         assert self._group is not None, "weights are expected only from a broadcast"
         announced = manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
-        async def take(member: GroupMember) -> None:
-            await self._post("/prepare", PrepareRequest(path="", member=member, **announced), Loaded)
+        async def take(member: api.GroupMember) -> None:
+            await self._post("/prepare", api.PrepareRequest(path="", member=member, **announced), api.Loaded)
 
         for is_last in (False, True):
             try:
@@ -278,11 +258,11 @@ class EngineServer(EngineClient):
                 raise
             except EngineError as error:
                 if is_last:
-                    self._line.break_nowait(error.fault, rule=_TWICE)
-                    raise self._line.lost(error.fault, rule=error.rule or _TWICE) from error
+                    self._line.break_nowait(error.fault)
+                    raise self._line.lost(error.fault) from error
                 self._group.expect_nowait(self.name, manifest.version, 1)
 
-    async def _post(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
+    async def _post(self, path: str, body: BaseModel | None, answer: type[Answer]) -> Answer:
         async with self._line.calls():
             return await self._caller.post(path, body, answer, timeout_s=None)
 
@@ -341,7 +321,7 @@ class Teacher:
     async def _judge(self, branch: Trajectory) -> Trajectory:
         (places,) = np.nonzero(branch.loss_mask)
         start, end = int(places[0]), int(places[-1]) + 1
-        request = ScoreRequest(
+        request = api.ScoreRequest(
             token_ids=branch.token_ids[:end].tolist(), start=start, temperature=self._temperature
         )
         found = np.array((await self._score(request)).logprobs, np.float32)
@@ -355,7 +335,7 @@ class Teacher:
         self._num_scored += len(places)
         return replace(branch, teacher_logprobs=logprobs)
 
-    async def _score(self, request: ScoreRequest) -> ScoreResponse:
+    async def _score(self, request: api.ScoreRequest) -> api.ScoreResponse:
         while True:
             with waiting("a teacher that is up", on="supervisor", who="rollouts"):
                 await self._up.wait()
@@ -363,7 +343,7 @@ class Teacher:
                 with waiting("teacher logprobs", on=self.name, who="rollouts"):
                     async with self._places, self._line.calls():
                         post = self._caller.post
-                        return await post("/score", request, ScoreResponse, timeout_s=self._timeout_s)
+                        return await post("/score", request, api.ScoreResponse, timeout_s=self._timeout_s)
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise

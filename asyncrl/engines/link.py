@@ -69,10 +69,6 @@ class SegmentCheck:
         if not are_sampled or len(logprobs) != len(token_ids) or max(logprobs, default=0.0) > LOGPROB_SLACK:
             bad = [pair for pair in zip(token_ids, logprobs, strict=False) if not is_sampled(*pair)]
             return f"{len(logprobs)} logprobs for {len(token_ids)} tokens, invalid (id, logprob) {bad[:3]}"
-        most, top = self._request.top_logprobs, part.top_logprobs
-        are_few = len(top) == (len(token_ids) if most else 0) and all(len(pairs) <= most for pairs in top)
-        if not are_few or not all(is_sampled(*pair) for pairs in top for pair in pairs):
-            return f"top_logprobs {top[:3]} for {len(token_ids)} tokens, at most {most} each"
         end = 0
         for span in part.version_spans:
             if span.start != end or span.end <= end or not self._version <= span.version <= newest:

@@ -16,7 +16,6 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import NO_EXPERT, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest, TopLogprobs, VersionSpan
 
-ABORT_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 30.0
 _UNKNOWN = NO_EXPERT.to_bytes(2, "little")
 
@@ -97,20 +96,8 @@ class EnginePool:
         self.down_nowait(name)
         index = self._index[name]
         if requests := list(self._sent[index]):
-            await self._abort(index, requests, DRAIN_TIMEOUT_S)
-
-    async def balance(self) -> None:
-        """Move the newest queued requests to free slots. Call it after up_nowait."""
-        router = self._router
-        num_free = sum(max(0, self.slots - router.load[index]) for index in router.up)
-        aborts = []
-        for index in sorted(router.up):
-            queued = list(self._sent[index])[self.slots :]
-            moving = queued[max(0, len(queued) - num_free) :]
-            num_free -= len(moving)
-            if moving:
-                aborts.append(self._abort(index, moving, ABORT_TIMEOUT_S))
-        await asyncio.gather(*aborts)
+            with contextlib.suppress(EngineError):  # waiting calls detect a lost server
+                await self.servers[index].abort(requests, timeout_s=DRAIN_TIMEOUT_S)
 
     async def generate(
         self,
@@ -189,11 +176,6 @@ class EnginePool:
             on_chunk(rest)
             if join.is_finished or charge.index != index or self._router.moves(charge):
                 return
-
-    async def _abort(self, index: int, request_ids: list[str], timeout_s: float) -> None:
-        """Waiting calls detect a lost server."""
-        with contextlib.suppress(EngineError):
-            await self.servers[index].abort(request_ids, timeout_s=timeout_s)
 
     def _near(self, request: SamplingRequest) -> int:
         after = request.after

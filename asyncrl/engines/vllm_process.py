@@ -28,20 +28,12 @@ Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
 GRAMMARS = "asyncrl_servers.vllm.monkeypatches"
 _PLUGIN = "reasoning_parser_plugin"
-_GRAMMAR_CONFIG = json.dumps({"backend": "guidance", _PLUGIN: GRAMMARS})
 _RPC = "/collective_rpc"
 _WIRE_ID = "generate-tokens-{}"
 """vLLM's id for our request_id, required by /abort_requests, which accepts any id."""
-_LOGPROBS, _KEEP_ALIVE = "processed_logprobs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+_KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 _ROUTING = "enable_return_routed_experts"
-_RULE = "a run needs a vLLM server that was started as docs/engines.md describes"
-_WAYS_OUT = {
-    "/health": "put its key into the environment variable ASYNCRL_VLLM_KEY.",
-    "/server_info": "start it with VLLM_SERVER_DEV_MODE=1.",
-    _RPC: "start it with --worker-extension-cls asyncrl_servers.vllm.worker_extension.WeightLoader.",
-    GENERATE: "start it with --enable-scale-out.",
-}
-"""Of a refused route, while a server gets ready."""
+_WAY_OUT = "start it as docs/engines.md describes, with its key in ASYNCRL_VLLM_KEY."
 _MIN_KEEP_ALIVE_S = 60
 """Our connections idle up to 30 s (http.Caller)."""
 _ASK_AGAIN_S = 0.1
@@ -52,8 +44,6 @@ _COUNTS = {
     "num_queued": ("num_requests_waiting",),
     "tokens_generated": ("generation_tokens_total",),
     "decode_s": ("request_prefill_time_seconds_sum", "inter_token_latency_seconds_sum"),
-    "tokens_prompted": ("prompt_tokens_total",),
-    "tokens_cached": ("prompt_tokens_cached_total",),
 }
 
 
@@ -295,7 +285,7 @@ class VllmProcess(CallScope):
         return str((await self.get("/weight_info", Json, timeout_s)).root["weight_version"])
 
     async def counts(self, *, timeout_s: float | None) -> dict[str, float]:
-        """Return counts from its metrics; tokens_prompted includes tokens_cached."""
+        """Return counts from its metrics."""
         text = (await self.get("/metrics", Text, timeout_s)).text
         values = dict.fromkeys((name for names in _COUNTS.values() for name in names), 0.0)
         for name, value in re.findall(r"^vllm:(\w+)(?:\{.*?\})? (\S+)$", text, re.MULTILINE):
@@ -309,9 +299,8 @@ class VllmRequirements:
     """Requirements of the run.
 
     `end_ids`: the only end tokens. `special_ids`: tokens without text, by name, for stop strings.
-    `starts_fresh`: with the initial weights. `stays`: keeps its memory during sleep. `canary_limit` in
-    nats. `decode`: for stop strings across two segments. `mark`: in all labels; tokens of other runs raise
-    EngineError.
+    `stays`: keeps its memory during sleep. `canary_limit` in nats. `decode`: for stop strings across two
+    segments. `mark`: in all labels; tokens of other runs raise EngineError.
     """
 
     model_path: str
@@ -319,9 +308,7 @@ class VllmRequirements:
     slots: int
     max_length: int
     end_ids: tuple[int, ...]
-    device: str
     special_ids: Mapping[str, int] = field(default_factory=dict)
-    starts_fresh: bool = True
     stays: bool = False
     returns_routing: bool = False
     canary_limit: float = math.inf
@@ -330,62 +317,47 @@ class VllmRequirements:
 
 
 def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) -> None:
-    """Raise ConfigError, with vLLM's flag, if a setting differs."""
+    """Raise ConfigError if settings differ."""
     config = info["vllm_config"]
     model = config["model_config"]
-    dtype = str(model["dtype"]).removeprefix("torch.")
-    is_path = os.path.realpath(model["model"]) == os.path.realpath(needed.model_path)
-    num_seqs = config["scheduler_config"]["max_num_seqs"]
-    routing = bool(config.get("aux_output_config", {}).get(_ROUTING))
-    keep_alive_s = info.get("vllm_env", {}).get(_KEEP_ALIVE)
-    is_kept_alive = keep_alive_s is None or keep_alive_s >= _MIN_KEEP_ALIVE_S
-    plugin = config["structured_outputs_config"][_PLUGIN]
-    mode = model["logprobs_mode"]
-    length = model["max_model_len"]
-    for setting, value, is_right, flag in (
-        ("logprobs_mode", mode, mode == _LOGPROBS, f"--logprobs-mode {_LOGPROBS}"),
-        ("model", model["model"], is_path, f"vllm serve {needed.model_path}"),
-        ("dtype", dtype, dtype == needed.dtype, f"--dtype {needed.dtype}"),
-        ("max_model_len", length, length >= needed.max_length, f"--max-model-len {needed.max_length}"),
-        ("max_num_seqs", num_seqs, num_seqs >= needed.slots, f"--max-num-seqs {needed.slots}"),
-        (_PLUGIN, plugin, plugin == GRAMMARS, f"--structured-outputs-config '{_GRAMMAR_CONFIG}'"),
-        (_ROUTING, routing, routing or not needed.returns_routing, "--enable-return-routed-experts"),
-        (_KEEP_ALIVE, keep_alive_s, is_kept_alive, f"{_KEEP_ALIVE}={_MIN_KEEP_ALIVE_S} or more set"),
-    ):
-        if not is_right:
-            what = f"{name}: the vLLM server there has {setting}={value}"
-            raise ConfigError(what, rule=_RULE, way_out=f"start it with {flag}.")
+    equal = {
+        "model": (os.path.realpath(model["model"]), os.path.realpath(needed.model_path)),
+        "dtype": (str(model["dtype"]).removeprefix("torch."), needed.dtype),
+        "logprobs_mode": (model["logprobs_mode"], "processed_logprobs"),
+        _PLUGIN: (config["structured_outputs_config"][_PLUGIN], GRAMMARS),
+    }
+    at_least = {
+        "max_model_len": (model["max_model_len"], needed.max_length),
+        "max_num_seqs": (config["scheduler_config"]["max_num_seqs"], needed.slots),
+        _ROUTING: (bool(config.get("aux_output_config", {}).get(_ROUTING)), needed.returns_routing),
+        _KEEP_ALIVE: (info.get("vllm_env", {}).get(_KEEP_ALIVE) or _MIN_KEEP_ALIVE_S, _MIN_KEEP_ALIVE_S),
+    }
+    wrong = [f"{key}={has} instead of {want}" for key, (has, want) in equal.items() if has != want]
+    wrong += [f"{key}={has} instead of {want} or more" for key, (has, want) in at_least.items() if has < want]
+    if wrong:
+        what = f"{name}: the vLLM server there has {' and '.join(wrong)}"
+        raise ConfigError(what, way_out=_WAY_OUT)
 
 
 async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
     """Wait until the server is up and configured. Raises ConfigError, CallRefused or CallLost."""
     try:
-        await _make_ready(process, needed)
+        await _until_up(process)
+        settings = await process.get("/server_info?config_format=json", Json)
+        check_settings(process.name, settings.root, needed)
+        workers = await process.rpc("facts")
+        process.num_workers = len(workers)
+        process.vocab_size = min(worker["vocab_size"] for worker in workers)
+        await process.tell("/resume")  # an earlier run may have paused it and died
+        await process.set_label(process.label)
+        # vLLM compiles at the first seeded sampling, and at the first prompt logprobs.
+        sampling = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1, "prompt_logprobs": 0}
+        await process.tell(GENERATE, vllm_request([1, 2, 3], "warm-up", process.label, None, **sampling))
     except CallRefused as refusal:
-        route = refusal.path.partition("?")[0].partition(" ")[0]
-        if route not in _WAYS_OUT or (refusal.status not in (401, 403, 404) and route != _RPC):
+        if refusal.status not in (401, 403, 404):
             raise
-        what = f"{process.name}: the vLLM server there refuses {route} ({refusal.body.error})"
-        raise ConfigError(what, rule=_RULE, way_out=_WAYS_OUT[route]) from refusal
-
-
-async def _make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
-    await _until_up(process)
-    settings = await process.get("/server_info?config_format=json", Json)
-    check_settings(process.name, settings.root, needed)
-    workers = await process.rpc("facts")
-    process.num_workers = len(workers)
-    process.vocab_size = min(worker["vocab_size"] for worker in workers)
-    label = await process.served_label()
-    if needed.starts_fresh and label not in ("default", process.label):
-        what = f"{process.name}: the vLLM server there has weights that another run pushed, labelled {label}"
-        rule = f"it must start with the weights of {needed.model_path}"
-        raise ConfigError(what, rule=rule, way_out="start that server again.")
-    await process.tell("/resume")  # an earlier run may have paused it and died
-    await process.set_label(process.label)
-    # vLLM compiles at the first seeded sampling, and at the first prompt logprobs.
-    sampling = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1, "prompt_logprobs": 0}
-    await process.tell(GENERATE, vllm_request([1, 2, 3], "warm-up", process.label, None, **sampling))
+        what = f"{process.name}: the vLLM server there refuses {refusal.path} ({refusal.body.error})"
+        raise ConfigError(what, way_out=_WAY_OUT) from refusal
 
 
 async def _until_up(process: VllmProcess) -> None:

@@ -213,11 +213,11 @@ class Segment:
         is_labelled = bool(spans) or not self._token_ids
         if self._finish is None or not is_labelled or any(span.version < 0 for span in spans):
             labels = [(label.start, label.end, label.version) for label in self._labels or []]
-            raise self._wrong(
-                f"finish_reason {self._finish}, {len(self._token_ids)} tokens and labels {labels}",
-                "vLLM 0.32 reports an answer's end and the label of each token; one run sets the labels",
-                "use vLLM 0.32, and give each run its own servers.",
-            )
+            what = f"answered request {self.request.request_id} with finish_reason {self._finish}, "
+            what += f"{len(self._token_ids)} tokens and labels {labels}"
+            rule = "vLLM 0.32 reports an answer's end and the label of each token; one run sets the labels"
+            way_out = "use vLLM 0.32, and give each run its own servers."
+            raise EngineError(self._process.name, what, rule=rule, way_out=way_out)
         answer = self._part(spans, self._finish)
         self._check.accept(answer, newest=self._process.version)
         return answer
@@ -226,19 +226,8 @@ class Segment:
         num_tokens = len(self._token_ids)
         if not self._requirements.returns_routing or not num_tokens:
             return b""
-        num_read = len(self.request.prompt_ids) + num_tokens - 1
-        experts = np.empty(0, np.uint16) if self._routed is None else decode_experts(self._routed)
-        if len(experts) < num_read:
-            raise self._wrong(
-                f"experts of {len(experts)} of {num_read} tokens",
-                "algorithm.router_replay=true trains with the experts that vLLM 0.32 took",
-                "start it with --enable-return-routed-experts, or set algorithm.router_replay=false.",
-            )
-        return experts[:num_read].tobytes()
-
-    def _wrong(self, what: str, rule: str, way_out: str) -> EngineError:
-        what = f"answered request {self.request.request_id} with {what}"
-        return EngineError(self._process.name, what, rule=rule, way_out=way_out)
+        assert self._routed is not None, "the server has --enable-return-routed-experts"
+        return decode_experts(self._routed)[: len(self.request.prompt_ids) + num_tokens - 1].tobytes()
 
 
 def ids_of(request: SamplingRequest) -> list[int]:

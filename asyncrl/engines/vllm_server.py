@@ -16,21 +16,13 @@ from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.vllm_process import Text, VllmProcess, VllmRequirements, make_ready
 from asyncrl.engines.vllm_sampling import Segment, check_request
 from asyncrl.engines.vllm_weights import CanaryError, ChunksLoad, Load, check_canary, load_of
-from asyncrl.messages.engine_api import (
-    CommitResponse,
-    EngineHealth,
-    EnginePart,
-    GenerateResponse,
-    Interrupt,
-    LoadChunkRequest,
-    TransferStats,
-)
+from asyncrl.messages import engine_api as api
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 RESUME_LIMIT_S = 10.0
-_TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
-_RULE = "once a load has begun, the weights belong to no version until they are loaded and checked"
+_TAGS: dict[api.EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
+_RULE = "its weights belong to no version"
 
 
 class VllmServer(EngineClient):
@@ -61,7 +53,7 @@ class VllmServer(EngineClient):
         self._staged: Load | None = None
         self._unchecked: Load | None = None
 
-    async def ready(self, timeout_s: float) -> EngineHealth:
+    async def ready(self, timeout_s: float) -> api.EngineHealth:
         """Wait until the server is configured and warmed up. Raises ConfigError, EngineError, or
         EngineLost after `timeout_s`.
         """
@@ -71,7 +63,7 @@ class VllmServer(EngineClient):
 
     async def generate_segment(
         self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
-    ) -> GenerateResponse:
+    ) -> api.GenerateResponse:
         """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens."""
         check_request(self._process, request, self.needed)
         return await Segment(self._process, request, self.needed, on_chunk).sample()
@@ -90,25 +82,19 @@ class VllmServer(EngineClient):
             await process.end([segment for segment in segments if segment.is_sent])
         return [segment.request.request_id for segment in segments]
 
-    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
+    async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth:
         process = self._process
         async with process.calls():
             await process.get("/health", Text, timeout_s)
             label = await process.served_label(timeout_s)
             counts = await process.counts(timeout_s=timeout_s)
         num_waiting = sum(not segment.is_sent for segment in process.segments.values())
-        return EngineHealth(
-            name=self.name,
-            kind="vllm",
+        return api.EngineHealth(
             policy_version=process.version_of(label),
-            slots=self.needed.slots,
-            max_length=self.needed.max_length,
             num_running=int(counts["num_running"]),
             num_queued=int(counts["num_queued"]) + num_waiting,
             tokens_generated=int(counts["tokens_generated"]),
-            device=self.needed.device,
             decode_s=counts["decode_s"],
-            tokens_prefilled=int(counts["tokens_prompted"] - counts["tokens_cached"]),
             asleep=sorted(process.asleep),
         )
 
@@ -124,7 +110,7 @@ class VllmServer(EngineClient):
         process = self._process
         self._staged = None
         process.begin_load_nowait()
-        request = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
+        request = api.LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
             workers = await process.rpc("load_chunk", **request)
         if chunk.is_last:
@@ -132,22 +118,18 @@ class VllmServer(EngineClient):
             self._staged = ChunksLoad(process, ExportResponse(**whole, digest=chunk.whole_digest))
         return str(workers[0]["digest"])
 
-    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
+    async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse:
         """Return once the canary agrees, or a sleeping engine has the weights."""
         process, load = self._process, self._staged
         self._staged = None
-        answer = CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
+        answer = api.CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
         if (version, digest) == (process.version, process.digest) and process.state == "serving":
             self._leave_group_nowait()
             return answer
         if load is None or (load.version, load.digest) != (version, digest):
             staged = "nothing" if load is None else f"policy_version {load.version} with digest {load.digest}"
-            raise EngineError(
-                self.name,
-                f"cannot serve policy_version {version} with digest {digest}: staged is {staged}",
-                rule="staged weights are committed, one version at a time",
-                way_out="prepare this version first.",
-            )
+            what = f"cannot serve policy_version {version} with digest {digest}: staged is {staged}"
+            raise EngineError(self.name, what, rule="staged weights are committed, one version at a time")
         with self._all_or_broken(process, version):
             async with process.calls():
                 if process.asleep:
@@ -158,32 +140,26 @@ class VllmServer(EngineClient):
                     await self._confirm(process, load)
         return answer
 
-    async def sleep(self, parts: Sequence[EnginePart]) -> TransferStats:
-        """Put parts to sleep. vLLM sleeps as a whole; other parts are woken again.
-
-        Weights are dropped (level 2): level 1 leaves a copy in pinned host memory that vLLM never frees
-        (vLLM #16663); it is used if only the KV cache sleeps. With `stays` vLLM pauses instead and clears
-        its prefix cache.
+    async def sleep(self) -> api.TransferStats:
+        """Sleep at level 2: level 1 leaves a copy of the weights in pinned host memory that vLLM never frees
+        (vLLM #16663). With `stays` vLLM pauses instead and clears its prefix cache.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         asleep_before = set(process.asleep)
-        process.asleep |= set(parts)
-        if "weights" in parts:
-            process.state = "asleep"
-            self._unchecked = None
+        process.asleep = {*_TAGS}
+        process.state = "asleep"
+        self._unchecked = None
         if process.asleep != asleep_before:
             async with process.calls():
                 if self.needed.stays:
                     await process.tell("/pause?mode=abort&clear_cache=true")
                 else:
-                    await self._wake(asleep_before)
-                    await process.tell(f"/sleep?level={2 if 'weights' in process.asleep else 1}&mode=abort")
+                    await self._wake(asleep_before)  # vLLM sleeps as a whole
+                    await process.tell("/sleep?level=2&mode=abort")
                 await process.end(process.sent)
-                if not self.needed.stays:
-                    await self._wake(_TAGS.keys() - process.asleep)
-        return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
+        return api.TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
-    async def wake(self, parts: Sequence[EnginePart]) -> TransferStats:
+    async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats:
         process, started = self._process, asyncio.get_running_loop().time()
         if woken := process.asleep & set(parts):
             async with process.calls():
@@ -198,9 +174,9 @@ class VllmServer(EngineClient):
                         await self._confirm(process, load)
             process.asleep -= woken
             process.change_nowait()
-        return TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
+        return api.TransferStats(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
-    async def _swap(self, process: VllmProcess, load: Load, interrupt: Interrupt) -> CommitResponse:
+    async def _swap(self, process: VllmProcess, load: Load, interrupt: api.Interrupt) -> api.CommitResponse:
         clock = asyncio.get_running_loop().time
         keeps = interrupt in ("keep", "keep_kv")  # vLLM is about to ignore clear_cache here
         pause = {"mode": "keep" if keeps else interrupt, "clear_cache": str(not keeps).lower()}
@@ -229,7 +205,7 @@ class VllmServer(EngineClient):
                 process.confirm_nowait()
             if cancelled is not None:
                 raise cancelled
-        return CommitResponse(
+        return api.CommitResponse(
             version=load.version,
             digest=load.digest,
             pause_s=clock() - started,
@@ -252,7 +228,7 @@ class VllmServer(EngineClient):
             except EngineError as error:
                 if is_last:
                     what = f"was paused and could not be resumed: {error.fault}"
-                    process.break_nowait(what, rule="a pause ends with its commit")
+                    process.break_nowait(what)
 
     async def _confirm(self, process: VllmProcess, load: Load) -> None:
         await check_canary(load, self.needed.canary_limit)
@@ -265,20 +241,19 @@ class VllmServer(EngineClient):
     @contextmanager
     def _all_or_broken(self, process: VllmProcess, version: int) -> Iterator[None]:
         """Break the process on an error or cancellation while its weights are unknown."""
-        failed = f"failed in a swap from policy_version {process.version} to {version}"
+        failed = f"failed in a swap from policy_version {process.version} to {version}: {_RULE}"
         try:
             yield
         except BaseException as error:
             if process is self._process:
                 self._leave_group_nowait()
             if process.state == "loading":
-                process.break_nowait(failed, rule=_RULE)
+                process.break_nowait(failed)
                 if isinstance(error, EngineError) and not isinstance(error, EngineLost | CanaryError):
-                    what = f"{failed}: {error.fault}"
-                    raise EngineLost(process.name, what, rule=_RULE, way_out=error.way_out) from error
+                    raise process.lost(f"{failed}: {error.fault}") from error
             raise
 
-    async def _wake(self, parts: Iterable[EnginePart]) -> None:
+    async def _wake(self, parts: Iterable[api.EnginePart]) -> None:
         """After level 1 the weights are copied back."""
         if tags := sorted(_TAGS[part] for part in parts):
             await self._process.tell(f"/wake_up?{urlencode([('tags', tag) for tag in tags])}")

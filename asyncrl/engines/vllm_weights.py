@@ -42,9 +42,10 @@ class Load:
         wait_s = _ASK_AGAIN_S
         names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
         request = self.manifest.model_dump(include=names)
-        await self.process.rpc("drop")
+        is_new = True
         while True:
-            workers = await self.process.rpc("stage", **request)
+            workers = await self.process.rpc("stage", is_new=is_new, **request)
+            is_new = False
             if all(worker["state"] == "staged" for worker in workers):
                 self.staged = workers[0]
                 return str(self.staged["digest"])
@@ -124,11 +125,10 @@ async def check_canary(load: Load, limit: float) -> None:
     prompt = [entry[token].logprob for entry, token in scored if entry is not None]
     prompt_gap = float(np.abs(np.subtract(prompt, canary.logprobs)).mean())
     if labels != [label, label] or not next_gap <= limit or not prompt_gap <= limit:
-        raise CanaryError(
-            process.name,
-            f"does not compute with policy_version {version}, which it reported as loaded: under the labels "
-            f"{labels} instead of {label}, the next token's logprob differs by {next_gap:.6f}, and the "
-            f"logprobs of the prompt by {prompt_gap:.6f} on average",
-            rule=f"the canary must agree to weight_sync.canary_limit={limit} nats",
-            way_out="if model.dtype rounds so much, raise weight_sync.canary_limit; else start again.",
+        what = (
+            f"does not compute with policy_version {version}: labels {labels}, not {label}; the next token's "
         )
+        what += f"logprob differs by {next_gap:.6f}, the prompt's by {prompt_gap:.6f} on average"
+        rule = f"the canary must agree to weight_sync.canary_limit={limit} nats"
+        way_out = "if model.dtype rounds so much, raise weight_sync.canary_limit; else start again."
+        raise CanaryError(process.name, what, rule=rule, way_out=way_out)

@@ -21,14 +21,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
-from asyncrl.launch.supervise import (
-    HEARTBEAT_PERIOD_S,
-    Server,
-    Supervision,
-    Supervisor,
-    start_all,
-    summary_of,
-)
+from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all, summary_of
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.rollout import Generator, HarnessGenerator, SingleTurn, derive_seed
@@ -54,9 +47,7 @@ def model_name(config: RunConfig) -> str:
 
 def special_tokens(config: RunConfig, tokenizer: HFChatTokenizer) -> SpecialTokens:
     """Return end-of-turn tokens, and special tokens outside tool calls and thoughts."""
-    tool_format = find_tool_format(
-        config.gateway.tool_format, tokenizer.template, tokenizer.response_template
-    )
+    tool_format = find_tool_format(config.gateway.tool_format, tokenizer.template)
     vocabulary = tokenizer.vocabulary
     marks = {vocabulary.get(mark) for mark in (*tool_format.opens, *tool_format.thinking)}
     stray_ids = tokenizer.special_ids - tokenizer.end_ids - marks
@@ -99,7 +90,6 @@ def make_gateway(
     rules = CallRules(
         model_name=model_name(config),
         temperature=rollout.temperature,
-        top_p=1.0,
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_length,
@@ -109,7 +99,7 @@ def make_gateway(
     gateway = Gateway(
         engines,
         tokenizer,
-        find_tool_format(config.gateway.tool_format, tokenizer.template, tokenizer.response_template),
+        find_tool_format(config.gateway.tool_format, tokenizer.template),
         rules,
         config.gateway,
         seed_of=lambda prompt, sample, attempt, call: derive_seed(seed, prompt, sample, call, attempt),
@@ -120,43 +110,17 @@ def make_gateway(
 
 
 class WorkerSupervisor(Supervisor):
-    """Keeps one agent worker running. Its lost rollouts are retried. A worker whose event loop blocks for
-    `lease_timeout_s` is also lost.
-    """
+    """Keeps one agent worker running. Its lost rollouts are retried."""
 
     kind = "worker"
 
-    def __init__(
-        self, process: Server, supervision: Supervision, queue: RolloutQueue, lease_timeout_s: float
-    ) -> None:
+    def __init__(self, process: Server, supervision: Supervision, queue: RolloutQueue) -> None:
         super().__init__([process], supervision)
         self._queue = queue
-        self._lease_timeout_s = lease_timeout_s
 
     def _down(self, lost: RoomError) -> None:
         self.is_up = False
         self._queue.worker_gone_nowait(self.name, summary_of(lost))
-
-    async def _wait_unfit(self) -> None:
-        """Raise RoomError after two answers with a blocked loop: after a pause of the whole machine one may
-        precede recovery.
-        """
-        first: object = None
-        while True:
-            await asyncio.sleep(HEARTBEAT_PERIOD_S)
-            health = self._processes[0].health
-            lag_s = health.loop_lag_s if isinstance(health, WorkerHealth) else 0.0
-            if lag_s <= self._lease_timeout_s:
-                first = None
-            elif first is None:
-                first = health
-            elif first is not health:
-                raise RoomError(
-                    self.name,
-                    f"an agent has blocked its event loop for {lag_s:.0f} s",
-                    rule=f"the limit is gateway.lease_timeout_s={self._lease_timeout_s}",
-                    way_out="call blocking code with `await asyncio.to_thread(...)`, or use a plain `def`.",
-                )
 
 
 class AgentRuntime:
@@ -182,10 +146,7 @@ class AgentRuntime:
         write_whole(path, json.dumps(address) + "\n", is_private=True)
         num_workers = 0 if is_remote else job.config.generator.workers
         self.workers = tuple(self._worker(job, number) for number in range(num_workers))
-        lease_timeout_s = job.config.gateway.lease_timeout_s
-        self.supervisors = [
-            WorkerSupervisor(worker, supervision, self.queue, lease_timeout_s) for worker in self.workers
-        ]
+        self.supervisors = [WorkerSupervisor(worker, supervision, self.queue) for worker in self.workers]
 
     def _worker(self, job: Lifecycle, number: int) -> Server:
         """Create a worker whose secret differs from the run's."""
@@ -206,13 +167,12 @@ class AgentRuntime:
 
     async def open(self, job: Lifecycle) -> None:
         """Open the gateway and start the workers."""
-        from asyncrl.agents.endpoint.listener import collect_less
-
         job.log.activity("starting the gateway and its workers")
         job.closes("gateway", self.aclose)
         await self.gateway.start()
         await start_all(self.workers)
-        collect_less()
+        for supervisor in self.supervisors:
+            job.spawn(supervisor.run(), name=f"watch {supervisor.name}")
         if not self.workers:
             command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
             job.log.print_secret(f"gateway at {self.url}; start workers with: {command}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,22 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.errors import RoomError, WeightsLost
-from asyncrl.base.files import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
+from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.config import RunConfig
 from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts, special_tokens
 from asyncrl.job.check import check_everything, find_teacher
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
-from asyncrl.job.engine_supervisor import EngineSupervisor
 from asyncrl.job.fleet import Fleet
 from asyncrl.job.lifecycle import Lifecycle, run_id
-from asyncrl.job.scale import EngineScale, read_wanted
-from asyncrl.job.servers import Servers
+from asyncrl.job.scale import EngineScale, EngineSupervisor, read_wanted
+from asyncrl.job.servers import KINDS
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState
+from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.schema import journal_path
 from asyncrl.launch.placement import Placement
@@ -48,7 +46,7 @@ from asyncrl.rollouts.rollout import (
     derive_seed,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.push import Locate, at_once, in_place
+from asyncrl.sync.push import at_once, in_place
 from asyncrl.tasks.prompt_source import PromptSource
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.sources import DataPin, EvalTask, make_prompt_source
@@ -60,9 +58,6 @@ if TYPE_CHECKING:
     from asyncrl.job.resume import ResumePoint
 
 logger = logging.getLogger("asyncrl.job.build")
-
-KEPT_HANDOVERS = 100
-"""Handover events of each kind that the journal keeps."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,22 +94,21 @@ async def build(
     found = await check_everything(life)
     tasks = found.tasks
     pinned = dict(tasks) | {f"eval/{name}": task for name, (task, _) in found.evals.items()}
-    digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
+    digests = {name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)}
     data_pin = DataPin(life.run_dir, digests, is_free=point is not None and point.may_change_data)
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
     scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=life.log.warn)
     life.closes("rewards", scorer.aclose)
-    life.log.activity("making the model" if config.model.scratch else "finding the model")
     is_free = point is not None and point.may_change_model
     model_pin = ModelPin(life.run_dir, config.model.source, is_free=is_free)
-    model_path = await make_model_folder(config, life.run_dir, run_module, commit=model_pin.revision)
-    tokenizer = await asyncio.to_thread(load_tokenizer, config, model_path)
+    model_path, tokenizer = await prepare_model(life, model_pin.revision)
 
     async def wait_for_devices() -> None:
         await scheduler.wait_room_for_trainer()
 
     teacher_path = await asyncio.to_thread(find_teacher, config, tokenizer)
-    servers = Servers(config, placement, model_path, life.run_dir, life.launcher, teacher_path)
+    kind = KINDS[rollout.engine]
+    servers = kind(config, placement, model_path, life.run_dir, life.launcher, teacher_path)
     await servers.hold(staging_dir)
     checkpoints = Checkpoints(life.run_dir, config.checkpoint)
     fleet = Fleet(life, servers, tokenizer, staging_dir, journal, checkpoints, wait_for_devices)
@@ -142,9 +136,9 @@ async def build(
     if fleet.teacher is not None:
         generator = DistillingGenerator(generator, fleet.teacher)
     producers = Producers(
-        buffer,
-        feed,
-        RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
+        sink=buffer,
+        source=feed,
+        runner=RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
         spawn=life.spawn,
         group_size=rollout.group_size,
         capacity=num_rollouts(config, num_engines),
@@ -182,7 +176,8 @@ async def build(
 
 
 async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
-    disk_dir = await asyncio.to_thread(disk_root, life.config.weight_sync.disk_dir)
+    given = life.config.weight_sync.disk_dir
+    disk_dir = None if given is None else Path(given).expanduser().absolute()  # noqa: ASYNC240
     for root in dict.fromkeys((None, disk_dir)):
         for folder in await asyncio.to_thread(clear_stale_staging, root):
             logger.info("removed %s, left by a killed run", folder)
@@ -194,10 +189,12 @@ async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
     return journal, staging_dir
 
 
-def load_tokenizer(config: RunConfig, model_path: Path) -> HFChatTokenizer:
-    model = config.model
-    template, settings = model.chat_template, model.chat_template_kwargs
-    return HFChatTokenizer(model_path, chat_template=template, chat_template_kwargs=settings)
+async def prepare_model(life: Lifecycle, commit: str | None = None) -> tuple[Path, HFChatTokenizer]:
+    model = life.config.model
+    life.log.activity("making the model" if model.scratch else "finding the model")
+    folder = await make_model_folder(life.config, life.run_dir, run_module, commit=commit)
+    load = partial(HFChatTokenizer, chat_template=model.chat_template)
+    return folder, await asyncio.to_thread(load, folder, chat_template_kwargs=model.chat_template_kwargs)
 
 
 def _make_evaluation(
@@ -277,8 +274,6 @@ def _make_scheduler(
     config = life.config
     sync = config.weight_sync
     files = fleet.node_files
-    locate: Locate = in_place if files is None else files.locate
-    wait_released = at_once if evaluation is None else evaluation.wait_released
 
     async def evaluate(manifest: ExportResponse) -> None:
         if evaluation is not None and evaluation.wants(manifest.version):
@@ -301,35 +296,29 @@ def _make_scheduler(
             await evaluate(manifest)
             Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240
 
+    make: Callable[..., WeightScheduler] = partial(
+        Disaggregated,
+        interrupt=config.interrupt,
+        is_collective=sync.facts.is_collective,
+        spawn=life.spawn,
+        are_ours=config.rollout.urls is None,
+    )
     if fleet.placement.mode == "colocated":
-        return Colocated(
-            fleet.trainer,
-            fleet.clients,
-            timeout_s=sync.timeout_s,
-            on_served=buffer.set_served_nowait,
-            on_published=published,
-            on_lost=fleet.on_lost,
-            locate=locate,
-            wait_released=wait_released,
-            num_steps=config.trainer.num_steps,
-            on_event=partial(journal.event_nowait, keep=KEPT_HANDOVERS),
+        make = partial(
+            Colocated,
             resident=fleet.placement.resident,
             export_for_evaluation=export_for_evaluation,
         )
-    return Disaggregated(
+    return make(
         fleet.trainer,
         fleet.clients,
         timeout_s=sync.timeout_s,
         on_served=buffer.set_served_nowait,
         on_published=published,
         on_lost=fleet.on_lost,
-        locate=locate,
-        wait_released=wait_released,
+        locate=in_place if files is None else files.locate,
+        wait_released=at_once if evaluation is None else evaluation.wait_released,
         num_steps=config.trainer.num_steps,
-        interrupt=config.interrupt,
-        is_collective=sync.facts.is_collective,
-        spawn=life.spawn,
-        are_ours=config.rollout.urls is None,
     )
 
 
@@ -352,7 +341,15 @@ def _make_scale(
     )
 
 
-def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -> ControllerState:
+def controller_state(feed: PromptSource, producers: Producers, buffer: Buffer) -> dict[str, Any]:
+    """Return the state for a resume without the journal. `out`: num_requeued by id of drawn prompts that
+    are in no batch yet.
+    """
     prompts = (*producers.prompts_out(), *buffer.prompts_ready())
-    out = {prompt.prompt_id: prompt.num_requeued for prompt in prompts}
-    return ControllerState(feed=feed.state(), out=out, next_group_id=buffer.next_group_id)
+    return {
+        "order": feed.order,
+        "num_drawn": feed.num_drawn,
+        "out": feed.requeued | {prompt.prompt_id: prompt.num_requeued for prompt in prompts},
+        "next_group_id": buffer.rule.num_issued,
+        "epochs": feed.epochs(),
+    }

@@ -1,16 +1,10 @@
-"""Check a config: load everything except weights. User code that the controller does not run loads in a child
-process, `python -m asyncrl.job.check`.
-"""
+"""Check a config: load everything except weights."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import os
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,52 +13,34 @@ from typing import Any
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
-from asyncrl.agents.verifiers import taskset_loader
+from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
-from asyncrl.base.errors import ConfigError, TaskError, install_extra, may_lack_train
-from asyncrl.base.message import ErrorBody, fatal_line, find_fatal
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_advantage, load_loss
-from asyncrl.config import RolloutConfig, RunConfig, load_config, run_config_yaml
-from asyncrl.config.generator_gateway import kind_of
+from asyncrl.config import RolloutConfig, RunConfig, TaskConfig
 from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import TEACHER_KEY
 from asyncrl.launch.machine import Node
 from asyncrl.launch.plan import plan_run, plan_text, refuse_over_capacity, resolve_auto
-from asyncrl.launch.processes import run_module
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
-from asyncrl.tasks.sources import (
-    EvalTask,
-    build_task,
-    look_at_task,
-    make_prompt_source,
-    take_prompts,
-)
+from asyncrl.tasks.sources import EvalTask, build_task, look_at_task, make_prompt_source, take_prompts
 from asyncrl.tasks.task import PromptTask
-from asyncrl.trainer.model_folder import (
-    check_model_type,
-    fetch_architectures,
-    find_model,
-    find_on_disk,
-    hub_source,
-)
+from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_model, find_on_disk
 
 NUM_PROMPTS = 100
-NUM_SCRATCH_PROMPTS = 1000
-"""Prompts to compare with a scratch model's alphabet."""
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """Lines to print, notes to warn of, parts that need the extra train, and loaded tasks."""
+    """Lines to print, notes to warn of, and loaded tasks."""
 
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
     tasks: dict[str, PromptTask] = field(default_factory=dict)
     evals: dict[str, EvalTask] = field(default_factory=dict)
 
@@ -73,12 +49,8 @@ def check_lines(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     config, resolved = resolve_auto(config, nodes)
     fetch_architectures(config)
     found = validate(config)
-    with may_lack_train("trackers", found.unchecked):
-        check_trackers(config.observe)
+    check_trackers(config.observe)
     yield from found.lines
-    if found.unchecked:
-        what = ", ".join(found.unchecked)
-        yield f"not checked: {what}; that needs the extra train: {install_extra('train')}"
     yield from resolved
     yield from (f"note: {note}" for note in found.notes)
     plan, messages = plan_run(config, nodes)
@@ -91,9 +63,6 @@ async def check_everything(life: Lifecycle, *, reads_all: bool = True) -> Found:
     """Validate a run's config, and load its tasks."""
     life.log.activity("checking the config and reading the tasks")
     found = await asyncio.to_thread(validate, life.config, reads_all=reads_all)
-    if found.unchecked:
-        what = f"cannot load {', '.join(found.unchecked)}"
-        raise ConfigError(what, rule="a run needs the extra train", way_out=install_extra("train"))
     for note in found.notes:
         life.log.info(note)
     return found
@@ -108,47 +77,39 @@ def validate(config: RunConfig, *, reads_all: bool = False) -> Found:
     if not config.rollout.facts.has_model:
         found.notes.append(SIMULATED)
     _check_tasks(config, found, reads_all=reads_all)
-    tokenizer = None
-    with may_lack_train("the model's tokenizer, the lengths of the prompts", found.unchecked):
-        tokenizer = _check_model(config, found)
+    tokenizer = _check_model(config, found)
     _check_prompts(config, found, tokenizer)
     if tokenizer is not None:
-        find_tool_format(config.gateway.tool_format, tokenizer.template, tokenizer.response_template)
+        find_tool_format(config.gateway.tool_format, tokenizer.template)
     elif ":" in config.gateway.tool_format:
-        find_tool_format(config.gateway.tool_format, "", None)
-    if config.teacher is not None:
-        with may_lack_train("the teacher", found.unchecked):
-            is_here = tokenizer is not None and find_teacher(config, tokenizer, find_on_disk) is not None
-            text = "has the model's vocabulary" if is_here else "is compared with the model at the start"
-            found.lines.append(f"teacher: {config.teacher.path} {text}")
-    kind = kind_of(config.generator)
-    if kind is not None and kind.checked_in == "here":
+        find_tool_format(config.gateway.tool_format, "")
+    if tokenizer is not None:
+        find_teacher(config, tokenizer, find_on_disk)
+    for setting, load in ((config.algorithm.loss, load_loss), (config.algorithm.advantage, load_advantage)):
+        if ":" in setting:
+            load(setting)
+    if config.generator.python or config.generator.command:
         build_harness(config.generator, is_worker=False)
-    with may_lack_train("loss, advantage and agent", found.unchecked):
-        _check_in_child(config)
     return found
 
 
 def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
-    load = taskset_loader(config.generator)
+    def load(key: str, settings: TaskConfig, seed: int, more: str = "") -> PromptTask | None:
+        task, text = look_at_task(settings, seed, load_taskset=taskset)
+        found.lines.append(f"{key}: {text}{more}")
+        if task is None and reads_all:
+            return build_task(settings, seed, load_taskset=taskset)
+        return task
+
+    taskset = partial(load_taskset, config.generator.verifiers or "", config.generator.args)
     total = sum(config.shares.values())
     for name, settings in config.tasks.items():
-        with may_lack_train(key_of("task", name), found.unchecked):
-            task, text = look_at_task(settings, config.seed, load_taskset=load)
-            share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
-            found.lines.append(f"{key_of('task', name)}: {text}{share}")
-            if task is None and reads_all:
-                task = build_task(settings, config.seed, load_taskset=load)
-            if task is not None:
-                found.tasks[name] = task
+        share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
+        if (task := load(key_of("task", name), settings, config.seed, share)) is not None:
+            found.tasks[name] = task
     for name, eval_settings in config.evals.items():
-        with may_lack_train(key_of("eval", name), found.unchecked):
-            task, text = look_at_task(eval_settings.task, EVAL_SEED)
-            found.lines.append(f"{key_of('eval', name)}: {text}")
-            if task is None and reads_all:
-                task = build_task(eval_settings.task, EVAL_SEED)
-            if task is not None:
-                found.evals[name] = take_prompts(eval_settings, task, name)
+        if (task := load(key_of("eval", name), eval_settings.task, EVAL_SEED)) is not None:
+            found.evals[name] = take_prompts(eval_settings, task, name)
 
 
 def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
@@ -176,8 +137,6 @@ def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
         tokenizer = HFChatTokenizer(
             folder, chat_template=template, chat_template_kwargs=model.chat_template_kwargs
         )
-    if (hub := hub_source(folder)) is not None:
-        found.lines.append(f"model: {model.source} is commit {hub[1]} of {hub[0]}, as far as fetched")
     if config.rollout.facts.has_model:
         _refuse_beyond_positions(config.rollout, architecture.get("text_config", architecture))
     return tokenizer
@@ -197,15 +156,11 @@ def _refuse_beyond_positions(rollout: RolloutConfig, architecture: Mapping[str, 
 
 def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer | None) -> None:
     by_task = dict[str, list[Prompt]]()
-    num_prompts = NUM_PROMPTS if config.model.scratch is None else NUM_SCRATCH_PROMPTS
     if len(found.tasks) == len(config.tasks):
         source = make_prompt_source(config, found.tasks)
-        try:
-            for _ in range(min(num_prompts, sum(map(len, found.tasks.values())))):
-                prompt = source.next_nowait()
-                by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
-        except TaskError as error:
-            raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
+        for _ in range(min(NUM_PROMPTS, sum(map(len, found.tasks.values())))):
+            prompt = source.next_nowait()
+            by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
     for name, (_, held_out) in found.evals.items():
         by_task[f"eval task {name}".rstrip()] = list(held_out)
     if config.model.scratch is not None:
@@ -246,15 +201,16 @@ def _check_lengths(
             f"{source} cannot render a prompt of the {name}: {error}",
             way_out="correct the prompts or the template, or set model.chat_template to another one.",
         ) from error
-    num_too_long = sum(length > limit for length in lengths)
+    if not (num_too_long := sum(length > limit for length in lengths)):
+        return []
     note = (
         f"{num_too_long} of the first {len(lengths)} prompts of the {name} are longer than "
-        f"rollout.max_prompt_tokens={limit}; the longest has {max(lengths, default=0)} tokens"
+        f"rollout.max_prompt_tokens={limit}; the longest has {max(lengths)} tokens"
     )
-    if num_too_long and num_too_long == len(lengths):
-        way_out = f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts."
-        raise ConfigError(note, rule="prompts are never truncated; their rollouts fail", way_out=way_out)
-    return [f"{note}: their rollouts fail"] if num_too_long else []
+    if num_too_long < len(lengths):
+        return [f"{note}: their rollouts fail"]
+    way_out = f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts."
+    raise ConfigError(note, rule="prompts are never truncated; their rollouts fail", way_out=way_out)
 
 
 def find_teacher(
@@ -278,58 +234,3 @@ def find_teacher(
             way_out="use a teacher with the model's tokenizer, for example from the same family.",
         )
     return folder
-
-
-def _loaders(config: RunConfig) -> list[Callable[[], Any]]:
-    """Return what loads the user code that the controller does not run."""
-    loaders = list[Callable[[], Any]]()
-    if ":" in config.algorithm.loss:
-        loaders.append(partial(load_loss, config.algorithm.loss))
-    if ":" in config.algorithm.advantage:
-        loaders.append(partial(load_advantage, config.algorithm.advantage))
-    kind = kind_of(config.generator)
-    if kind is not None and kind.checked_in == "child":
-        loaders.append(partial(build_harness, config.generator, is_worker=False))
-    return loaders
-
-
-def _check_in_child(config: RunConfig) -> None:
-    if not _loaders(config):
-        return
-    if importlib.util.find_spec("torch") is None:
-        raise ModuleNotFoundError("the trainer needs torch", name="torch")
-    limit_s = config.supervision.start_timeout_s
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
-        file.write(run_config_yaml(config))
-        file.flush()
-        code, text = asyncio.run(run_module("asyncrl.job.check", [file.name], limit_s))
-    if code == 0:
-        return
-    if (fatal := find_fatal(text)) is not None:
-        raise ConfigError(fatal.error, rule=fatal.rule, way_out=fatal.way_out)
-    ended = f"took longer than {limit_s:g} s" if code is None else f"ended with exit code {code}"
-    raise ConfigError(
-        f"loading loss, advantage and agent {ended}: {text[-1000:].strip()}",
-        way_out="correct the modules: importing them must neither wait nor end the process.",
-    )
-
-
-def main() -> None:
-    """Load user code; exit without waiting for threads of its modules."""
-    code = 1
-    try:
-        for load in _loaders(load_config(sys.argv[1])):
-            load()
-        code = 0
-    except ConfigError as error:
-        body = ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
-        print(fatal_line(body), file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

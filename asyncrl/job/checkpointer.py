@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from asyncrl.base.errors import CheckpointError, TrainerLost
 from asyncrl.base.waits import note_span, waiting
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, ControllerState
+from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints
 from asyncrl.journal.journal import Journal
 
 logger = logging.getLogger("asyncrl.job.checkpointer")
@@ -30,7 +31,7 @@ class Checkpointer:
     checkpoints: Checkpoints
     trainer: SupervisedTrainer
     journal: Journal
-    controller_state: Callable[[], ControllerState]
+    controller_state: Callable[[], Mapping[str, Any]]
     life: Lifecycle
     num_made: int = field(default=0, init=False)
     num_failed: int = field(default=0, init=False)
@@ -73,9 +74,7 @@ class Checkpointer:
             # a dead trainer goes back first
             async with self.checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    await asyncio.to_thread(
-                        self.checkpoints.finish, pending, version, controller.model_dump()
-                    )
+                    await asyncio.to_thread(self.checkpoints.finish, pending, version, controller)
                 self.num_made += 1
                 note_span("checkpoints", "checkpoint", began_s, asyncio.get_running_loop().time(), version)
                 if self.life.config.journal.keep == "checkpoint":

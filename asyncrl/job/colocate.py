@@ -79,7 +79,6 @@ class Colocated(ColocatedPush):
     trainer: SupervisedTrainer
     _: KW_ONLY
     num_steps: int
-    on_event: Callable[[str, Mapping[str, Any]], None]
     resident: bool = False
     wait_released: Callable[[], Awaitable[None]] = at_once
     export_for_evaluation: Callable[[int], Awaitable[None]] = at_once
@@ -87,12 +86,11 @@ class Colocated(ColocatedPush):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.lease = Lease(
-            self._calls, timeout_s=self.timeout_s, on_event=self._lease_event, resident=self.resident
+            self._calls, timeout_s=self.timeout_s, on_change=self._wake, resident=self.resident
         )
         self._handover = asyncio.Lock()
         self._num_needing = 0
         self._changed = asyncio.Event()
-        self._num_phases = 0
         self._last = dict[Side, TransferStats]()
 
     def status(self) -> dict[str, Any]:
@@ -102,7 +100,7 @@ class Colocated(ColocatedPush):
     def gauges(self) -> dict[str, float]:
         seconds = {side: report.seconds for side, report in self._last.items()}
         return super().gauges() | {
-            "turns/phases": self._num_phases,
+            "turns/phases": self.lease.num_phases,
             "perf/handover_s": sum(seconds.values()),
             "perf/to_trainer_s": seconds.get("trainer", 0.0),
             "perf/to_engines_s": seconds.get("engines", 0.0),
@@ -182,10 +180,8 @@ class Colocated(ColocatedPush):
         """Call an engine; a lost one is skipped."""
         try:
             if not self.is_down(engine.name):
-                return await (engine.sleep if call.verb == "sleep" else engine.wake)(call.parts)
+                return await (engine.sleep() if call.verb == "sleep" else engine.wake(call.parts))
         except EngineLost as lost:
-            if self.on_lost is None:
-                raise
             self.on_lost(lost)
         return TransferStats(num_bytes=0, seconds=0.0)
 
@@ -196,11 +192,6 @@ class Colocated(ColocatedPush):
             return await call
         finally:
             self._num_needing -= 1
-
-    def _lease_event(self, what: str, detail: Mapping[str, Any]) -> None:
-        self._num_phases += what == "handover phase"
-        self.on_event(what, detail)
-        self._wake()
 
     def _wake(self) -> None:
         self._changed.set()

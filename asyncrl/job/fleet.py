@@ -81,15 +81,15 @@ class Fleet:
             if group is not None:
                 group.sender_gone_nowait()
 
-        recover = partial(
-            recover_trainer, journal=journal, checkpoints=checkpoints, num_batches=config.trainer.num_steps
-        )
+        num_steps = config.trainer.num_steps
         self.trainer = SupervisedTrainer(
             self.ranks,
             self.supervision,
             timeout_s=config.trainer.timeout_s,
             before_start=before_start,
-            bring_back=recover,
+            bring_back=partial(
+                recover_trainer, journal=journal, checkpoints=checkpoints, num_batches=num_steps
+            ),
         )
         if config.weight_sync.facts.is_collective:
             group = BroadcastGroup(
@@ -145,7 +145,7 @@ class Fleet:
             what = f"an engine did not free the trainer's device within {limit_s:g} s"
             late = RoomError("placement", what, way_out="read the logs of the engines.")
             async with within(limit_s, lambda: late):
-                sleeps = (client.sleep(["kv", "weights"]) for client in self.clients[:num_engines])
+                sleeps = (client.sleep() for client in self.clients[:num_engines])
                 await asyncio.gather(*sleeps)
         await start_all(self.ranks)
 

@@ -10,9 +10,7 @@ import os
 import resource
 import secrets
 import shlex
-import shutil
 import signal
-import stat
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -21,7 +19,6 @@ from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
@@ -67,8 +64,8 @@ class RunLog:
         self._show_activity(text)
 
     def warn(self, text: str) -> None:
-        if len(self.warnings) < MAX_WARNINGS:
-            self.warnings.append(text)
+        self.warnings.append(text)
+        del self.warnings[MAX_WARNINGS:]
         logger.warning("%s", text)
         self.print_secret(f"WARNING: {text}")
 
@@ -96,82 +93,58 @@ class Lifecycle:
     log: RunLog
     launcher: Launcher
     _: KW_ONLY
-    ending: str = "ending"
     on_end: Callable[[str, str, bool], None] = lambda *_: None
     on_exit: Callable[[], Awaitable[None]] | None = None
-    interrupts: SimpleQueue[int] | None = None
-    """Numbers of signals, for a run outside the main thread."""
     servers: Sequence[Server] = ()
     """Their deaths replace the failed calls that they cause."""
 
     def __post_init__(self) -> None:
-        if self.config.launcher != "local":  # other nodes have another working directory
-            self.run_dir = self.run_dir.absolute()
+        self.run_dir = self.run_dir.absolute()  # other nodes have another working directory
         self.stack = AsyncExitStack()
         self.stop = asyncio.Event()
         self.can_stop = False
         self.signal: int | None = None
+        self._main: asyncio.Task[Any] | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks = weakref.WeakSet[asyncio.Task[None]]()
         self._broken: Future[None] = Future()
 
     async def run(self, live: Callable[[], Awaitable[int]]) -> int:
         """Return the exit code of live(), or 128 + signal. Raises the AsyncrlError that ended it."""
-        main = asyncio.current_task()
-        assert main is not None
-        with self._listening(main):
-            try:
-                try:
-                    code = await self._live(live)
-                except asyncio.CancelledError:
-                    if self.signal is None:
-                        raise
-                    main.uncancel()
-                    code = 128 + self.signal
-                if code > 128:
-                    self.on_end("interrupted", f"interrupted by {signal.Signals(code - 128).name}", True)
-                else:
-                    self.on_end("done", "", True)
-                return code
-            except (Exception, BaseExceptionGroup) as error:  # outermost frame
-                raise self._fail(error) from error
-            finally:
-                self.can_stop = False  # a signal now cuts only this wait
-                if self.on_exit is not None:
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await self.on_exit()
-
-    @contextlib.contextmanager
-    def _listening(self, main: asyncio.Task[Any]) -> Iterator[None]:
-        """Handle signals, in the main thread or from `interrupts`."""
-        if (interrupts := self.interrupts) is not None:
-
-            async def forward() -> None:
-                while number := await asyncio.to_thread(interrupts.get):
-                    self._on_signal(number, main)
-
-            forwarding = asyncio.ensure_future(forward())
-            try:
-                yield
-            finally:
-                interrupts.put(0)  # ends the thread
-                forwarding.cancel()
-            return
-        loop = asyncio.get_running_loop()
-        numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal, number, main)
+        self._main = asyncio.current_task()
+        assert self._main is not None
+        self._main.set_name("train loop")
+        if _is_in_main_thread():
+            for number in SIGNALS:
+                asyncio.get_running_loop().add_signal_handler(number, self.interrupt_nowait, number)
         try:
-            yield
+            try:
+                code = await self._live(live)
+            except asyncio.CancelledError:
+                if self.signal is None:
+                    raise
+                self._main.uncancel()
+                code = 128 + self.signal
+            if code > 128:
+                self.on_end("interrupted", f"interrupted by {signal.Signals(code - 128).name}", True)
+            else:
+                self.on_end("done", "", True)
+            return code
+        except (Exception, BaseExceptionGroup) as error:  # outermost frame
+            raise self._fail(error) from error
         finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+            self.can_stop = False  # a signal now cuts only this wait
+            if self.on_exit is not None:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self.on_exit()
+            self.can_stop = True  # nothing is left to cut
 
     async def _live(self, live: Callable[[], Awaitable[int]]) -> int:
         async with self.stack:
             self.closes("launcher", self.launcher.aclose)
             try:
                 async with asyncio.TaskGroup() as self._group:
+                    self.spawn(self._wait_broken(), name="watch gateway")
                     code = await live()
                     self.cancel_tasks()
             except BaseExceptionGroup as errors:
@@ -202,7 +175,7 @@ class Lifecycle:
         if not self._broken.done():
             self._broken.set_exception(error)
 
-    async def wait_broken(self) -> None:
+    async def _wait_broken(self) -> None:
         await asyncio.wrap_future(self._broken)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
@@ -220,21 +193,30 @@ class Lifecycle:
             self.on_end("failed", str(error), not isinstance(error, ConfigError))
         return error
 
-    def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
-        if self.signal is not None and self.interrupts is not None:
-            main.cancel()
-            return
-        if self.signal is not None:
+    def interrupt_soon(self, number: int) -> None:
+        """Pass a signal to a run in another thread."""
+        if self._main is not None and not self._main.done():
+            self._main.get_loop().call_soon_threadsafe(self.interrupt_nowait, number)
+
+    def interrupt_nowait(self, number: int) -> None:
+        assert self._main is not None
+        is_second = self.signal is not None
+        if is_second and _is_in_main_thread():
             for server in self.servers:  # other processes end with our pipe
                 server.child.kill_nowait()
             clear_own_staging()
             os._exit(128 + number)
-        self.signal = number
-        self.log.activity(f"{self.ending} (press Ctrl-C again to end at once)")
-        if self.can_stop:
+        if not is_second:
+            self.signal = number
+            self.log.activity("stopping (press Ctrl-C again to end at once)")
+        if self.can_stop and not is_second:
             self.stop.set()
         else:
-            main.cancel()
+            self._main.cancel()
+
+
+def _is_in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
@@ -256,26 +238,18 @@ def new_run_dir(name: str) -> Path:
 
 @contextlib.contextmanager
 def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
-    """Make and lock the directory. A new one is removed by a ConfigError before the first group. A directory
-    with foreign files keeps its permissions; the caller refuses it.
-    """
-    is_new = not folder.exists()
+    """Make and lock the directory. One with files keeps its permissions."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (folder / "run.lock").exists() or not any(folder.iterdir()):
+        if not any(folder.iterdir()):
             with contextlib.suppress(PermissionError):  # a mounted volume of another user
-                folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o777 | mode)
+                folder.chmod(mode)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         what = f"cannot write to {folder}: {error.strerror}"
         raise ConfigError(what, way_out="choose another --run-dir.") from error
-    try:
-        with run_lock(folder / "run.lock"):
-            yield
-    except ConfigError:
-        if is_new and not has_begun(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with run_lock(folder / "run.lock"):
+        yield
 
 
 def has_begun(run_dir: Path) -> bool:

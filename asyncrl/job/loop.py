@@ -8,13 +8,10 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
-from asyncrl.agents.command import passed_env
-from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
@@ -33,11 +30,11 @@ from asyncrl.job.lifecycle import (
     run_id,
 )
 from asyncrl.job.report import Reporter, processes, reported
-from asyncrl.job.resume import ResumeMode, ResumePoint, find_resume, restore, settle_saved
+from asyncrl.job.resume import ResumePoint, find_resume, restore, settle_saved
 from asyncrl.journal.checkpoint_folders import set_aside
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import Placement
-from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
+from asyncrl.launch.plan import TEACHER, plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.trackers import Callbacks, check_trackers
@@ -60,19 +57,17 @@ def run_job(
     run_dir: Path | None,
     *,
     name: str,
-    resume: ResumeMode = "auto",
+    resume: str = "auto",
     allow_change: Sequence[str] = (),
     callbacks: Callbacks | None = None,
-    interrupts: SimpleQueue[int] | None = None,
+    on_start: Callable[[Lifecycle], None] = lambda life: None,
 ) -> int:
-    """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. `callbacks` are called
-    too. Raises AsyncrlError, leaving no child process and no shared memory.
+    """Train, or resume; return 0, or 130 or 143 after SIGINT or SIGTERM. Raises AsyncrlError, leaving no
+    child process and no shared memory.
     """
     if config.generator.is_harness:
         hide_memory()  # protect keys and answers
-    resolve(config.algorithm)  # refuse before creating anything
-    passed_env(config.generator.pass_env)
-    check_trackers(config.observe)
+    check_trackers(config.observe)  # refuse before creating anything
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
         config, resolved = resolve_auto(config, launcher.nodes)
@@ -84,26 +79,20 @@ def run_job(
                 logger.info("%s", text)
             reporter = Reporter(config, folder, name, callbacks, goes_on=point is not None)
             life = Lifecycle(
-                config,
-                folder,
-                reporter.log,
-                launcher,
-                ending="stopping after this step",
-                on_end=reporter.finish,
-                on_exit=reporter.aclose,
-                interrupts=interrupts,
+                config, folder, reporter.log, launcher, on_end=reporter.finish, on_exit=reporter.aclose
             )
+            on_start(life)
             job = Job(life, reporter, plan.placement, point)
             return asyncio.run(cancel_remaining(life.run(job.live)))
 
 
 @contextlib.contextmanager
 def _opened_run_dir(
-    config: RunConfig, folder: Path, resume: ResumeMode, allow_change: Sequence[str]
+    config: RunConfig, folder: Path, resume: str, allow_change: Sequence[str]
 ) -> Iterator[tuple[Path, ResumePoint | None]]:
     """Yield the locked directory and the point to resume from."""
-    if resume == "must" and not folder.exists():
-        find_resume(folder, config, resume)  # raises ConfigError
+    if not folder.exists():
+        find_resume(folder, config, resume)  # may refuse
     with locked_run_dir(folder, config.observe.dir_mode):
         is_ours = settle_saved(folder)  # before any refusal
         point = find_resume(folder, config, resume, allow_change)
@@ -130,8 +119,6 @@ class Job:
     point: ResumePoint | None
 
     async def live(self) -> int:
-        if (main := asyncio.current_task()) is not None:
-            main.set_name("train loop")
         life = self.life
         self.reporter.start()
         if (server := self.reporter.status_server()) is not None:
@@ -159,12 +146,8 @@ class Job:
         self.life.spawn(run.journal.wait_failed(), name="watch journal")
         self.life.spawn(run.trainer.run(), name="watch trainer")
         run.scale.watch_nowait()
-        others = [one for one in run.fleet.supervisors.values() if one not in run.scale.engines]
-        if run.harnessing is not None:
-            others += run.harnessing.supervisors
-            self.life.spawn(self.life.wait_broken(), name="watch gateway")
-        for supervisor in others:
-            self.life.spawn(supervisor.run(), name=f"watch {supervisor.name}")
+        if (teacher := run.fleet.supervisors.get(TEACHER)) is not None:
+            self.life.spawn(teacher.run(), name="watch teacher")
 
     def _make_watchdog(self, run: Components) -> Watchdog:
         log_path = self.life.run_dir / "logs" / "controller.log"
@@ -215,19 +198,20 @@ class Job:
 
     async def _start_services(self, run: Components, unfinished: Sequence[UnfinishedGroup]) -> None:
         version = run.trainer.policy_version
-        if run.evaluation is not None:
-            self.life.spawn(run.evaluation.run(), name="evaluation")
-        if run.evaluation is not None and run.fleet.eval_server is not None:
-            server, guard = run.fleet.eval_server, run.evaluation.guard
-            watch = server.watch(self.life.config.observe.heartbeat_s)
-            self.life.spawn(guard(watch), name=f"watch {server.name}")
+        evaluation = run.evaluation
+        server = run.fleet.eval_server
+        if evaluation is not None:
+            self.life.spawn(evaluation.run(), name="evaluation")
+            if server is None:
+                self.life.spawn(self._stop_evaluation(evaluation), name="evaluation stop")
+            else:
+                watch = server.watch(self.life.config.observe.heartbeat_s)
+                self.life.spawn(evaluation.guard(watch), name=f"watch {server.name}")
         if version > 0:
             self.life.log.activity("bringing the weights to the engines")
         await run.scheduler.start(version)
-        if run.evaluation is not None and run.fleet.eval_server is None:
-            self.life.spawn(self._stop_evaluation(run.evaluation), name="evaluation stop")
-            if version == 0:
-                run.evaluation.served_nowait(version)
+        if evaluation is not None and server is None and version == 0:
+            evaluation.served_nowait(version)
         self.life.log.activity("training")
         for group in unfinished:
             run.producers.resume_nowait(group)
@@ -275,22 +259,19 @@ class Job:
             stopping.cancel()
 
     async def _end(self, run: Components) -> None:
-        if self.life.signal is not None:
-            self.life.cancel_tasks(all_but=GUARDS)
-            self.life.log.activity("writing a checkpoint")
-            await run.checkpointer.make_last(run.trainer.policy_version)
-            return
-        self.life.can_stop = False  # from here a signal cancels
-        self.life.cancel_tasks(all_but=GUARDS if run.evaluation is None else GUARDS + EVALUATING)
+        is_interrupted = self.life.signal is not None
+        self.life.can_stop = is_interrupted  # else a signal cancels from here
+        has_evaluation = run.evaluation is not None and not is_interrupted
+        self.life.cancel_tasks(all_but=GUARDS + EVALUATING if has_evaluation else GUARDS)
         # colocated: the host may lack memory for a second copy of the trainer's state
         self.life.log.activity("writing a checkpoint")
         await run.checkpointer.make_last(run.trainer.policy_version)
+        if is_interrupted:
+            return
         await run.scheduler.to_trainer()
         self.life.log.activity("saving the weights")
         with span("trainer", "save"):
             await run.trainer.save(self.life.run_dir / "final")
-            if self.life.config.trainer.lora is not None:
-                await run.trainer.save(self.life.run_dir / "adapter", merged=False)
         if run.evaluation is not None:
             self.life.log.activity("evaluating the last weights")
             if run.fleet.eval_server is None:

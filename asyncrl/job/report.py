@@ -12,11 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.base.files import LOST, write_whole
+from asyncrl.base.files import write_whole
 from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.lifecycle import RunLog, run_again, run_id
 from asyncrl.journal.checkpoint_folders import sync_records
+from asyncrl.launch.plan import TEACHER
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Batch, GroupId, Prompt
@@ -25,7 +26,7 @@ from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total
 from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
-from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, skipped_text
+from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several
 from asyncrl.observe.samples import SampleWriter, ShownRollout
 from asyncrl.observe.timeline import TimelineWriter, write_trace
 from asyncrl.observe.trackers import Background, Callbacks, TrackedRun
@@ -80,7 +81,7 @@ class Reporter:
         self._now: Mapping[str, Any] = {}
         self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
-        self._new_evaluations: dict[str, dict[str, float]] = {}
+        self._new_evaluations: dict[str, float] = {}
         self._totals = Totals()
         self._before: dict[int, dict[str, float]] = {}
         """Totals by step, for steps about to be repeated."""
@@ -132,7 +133,7 @@ class Reporter:
         self._last = self._recorder.keep_steps(version)
         self._samples.resume_at(version + 1)
         if (first := int(self._last.get("step", 0)) + 1) <= version:
-            self.log.warn(f"steps {first}..{version} are missing in metrics.jsonl ({LOST})")
+            self.log.warn(f"steps {first}..{version} are missing in metrics.jsonl, lost before a sync")
         self._console.resume_from(steps)
         self._evaluations = [*read_evaluations(self.run_dir, [])]
         for before in (self._last, *self._evaluations[-1:]):
@@ -143,8 +144,7 @@ class Reporter:
 
     def training_starts(self) -> None:
         self._count_on()
-        version = int(self._last.get("step", 0))
-        note_span("restarts", "start", self._opened_s, time.monotonic(), version)
+        note_span("restarts", "start", self._opened_s, time.monotonic())
         for totals in (*self._before.values(), self._journaled):
             self._totals.starts_from(totals)
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
@@ -160,10 +160,9 @@ class Reporter:
 
     def step(self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
-        metrics = self._metrics(run, batch, report, found)
-        for of_evaluation in self._new_evaluations.values():
-            metrics |= of_evaluation
-        self._new_evaluations, self._last = {}, metrics
+        metrics = self._metrics(run, batch, report, found) | self._new_evaluations
+        self._new_evaluations = {}
+        self._last = metrics
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
@@ -180,10 +179,6 @@ class Reporter:
             self._trackers.tell("samples", samples[0]["step"], samples)
             self._console.show_samples(samples)
 
-    def _note_slots(self, run: Components) -> None:
-        now_s = time.monotonic()
-        self._timeline.slots(run.engines.busy_s(now_s), now_s)
-
     def evaluated(self, result: EvalResult) -> None:
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
@@ -194,12 +189,9 @@ class Reporter:
         line |= {"name": result.name} if result.name else {}
         line |= {"last_failure": result.last_failure} if result.last_failure else {}
         self._evaluations.append(line)
-        self._new_evaluations[result.name] = evaluation_metrics(line)
+        self._new_evaluations |= evaluation_metrics(line)
         self._recorder.record_evaluation(line)
         self._console.say(f"eval {evaluation_text(line)}")
-        if not result.samples:
-            what = f"no sample of the evaluation of policy_version {result.version} has a reward"
-            self.log.warn(f"{what}, the last failure: {result.last_failure}")
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
         logs = self.run_dir / "logs"
@@ -211,15 +203,15 @@ class Reporter:
                 f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): "
                 f"{logs / 'trainer-0.log'} says why",
             )
-        if skipped := skipped_text(metrics):
-            saved = self.run_dir / "failed_batches" / f"step_{batch.version + 1}.safetensors"
+        if num_skipped := metrics.get("trainer/skipped_steps", 0.0):
             groups = ", ".join(str(group.group_id) for group in batch.groups)
-            text = f"{skipped}, groups {groups}: loss or gradient was not finite; the batch is in {saved}"
+            skipped = f"{several(num_skipped, 'update')} skipped in step {batch.version + 1}"
+            text = f"{skipped}, groups {groups}: loss or gradient was not finite"
             logger.warning("%s", text)
             self.log.warn_once("skipped", text)
 
     def status(self, run: Components, waits: Mapping[str, float]) -> None:
-        self._note_slots(run)
+        self._timeline.flush()
         now = self._now = self._counted(gauges(run))
         missing = None if run.harnessing is None else run.harnessing.missing_workers()
         if missing is not None:
@@ -255,7 +247,7 @@ class Reporter:
         if self._is_to_resume:
             self._recorder.write_status(status)
             return
-        self._timeline.close()
+        self._timeline.flush()
         self._recorder.write_status(status | {"step": int(self._last.get("step", 0))})
         summary: dict[str, Any] = {"state": state, "why": why, "warnings": self.log.warnings}
         newest = [lines[-1] for lines in by_evaluation(self._evaluations).values()]
@@ -269,9 +261,8 @@ class Reporter:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             plot = self.run_dir / "reward.png"
             write_reward_plot(plot, steps, title=self.name)
-            self._console.say(f"reward plot: {plot}")
             folder = shlex.quote(str(self.run_dir))
-            self._console.say(f"all of it as a page: asyncrl report {folder}")
+            self._console.say(f"reward plot: {plot}; all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
                 self._console.say(f"weights: {final}; with a model card: asyncrl export {folder} OUT")
         sync_records(self.run_dir)
@@ -287,7 +278,6 @@ class Reporter:
     def _metrics(
         self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]
     ) -> dict[str, float]:
-        self._note_slots(run)
         time_s = time.monotonic() - self._trained_since_s
         step_s = time_s - self._last.get("time_s", 0.0)
         metrics: dict[str, float] = {
@@ -339,8 +329,8 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         "engine/restarts": sum(engine.num_restarts for engine in run.scale.engines),
         "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
     }
-    if run.fleet.teacher is not None:
-        found["teacher/restarts"] = run.fleet.supervisors[run.fleet.teacher.name].num_restarts
+    if (teacher := run.fleet.supervisors.get(TEACHER)) is not None:
+        found["teacher/restarts"] = teacher.num_restarts
     if harnessing is not None:
         found["harness/restarts"] = sum(one.num_restarts for one in harnessing.supervisors)
         workers = {name: health for name, health in healths.items() if isinstance(health, WorkerHealth)}

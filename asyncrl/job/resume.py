@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
@@ -21,21 +21,18 @@ from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import has_begun, run_again
 from asyncrl.job.report import Reporter
 from asyncrl.job.trainer_recovery import load_batches
-from asyncrl.journal.checkpoint_folders import Checkpoints, ControllerState, Whole
+from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.journal.schema import journal_path
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.run_dir import SUMMARY_FILE, read_object
-from asyncrl.trainer.model_folder import MODEL_PIN
 
 if TYPE_CHECKING:
     from asyncrl.job.build import Components
 
 logger = logging.getLogger("asyncrl.job.resume")
-
-ResumeMode = Literal["auto", "never", "must"]
 
 FREE_KEYS = {
     *"""
@@ -47,16 +44,13 @@ FREE_KEYS = {
     weight_sync.canary_limit task.reward_pool task.reward_workers task.reward_timeout_s task.digest
     generator.workers generator.concurrency
     gateway.host gateway.port gateway.public_url gateway.max_calls
-    gateway.lease_timeout_s
+    gateway.lease_timeout_s model.path model.revision
     """.split(),
     *(f"rollout.{name}" for engine in ENGINES.values() for name in engine.free_settings),
 }
 """Sections and keys that change no computed value. With a constant schedule, trainer.num_steps only sets the
-end.
+end. The files of the model must match its ModelPin.
 """
-MODEL_KEYS = ("model.path", "model.revision")
-"""May change if a ModelPin recorded the old files, which must match."""
-SAVED = ("final", "adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +70,30 @@ class ResumePoint:
         return 0 if self.checkpoint is None else self.checkpoint.version
 
 
-def as_resume_mode(text: str) -> ResumeMode:
-    if text not in get_args(ResumeMode):
-        raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
-    return cast(ResumeMode, text)
-
-
 def settle_saved(folder: Path) -> bool:
     """Restore or remove unfinished weight folders. Return True if the directory is a run's."""
     is_ours = (folder / "run.id").exists()
-    for saved in (*SAVED, "model") if is_ours else ():
+    for saved in ("final", "model") if is_ours else ():
         settle_folder(folder / saved)
     return is_ours
 
 
 def find_resume(
-    run_dir: Path, config: RunConfig, mode: ResumeMode, allow_change: Collection[str] = ()
+    run_dir: Path, config: RunConfig, mode: str, allow_change: Collection[str] = ()
 ) -> ResumePoint | None:
     """Return the point to resume from, if any. Blocks. Raises ConfigError if mode or changed keys forbid it,
-    CheckpointError for an unreadable checkpoint.
+    OSError for an unreadable checkpoint.
     """
+    if mode not in ("auto", "never", "must"):
+        raise ConfigError(f"--resume {mode} is not known", rule="it is auto, never or must")
     saved = run_dir / "config.yaml"
     if not has_begun(run_dir):
         if mode == "must":
             raise _refused(run_dir, "no run", "pass the directory of a run, or omit --resume.")
         if saved.exists() and not (run_dir / "run.id").exists():
             raise _refused(run_dir, "a config.yaml that no run has written")
-        for there in (run_dir / name for name in SAVED if (run_dir / name).exists()):
-            raise _refused(run_dir, f"no run, and {there}, which a new run would replace")
+        if (run_dir / "final").exists():
+            raise _refused(run_dir, f"no run, and {run_dir / 'final'}, which a new run would replace")
         return None
     if not saved.exists():
         raise _refused(run_dir, "a run without its config.yaml", "restore its original config.")
@@ -116,7 +106,7 @@ def find_resume(
         checkpoint,
         (*(found.what for found in damaged), *accepted),
         tuple(damaged),
-        may_change_model=any(_is_named(key, allow_change) for key in MODEL_KEYS),
+        may_change_model=_is_named("model.path", allow_change),
         may_change_data=_is_named("task.digest", allow_change),
     )
 
@@ -154,7 +144,7 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
     changes = {
         key: f"{key}: {values[0]!r} -> {values[1]!r}"
         for key, values in changed_keys(before, now).items()
-        if not _is_free(key, values, now, run_dir)
+        if not _is_free(key, values, now)
     }
     if refused := [key for key in changes if not _is_named(key, allowed)]:
         lines = "".join(f"\n    {changes[key]}" for key in refused)
@@ -167,9 +157,7 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
     return [f"resuming with {change}" for change in changes.values()]
 
 
-def _is_free(key: str, values: tuple[Any, Any], config: RunConfig, run_dir: Path) -> bool:
-    if key in MODEL_KEYS:
-        return (run_dir / MODEL_PIN).exists()
+def _is_free(key: str, values: tuple[Any, Any], config: RunConfig) -> bool:
     if key == "weight_sync.transport":  # with lora, vLLM computes with unmerged adapters
         return "lora" not in values
     if key == "trainer.num_steps":  # another schedule uses it in every learning rate
@@ -208,14 +196,12 @@ async def restore(
     come first: they may refuse.
     """
     feed, journal = run.feed, run.journal
+    if state.num_drawn == 0 and point.checkpoint is not None:  # the old journal was moved away
+        journal.note_nowait("began_at", {"version": point.version, **point.checkpoint.controller})
+        state = await journal.read_resume(point.version)
     if state.order is not None:
         feed.check_order(state.order)
-    unfinished: tuple[UnfinishedGroup, ...] = ()
-    ended: dict[GroupId, tuple[Prompt, str]] = {}
-    if is_journal_new := state.num_drawn == 0 and point.checkpoint is not None:
-        _from_checkpoint_alone(point.checkpoint, run)
-    else:
-        unfinished, ended = _from_journal(run, state)
+    unfinished, ended = _from_journal(run, state)
 
     @functools.cache
     def restored() -> None:
@@ -233,15 +219,6 @@ async def restore(
     with span("trainer", "train again", point.version):
         await run.trainer.recover(folder, missed, trained_again)
     restored()
-    if is_journal_new:
-        began_at = {
-            "version": point.version,
-            "num_drawn": feed.num_drawn,
-            "out": feed.prompts_back(),
-            "next_group_id": run.buffer.next_group_id,
-            "epochs": feed.epochs(),
-        }
-        journal.note_nowait("began_at", began_at)
     for group_id, (prompt, why) in ended.items():  # keep the same seeds
         journal.group_ended_nowait(group_id, "requeued", why, requeued=prompt.num_requeued)
     return unfinished
@@ -252,9 +229,8 @@ def _from_journal(
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """Return (groups that continue, requeued prompts with the reason)."""
     feed, ready = run.feed, [group for _, group in state.ready]
-    feed.remember_nowait(state.epochs, state.observed)
     first = {name: count for name, count in state.requeued.items() if name not in state.returning}
-    feed.restore_nowait(state.num_drawn, first)
+    feed.restore_nowait(state.num_drawn, first, state.epochs, state.observed)
     prompts = {group.group_id: group.prompt for group in ready}
     ended, whole = dict[GroupId, tuple[Prompt, str]](), dict[GroupId, UnfinishedGroup]()
     for found in state.running:
@@ -277,11 +253,3 @@ def _from_journal(
         prompt = Prompt(prompt_id, (), num_requeued=state.requeued[prompt_id])
         run.producers.returns_nowait(state.next_version, prompt)
     return tuple(whole.values()), ended
-
-
-def _from_checkpoint_alone(checkpoint: Whole, run: Components) -> None:
-    state = ControllerState.model_validate(checkpoint.controller)
-    run.feed.load_state(state.feed)
-    for prompt_id, num_requeued in state.out.items():
-        run.feed.requeue_nowait(Prompt(prompt_id, (), num_requeued=num_requeued))
-    run.buffer.restore_nowait(checkpoint.version, state.next_group_id, [], [])

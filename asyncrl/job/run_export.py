@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl import __version__
@@ -17,25 +16,10 @@ from asyncrl.journal.checkpoint_folders import TRAINER, Checkpoints, read_whole
 from asyncrl.observe.run_dir import SUMMARY_FILE, read_config, read_evaluations, read_metrics, read_object
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import write_reward_plot
-from asyncrl.trainer.model_folder import ModelPin, find_model, hub_source
+from asyncrl.trainer.model_folder import ModelPin, find_model
 
-DTYPES = ("float32", "bfloat16", "float16")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 FINAL = "final"
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Weights to write from `folder`. `base`: hub id or folder of the initial model; `commit`: on the hub."""
-
-    run_dir: Path
-    config: RunConfig
-    version: int
-    folder: Path
-    base: str
-    commit: str | None
-    dtype: str
-    is_adapter: bool
 
 
 def export_run(
@@ -44,63 +28,36 @@ def export_run(
     *,
     step: str = "last",
     adapter: bool = False,
-    base: str | None = None,
-    dtype: str | None = None,
     tell: Callable[[str], None] = print,
 ) -> None:
-    """Export weights to `out`. `base`: name of the initial model in adapters. Raises CheckpointError."""
+    """Export weights to `out`. Raises ConfigError or CheckpointError."""
     config = read_config(run_dir)
     out = out.expanduser().resolve()
     if adapter and config.trainer.lora is None:
         what = "--adapter: this run trains all weights (trainer.lora=none)"
         raise ConfigError(what, way_out="omit --adapter.")
-    if dtype not in (None, *DTYPES):
-        raise ConfigError(f"--dtype {dtype} is not known", rule=f"it is one of {', '.join(DTYPES)}")
     if run_dir.resolve() in out.parents or (out.exists() and any(out.iterdir())):
         raise ConfigError(
             f"{out} is not empty, or is in {run_dir}",
             rule="an export changes no other file",
             way_out="choose another folder, or remove this one.",
         )
-    commit = None
-    if base is None:
-        base, commit = _initial_model(config, run_dir)
-    wanted = dtype or config.model.dtype
-    has_final = not adapter and wanted == config.model.dtype
-    version, folder = find_weights(run_dir, config, step, has_final=has_final, tell=tell)
-    export = Export(run_dir, config, version, folder, base, commit, wanted, is_adapter=adapter)
+    folder = Path(config.model.path or run_dir / "model").expanduser()
+    base = str(folder.resolve()) if folder.is_dir() else str(config.model.path)
+    version, folder = find_weights(run_dir, config, step, has_final=not adapter)
     with whole_folder(out) as unfinished:
+        tell(f"exporting {folder}")
         if folder.name == FINAL:
-            tell(f"copying {folder}")
             shutil.copytree(folder, unfinished)
         else:
-            _load(export, unfinished, tell)
-        _write_card(export, unfinished)
+            _load(run_dir, config, folder / TRAINER, unfinished, base if adapter else None, tell)
+        _write_card(run_dir, config, version, base, unfinished, adapter=adapter)
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
     kind = "adapter" if adapter else "model"
     tell(f"{kind} of policy_version {version}, {num_bytes / 1e6:,.1f} MB: {out}")
 
 
-def _initial_model(config: RunConfig, run_dir: Path) -> tuple[str, str | None]:
-    """Return the hub id with its commit, or the folder."""
-    path = config.model.path
-    if path is None:
-        return str((run_dir / "model").resolve()), None
-    folder = Path(path).expanduser()
-    if (cached := hub_source(folder)) is not None:
-        return cached
-    commit = ModelPin(run_dir, config.model.source).revision
-    return (str(folder.resolve()), None) if commit is None else (path, commit)
-
-
-def find_weights(
-    run_dir: Path,
-    config: RunConfig,
-    step: str,
-    *,
-    has_final: bool = True,
-    tell: Callable[[str], None] = print,
-) -> tuple[int, Path]:
+def find_weights(run_dir: Path, config: RunConfig, step: str, *, has_final: bool = True) -> tuple[int, Path]:
     """Return the version and folder of the weights that `step` names; checksums are verified."""
     checkpoints = Checkpoints(run_dir, config.checkpoint)
     folders = {version: checkpoints.root / f"step_{version}" for version in checkpoints.versions()}
@@ -113,58 +70,52 @@ def find_weights(
         for line in read_evaluations(run_dir, [])
         if "eval/reward_mean" in line and line.get("name", "") == (config.best_eval or "")
     }
-    match step:
-        case "last":
-            wanted = sorted(folders, reverse=True)
-        case "best":
-            evaluated = folders.keys() & rewards.keys()
-            wanted = sorted(evaluated, key=lambda version: (rewards[version], version))[-1:]
-        case _:
-            wanted = [version for version in folders if str(version) == step]
+    evaluated = folders.keys() & rewards.keys()
+    wanted = {
+        "last": max(folders, default=None),
+        "best": max(evaluated, key=lambda version: (rewards[version], version), default=None),
+    } | {str(version): version for version in folders}
     available = f"steps {', '.join(map(str, sorted(folders)))}" if folders else "none"
-    for version in wanted:
-        folder = folders[version]
-        if folder.name == FINAL:
-            return version, folder
-        tell(f"verifying the checksums of {folder.name}")
+    version = wanted.get(step)
+    if version is None:
+        raise ConfigError(
+            f"{run_dir} has no weights for --step {step}; available: {available}",
+            rule="checkpoints are made every checkpoint.every steps and at a stop, final/ at the end; best "
+            "has the highest eval/reward_mean in eval.jsonl",
+            way_out="use --step N with an available step, or --step last.",
+        )
+    if folders[version].name != FINAL:
         try:
-            read_whole(folder, version)
+            read_whole(folders[version], version)
         except CheckpointDamaged as error:
-            if step != "last":
-                way_out = f"export another step ({available}), or restore the folder."
-                raise CheckpointDamaged(error.what, rule=error.rule, way_out=way_out) from error
-            tell(f"WARNING: skipped: {error.what}")
-        else:
-            return version, folder
-    raise ConfigError(
-        f"{run_dir} has no weights for --step {step}; available: {available}",
-        rule="checkpoints are made every checkpoint.every steps and at a stop, final/ at the end (in the "
-        "dtype of the run); best has the highest eval/reward_mean in eval.jsonl",
-        way_out="use --step N with an available step, or --step last.",
-    )
+            error.way_out = f"export another step ({available}), or restore the folder."
+            raise
+    return version, folders[version]
 
 
-def _load(export: Export, path: Path, tell: Callable[[str], None]) -> None:
-    from asyncrl.trainer.state import read_state, save_model, save_peft
+def _load(
+    run_dir: Path,
+    config: RunConfig,
+    state: Path,
+    out: Path,
+    adapter_of: str | None,
+    tell: Callable[[str], None],
+) -> None:
+    """Write a model, or the adapters of the base model of this name."""
+    from asyncrl.trainer.state import save_model, save_peft
 
-    model = export.config.model
+    model = config.model
     template = model.chat_template
-    state = export.folder / TRAINER
-    pin = ModelPin(export.run_dir, model.source)
+    pin = ModelPin(run_dir, model.source)
     try:
-        trained_from = Path(read_state(state).model_path)
-        if model.path is None:
-            folder = export.run_dir / "model"
-        elif trained_from.is_dir():
-            folder = trained_from
-        else:
+        folder = run_dir / "model"
+        if model.path is not None:
             folder = find_model(model.path, model.revision, commit=pin.revision)
         pin.read(folder)
-        if export.is_adapter:
-            name, commit = export.base, export.commit
-            save_peft(state, folder, path, name, commit, dtype=export.dtype, chat_template=template)
+        if adapter_of is None:
+            save_model(state, folder, out, tell, dtype=model.dtype, chat_template=template)
         else:
-            save_model(state, folder, path, tell, dtype=export.dtype, chat_template=template)
+            save_peft(state, folder, out, adapter_of, pin.revision, dtype=model.dtype, chat_template=template)
     except ConfigError as error:
         error.way_out = "restore the files of the base model; an export uses the model that was trained."
         raise
@@ -172,47 +123,32 @@ def _load(export: Export, path: Path, tell: Callable[[str], None]) -> None:
         raise CheckpointError(error.body.error, rule=error.body.rule, way_out=error.body.way_out) from error
 
 
-def _write_card(export: Export, folder: Path) -> None:
+def _write_card(
+    run_dir: Path, config: RunConfig, version: int, base: str, folder: Path, *, adapter: bool
+) -> None:
     """Write README.md, without local paths, and the reward curve."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    config = export.config
-    is_on_hub = HUB_ID.fullmatch(export.base) is not None
-    shown = export.base if is_on_hub else Path(export.base).name
-    steps = Steps(line for line in read_metrics(export.run_dir, []) if line["step"] <= export.version)
-    evaluations = [
-        line
-        for line in read_evaluations(export.run_dir, [])
-        if line["policy_version"] <= export.version and "eval/reward_mean" in line
-    ]
-    datasets = [task.dataset for task in config.tasks.values()]
+    is_on_hub = HUB_ID.fullmatch(base) is not None
     data = ModelCardData(
-        base_model=export.base if is_on_hub else None,
-        library_name="peft" if export.is_adapter else "transformers",
+        base_model=base if is_on_hub else None,
+        library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        datasets=[dataset for dataset in datasets if dataset and HUB_ID.fullmatch(dataset)] or None,
-        tags=["asyncrl", "reinforcement-learning", *(["lora"] if config.trainer.lora else [])],
+        tags=["asyncrl", "reinforcement-learning"],
     )
-    loader = "AutoPeftModelForCausalLM" if export.is_adapter else "AutoModelForCausalLM"
+    steps = Steps(line for line in read_metrics(run_dir, []) if line["step"] <= version)
     oldest = max(steps.values("sample/staleness_max"), default=0.0)
-    text = f"""# {shown}, {export.version} steps of reinforcement learning
+    text = f"""# {base if is_on_hub else Path(base).name}, {version} steps of reinforcement learning
 
-{"Adapters" if export.is_adapter else "Weights"} of policy_version {export.version}, in {export.dtype},
-trained with asyncrl {__version__}: loss {config.algorithm.loss}, advantage {config.algorithm.advantage},
+{"Adapters" if adapter else "Weights"} of policy_version {version}, in {config.model.dtype}, trained with
+asyncrl {__version__}: loss {config.algorithm.loss}, advantage {config.algorithm.advantage},
 {steps.total("tokens/trained"):,.0f} trained tokens. Staleness: at most {config.buffer.max_staleness} versions
 allowed, {oldest:.0f} observed.
-
-```python
-from {data.library_name} import {loader}
-
-model = {loader}.from_pretrained("PATH_OR_HUB_ID_OF_THIS_FOLDER")
-```
 """
-    for line in evaluations[-1:]:
-        reward = line["eval/reward_mean"]
-        text += f"\nEvaluation: {reward:.3f} at policy_version {line['policy_version']:.0f}.\n"
+    for line in read_evaluations(run_dir, []):
+        if line["policy_version"] == version and "eval/reward_mean" in line:
+            text += f"\nEvaluation: {line['eval/reward_mean']:.3f}.\n"
     if steps.values("reward/mean"):
-        title = f"reward up to policy_version {export.version}"
-        write_reward_plot(folder / "reward.png", steps, title=title)
+        write_reward_plot(folder / "reward.png", steps, title=f"reward up to policy_version {version}")
         text += "\n![Mean reward of the batches](reward.png)\n"
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")

@@ -1,4 +1,4 @@
-"""Scale the engines of a run: RUN_DIR/wanted.json asks for their number."""
+"""Supervise and scale the engines of a run: RUN_DIR/wanted.json asks for their number."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Literal
 
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.files import write_whole
+from asyncrl.base.waits import waiting
 from asyncrl.config.rollout_buffer import EngineRange
-from asyncrl.job.engine_supervisor import EngineSupervisor
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.pool import EnginePool
+from asyncrl.job.colocate import WeightScheduler
 from asyncrl.job.lifecycle import RunLog, run_again
-from asyncrl.launch.supervise import NO_LOSS, summary_of
-from asyncrl.observe.run_dir import judge_state, read_config, read_status
+from asyncrl.launch.supervise import NO_LOSS, Server, Supervision, Supervisor, summary_of
+from asyncrl.observe.run_dir import read_config
 from asyncrl.rollouts.producers import Spawn
 
 WANTED_FILE = "wanted.json"
@@ -23,12 +28,83 @@ LOOK_PERIOD_S = 1.0
 KEY = "engines"
 
 
+class EngineSupervisor(Supervisor):
+    """Supervise one engine, or keep it parked.
+
+    Life: parked, without a process -> starting -> "": works or restarts -> leaving -> parked.
+    Waits: park() waits for its requests to move, and for a push.
+    Invariant: the pool sends it work only while it serves the announced version, or a newer one. Parking is
+        no restart.
+    """
+
+    kind = "engine"
+
+    def __init__(
+        self,
+        process: Server,
+        client: EngineClient,
+        pool: EnginePool,
+        scheduler: WeightScheduler,
+        supervision: Supervision,
+    ) -> None:
+        super().__init__([process], supervision)
+        self._client = client
+        self._pool = pool
+        self._scheduler = scheduler
+        self.state: Literal["parked", "starting", "", "leaving"] = ""
+
+    def park_nowait(self) -> None:
+        """Mark the engine as parked. It has no process."""
+        self._disconnect_nowait()
+        self.state = "parked"
+
+    async def park(self) -> None:
+        """Move the requests with their tokens, let the push end, and end the process. Call after run()."""
+        if self.is_up:
+            await self._until_lost(self._hand_over())
+        self._disconnect_nowait()
+        await self._end()
+        self.park_nowait()
+        self._on_event("engine parked", {"name": self.name})
+
+    async def _hand_over(self) -> None:
+        with waiting("its requests to move, and a push to end", on="rollouts", who="supervisor"):
+            await self._pool.drain(self.name)
+            await self._scheduler.leave(self.name)
+
+    def _disconnect_nowait(self) -> None:
+        self.is_up = False
+        self._client.disconnect_nowait()
+        self._pool.down_nowait(self.name)
+        self._scheduler.down_nowait(self.name)
+
+    def _is_dispensable(self) -> bool:
+        return {*self._pool.load} - {*self._pool.down, self.name} != set()
+
+    def _down(self, lost: RoomError) -> None:
+        self._disconnect_nowait()
+
+    def _room(self) -> AbstractAsyncContextManager[None]:
+        return self._scheduler.room_for_engine(self.name)
+
+    async def _before_start(self) -> None:
+        self._client.reset_nowait()
+
+    async def _bring_back(self) -> None:
+        await self._scheduler.bring_up(self.name)
+
+    async def _works_again(self) -> None:
+        self._pool.up_nowait(self.name)
+        if self.state:
+            self.state = ""
+            self._on_event("engine unparked", {"name": self.name})
+
+
 @dataclass(eq=False)
 class EngineScale:
     """Keep the first `wanted` engines working, and park the others.
 
-    Invariant: an engine that is up is parked only while `wanted` others are up, the highest number first. A
-        new engine that never comes up ends no run.
+    Invariant: a new engine that never comes up ends no run.
 
     `on_change` gets the number of engines that work.
     """
@@ -44,7 +120,6 @@ class EngineScale:
 
     def __post_init__(self) -> None:
         self.is_fixed = self.range.min == self.range.max
-        self._num_working = self.wanted
         self._watching = dict[str, asyncio.Task[None]]()
         for engine in self.engines[self.wanted :]:
             engine.park_nowait()
@@ -52,6 +127,10 @@ class EngineScale:
     @property
     def states(self) -> dict[str, str]:
         return {engine.name: engine.state for engine in self.engines}
+
+    @property
+    def num_working(self) -> int:
+        return list(self.states.values()).count("")
 
     def gauges(self) -> dict[str, float]:
         return {} if self.is_fixed else {"engine/up": sum(engine.is_up for engine in self.engines)}
@@ -72,14 +151,16 @@ class EngineScale:
                 self.log.info(f"scaling from {self.wanted} to {wanted} engines")
                 self.wanted = wanted
             self.watch_nowait()
-            while (engine := self._next_to_park()) is not None:
+            for engine in reversed(self.engines[wanted:]):
+                if engine.state == "parked":
+                    continue
                 if (task := self._watching.pop(engine.name, None)) is not None:
                     task.cancel()
                     await asyncio.wait({task})
                 engine.state = "leaving"
-                self._count()
+                self.on_change(self.num_working)
                 await engine.park()
-            self._count()
+            self.on_change(self.num_working)
 
     async def _watch(self, engine: EngineSupervisor) -> None:
         try:
@@ -94,20 +175,6 @@ class EngineScale:
                 self.wanted = num
             await engine.park()
             self._watching.pop(engine.name, None)
-
-    def _next_to_park(self) -> EngineSupervisor | None:
-        up = [engine for engine in self.engines if engine.is_up]
-        for engine in reversed(self.engines[self.wanted :]):
-            may_leave = not engine.is_up or (engine is up[-1] and len(up) > self.wanted)
-            if engine.state != "parked" and may_leave:
-                return engine
-        return None
-
-    def _count(self) -> None:
-        num = list(self.states.values()).count("")
-        if num != self._num_working:
-            self._num_working = num
-            self.on_change(num)
 
 
 def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:
@@ -136,9 +203,5 @@ def scale_run(run_dir: Path, asked: str) -> str:
             rule="memory is planned for this range",
             way_out=f"choose a number in it; or stop the run, and resume it with another range: `{again}`.",
         )
-    state, why = judge_state(read_status(run_dir, []), run_dir)
-    if state not in ("starting", "running", "unknown"):
-        way_out = f"start it with `{run_again(run_dir)}`, then scale it."
-        raise ConfigError(f"no run is active in {run_dir}: {state} {why}".rstrip(), way_out=way_out)
     write_wanted(run_dir, num)
     return f"asked for {num} engines; `asyncrl status {run_dir}` shows their progress"

@@ -9,32 +9,28 @@ import contextlib
 import json
 import secrets
 import shlex
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.agents.command import passed_env
 from asyncrl.base.errors import ConfigError, RolloutFailure
-from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
 from asyncrl.base.user_code import cancel_remaining
-from asyncrl.config import RunConfig, run_config_yaml
+from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_gateway, make_generator, model_name, num_rollouts
-from asyncrl.job.build import load_tokenizer
+from asyncrl.job.build import prepare_model
 from asyncrl.job.check import check_everything
 from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to, new_run_dir, refuse_few_files
-from asyncrl.job.servers import Servers
+from asyncrl.job.servers import KINDS, Servers
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
-from asyncrl.launch.processes import run_module
 from asyncrl.launch.supervise import Supervision, start_all
-from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Trajectory
+from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several
 from asyncrl.rollouts.rollout import (
@@ -44,13 +40,13 @@ from asyncrl.rollouts.rollout import (
     RolloutRecorder,
     RolloutRunner,
     Slots,
+    how_failed,
     own_reward,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers
 from asyncrl.tasks.sources import make_prompt_source
 from asyncrl.tasks.task import PromptTask
-from asyncrl.trainer.model_folder import make_model_folder
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
@@ -58,7 +54,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.work_queue import RolloutQueue
 
 MAX_TEXT = 500
-"""Characters of a rollout printed by `serve gateway --rollouts`."""
+"""Characters of a rollout that `serve gateway --rollouts` prints."""
 
 
 def serve_gateway(
@@ -71,7 +67,6 @@ def serve_gateway(
 ) -> int:
     """Serve until Ctrl-C, or run `num_tried` rollouts; return the exit code."""
     hide_memory()  # a tried agent runs as the same user
-    passed_env(config.generator.pass_env)
     with _opened_lifecycle(config, run_dir, name) as life:
         live = partial(_live_gateway, life, record, num_tried)
         return asyncio.run(cancel_remaining(life.run(live)))
@@ -93,29 +88,19 @@ def _opened_lifecycle(config: RunConfig, run_dir: Path | None, name: str) -> Ite
         for text in settled:
             log.info(text)
         folder = run_dir or new_run_dir(f"serve-{name}")
-        own = folder / "serve.yaml"
-        if folder.is_dir() and not own.exists() and any(folder.iterdir()):
-            raise ConfigError(
-                f"{folder} contains files that no `asyncrl serve` has written",
-                rule="the model and logs are written there",
-                way_out="choose another --run-dir, or omit it.",
-            )
-        with locked_run_dir(folder, config.observe.dir_mode):
-            shutil.rmtree(folder / "model", ignore_errors=True)
-            write_whole(own, run_config_yaml(config))
-            with logging_to(folder):
-                yield Lifecycle(config, folder, log, launcher)
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty", way_out="choose another --run-dir, or omit it.")
+        with locked_run_dir(folder, config.observe.dir_mode), logging_to(folder):
+            yield Lifecycle(config, folder, log, launcher)
 
 
 async def _start_engines(
     life: Lifecycle, num_engines: int | None = None
 ) -> tuple[Servers, list[EngineClient], HFChatTokenizer]:
     config = life.config
-    life.log.activity("making the model" if config.model.scratch else "finding the model")
-    model_path = await make_model_folder(config, life.run_dir, run_module)
-    tokenizer = await asyncio.to_thread(load_tokenizer, config, model_path)
+    model_path, tokenizer = await prepare_model(life)
     placement = place(config, life.launcher.nodes)
-    servers = Servers(config, placement, model_path, life.run_dir, life.launcher)
+    servers = KINDS[config.rollout.engine](config, placement, model_path, life.run_dir, life.launcher)
     await servers.hold()
     engines = servers.engines()[:num_engines]
     clients = [servers.client(engine, tokenizer) for engine in engines]
@@ -149,7 +134,6 @@ async def _live_gateway(life: Lifecycle, path: Path | None, num_tried: int | Non
     _, clients, tokenizer = await _start_engines(life)
     pool = EnginePool(clients, slots=life.config.rollout.slots)
     recorder = RolloutRecorder(tokenizer, path)
-    life.spawn(life.wait_broken(), name="watch gateway")
     if num_tried is None:
         code = await _serve_user(life, pool, recorder)
     else:
@@ -186,15 +170,13 @@ async def _serve_user(life: Lifecycle, pool: EnginePool, recorder: RolloutRecord
         await life.stop.wait()
     finally:
         user.close()
-        _log_calls(life.log, gateway)
     return 0
 
 
 class UserKey:
     """Two keys of a user who tries an agent by hand, for calls and for outcomes.
 
-    Life: open -> calls -> posted outcome: samples since the last one are recorded -> new session -> close.
-        Samples without an outcome are recorded without a reward.
+    Life: open -> calls -> posted outcome: samples since the last one are recorded -> new session.
     Invariant: a completion is in one rollout. Calls in flight when an outcome arrives get 410.
     """
 
@@ -206,42 +188,27 @@ class UserKey:
         self._log = log
         self._name = f"people/{secrets.token_hex(4)}"  # a restart draws other tokens
         self._session = self._open(0)
-        queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
+        queue.on_outcome(self.outcome_key, self._take)
 
     def close(self) -> None:
         self._session.end_nowait("the gateway was ended")
-        self._keep_unrewarded(self._session)
+        with contextlib.suppress(RolloutFailure):  # no sampled token
+            self._keep(self._session, None, self._session.rollout(0, Outcome(), 0.0))
 
     def _open(self, number: int) -> GatewaySession:
         name, prompt_id = f"{self._name}/{number}", self._name
-        session = self._gateway.open_nowait(
+        return self._gateway.open_nowait(
             name, prompt_id=prompt_id, sample_index=number, attempt=0, route_key=name, user_key=self.key
         )
-        session.on_full = self._start_next
-        return session
-
-    def _start_next(self) -> None:
-        session = self._session
-        self._session = self._open(session.sample_index + 1)
-        self._keep_unrewarded(session)
-
-    def _keep_unrewarded(self, session: GatewaySession) -> None:
-        with contextlib.suppress(RolloutFailure):  # no sampled token
-            self._keep(session, None, session.rollout(0, Outcome(), 0.0))
 
     def _take(self, outcome: Outcome) -> None:
         """Record a posted outcome. Raises RolloutFailure if it does not fit the samples."""
         reward = own_reward(outcome)
         session = self._session
-        is_trainable = session.has_trained or not session.num_completions
-        rollout = session.rollout(0, outcome, reward or 0.0) if is_trainable else None
+        rollout = session.rollout(0, outcome, reward or 0.0)
         session.end_nowait("an outcome was posted: it ended this rollout, and the key starts a new one")
         self._session = self._open(session.sample_index + 1)
-        if rollout is not None:
-            self._keep(session, reward, rollout)
-            return
-        why = "its calls have set temperature or top_p (gateway.on_sampling_override)"
-        self._log.info(f"rollout {session.sample_index}: not recorded, {why}")
+        self._keep(session, reward, rollout)
 
     def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
         prompt = Prompt(f"{self._name}/{session.sample_index}", tuple(session.opening or ()))
@@ -259,7 +226,6 @@ async def _try_agent(
 ) -> int:
     config = life.config
     feed = make_prompt_source(config, tasks)
-    prompts = [feed.next_nowait() for _ in range(-(-num_tried // config.rollout.group_size))]
     scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=life.log.warn)
     life.closes("rewards", scorer.aclose)
     harnessing = None
@@ -268,15 +234,10 @@ async def _try_agent(
         supervision = Supervision(config.supervision, heartbeat_s, life.log.warn, lambda *_: None)
         harnessing = AgentRuntime(life, pool, recorder.tokenizer, supervision)
         await harnessing.open(life)
-        for supervisor in harnessing.supervisors:
-            life.spawn(supervisor.run(), name=f"watch {supervisor.name}")
-    num = f"{several(num_tried, 'rollout')} of {several(len(prompts), 'prompt')}"
-    life.log.info(f"ready: {num}; logs in {life.run_dir / 'logs'}")
+    life.log.info(f"ready; logs in {life.run_dir / 'logs'}")
     generator = make_generator(config, pool, recorder.tokenizer, scorer, harnessing)
-    is_any_done = await try_rollouts(life, generator, prompts, num_tried, recorder)
-    if harnessing is not None:
-        _log_calls(life.log, harnessing.gateway)
-    return 0 if is_any_done else 1
+    prompts = [feed.next_nowait() for _ in range(-(-num_tried // config.rollout.group_size))]
+    return 0 if await try_rollouts(life, generator, prompts, num_tried, recorder) else 1
 
 
 async def try_rollouts(
@@ -292,31 +253,30 @@ async def try_rollouts(
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
     places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)][:num_tried]
     rewards = list[float]()
-    failures = list[FailedRollout]()
+    num_ended = 0
 
     async def run(place: int, prompt: Prompt, index: int) -> None:
+        nonlocal num_ended
         group_id = GroupId(place // rollout.group_size)
         attempt = RolloutAttempt(f"g{group_id}/r{index}", group_id, prompt, index)
         result = await runner.run(attempt, slots=slots, order=(place, index))
-        number = len(rewards) + len(failures) + 1
-        head = f"[{number}/{len(places)}] {prompt.prompt_id} sample {index}:"
+        num_ended += 1
+        head = f"[{num_ended}/{len(places)}] {prompt.prompt_id} sample {index}:"
         if isinstance(result, FailedRollout):
-            failures.append(result)
-            life.log.info(f"{head} {result.how}: {result.failure.what}")
+            life.log.info(f"{head} {how_failed(result.num_attempts)}: {result.failure.what}")
             return
         rewards.append(result[0].reward)
         recorder.record(prompt, result[0].reward, result)
         life.log.info(f"{head} reward {result[0].reward:.4g}, {_shape_text(result)}")
-        life.log.info(f"    {_sampled_text(result[-1], recorder.tokenizer)!r}")
+        sampled = result[-1].token_ids[int(result[-1].loss_mask.argmax()) :].tolist()
+        text = recorder.tokenizer.decode(sampled, skip_special_tokens=False)
+        life.log.info(f"    {text[:MAX_TEXT]!r}")
 
     await asyncio.wait(
         [life.spawn(run(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
     )
     if rewards:
-        life.log.info(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
-    if failures:
-        last = failures[-1].failure
-        life.log.info(f"{len(failures)} of {len(places)} rollouts failed, the last one: {last}")
+        life.log.info(f"mean reward {fmean(rewards):.4f} over {len(rewards)} of {num_ended} rollouts")
     return bool(rewards)
 
 
@@ -324,20 +284,6 @@ def _shape_text(rollout: Rollout) -> str:
     num_sampled = sum(branch.num_sampled for branch in rollout)
     text = f"{several(num_turns(rollout), 'turn')}, {num_sampled} sampled tokens"
     return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
-
-
-def _sampled_text(branch: Trajectory, tokenizer: HFChatTokenizer) -> str:
-    first = int(branch.loss_mask.argmax())
-    text = tokenizer.decode(branch.token_ids[first:].tolist(), skip_special_tokens=False)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
-
-
-def _log_calls(log: RunLog, gateway: Gateway) -> None:
-    stats = gateway.stats()
-    tokens = f"{stats.prompt_tokens} prompt and {stats.completion_tokens} sampled tokens"
-    continued = f"{stats.extended + stats.realigned} continued recorded tokens"
-    branches = f"{stats.edited} started a branch"
-    log.info(f"{stats.calls} calls, {tokens}; {continued}, {branches}, {sum(stats.refused.values())} refused")
 
 
 def _json_data(body: Mapping[str, Any]) -> str:

@@ -24,11 +24,11 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.engine_python import find_python, find_version
+from asyncrl.launch.engine_python import find_python
 from asyncrl.launch.fork_server import KEY_ENV
-from asyncrl.launch.launchers import Launcher, NodeRequirements
+from asyncrl.launch.launchers import Launcher
 from asyncrl.launch.machine import LOOPBACK
-from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, chunk_devices
+from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import Process, ProcessSpec
 from asyncrl.launch.supervise import Server
@@ -52,140 +52,11 @@ VLLM_STARTS = 3
 """Multiple of supervision.start_timeout_s: vLLM first compiles kernels."""
 
 
-@dataclass
-class Embedded:
-    """Embedded engine, base of the other kinds."""
-
-    config: RunConfig
-    placement: Placement
-    model_path: Path
-
-    def __post_init__(self) -> None:
-        self.rollout = self.config.rollout
-        self.python: Callable[[], Path] | None = None
-        self.package: Callable[[], dict[str, str]] | None = None
-        self.canary_tokens = 0
-        """Tokens whose logprobs each push compares; 0: none."""
-
-    def slots(self, name: str) -> int:
-        return self.config.eval_slots if name == EVAL_ENGINE else self.rollout.slots
-
-    def spec(self, name: str, device: NodeDevice, share: float | None = None) -> Body:
-        """Return the start arguments. The engine sees only its own devices. `device` is the first,
-        `share` the fraction of its memory.
-        """
-        spec: Body = {
-            "name": name,
-            "slots": self.slots(name),
-            "max_length": self.rollout.max_length,
-            "model_path": str(self.model_path),
-            "dtype": self.config.model.dtype,
-            "device": device.name.partition(":")[0],
-            "threads": engine_threads(self.config, self.placement.nodes[device.node].machine.cores),
-            "deterministic": self.rollout.deterministic,
-        }
-        optional: Body = {"keeps_turns": self.config.keeps_turns}
-        if name != EVAL_ENGINE:
-            optional |= {
-                "stays": self.placement.resident,
-                "share": share,
-                "returns_routing": self.config.algorithm.router_replay,
-            }
-        return spec | {key: value for key, value in optional.items() if value}
-
-    def client(
-        self, server: Server, tokenizer: HFChatTokenizer, group: BroadcastGroup | None
-    ) -> EngineClient:
-        return EngineServer(server.caller, broadcast_group=group)
-
-
-class Simulated(Embedded):
-    """Latency model that draws tokens from the model's vocabulary."""
-
-    def spec(self, name: str, device: NodeDevice, share: float | None = None) -> Body:
-        model = json.loads((self.model_path / "config.json").read_text(encoding="utf-8"))
-        vocab_size = model.get("vocab_size") or model["text_config"]["vocab_size"]
-        common = {"name": name, "slots": self.slots(name), "max_length": self.rollout.max_length}
-        return common | {"vocab_size": vocab_size} | self.rollout.simulated.model_dump(mode="json")
-
-
-class Vllm(Embedded):
-    """vLLM's own server, under a separate Python."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.python = partial(find_python, self.rollout)
-        self.package = partial(find_version, self.rollout)
-        if self.config.weight_sync.canary_limit is not None:
-            self.canary_tokens = max(2, min(CANARY_TOKENS, self.rollout.max_length - 1))
-
-    def spec(self, name: str, device: NodeDevice, share: float | None = None) -> Body:
-        """Add the user's own arguments of `vllm serve`. An eval engine is never split over devices."""
-        spec = super().spec(name, device)
-        args = dict(self.rollout.vllm)
-        if share is not None:
-            args["gpu_memory_utilization"] = share
-        takes_turns = name != EVAL_ENGINE and self.placement.mode == "colocated"
-        stays = spec.pop("stays", False)
-        if takes_turns and not stays and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
-            args["enable_sleep_mode"] = True
-        lora = self.config.trainer.lora
-        return spec | {
-            "deterministic": self.config.is_deterministic(device.name),
-            "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
-            "has_adapters": self.config.weight_sync.facts.sends_adapters,
-            "lora_rank": 1 if lora is None else lora.rank,
-            "args": args,
-        }
-
-    def client(
-        self, server: Server, tokenizer: HFChatTokenizer, group: BroadcastGroup | None
-    ) -> EngineClient:
-        """Return a client whose readiness includes a check of the server's settings."""
-        config = self.config
-        placement = self.placement
-        is_eval = server.name == EVAL_ENGINE
-        device = placement.evaluation if is_eval else placement.engines[0][0]
-        if device is None or device.name == NO_DEVICE:  # rollout.urls: the run places no engine server
-            device = placement.trainer[0]
-        limit = config.weight_sync.canary_limit
-        if limit is None:
-            limit = math.inf
-        elif limit == "auto":
-            limit = CANARY_LIMITS[config.model.dtype]
-        needed = VllmRequirements(
-            model_path=str(self.model_path),
-            dtype=config.model.dtype,
-            slots=self.slots(server.name),
-            max_length=self.rollout.max_length,
-            end_ids=tuple(sorted(tokenizer.end_ids)),
-            device=device.name.partition(":")[0],
-            special_ids=_special_ids(tokenizer),
-            starts_fresh=is_eval or self.rollout.urls is None,
-            stays=placement.resident and not is_eval,
-            returns_routing=config.algorithm.router_replay and not is_eval,
-            canary_limit=limit,
-            decode=tokenizer.decode,
-            mark=secrets.token_hex(4),
-        )
-        client = VllmServer(server.caller, needed, broadcast_group=group)
-        limit_s = VLLM_STARTS * config.supervision.start_timeout_s + load_limit_s(self.model_path)
-        server.ready = partial(client.ready, limit_s)
-        return client
-
-
-def _special_ids(tokenizer: HFChatTokenizer) -> dict[str, int]:
-    special = [number for number in range(tokenizer.vocab_size) if number not in tokenizer.text_ids]
-    names = {tokenizer.decode([number], skip_special_tokens=False): number for number in special}
-    return {name: number for name, number in names.items() if name}
-
-
-KINDS: dict[str, type[Embedded]] = {"embedded": Embedded, "vllm": Vllm, "simulated": Simulated}
-
-
 @dataclass(eq=False)
 class Servers:
-    """Servers on the nodes of a placement, not started. They share the run's secret."""
+    """Servers on the nodes of a placement, not started. They share the run's secret. The engines are
+    embedded; subclasses serve the other kinds.
+    """
 
     config: RunConfig
     placement: Placement
@@ -197,10 +68,43 @@ class Servers:
     """Where ranks meet, unless in the staging folder."""
     weights_store: str = field(default="", init=False)
     """Where trainer and engines meet for a broadcast."""
+    python: Callable[[], Path] | None = field(default=None, init=False)
+    """The engines' Python, if it is another one."""
+    canary_tokens: int = field(default=0, init=False)
+    """Tokens whose logprobs each push compares; 0: none."""
 
     def __post_init__(self) -> None:
         self.secret = secrets.token_hex(32)
-        self.kind = KINDS[self.config.rollout.engine](self.config, self.placement, self.model_path)
+        self.rollout = self.config.rollout
+
+    def slots(self, name: str) -> int:
+        return self.config.eval_slots if name == EVAL_ENGINE else self.rollout.slots
+
+    def engine_spec(self, name: str, device: NodeDevice, share: float | None = None) -> Body:
+        """Return the start arguments. The engine sees only its own devices. `device` is the first,
+        `share` the fraction of its memory.
+        """
+        is_rollout = name not in (EVAL_ENGINE, TEACHER)
+        return {
+            "name": name,
+            "slots": self.slots(name),
+            "max_length": self.rollout.max_length,
+            "model_path": str(self.model_path),
+            "dtype": self.config.model.dtype,
+            "device": device.name.partition(":")[0],
+            "threads": engine_threads(self.config, self.placement.nodes[device.node].machine.cores),
+            "deterministic": self.rollout.deterministic,
+            "num_kept": self.slots(name) if self.config.keeps_turns and name != TEACHER else 0,
+            "stays": self.placement.resident and is_rollout,
+            "share": share,
+            "returns_routing": self.config.algorithm.router_replay and is_rollout,
+        }
+
+    def client(
+        self, server: Server, tokenizer: HFChatTokenizer, group: BroadcastGroup | None = None
+    ) -> EngineClient:
+        """Create an engine's client, which also asks its health."""
+        return _asking(server, EngineServer(server.caller, broadcast_group=group))
 
     def trainers(self, staging_dir: Path) -> list[Server]:
         """Return the trainer's ranks; the first takes requests."""
@@ -208,8 +112,8 @@ class Servers:
         for rank, place in enumerate(self.placement.trainer):
             spec = self.trainer_spec(rank, staging_dir).model_dump_json()
             of_node = [other for other in self.placement.trainer if other.node == place.node]
-            child = self._process(f"trainer-{rank}", "asyncrl.trainer.rank_process", spec, of_node)
-            servers.append(self._server(child, TrainerHealth))
+            module = "asyncrl.trainer.rank_process"
+            servers.append(self._server(f"trainer-{rank}", module, spec, of_node, answers=TrainerHealth))
         return servers
 
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
@@ -241,11 +145,10 @@ class Servers:
             is_file_wanted=placement.evaluation is not None,
             chunk_bytes=config.weight_sync.chunk_bytes,
             chunks="file" if num_memories == 0 else "memory" if num_memories == 1 else "memories",
-            canary_tokens=self.kind.canary_tokens,
+            canary_tokens=self.canary_tokens,
             measures_gap=config.rollout.facts.has_model,
             staging_dir=staging_dir,
             record_path=self.run_dir / "trained.jsonl",
-            failed_dir=self.run_dir / "failed_batches",
             chat_template=template and Path(template).absolute(),
         )
 
@@ -262,7 +165,7 @@ class Servers:
         servers = list[Server]()
         for number, url in enumerate(urls):
             child = Process(f"engine-{number}", f"the log of {url}", url.rstrip("/"))
-            servers.append(self._server(child, EngineHealth, key))
+            servers.append(Server(child, Caller(child.name, "", key), EngineHealth, self.start_s))
         return servers
 
     def eval_engine(self, device: NodeDevice) -> Server:
@@ -270,58 +173,36 @@ class Servers:
 
     def teacher(self, device: NodeDevice) -> Server:
         assert self.teacher_path is not None, "the config has a teacher"
-        config = self.config
-        spec = {
-            "name": TEACHER,
-            "slots": 1,
-            "score_slots": TEACHER_SLOTS,
-            "max_length": config.rollout.max_length,
-            "model_path": str(self.teacher_path),
-            "dtype": config.model.dtype,
-            "device": device.name.partition(":")[0],
-            "threads": engine_threads(config, self.placement.nodes[device.node].machine.cores),
-            "deterministic": config.rollout.deterministic,
-        }
-        child = self._process(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device])
-        server = self._server(child, EngineHealth)
-        server.start_s = config.supervision.start_timeout_s + load_limit_s(self.teacher_path)
+        spec = Servers.engine_spec(self, TEACHER, device) | {"slots": 1, "score_slots": TEACHER_SLOTS}
+        spec["model_path"] = str(self.teacher_path)
+        server = self._server(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device])
+        server.start_s = self.config.supervision.start_timeout_s + load_limit_s(self.teacher_path)
         return server
 
-    def client(
-        self, server: Server, tokenizer: HFChatTokenizer, group: BroadcastGroup | None = None
-    ) -> EngineClient:
-        """Create an engine's client, which also asks its health."""
-        client = self.kind.client(server, tokenizer, group)
-        server.client_health = lambda timeout_s: client.health(timeout_s=timeout_s)
-        return client
-
     def _engine(self, name: str, devices: Sequence[NodeDevice], share: float | None = None) -> Server:
-        rollout = self.config.rollout
-        if rollout.facts.package is None:  # vLLM counts CUDA's memory itself
+        if self.rollout.facts.package is None:  # vLLM counts CUDA's memory itself
             share = self._without_cuda(share)
-        spec = json.dumps(self.kind.spec(name, devices[0], share))
-        module = f"asyncrl_servers.{rollout.engine}"
-        return self._server(self._process(name, module, spec, devices, self.kind.python), EngineHealth)
+        spec = json.dumps(self.engine_spec(name, devices[0], share))
+        return self._server(name, f"asyncrl_servers.{self.rollout.engine}", spec, devices, python=self.python)
 
-    def _process(
+    @property
+    def start_s(self) -> float:
+        return self.config.supervision.start_timeout_s + load_limit_s(self.model_path)
+
+    def _server(
         self,
         name: str,
         module: str,
         spec: str,
         devices: Sequence[NodeDevice],
+        *,
+        answers: type[TrainerHealth] | type[EngineHealth] = EngineHealth,
         python: Callable[[], Path] | None = None,
-    ) -> Process:
+    ) -> Server:
         names = [device.name for device in devices]
         process = ProcessSpec(name, module, spec, self.run_dir, self.secret, names, python=python)
-        return self.launcher.process(devices[0].node, process)
-
-    def _server(
-        self, child: Process, answers: type[TrainerHealth] | type[EngineHealth], key: str | None = None
-    ) -> Server:
-        """`key`: of a server that the run does not start."""
-        caller = Caller(child.name, "", self.secret if key is None else key)
-        limit_s = self.config.supervision.start_timeout_s + load_limit_s(self.model_path)
-        return Server(child, caller, answers, limit_s)
+        child = self.launcher.process(devices[0].node, process)
+        return Server(child, Caller(name, "", self.secret), answers, self.start_s)
 
     def _without_cuda(self, share: float | None) -> float | None:
         """Subtract CUDA's own memory, which torch does not count."""
@@ -336,16 +217,9 @@ class Servers:
         RoomError.
         """
         placement = self.placement
-        engines = placement.engine_devices if self.config.rollout.urls is None else ()
-        parts = placement.parts(has_engines=bool(engines), serves_only=staging_dir is None)
-        with_engines = {device.node for device in (*engines, placement.evaluation) if device is not None}
-        files = await asyncio.to_thread(self._shared_files, staging_dir)
-        needs = {
-            node: NodeRequirements(files, self.kind.package if node in with_engines else None)
-            for node, devices in parts.items()
-            if devices
-        }
-        await self.launcher.hold(parts, needs)
+        has_engines = self.config.rollout.urls is None
+        parts = placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
+        await self.launcher.hold(parts, await asyncio.to_thread(self._shared_files, staging_dir))
         if staging_dir is None:
             return
         first = placement.trainer[0].node
@@ -368,3 +242,86 @@ class Servers:
         if staging_dir is not None and self.config.weight_sync.disk_dir is not None:
             files[str((staging_dir / LOCK).absolute())] = ""
         return files
+
+
+class Simulated(Servers):
+    """Latency model that draws tokens from the model's vocabulary."""
+
+    def engine_spec(self, name: str, device: NodeDevice, share: float | None = None) -> Body:
+        model = json.loads((self.model_path / "config.json").read_text(encoding="utf-8"))
+        vocab_size = model.get("vocab_size") or model["text_config"]["vocab_size"]
+        common = {"name": name, "slots": self.slots(name), "max_length": self.rollout.max_length}
+        return common | {"vocab_size": vocab_size} | self.rollout.simulated.model_dump(mode="json")
+
+
+class Vllm(Servers):
+    """vLLM's own server, under a separate Python."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.python = partial(find_python, self.rollout)
+        if self.config.weight_sync.canary_limit is not None:
+            self.canary_tokens = max(2, min(CANARY_TOKENS, self.rollout.max_length - 1))
+
+    def engine_spec(self, name: str, device: NodeDevice, share: float | None = None) -> Body:
+        """Add the user's own arguments of `vllm serve`. An eval engine is never split over devices."""
+        spec = super().engine_spec(name, device)
+        args = dict(self.rollout.vllm)
+        if share is not None:
+            args["gpu_memory_utilization"] = share
+        takes_turns = name != EVAL_ENGINE and self.placement.mode == "colocated" and not spec["stays"]
+        if takes_turns and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
+            args["enable_sleep_mode"] = True
+        for of_embedded in ("num_kept", "stays", "share"):
+            del spec[of_embedded]
+        lora = self.config.trainer.lora
+        return spec | {
+            "deterministic": self.config.is_deterministic(device.name),
+            "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
+            "has_adapters": self.config.weight_sync.facts.sends_adapters,
+            "lora_rank": 1 if lora is None else lora.rank,
+            "args": args,
+        }
+
+    def client(
+        self, server: Server, tokenizer: HFChatTokenizer, group: BroadcastGroup | None = None
+    ) -> EngineClient:
+        """Return a client whose readiness includes a check of the server's settings."""
+        config = self.config
+        is_eval = server.name == EVAL_ENGINE
+        limit = config.weight_sync.canary_limit
+        if limit is None:
+            limit = math.inf
+        elif limit == "auto":
+            limit = CANARY_LIMITS[config.model.dtype]
+        needed = VllmRequirements(
+            model_path=str(self.model_path),
+            dtype=config.model.dtype,
+            slots=self.slots(server.name),
+            max_length=self.rollout.max_length,
+            end_ids=tuple(sorted(tokenizer.end_ids)),
+            special_ids=_special_ids(tokenizer),
+            stays=self.placement.resident and not is_eval,
+            returns_routing=config.algorithm.router_replay and not is_eval,
+            canary_limit=limit,
+            decode=tokenizer.decode,
+            mark=secrets.token_hex(4),
+        )
+        client = VllmServer(server.caller, needed, broadcast_group=group)
+        limit_s = VLLM_STARTS * config.supervision.start_timeout_s + load_limit_s(self.model_path)
+        server.ready = partial(client.ready, limit_s)
+        return _asking(server, client)
+
+
+def _asking(server: Server, client: EngineClient) -> EngineClient:
+    server.client_health = lambda timeout_s: client.health(timeout_s=timeout_s)
+    return client
+
+
+def _special_ids(tokenizer: HFChatTokenizer) -> dict[str, int]:
+    special = [number for number in range(tokenizer.vocab_size) if number not in tokenizer.text_ids]
+    names = {tokenizer.decode([number], skip_special_tokens=False): number for number in special}
+    return {name: number for name, number in names.items() if name}
+
+
+KINDS: dict[str, type[Servers]] = {"embedded": Servers, "vllm": Vllm, "simulated": Simulated}

@@ -24,7 +24,6 @@ TRAINER = "trainer"
 MANIFEST = "manifest.json"
 RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl", "samples.jsonl")
 """Records before the checkpoint, which a resumed run does not write again."""
-CHECK_DISK = "check its disk, its permissions and the limit of open files, then start again."
 
 
 def sync_records(run_dir: Path) -> None:
@@ -34,27 +33,12 @@ def sync_records(run_dir: Path) -> None:
     sync(run_dir)
 
 
-class ControllerState(BaseModel, frozen=True):
-    """controller.json, used to resume without the journal. `out`: num_requeued of drawn prompts in no batch
-    yet, by id.
-    """
-
-    feed: dict[str, Any]
-    out: dict[str, int]
-    next_group_id: int
-
-
-class FileEntry(BaseModel, frozen=True, extra="forbid"):
-    size: int
-    sha256: str
-
-
 class Manifest(BaseModel, frozen=True):
-    """Files by relative path. `version`: number of trained batches."""
+    """Digests of files (sha256) by relative path. `version`: number of trained batches."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     version: int
-    files: dict[str, FileEntry]
+    files: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,28 +114,18 @@ class Checkpoints:
         shutil.rmtree(pending, ignore_errors=True)
 
     def newest_whole(self, *, keep_unfinished: bool = False) -> tuple[Whole | None, list[CheckpointDamaged]]:
-        """Return the newest whole checkpoint and newer damaged ones. Raises CheckpointError."""
+        """Return the newest whole checkpoint and newer damaged ones. Raises OSError for unreadable files."""
         passed_over: list[CheckpointDamaged] = []
-        for version in reversed(self._settled(keep_unfinished)):
-            folder = self.root / f"step_{version}"
+        if not self.root.exists():
+            return None, passed_over
+        for left in () if keep_unfinished else [*self.root.glob(".step_*")]:
+            settle_folder(self.root / left.name.split(".")[1])
+        for version in reversed(_versions_in(self.root.iterdir())):
             try:
-                return read_whole(folder, version), passed_over
+                return read_whole(self.root / f"step_{version}", version), passed_over
             except CheckpointDamaged as error:
                 passed_over.append(error)
         return None, passed_over
-
-    def _settled(self, keep_unfinished: bool) -> list[int]:
-        """Return versions after removing unfinished work. Unlike a glob, this raises for an unreadable
-        folder.
-        """
-        try:
-            for left in () if keep_unfinished else [*self.root.glob(".step_*")]:
-                settle_folder(self.root / left.name.split(".")[1])
-            return _versions_in(self.root.iterdir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"checkpoints cannot be read: {error}", way_out=CHECK_DISK) from error
 
     def oldest_version(self) -> int:
         """Return the oldest version from which resumes may need the journal."""
@@ -189,7 +163,7 @@ def write_manifest(folder: Path, version: int) -> None:
     """Sync every file, then write the manifest. Raises OSError."""
     sync_tree(folder)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    manifest = Manifest(version=version, files=_entries(folder, names))
+    manifest = Manifest(version=version, files=_digests(folder, names))
     path = folder / MANIFEST
     path.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     sync(path)
@@ -197,35 +171,23 @@ def write_manifest(folder: Path, version: int) -> None:
 
 
 def read_whole(folder: Path, version: int) -> Whole:
-    """Compare every file with the manifest. Raises CheckpointDamaged; CheckpointError for
-    unreadable files.
-    """
+    """Compare every file with the manifest. Raises CheckpointDamaged; OSError for unreadable files."""
     try:
         manifest = Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
-        entries = _entries(folder, manifest.files)
+        digests = _digests(folder, manifest.files)
         controller = json.loads((folder / CONTROLLER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
         raise _damaged(folder, str(error)) from error
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint {folder} cannot be read: {error}",
-            rule="a checkpoint counts as damaged only if a file was read and is wrong",
-            way_out=f"{CHECK_DISK} To use an older checkpoint, rename this one to damaged_{folder.name}.",
-        ) from error
-    if wrong := [name for name, entry in manifest.files.items() if entries[name] != entry]:
+    if wrong := [name for name, digest in manifest.files.items() if digests[name] != digest]:
         raise _damaged(folder, f"{', '.join(wrong)} differ from {MANIFEST}")
     if manifest.version != version:
         raise _damaged(folder, f"{MANIFEST} has version {manifest.version}")
     return Whole(version, folder, controller)
 
 
-def _entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    def entry_of(name: str) -> FileEntry:
-        path = folder / name
-        return FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
-
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:
-        return dict(zip(names, hashing.map(entry_of, names), strict=True))
+        return dict(zip(names, hashing.map(sha256_of, map(folder.joinpath, names)), strict=True))
 
 
 def _damaged(folder: Path, why: str) -> CheckpointDamaged:

@@ -60,16 +60,13 @@ def _text(given: object) -> str:
 
 
 def _admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> None:
-    """Record that the group runs. Repeatable."""
-    key = (ticket.group_id, _text(prompt.prompt_id), ticket.start_version)
-    same = "group_id = ? AND prompt_id = ? AND start_version = ? AND state = 'running'"
-    if connection.execute(f"SELECT 1 FROM groups WHERE {same}", key).fetchone():
-        return
+    messages = json.dumps([*map(dict, prompt.messages)])
+    group = (ticket.group_id, _text(prompt.prompt_id), ticket.start_version, prompt.num_requeued, messages)
     connection.execute(
         "INSERT INTO groups"
-        " (group_id, prompt_id, start_version, state, num_requeued, messages, admitted_s)"
-        " VALUES (?, ?, ?, 'running', ?, ?, ?)",
-        (*key, prompt.num_requeued, json.dumps([*map(dict, prompt.messages)]), _decided_s.get()),
+        " (group_id, prompt_id, start_version, num_requeued, messages, state, admitted_s)"
+        " VALUES (?, ?, ?, ?, ?, 'running', ?)",
+        (*group, _decided_s.get()),
     )
 
 
@@ -83,32 +80,18 @@ def _epoch(connection: sqlite3.Connection, task: str, number: int, prompts: str)
 
 
 def _segment(
-    connection: sqlite3.Connection,
-    group_id: GroupId,
-    sample_index: int,
-    attempt: int,
-    turn: int,
-    partial: Completion,
+    connection: sqlite3.Connection, group_id: GroupId, sample_index: int, attempt: int, partial: Completion
 ) -> None:
-    state, has_ended, before = _rollout(connection, group_id, sample_index)
-    if state != "running" or has_ended:
-        return
-    if before is not None and before < attempt:
-        _lose(connection, group_id, sample_index)
-    blob = encode_partial(group_id, sample_index, partial)
-    connection.execute(
-        "INSERT OR REPLACE INTO segments (group_id, sample_index, attempt, turn, num_tokens, blob)"
-        " VALUES (?, ?, ?, ?, ?, ?)",
-        (group_id, sample_index, attempt, turn, len(partial.token_ids), blob),
-    )
+    if _rollout(connection, group_id, sample_index) == ("running", False):
+        blob = encode_partial(group_id, sample_index, partial)
+        row = (group_id, sample_index, attempt, len(partial.token_ids), blob)
+        connection.execute("INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?)", row)
 
 
 def _rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout) -> None:
     sample_index = rollout[0].sample_index
     if not _is_running(connection, group_id, sample_index):
         return
-    places = [(branch.sample_index, branch.branch) for branch in rollout]
-    assert places == [(sample_index, number) for number in range(len(rollout))], f"branches {places}"
     connection.executemany(
         "INSERT INTO trajectories VALUES (?, ?, ?, ?)",
         [(group_id, sample_index, branch.branch, encode_trajectory(group_id, branch)) for branch in rollout],
@@ -153,7 +136,7 @@ def _group_ended(
     *,
     requeued: int | None = None,
 ) -> None:
-    found, *_ = _rollout(connection, group_id, 0)
+    found, _ = _rollout(connection, group_id, 0)
     if found != "running" and (found, state) != ("ready", "requeued"):
         raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
     connection.execute(
@@ -198,15 +181,10 @@ def _published(connection: sqlite3.Connection, version: int, digest: str) -> Non
     connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", row)
 
 
-def _event(
-    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], *, keep: int | None = None
-) -> None:
-    """Record an event for `inspect`. `keep`: retain the newest events of its kind."""
+def _event(connection: sqlite3.Connection, what: str, detail: Mapping[str, Any]) -> None:
+    """Record an event for `inspect`."""
     row = (_decided_s.get(), _text(what), json.dumps(detail, default=str))
     connection.execute("INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", row)
-    if keep is not None:
-        older = "SELECT id FROM events WHERE what = ? ORDER BY id DESC LIMIT -1 OFFSET ?"
-        connection.execute(f"DELETE FROM events WHERE id IN ({older})", (_text(what), keep))
 
 
 def _compact_some(connection: sqlite3.Connection, before_version: int) -> int:
@@ -236,25 +214,21 @@ def _lose(connection: sqlite3.Connection, group_id: GroupId, sample_index: int |
     connection.execute(f"DELETE FROM {them}", values)
 
 
-_OF_IT = "WHERE group_id = :group AND sample_index = :sample"
-_ROLLOUT = (
-    f"SELECT state, EXISTS (SELECT 1 FROM trajectories {_OF_IT}) OR EXISTS (SELECT 1 FROM failures {_OF_IT}),"
-    f" (SELECT attempt FROM segments {_OF_IT}) FROM groups WHERE group_id = :group"
-)
-
-
-def _rollout(
-    connection: sqlite3.Connection, group_id: GroupId, sample_index: int
-) -> tuple[str, bool, int | None]:
-    """Return group state, whether the rollout has ended, and segment attempt, in one statement for speed."""
-    row = connection.execute(_ROLLOUT, {"group": group_id, "sample": sample_index}).fetchone()
+def _rollout(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> tuple[str, bool]:
+    """Return the group's state and whether the rollout has ended, in one statement for speed."""
+    row = connection.execute(
+        "SELECT state, EXISTS (SELECT 1 FROM trajectories WHERE group_id = :group AND sample_index = :sample)"
+        " OR EXISTS (SELECT 1 FROM failures WHERE group_id = :group AND sample_index = :sample)"
+        " FROM groups WHERE group_id = :group",
+        {"group": group_id, "sample": sample_index},
+    ).fetchone()
     if row is None:
         raise JournalError(f"group {group_id} was never admitted")
-    return row[0], bool(row[1]), row[2]
+    return row[0], bool(row[1])
 
 
 def _is_running(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> bool:
-    state, has_ended, _ = _rollout(connection, group_id, sample_index)
+    state, has_ended = _rollout(connection, group_id, sample_index)
     if state == "running" and has_ended:
         raise JournalError(f"rollout g{group_id}/r{sample_index} has ended already")
     return state == "running"
@@ -276,7 +250,6 @@ class Journal:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
-        self.num_commits = 0
         self._failed: Future[JournalError] = Future()
         self._is_closed = False
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
@@ -389,7 +362,6 @@ class Journal:
                 self._connection.rollback()
             self._failed.set_result(self._refusal(error))
             return [self._failed.result()] * len(jobs)
-        self.num_commits += 1
         return outcomes
 
     def _refusal(self, error: Exception) -> JournalError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,18 @@ from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, UnfinishedGroup, task_of
 
 MAX_EVENTS = 1000
+BEGINNING: dict[str, Any] = {
+    "version": 0,
+    "order": None,
+    "num_drawn": 0,
+    "out": {},
+    "next_group_id": 0,
+    "epochs": (),
+}
+"""State before the journal's first entry, from a checkpoint or of a new run."""
 _BY_TASK = ("rollout/failed", "rollout/filtered")
 _COUNTED = {
-    "tokens/generated": "total(num_sampled + lost_tokens) + (SELECT total(num_tokens) FROM segments)",
+    "tokens/generated": "total(num_sampled + lost_tokens)",
     "rollout/failed": "total(num_failed)",
     "rollout/failed_groups": "total(state = 'failed')",
     "rollout/filtered": "total(state = 'filtered')",
@@ -82,11 +92,11 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
     with reading(path) as connection:
         rows = connection.execute("SELECT key, value FROM meta WHERE key IN ('began_at', 'order')")
         notes = {key: json.loads(value) for key, value in rows}
-        began_at = notes.get("began_at", {"version": 0, "num_drawn": 0, "out": {}, "next_group_id": 0})
+        began_at = notes.get("began_at", BEGINNING)
         next_version = _next_version(connection, checkpoint_version, began_at["version"])
         prompt_ids = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
         (num_issued,) = connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()
-        epochs = (*map(tuple, began_at.get("epochs", ())), *_epochs(connection))
+        epochs = (*map(tuple, began_at["epochs"]), *_epochs(connection))
         requeued = _requeued(connection)
         ready, running = _alive(connection)
         return ResumeState(
@@ -100,7 +110,7 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             returning=frozenset(name for name, (_, at) in requeued.items() if at == next_version),
             num_drawn=began_at["num_drawn"] + len(prompt_ids.difference(began_at["out"])),
             next_group_id=GroupId(max(began_at["next_group_id"], num_issued)),
-            order=notes.get("order"),
+            order=notes.get("order", began_at["order"]),
             counted=_counted(connection),
             epochs=epochs,
             observed=_observed(connection) if epochs else (),
@@ -108,31 +118,30 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
 
 
 def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
-    """Return a batch. Raises ValueError if it is missing, JournalError if its tokens were deleted."""
+    """Return a batch. Raises TypeError if it is missing, JournalError if its tokens were deleted."""
     row = connection.execute(
-        "SELECT min_version, mask_older, num_groups FROM batches WHERE version = ?", (version,)
+        "SELECT min_version, mask_older FROM batches WHERE version = ?", (version,)
     ).fetchone()
     rows = connection.execute(
         "SELECT g.group_id, prompt_id, num_requeued, messages FROM batch_groups b"
         " JOIN groups g USING (group_id) WHERE b.version = ? ORDER BY b.position",
         (version,),
     ).fetchall()
-    if row is None or len(rows) != row[2]:
-        raise ValueError(f"batch {version} is incomplete")
     if any(messages is None for *_, messages in rows):
         raise _deleted(version)
     return Batch(version, tuple(_group(connection, *row) for row in rows), row[0], mask_older=bool(row[1]))
 
 
 def _counted(connection: sqlite3.Connection) -> dict[str, int]:
-    totals = connection.execute(f"SELECT {', '.join(_COUNTED.values())} FROM groups").fetchone()
-    counted = dict(zip(_COUNTED, map(int, totals), strict=True))
+    (num_partial,) = connection.execute("SELECT total(num_tokens) FROM segments").fetchone()
+    counted = Counter(dict.fromkeys(_COUNTED, 0) | {"tokens/generated": int(num_partial)})
     connection.create_function("task_of", 1, task_of, deterministic=True)
-    columns = ", ".join(_COUNTED[name] for name in _BY_TASK)
-    query = f"SELECT task_of(prompt_id), {columns} FROM groups GROUP BY 1"
+    query = f"SELECT task_of(prompt_id), {', '.join(_COUNTED.values())} FROM groups GROUP BY 1"
     for task, *counts in connection.execute(query):
-        pairs = zip(_BY_TASK, counts, strict=True)
-        counted |= {f"{name}/{task}": int(num) for name, num in pairs if task and num}
+        for name, num in zip(_COUNTED, map(int, counts), strict=True):
+            counted[name] += num
+            if task and num and name in _BY_TASK:
+                counted[f"{name}/{task}"] = num
     return counted
 
 
@@ -199,8 +208,7 @@ def _alive(
             continue
         rollouts, failures = rollouts_of(connection, group_id), failures_of(connection, group_id)
         partials = partials_of(connection, group_id)
-        begun = {index: (attempt, partial) for index, (attempt, _, partial) in partials.items()}
-        running.append(UnfinishedGroup(ticket, _prompt(*prompt), rollouts, failures, begun))
+        running.append(UnfinishedGroup(ticket, _prompt(*prompt), rollouts, failures, partials))
     return tuple(ready), tuple(running)
 
 
@@ -217,15 +225,13 @@ def _prompt(prompt_id: str, num_requeued: int, messages: str) -> Prompt:
 
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:
-    """Return (num_requeued, version of the failure if any) by prompt id, in order of admission."""
+    """Return (num_requeued, version of the failure if any) by prompt id."""
     rows = connection.execute(
-        "SELECT h.prompt_id, h.requeued, CASE h.state WHEN 'failed' THEN h.start_version END,"
-        " (SELECT min(group_id) FROM groups f WHERE f.prompt_id = h.prompt_id) AS first FROM groups h"
+        "SELECT h.prompt_id, h.requeued, CASE h.state WHEN 'failed' THEN h.start_version END FROM groups h"
         " WHERE h.requeued IS NOT NULL AND NOT EXISTS"
         " (SELECT 1 FROM groups later WHERE later.prompt_id = h.prompt_id AND later.group_id > h.group_id)"
-        " ORDER BY first"
     )
-    return {prompt_id: (requeued, failed_at) for prompt_id, requeued, failed_at, _ in rows}
+    return {prompt_id: (requeued, failed_at) for prompt_id, requeued, failed_at in rows}
 
 
 # ---- for `asyncrl inspect --json`: plain values
@@ -237,7 +243,7 @@ _GROUP = (
 
 
 def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
-    numbers, *_ = _rows(
+    (numbers,) = _rows(
         connection,
         "SELECT (SELECT value FROM meta WHERE key = 'run_id') AS run_id,"
         " (SELECT count(*) FROM batches) AS num_batches,"
@@ -246,15 +252,18 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
         " coalesce(sum(num_failed), 0) AS failed_rollouts, coalesce(sum(lost_tokens), 0) AS retried,"
         " coalesce(sum(num_sampled + lost_tokens), 0) AS sampled_tokens FROM groups",
     )
+    wasted = {"retried": numbers.pop("retried")} | dict.fromkeys(("failed", "filtered", "requeued"), 0)
+    groups = dict[str, int]()
     query = "SELECT state, count(*), sum(num_sampled) FROM groups GROUP BY state"
-    states = {state: (num, num_sampled) for state, num, num_sampled in connection.execute(query)}
-    wasted = {"retried": numbers.pop("retried")}
-    wasted |= {state: states.get(state, (0, 0))[1] for state in ("failed", "filtered", "requeued")}
+    for state, num, num_sampled in connection.execute(query):
+        groups[state] = num
+        if state in wasted:
+            wasted[state] = num_sampled
     query = "SELECT local_time(s) AS at, what, detail FROM events ORDER BY id DESC LIMIT ?"
     events = _rows(connection, query, MAX_EVENTS)
     return {
         **numbers,
-        "groups": {state: num for state, (num, _) in states.items()},
+        "groups": groups,
         "wasted_tokens": wasted,
         "events": [event | {"detail": json.loads(event["detail"])} for event in reversed(events)],
     }
@@ -294,9 +303,9 @@ def group_story(connection: sqlite3.Connection, group_id: int) -> dict[str, Any]
 
 
 def _rows(connection: sqlite3.Connection, query: str, *values: int) -> list[dict[str, Any]]:
-    found = connection.execute(query, values)
-    names = [name for name, *_ in found.description]
-    return [dict(zip(names, row, strict=True)) for row in found]
+    cursor = connection.cursor()
+    cursor.row_factory = sqlite3.Row
+    return [dict(row) for row in cursor.execute(query, values)]
 
 
 def _local_time(seconds: float | None) -> str | None:

@@ -13,8 +13,7 @@ from asyncrl.base.files import sync
 
 FILE_NAME = "journal.sqlite"
 """File in the run directory."""
-APPLICATION_ID = 0x6172_6C6A  # "arlj"
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
 BUSY_S = 10.0
@@ -62,8 +61,7 @@ CREATE TABLE failures (
 );
 CREATE TABLE segments (
     group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
-    turn INTEGER NOT NULL, num_tokens INTEGER NOT NULL, blob BLOB NOT NULL,
-    PRIMARY KEY (group_id, sample_index)
+    num_tokens INTEGER NOT NULL, blob BLOB NOT NULL, PRIMARY KEY (group_id, sample_index)
 );
 
 CREATE TABLE batches (
@@ -98,8 +96,8 @@ def cannot_use(path: Path, error: Exception) -> JournalError:
 
 
 def create(path: Path, run_id: str) -> None:
-    """Create an empty journal atomically. Raises JournalError if the disk refuses, or for another journal's
-    log, which SQLite would replay.
+    """Create an empty journal atomically. Raises DISK_ERRORS; JournalError for another journal's log, which
+    SQLite would replay.
     """
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size:
@@ -108,22 +106,15 @@ def create(path: Path, run_id: str) -> None:
             rule=f"{path.name} and its -wal file are one journal",
             way_out=f"restore {path.name}, or move {log} to where the journal is.",
         )
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.unlink(missing_ok=True)
-        with closing(sqlite3.connect(beside, isolation_level=None)) as connection:
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.executescript(
-                f"BEGIN IMMEDIATE; {TABLES}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-            )
-            connection.execute("INSERT INTO meta VALUES ('run_id', ?)", (run_id,))
-            connection.execute("PRAGMA journal_mode = WAL")
-        sync(beside)
-        beside.rename(path)
-        sync(path.parent)
-    except DISK_ERRORS as error:
-        beside.unlink(missing_ok=True)
-        raise cannot_use(path, error) from error
+    beside = path.with_name(f".{path.name}.new")
+    beside.unlink(missing_ok=True)
+    with closing(sqlite3.connect(beside, isolation_level=None)) as connection:
+        connection.executescript(f"BEGIN; {TABLES}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        connection.execute("INSERT INTO meta VALUES ('run_id', ?)", (run_id,))
+        connection.execute("PRAGMA journal_mode = WAL")
+    sync(beside)
+    beside.rename(path)
+    sync(path.parent)
 
 
 def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
@@ -141,11 +132,7 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
         uri += "&immutable=1"  # readers of an active journal must create files next to it
     connection = sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True)
     try:
-        application_id, version = (
-            connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
-        )
-        if application_id != APPLICATION_ID:
-            raise _foreign(path, f"is a SQLite database of another program ({application_id=:#x})")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version != SCHEMA_VERSION:
             raise JournalError(
                 f"{path} has schema version {version}, this asyncrl reads {SCHEMA_VERSION}",
@@ -163,10 +150,10 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
 
 def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
     """Open this run's journal, verified or new. Raises JournalError and leaves the files unchanged."""
-    if not path.exists():
-        create(path, run_id)
     log = path.with_name(f"{path.name}-wal")
     try:
+        if not path.exists():
+            create(path, run_id)
         commits = _commits_in(log)
         with closing(connect(path, is_read_only=True)) as connection:  # closed last, to keep a refused log
             # quick_check misses an index that hides a row
@@ -175,7 +162,11 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
                 raise damaged(path, "; ".join(wrong).replace("\n", " "))
             owner = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
             if owner != (run_id,):
-                raise _foreign(path, f"is the journal of run {owner and owner[0]}, this is run {run_id}")
+                raise JournalError(
+                    f"{path} is the journal of run {owner and owner[0]}, this is run {run_id}",
+                    rule="a journal belongs to one run",
+                    way_out="move it elsewhere, or give this run another --run-dir.",
+                )
             writing = connect(path, is_read_only=False)
             num_whole = max(0, writing.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1])
             lost = [number for number in commits if number > num_whole]
@@ -185,14 +176,6 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
             return writing
     except DISK_ERRORS as error:
         raise cannot_use(path, error) from error
-
-
-def _foreign(path: Path, why: str) -> JournalError:
-    return JournalError(
-        f"{path} {why}",
-        rule="a journal belongs to one run",
-        way_out="move it elsewhere, or give this run another --run-dir.",
-    )
 
 
 # write-ahead log: SQLite silently drops the rest of a damaged one

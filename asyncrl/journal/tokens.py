@@ -1,100 +1,79 @@
-"""Exact conversion of token records to bytes, for the journal and recordings.
+"""Exact conversion of token records to bytes, for the journal.
 
-A blob is zlib over: head length (uint32), head (JSON), token ids (int32), logprobs (float32), loss mask
-(one bit per token), optional teacher logprobs (float32) and experts per token (uint16), little endian in
-byte planes, which compress better.
+A blob is a zlib-compressed frame (messages/codec.py). Its arrays are in byte planes, which compress better.
 """
 
 from __future__ import annotations
 
-import json
 import sqlite3
-import struct
 import zlib
 from dataclasses import astuple
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from asyncrl.messages.codec import read_frame, write_frame
 from asyncrl.messages.records import Completion, Credit, GrammarSpan, Rollout, Trajectory, VersionSpan
 
-FORMAT = 2
 _LEVEL = 1  # higher levels save 1 to 3 % at twice the time
 _SHORT = 1024
 """Blobs up to this size in bytes are stored uncompressed, since zlib's setup dominates."""
-_json = json.JSONEncoder(separators=(",", ":")).encode
-_LENGTH = struct.Struct("<I")
+_DTYPES = {"token_ids": "<i4", "behaviour_logprobs": "<f4", "teacher_logprobs": "<f4", "routing": "<u2"}
 
 
 def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
-    head: dict[str, Any] = {
-        "format": FORMAT,
-        "place": _place(group_id, trajectory.sample_index, trajectory.branch),
-        "num_tokens": len(trajectory.token_ids),
+    arrays = {}
+    for name, dtype in _DTYPES.items():
+        array = getattr(trajectory, name)
+        if array is not None:
+            assert array.dtype == np.dtype(dtype), f"{array.dtype} instead of {dtype}"
+            arrays[name] = array.view(np.uint8).reshape(-1, array.itemsize).T.reshape(-1)
+    arrays["loss_mask"] = np.packbits(trajectory.loss_mask)
+    head = {
+        "place": [int(group_id), int(trajectory.sample_index), int(trajectory.branch)],
         "reward": float(trajectory.reward),
         "spans": [span.plain for span in trajectory.version_spans],
         "is_truncated": bool(trajectory.is_truncated),
         "num_interruptions": int(trajectory.num_interruptions),
         "metrics": {str(name): float(value) for name, value in trajectory.metrics.items()},
+        "credits": [astuple(credit) for credit in trajectory.credits],
+        "grammars": [astuple(span) for span in trajectory.grammars],
     }
-    if trajectory.credits:
-        head["credits"] = [astuple(credit) for credit in trajectory.credits]
-    if trajectory.grammars:
-        head["grammars"] = [astuple(span) for span in trajectory.grammars]
-    if (taught := trajectory.teacher_logprobs) is not None:
-        head["is_taught"] = True
-    if (routing := trajectory.routing) is not None:
-        head["num_routed"] = routing.shape[1]
-    text = _json(head).encode()
-    parts = (
-        _LENGTH.pack(len(text)),
-        text,
-        _planes(trajectory.token_ids, "<i4"),
-        _planes(trajectory.behaviour_logprobs, "<f4"),
-        np.packbits(trajectory.loss_mask).tobytes(),
-        b"" if taught is None else _planes(taught, "<f4"),
-        b"" if routing is None else _planes(routing.reshape(-1), "<u2"),
-    )
-    whole = b"".join(parts)
+    whole = write_frame("trajectory", arrays, head)
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
 
 
 def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int) -> Trajectory:
     """Decode a trajectory. Raises ValueError for a damaged blob or another branch's."""
     try:
-        whole = zlib.decompress(blob)
-        end = _LENGTH.size + _LENGTH.unpack_from(whole)[0]
-        head, body = json.loads(whole[_LENGTH.size : end]), whole[end:]
-        if (found := (head["format"], head["place"])) != (FORMAT, _place(group_id, sample_index, branch)):
-            raise ValueError(f"format and place are {found}")
-        num_tokens = head["num_tokens"]
-        mask = np.unpackbits(np.frombuffer(body, np.uint8, offset=8 * num_tokens), count=num_tokens)
-        end_of_mask = 8 * num_tokens + -(-num_tokens // 8)
-        is_taught, num_routed = head.get("is_taught", False), head.get("num_routed")
-        routing = None
-        if num_routed is not None:
-            start = end_of_mask + 4 * num_tokens * is_taught
-            routing = _from_planes(body, start, num_tokens * num_routed, "<u2").reshape(-1, num_routed)
+        frame = read_frame(zlib.decompress(blob))
+        head = frame.text
+        if head["place"] != [group_id, sample_index, branch]:
+            raise ValueError(f"they are of {head['place']}")
+        arrays = {}
+        for name, dtype in _DTYPES.items():
+            if name in frame.arrays:
+                planes = frame.arrays[name].reshape(np.dtype(dtype).itemsize, -1)
+                arrays[name] = planes.T.copy().view(dtype).reshape(-1)
+        num_tokens = len(arrays["token_ids"])
+        routing = arrays.get("routing")
         return Trajectory(
             sample_index=sample_index,
-            token_ids=_from_planes(body, 0, num_tokens, "<i4"),
-            behaviour_logprobs=_from_planes(body, 4 * num_tokens, num_tokens, "<f4"),
-            loss_mask=mask.astype(np.bool_),
+            token_ids=arrays["token_ids"],
+            behaviour_logprobs=arrays["behaviour_logprobs"],
+            loss_mask=np.unpackbits(frame.arrays["loss_mask"], count=num_tokens).astype(np.bool_),
             version_spans=tuple(VersionSpan(*span) for span in head["spans"]),
             reward=head["reward"],
             is_truncated=head["is_truncated"],
             num_interruptions=head["num_interruptions"],
             metrics=head["metrics"],
             branch=branch,
-            credits=tuple(Credit(*one) for one in head.get("credits", ())),
-            grammars=tuple(GrammarSpan(*one) for one in head.get("grammars", ())),
-            teacher_logprobs=_from_planes(body, end_of_mask, num_tokens, "<f4") if is_taught else None,
-            routing=routing,
+            credits=tuple(Credit(*credit) for credit in head["credits"]),
+            grammars=tuple(GrammarSpan(*span) for span in head["grammars"]),
+            teacher_logprobs=arrays.get("teacher_logprobs"),
+            routing=None if routing is None else routing.reshape(num_tokens, -1),
         )
-    except (zlib.error, struct.error, ValueError, KeyError, TypeError) as error:
-        name = f"g{group_id}/r{sample_index}" + (f", branch {branch}," if branch else "")
-        raise ValueError(f"the tokens of {name} do not unpack ({error})") from error
+    except (zlib.error, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the tokens of g{group_id}/r{sample_index} do not unpack ({error})") from error
 
 
 def encode_partial(group_id: int, sample_index: int, partial: Completion) -> bytes:
@@ -113,35 +92,18 @@ def encode_partial(group_id: int, sample_index: int, partial: Completion) -> byt
 def decode_partial(blob: bytes, group_id: int, sample_index: int) -> Completion:
     """Decode an unfinished completion. Raises ValueError for a damaged blob or another rollout's."""
     found = decode_trajectory(blob, group_id, sample_index, 0)
-    token_ids, logprobs = tuple(found.token_ids.tolist()), tuple(found.behaviour_logprobs.tolist())
+    token_ids = tuple(found.token_ids.tolist())
+    logprobs = tuple(found.behaviour_logprobs.tolist())
     return Completion(token_ids, logprobs, found.version_spans, num_interruptions=found.num_interruptions)
 
 
-def _place(group_id: int, sample_index: int, branch: int) -> list[int]:
-    return [int(group_id), int(sample_index), *([int(branch)] if branch else [])]
-
-
-def _planes(array: npt.NDArray[Any], dtype: str) -> bytes:
-    assert array.dtype == np.dtype(dtype), f"{array.dtype} instead of {dtype}"
-    return array.view(np.uint8).reshape(-1, array.itemsize).T.tobytes() if len(array) else b""
-
-
-def _from_planes(body: bytes, start: int, count: int, dtype: str) -> npt.NDArray[Any]:
-    size = np.dtype(dtype).itemsize
-    planes = np.frombuffer(body, np.uint8, count=size * count, offset=start).reshape(size, count)
-    return planes.T.copy().view(dtype).reshape(count)
-
-
 def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Rollout]:
-    found: dict[int, Rollout] = {}
     query = (
         "SELECT sample_index, branch, blob FROM trajectories WHERE group_id = ? ORDER BY sample_index, branch"
     )
+    found: dict[int, Rollout] = {}
     for index, branch, blob in connection.execute(query, (group_id,)):
-        branches = found.get(index, ())
-        if len(branches) != branch:
-            raise ValueError(f"g{group_id}/r{index} has branch {branch} after {len(branches)} others")
-        found[index] = (*branches, decode_trajectory(blob, group_id, index, branch))
+        found[index] = (*found.get(index, ()), decode_trajectory(blob, group_id, index, branch))
     return found
 
 
@@ -150,9 +112,9 @@ def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tupl
     return {index: (attempts, why) for index, attempts, why in connection.execute(query, (group_id,))}
 
 
-def partials_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, int, Completion]]:
-    query = "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
+def partials_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, Completion]]:
+    query = "SELECT sample_index, attempt, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
     return {
-        index: (attempt, turn, decode_partial(blob, group_id, index))
-        for index, attempt, turn, blob in connection.execute(query, (group_id,))
+        index: (attempt, decode_partial(blob, group_id, index))
+        for index, attempt, blob in connection.execute(query, (group_id,))
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -14,7 +15,7 @@ from asyncrl.base.errors import ConfigError, install_extra
 from asyncrl.config import RolloutConfig
 
 CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
-ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+ASK = "import importlib.metadata, sys; importlib.metadata.version(sys.argv[1])"
 ASK_TIMEOUT_S = 30.0
 
 
@@ -26,7 +27,7 @@ def find_python(rollout: RolloutConfig) -> Path:
     folder = Path(os.environ.get(f"VENV_{package.upper()}") or CHECKOUT / f".venv-{package}")
     pythons = [Path(sys.executable), folder / "bin" / "python"] if given == "auto" else [named]
     for python in pythons:
-        if version_in(python.absolute(), package) is not None:
+        if has_package(python.absolute(), package):
             return python.absolute()  # do not resolve: a venv's python is a link
     raise ConfigError(
         f"rollout.{package}_python={given}: {' and '.join(map(str, pythons))} cannot import {package}",
@@ -34,18 +35,10 @@ def find_python(rollout: RolloutConfig) -> Path:
     )
 
 
-def find_version(rollout: RolloutConfig) -> dict[str, str]:
-    """Raises ConfigError."""
-    package = rollout.facts.package or ""
-    return {package: version_in(find_python(rollout), package) or ""}
-
-
 @functools.cache
-def version_in(python: Path, package: str) -> str | None:
+def has_package(python: Path, package: str) -> bool:
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    try:
-        asking = [str(python), "-c", ASK, package]
-        done = subprocess.run(asking, env=environ, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return None if done.returncode else done.stdout.strip()
+    asking = [str(python), "-c", ASK, package]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return not subprocess.run(asking, env=environ, capture_output=True, timeout=ASK_TIMEOUT_S).returncode
+    return False

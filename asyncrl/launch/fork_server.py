@@ -14,12 +14,11 @@ import importlib
 import os
 import pickle
 import resource
-import select
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,17 +113,16 @@ class ForkServer:
         The first three `files` become standard streams; the others keep their numbers.
         """
 
-        async def started_once() -> tuple[int, int]:
+        async def start(is_last: bool = False) -> tuple[int, int]:
             self._ensure_running()
-            return await asyncio.to_thread(self.start, module, arguments, env, files)
-
-        async def started_or_again() -> tuple[int, int]:
             try:
-                return await started_once()
+                return await asyncio.to_thread(self.start, module, arguments, env, files)
             except RoomError:  # the server died before it forked; nothing supervises a run's first processes
-                return await started_once()
+                if is_last:
+                    raise
+                return await start(is_last=True)
 
-        started, cancelled = await uncut(started_or_again())
+        started, cancelled = await uncut(start())
         process = ForkedProcess(*started)
         if cancelled is not None:
             process.kill()
@@ -139,16 +137,12 @@ class ForkServer:
         with os.fdopen(data, "wb") as pipe:
             pickle.dump({}, pipe)  # no preparation: do not import the user's script again
             pickle.dump(_Child(module, arguments, env, (0, 1, 2, *files[3:])), pipe)
-        poll = select.poll()
-        poll.register(status, select.POLLIN)
-        try:
-            if poll.poll(1000 * TIMEOUT_S):
+        with contextlib.suppress(EOFError):
+            if connection.wait([status], TIMEOUT_S):
                 return forkserver.read_signed(status), status
-            why = f"no child within {TIMEOUT_S:g} s"
-        except EOFError:
-            why = "it died before it forked"
         os.close(status)
-        raise RoomError("fork server", why, way_out="run it again.")
+        what = f"it died before it forked, or did not fork within {TIMEOUT_S:g} s"
+        raise RoomError("fork server", what, way_out="run it again.")
 
     def close(self) -> None:
         if self.pid is not None:

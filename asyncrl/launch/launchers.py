@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import asyncrl
@@ -16,34 +15,29 @@ from asyncrl.launch.processes import ChildProcess, Process, ProcessSpec, free_po
 from asyncrl.messages.engine_api import FileRequest
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRequirements:
-    """`files`: required contents by absolute path ("": any). `package` returns engine versions, equal on
-    all nodes, or raises ConfigError.
-    """
-
-    files: Mapping[str, str] = field(default_factory=dict)
-    package: Callable[[], Mapping[str, str]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReport:
-    unseen: Sequence[str]
-    versions: Mapping[str, str]
-    refusal: ConfigError | None = None
-
-
-def inspect_node(requirements: NodeRequirements) -> NodeReport:
-    """Blocks."""
-    unseen = [path for path, text in requirements.files.items() if not _holds(Path(path), text)]
-    versions = {"asyncrl": asyncrl.__version__, "python": platform.python_version(), "torch": "not installed"}
+def own_versions() -> dict[str, str]:
+    versions = {"asyncrl": asyncrl.__version__, "python": platform.python_version()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["torch"] = importlib.metadata.version("torch")
-    try:
-        engine = requirements.package() if requirements.package else {}
-    except ConfigError as error:
-        return NodeReport(unseen, versions, error)
-    return NodeReport(unseen, {**versions, **engine})
+    return versions
+
+
+def find_misfit(name: str, files: Mapping[str, str], versions: Mapping[str, str]) -> ConfigError | None:
+    """Compare this node with the controller's versions, and `files` with their contents ("": any). Blocks."""
+    if unseen := [path for path, text in files.items() if not _holds(Path(path), text)]:
+        return ConfigError(
+            f"the node {name} does not see {', '.join(unseen)}, or sees another file there",
+            rule="every node reads the run directory, the model, model.chat_template and "
+            "weight_sync.disk_dir at the path that the controller uses",
+            way_out="put them on a file system that all nodes mount (--run-dir, model.path).",
+        )
+    if (here := own_versions()) != versions:
+        return ConfigError(
+            f"the node {name} has {here}, and the controller's node has {versions}",
+            rule="all nodes of a run use the same versions",
+            way_out="install the same packages on all nodes.",
+        )
+    return None
 
 
 def _holds(path: Path, text: str) -> bool:
@@ -53,43 +47,18 @@ def _holds(path: Path, text: str) -> bool:
         return False
 
 
-def unmet(name: str, report: NodeReport, versions: dict[str, str]) -> ConfigError | None:
-    """`versions` collects the first version of each package."""
-    if report.unseen:
-        return ConfigError(
-            f"the node {name} does not see {', '.join(report.unseen)}, or sees another file there",
-            rule="every node reads the run directory, the model, model.chat_template and "
-            "weight_sync.disk_dir at the path that the controller uses",
-            way_out="put them on a file system that all nodes mount (--run-dir, model.path).",
-        )
-    if (error := report.refusal) is not None:
-        return ConfigError(f"the node {name} cannot run engines: {error.what}", way_out=error.way_out)
-    for package, version in report.versions.items():
-        first = versions.setdefault(package, version)
-        if first != version:
-            return ConfigError(
-                f"the node {name} has {package} {version or 'without a version'}, another node has {first}",
-                rule="all nodes of a run use the same versions",
-                way_out=f"install {package} {first} there (engines: in rollout.vllm_python).",
-            )
-    return None
-
-
 class Launcher:
     """Starts the processes of a run.
 
-    Life: open() -> hold() reserves devices -> process(), repeatedly -> aclose() releases them -> close().
-        open() and close() run outside the event loop.
+    Life: created -> hold() reserves devices -> process(), repeatedly -> aclose() releases them -> close().
+        Creation and close() run outside the event loop.
     """
 
     nodes: tuple[Node, ...] = ()
     """The controller's is first."""
 
-    def open(self) -> None:
-        """Blocks; raises ConfigError."""
-
-    async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
-        """Reserve devices by node index, per process. Raises ConfigError or RoomError."""
+    async def hold(self, parts: Mapping[int, Sequence[str]], files: Mapping[str, str]) -> None:
+        """Reserve devices by node; all nodes see `files`. Raises ConfigError or RoomError."""
 
     def process(self, node: int, spec: ProcessSpec) -> Process:
         raise NotImplementedError
@@ -106,15 +75,9 @@ class Launcher:
     def close(self) -> None: ...
 
 
-@contextlib.contextmanager
-def opened(name: str) -> Iterator[Launcher]:
+def opened(name: str) -> contextlib.closing[Launcher]:
     """Raises ConfigError."""
-    launcher = LocalLauncher() if name == "local" else _ray_launcher(name)
-    try:
-        launcher.open()
-        yield launcher
-    finally:
-        launcher.close()
+    return contextlib.closing(LocalLauncher() if name == "local" else _ray_launcher(name))
 
 
 def _ray_launcher(name: str) -> Launcher:
@@ -129,7 +92,7 @@ def _ray_launcher(name: str) -> Launcher:
 
 
 class LocalLauncher(Launcher):
-    def open(self) -> None:
+    def __init__(self) -> None:
         self.nodes = (Node(platform.node(), LOOPBACK, this_machine()),)
 
     def process(self, node: int, spec: ProcessSpec) -> ChildProcess:

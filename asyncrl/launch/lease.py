@@ -64,19 +64,20 @@ class Lease:
         calls: Callable[[Call], Mapping[str, Awaitable[TransferStats]]],
         *,
         timeout_s: float,
-        on_event: Callable[[str, Mapping[str, Any]], None],
+        on_change: Callable[[], None],
         resident: bool = False,
     ) -> None:
-        """`calls` begins a call and returns pending answers by process name."""
+        """`calls` begins a call and returns pending answers by process name. `on_change`: of the state."""
         self._resident = resident
         self._calls = calls
         self._timeout_s = timeout_s
-        self._on_event = on_event
+        self._on_change = on_change
         self.state: State = "idle"
         self.owner: Side | None = None
         self.phase = ""
         self.broken = ""
         self.num_handovers = 0
+        self.num_phases = 0
 
     def __repr__(self) -> str:
         return f"<Lease {self.state}{f': {self.phase}' if self.phase else ''}, owner {self.owner}>"
@@ -89,7 +90,6 @@ class Lease:
         clock = asyncio.get_running_loop().time
         began_s = clock()
         total_bytes = 0
-        self._on_event("handover", {"from": self.state, "to": to})
         self.state = "handover"
         for call in self._kept(TO_ENGINES if (self.owner, to) == ("trainer", "engines") else WAY[to]):
             phase_began_s = clock()
@@ -101,16 +101,14 @@ class Lease:
             if error is not None:
                 raise await self._undo(_shown(error), error)
             total_bytes += num_bytes
-            detail = {"phase": self.phase, "seconds": clock() - phase_began_s, "num_bytes": num_bytes}
             note_span("handovers", f"to {to}", phase_began_s, clock(), text=self.phase)
             self.phase = ""
-            self._on_event("handover phase", detail)
+            self.num_phases += 1
         self.owner = to
         self.state = RESTING[to]
         self.num_handovers += 1
-        moved = TransferStats(num_bytes=total_bytes, seconds=clock() - began_s)
-        self._on_event("handed over", {"to": to, "seconds": moved.seconds})
-        return moved
+        self._on_change()
+        return TransferStats(num_bytes=total_bytes, seconds=clock() - began_s)
 
     def _kept(self, calls: Sequence[Call]) -> list[Call]:
         """Return the calls without those that a resident trainer does not need."""
@@ -138,14 +136,11 @@ class Lease:
     async def _undo(self, why: str, error: BaseException) -> BaseException:
         """Bring the owner back despite cancellation; return the error to raise."""
         phase = self.phase
-        self._on_event("handover failed", {"phase": phase, "why": why})
         _, cancelled = await uncut(self._bring_back(why))
+        self._on_change()
+        outcome = f"undone, the devices belong to the {self.owner or 'start'} as before"
         if self.broken:
-            self._on_event("lease broken", {"why": self.broken})
             outcome = f"the lease is broken: {self.broken}"
-        else:
-            self._on_event("handover undone", {"back to": self.state})
-            outcome = f"undone, the devices belong to the {self.owner or 'start'} as before"
         if cancelled is not None or isinstance(error, asyncio.CancelledError):
             return cancelled or error
         if not isinstance(error, AsyncrlError):

@@ -5,6 +5,7 @@ CUDA devices are numbered within CUDA_VISIBLE_DEVICES in bus order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -14,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.host import available_memory, num_cores
 
 LOOPBACK = "127.0.0.1"
-DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
+_SIZE = TypeAdapter(ByteSize)
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -60,24 +63,18 @@ def cpu_has_bfloat16() -> bool:
 def find_cuda_devices() -> tuple[CudaDevice, ...]:
     if not torch_has_cuda():
         return ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in ask_nvidia_smi().splitlines()]
-    sizes = {
-        name: (int(free) * 2**20, int(total) * 2**20)
-        for *names, free, total in rows
-        if free.isdigit() and total.isdigit()
-        for name in names
-    }
-    # WSL has no such folder
-    num_devices = len(list(DRIVER_DIR.iterdir())) if DRIVER_DIR.is_dir() else len(rows)
-    names: list[str] = []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = map(str, range(num_devices)) if visible is None else map(str.strip, visible.split(","))
-    for name in shown:
-        is_uuid = num_devices > 0 and name.startswith(("GPU-", "MIG-"))
-        if not is_uuid and not (name.isdigit() and int(name) < num_devices):
+    found = dict[str, CudaDevice]()
+    for line in ask_nvidia_smi().splitlines():
+        index, uuid, *sizes = map(str.strip, line.split(","))
+        free, total = (int(size) * 2**20 if size.isdigit() else None for size in sizes)
+        found |= {name: CudaDevice(name, free, total) for name in (index, uuid)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(filter(str.isdigit, found)))
+    devices = list[CudaDevice]()
+    for name in map(str.strip, visible.split(",")):
+        if name not in found and not (found and name.startswith(("GPU-", "MIG-"))):
             break  # as CUDA: an invalid name hides all later ones
-        names.append(name)
-    return tuple(CudaDevice(name, *sizes.get(name, ())) for name in names)
+        devices.append(found.get(name, CudaDevice(name)))
+    return tuple(devices)
 
 
 @functools.cache
@@ -145,8 +142,6 @@ def described_nodes(devices: str | None, cores: int | None, memory: str | None) 
 
 
 def _bytes_of(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(i?)B", text)
-    if match is None:
-        return 0
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** (2 + "MGT".index(match[2])))
+    with contextlib.suppress(ValidationError):
+        return _SIZE.validate_python(text if text.endswith("B") else "")
+    return 0

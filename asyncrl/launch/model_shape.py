@@ -1,16 +1,13 @@
-"""Model sizes from config.json and file headers, without torch."""
+"""Model sizes from config.json, without torch."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import ModelConfig
 from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
@@ -50,30 +47,21 @@ class ModelShape:
 def model_shape(model: ModelConfig) -> ModelShape:
     if model.scratch is not None:
         return _shape({"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture})
-    folder = Path(model.path or "")
-    if not folder.is_dir():
+    path = Path(model.path or "") / "config.json"
+    if not path.is_file():
         with contextlib.suppress(ValueError, ModuleNotFoundError):
             from huggingface_hub import try_to_load_from_cache
 
-            cached = try_to_load_from_cache(str(folder), "config.json", revision=model.revision)
-            folder = Path(cached).parent if isinstance(cached, str) else folder
+            cached = try_to_load_from_cache(str(model.path), path.name, revision=model.revision)
+            path = Path(cached) if isinstance(cached, str) else path
     try:
-        architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return _shape(architecture, sum(_stored(folder)))
-    except (OSError, ValueError, KeyError, SafetensorError):
+        architecture = json.loads(path.read_text(encoding="utf-8"))
+        return _shape(architecture.get("text_config", architecture))
+    except (OSError, ValueError):
         return ModelShape()
 
 
-def _stored(folder: Path) -> Iterator[int]:
-    index = folder / "model.safetensors.index.json"
-    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
-    is_whole = all((folder / name).is_file() for name in shards.values())
-    for path in folder.glob("*.safetensors") if is_whole else ():
-        with safe_open(path, framework="numpy") as file:
-            yield from (math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-
-
-def _shape(architecture: Mapping[str, Any], num_stored: int = 0) -> ModelShape:
+def _shape(architecture: Mapping[str, Any]) -> ModelShape:
     def size(name: str, default: int = 0) -> int:
         return int(architecture.get(name) or default)
 
@@ -92,7 +80,7 @@ def _shape(architecture: Mapping[str, Any], num_stored: int = 0) -> ModelShape:
     embeddings = vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
     return ModelShape(
         # ignores norms and routers; assumes experts in all layers
-        num_parameters=num_stored or embeddings + layers * hidden * (attention + 3 * width),
+        num_parameters=embeddings + layers * hidden * (attention + 3 * width),
         hidden=hidden,
         layers=layers,
         vocab=vocab,

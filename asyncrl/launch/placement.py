@@ -96,10 +96,9 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
     share = config.placement.share
     fraction = share if isinstance(share, float) else None
     is_shared = not {*trainer}.isdisjoint(rollout) and trainer[0].name != "cpu"
-    takes_turns = is_shared or config.placement.rollout == "trainer"
-    if is_shared and fraction is not None and config.buffer.max_staleness > 0:
-        takes_turns = False
-    _refuse_sides(config, nodes, trainer, rollout)
+    is_split = is_shared and fraction is not None and config.buffer.max_staleness > 0
+    takes_turns = not is_split and (is_shared or config.placement.rollout == "trainer")
+    _refuse_sides(config, trainer, rollout)
     _refuse_sharing(config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns)
     _refuse_counts(config, trainer, rollout)
     size = config.trainer.world_size
@@ -116,11 +115,11 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
         memory_fraction=fraction,
         resident=takes_turns and fraction is not None,
     )
-    if config.eval_engine != "rollout" and not config.rollout.facts.has_model:
-        placement = replace(placement, evaluation=NodeDevice(0, NO_DEVICE))
-    elif config.eval_engine != "rollout":
+    if config.eval_engine != "rollout":
         is_optional = config.eval_engine == "auto"
         evaluation = _extra_device("eval", config.placement.eval, placement, is_optional=is_optional)
+        if not config.rollout.facts.has_model:
+            evaluation = NodeDevice(0, NO_DEVICE)
         placement = replace(placement, evaluation=evaluation)
     if config.teacher is not None:
         placement = replace(placement, teacher=_extra_device("teacher", config.placement.teacher, placement))
@@ -158,17 +157,11 @@ def cuda_devices(nodes: Sequence[Node]) -> list[Side]:
 # ---- refusals
 
 
-def _refuse_sides(config: RunConfig, nodes: Sequence[Node], trainer: Side, rollout: Side) -> None:
-    if len(nodes) > 1 and config.launcher == "local":
-        raise ConfigError(
-            f"launcher=local starts processes on this machine, and there are {len(nodes)} nodes",
-            way_out="set launcher=ray, or describe one machine.",
-        )
+def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
     shared = {device for device in trainer if device in rollout and device.name != "cpu"}
     if shared and {*trainer} != {*rollout}:
         raise ConfigError(
             f"{_written(config)} have some devices in common",
-            rule="the other devices would wait for those",
             way_out="give both sides the same devices (placement.rollout=trainer), or none in common.",
         )
     engine = config.rollout
@@ -345,7 +338,6 @@ def _extra_device(
     if device != CPU and device in placement.trainer:
         raise ConfigError(
             f"placement.{name}={form} is {placement.label(device)}, which the trainer uses",
-            rule=f"the {name} engine works during training, with its own weights and KV cache",
             way_out=f"set placement.{name}=cpu or another CUDA device"
             + (", or eval.engine=rollout." if name == "eval" else "."),
         )

@@ -5,12 +5,12 @@ Bytes are estimates: parameters, optimizer with gradients, KV cache, one micro-b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Literal
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.host import num_cores
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.placement_sync import choose_transport
 from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
@@ -24,10 +24,8 @@ EVAL_ENGINE = "engine-eval"
 TEACHER = "teacher"
 OWN_BYTES = 2**29
 """Uncounted: CUDA's on a device, Python's on the host."""
-RESIDENT_FACTOR = 1.1
-"""Safety factor for resident sides of `placement.share: auto`."""
-TRAINER_FACTOR = 1.25
-"""Safety factor alongside a paged KV cache."""
+TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
+"""Safety factors for resident sides of `placement.share: auto`."""
 RULE = "`asyncrl check` prints the memory of each process"
 WAY_OUT = (
     "lower trainer.micro_batch_tokens or rollout.slots, set trainer.gradient_checkpointing=true or "
@@ -76,36 +74,24 @@ class Plan:
 
     def needed_bytes(self, device: str) -> int:
         """Return a device's peak: all, or with moving sides the larger side or both sides' weights."""
-        here = [one for one in self.processes if one.device == device]
-        everything = sum(one.memory.total for one in here)
+        sizes = Counter[str]()
+        pushed = 0
+        for one in self.processes:
+            if one.device == device:
+                sizes[one.side] += one.memory.total
+                if one.side in ("trainer", "engine"):
+                    pushed += one.memory.parameters + one.memory.copies
         if not self.placement.moves:
-            return everything
-        moving = [one for one in here if one.side in ("trainer", "engine")]
-        trainer = sum(one.memory.total for one in moving if one.side == "trainer")
-        engines = sum(one.memory.total for one in moving if one.side == "engine")
-        pushed = sum(one.memory.parameters + one.memory.copies for one in moving)
-        return everything - trainer - engines + max(trainer, engines, pushed)
-
-    def fractions(self) -> tuple[float, float] | None:
-        """Return the largest device fractions of (other memory, engines); None: unknown."""
-        others = 0.0
-        engines = 0.0
-        for device in map(self.placement.label, self.placement.trainer):
-            free, total = self.memory[device]
-            if free is None or total is None or not self.shape.num_parameters:
-                return None
-            here = [one for one in self.processes if one.device == device and one.memory.total]
-            of_engines = sum(one.memory.total + OWN_BYTES for one in here if one.side == "engine")
-            everything = sum(one.memory.total + OWN_BYTES for one in here)
-            engines = max(engines, of_engines / total)
-            others = max(others, (total - free + everything - of_engines) / total)
-        return others, engines
+            return sizes.total()
+        trainer = sizes.pop("trainer", 0)
+        engines = sizes.pop("engine", 0)
+        return sizes.total() + max(trainer, engines, pushed)
 
 
-def engine_threads(config: RunConfig, cores: int | None = None) -> int:
+def engine_threads(config: RunConfig, cores: int) -> int:
     """Independent of the number of engines: results depend on threads bit for bit."""
     given = config.rollout.threads
-    return given if given != "auto" else max(1, (cores or num_cores()) // 4)
+    return given if given != "auto" else max(1, cores // 4)
 
 
 def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int, int]:
@@ -142,15 +128,11 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
 
     for rank, device in enumerate(placement.trainer):
         memory = trainer_memory(config, shape, device.name, rank)
-        host = Memory()
+        host = replace(memory, micro_batch=0)
         if config.trainer.cpu_offload:
-            host = replace(memory, micro_batch=0)
             memory = Memory(micro_batch=memory.micro_batch)
-        elif placement.moves and placement.is_on_cuda:  # gradients are freed, the rest moves
-            gradients = 4 * num_trained(config, shape) // config.trainer.world_size
-            host = Memory(copies=memory.total - memory.micro_batch - gradients)
         add(f"trainer-{rank}", "trainer", (device,), memory)
-        if host.total:
+        if config.trainer.cpu_offload or (placement.moves and placement.is_on_cuda):
             where = placement.label(NodeDevice(device.node, "cpu"))
             plans.append(ProcessPlan(f"trainer-{rank}/host", "host", where, 0, host))
     engine = config.rollout.facts
@@ -244,9 +226,7 @@ def size_text(size: int) -> str:
 
 def plan_text(plan: Plan, config: RunConfig) -> str:
     num = plan.shape.num_parameters
-    revision = f" --revision {config.model.revision}" if config.model.revision else ""
-    fetch = f"hf download {config.model.path} config.json{revision}"
-    size = f"{num:,} parameters" if num else f"size unknown without config.json; `{fetch}` is enough"
+    size = f"{num:,} parameters" if num else "size unknown without config.json"
     columns = [*(field.name.replace("_", " ") for field in fields(Memory)), "total"]
     lines = [f"model: {size}", "", _row("process", "device", "threads", columns)]
     for one in plan.processes:
@@ -255,8 +235,6 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     is_apart = plan.placement.mode == "apart"
     how = f"weights by {config.weight_sync.transport}" if is_apart else "time-sharing"
     lines += ["", f"mode: {plan.placement.mode}: {how}"]
-    if config.eval is not None:
-        lines.append(f"evaluation: {EVAL_ENGINE if plan.placement.evaluation else 'rollout engines'}")
     used = {one.device for one in plan.processes}
     for device, (free, _) in plan.memory.items():
         needed = size_text(plan.needed_bytes(device)) if num else "unknown"
@@ -311,29 +289,32 @@ def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str,
 
 
 def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
-    """Keep both colocated sides in memory if they fit."""
+    """Keep both colocated sides in memory if they fit; the engines get what the trainer leaves."""
+    if config.placement.share is None or vllm_sizes(config) or not plan.shape.num_parameters:
+        return plan
     resident = replace(plan.placement, resident=True)
-    stays = replace(plan, placement=resident, processes=lay_out(config, plan.shape, resident))
-    needs = stays.fractions()
-    if config.placement.share is None or vllm_sizes(config) or needs is None:
-        return plan
-    if RESIDENT_FACTOR * sum(needs) > 1:
-        return plan
-    if not resident.is_on_cuda:
-        return stays
-    others, engines = needs
-    fraction = (1 + engines - others) / 2
-    if config.rollout.facts.pages_kv:
-        fraction = max(fraction, 1 - TRAINER_FACTOR * others)
-    return replace(stays, placement=replace(resident, memory_fraction=round(fraction, 3)))
+    processes = lay_out(config, plan.shape, resident)
+    fraction = 1.0
+    for device in map(resident.label, resident.trainer):
+        free, total = plan.memory[device]
+        sizes = {True: 0, False: 0}
+        for one in processes:
+            if one.device == device and one.memory.total:
+                sizes[one.side == "engine"] += one.memory.total + OWN_BYTES
+        others = TRAINER_FACTOR * sizes[False]
+        if free is None or total is None or others + ENGINE_FACTOR * sizes[True] > free:
+            return plan
+        fraction = min(fraction, (free - others) / total)
+    if resident.is_on_cuda:
+        resident = replace(resident, memory_fraction=round(fraction, 3))
+    return replace(plan, placement=resident, processes=processes)
 
 
 def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     """Raises ConfigError."""
     placement = plan.placement
-    started = [*(placement.engine_devices if config.rollout.urls is None else ()), placement.evaluation]
-    starts_here = any(device is not None and device.node == 0 for device in started)
-    if config.rollout.facts.package and placement.nodes[0].machine.is_here and starts_here:
+    is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
+    if is_local and config.rollout.facts.package and config.rollout.urls is None:
         find_python(config.rollout)
     for device, (free, _) in plan.memory.items():
         if free is not None and (needed := plan.needed_bytes(device)) > free:
@@ -341,8 +322,3 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
             names = ", ".join(f"{one.name} {size_text(one.memory.total)}" for one in held)
             what = f"{device} needs {size_text(needed)} and has {size_text(free)} free ({names})"
             raise ConfigError(what, rule=RULE, way_out=WAY_OUT)
-    fraction = placement.memory_fraction
-    needs = plan.fractions()
-    if fraction is not None and needs is not None and not needs[1] <= fraction <= 1 - needs[0]:
-        what = f"engines need {needs[1]:.2f} of a device, and the trainer {needs[0]:.2f}"
-        raise ConfigError(f"placement.share={fraction:g}: {what}", rule=RULE, way_out=WAY_OUT)

@@ -7,15 +7,16 @@ import contextlib
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.launch import fork_server
-from asyncrl.launch.launchers import NodeReport, NodeRequirements, inspect_node
+from asyncrl.launch.launchers import find_misfit
 from asyncrl.launch.machine import CudaDevice, Machine, child_environ, find_cuda_devices, this_machine
 from asyncrl.launch.processes import ChildProcess, ProcessSpec, free_port_at
 from asyncrl.messages.engine_api import FileRequest
@@ -25,11 +26,10 @@ RUNTIME_ENV = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
 REMOVE_AFTERWARDS = 'cat > /dev/null; rm -rf "$0"'
 
 
-def describe(num_cuda: int) -> tuple[Machine, NodeReport]:
+def describe(num_cuda: int) -> Machine:
     """Return this node with its first `num_cuda` devices; Ray tasks hide devices."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    machine = replace(this_machine(), cuda=find_cuda_devices()[:num_cuda])
-    return machine, inspect_node(NodeRequirements())
+    return replace(this_machine(), cuda=find_cuda_devices()[:num_cuda])
 
 
 class Host:
@@ -38,20 +38,19 @@ class Host:
         self._address = address
         self._numbers = numbers
         self._files = FetchedFiles()
-        self._remover = subprocess.Popen(
-            ["/bin/sh", "-c", REMOVE_AFTERWARDS, str(self._files.folder)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        remover = ["/bin/sh", "-c", REMOVE_AFTERWARDS, str(self._files.folder)]
+        self._remover = subprocess.Popen(remover, stdin=subprocess.PIPE, start_new_session=True)
         self._children = dict[str, ChildProcess]()
         self._cuda = dict[int, CudaDevice]()
 
-    async def ready(self, requirements: NodeRequirements) -> NodeReport:
+    async def ready(
+        self, name: str, files: Mapping[str, str], versions: Mapping[str, str]
+    ) -> ConfigError | None:
         import ray
 
         names = map(str, ray.get_gpu_ids())
         self._cuda = {number: CudaDevice(name) for number, name in zip(self._numbers, names, strict=True)}
-        return await asyncio.to_thread(inspect_node, requirements)
+        return await asyncio.to_thread(find_misfit, name, files, versions)
 
     async def start(self, key: str, spec: ProcessSpec) -> tuple[str, int | None]:
         """Return (URL, process id)."""
@@ -62,25 +61,15 @@ class Host:
         self._children[key] = child
         return child.url, child.pid
 
-    async def wait(self, key: str, wait_s: float) -> int | None:
-        """Return its exit code, or None after `wait_s` seconds."""
+    async def call(self, key: str, method: str, limit_s: float | None = None) -> int | None:
+        """Call a method of a process; return its exit code, or None while it runs."""
         child = self._children[key]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await child.wait()
+            async with asyncio.timeout(limit_s):
+                answer = getattr(child, method)()
+                if answer is not None:
+                    await answer
         return child.returncode
-
-    async def end(self, key: str) -> int | None:
-        """Return its exit code; None if it survives."""
-        child = self._children[key]
-        await child.aclose()
-        return child.returncode
-
-    async def kill(self, key: str) -> None:
-        self._children[key].kill_nowait()
-
-    async def dump_stacks(self, key: str) -> None:
-        self._children[key].dump_stacks_nowait()
 
     async def free_port(self) -> int:
         return free_port_at(self._address)

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from asyncrl.base.errors import ConfigError, NodeLost, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.launch.fork_server import ONE_THREAD
-from asyncrl.launch.launchers import Launcher, NodeRequirements, unmet
+from asyncrl.launch.launchers import Launcher, own_versions
 from asyncrl.launch.machine import Node
 from asyncrl.launch.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, Process, ProcessSpec
 from asyncrl.launch.ray_host import RUNTIME_ENV, Host, describe
@@ -44,13 +44,11 @@ class RayLauncher(Launcher):
     """`address`: HOST:PORT of the head; "": RAY_ADDRESS, or the local cluster."""
 
     def __init__(self, address: str) -> None:
+        """Join the cluster. Blocks; raises ConfigError."""
         self.address = address
         self._resources = list[dict[str, float]]()
-        self._versions = dict[str, str]()
         self._held = dict[int, RayNode]()
         self._group: Any = None
-
-    def open(self) -> None:
         self._join()
         own = ray.get_runtime_context().get_node_id()
         found = sorted(_alive(), key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
@@ -60,20 +58,18 @@ class RayLauncher(Launcher):
         for record, answer in zip(found, answers, strict=True):
             name = record["NodeName"]
             try:
-                machine, report = ray.get(answer, timeout=0)
-                error = unmet(name, report, self._versions)
-            except (ray.exceptions.RayError, ImportError, TimeoutError) as failure:
+                machine = ray.get(answer, timeout=0)
+            except (RayError, ImportError, TimeoutError) as failure:
                 error = ConfigError(
                     f"the node {name} cannot run asyncrl: {str(failure).strip()[-300:]}",
                     way_out="install asyncrl there, in the Python that runs Ray, or remove it from Ray.",
                 )
-            if error is None:
+                if record["NodeID"] == own:
+                    raise error from failure
+                print(f"the node {name} is not used: {error}")
+            else:
                 fit.append(Node(name, record["NodeManagerAddress"], machine))
                 self._resources.append(record["Resources"])
-            elif record["NodeID"] == own:
-                raise error
-            else:
-                print(f"the node {name} is not used: {error}")
         self.nodes = tuple(fit)
 
     def _join(self) -> None:
@@ -100,30 +96,26 @@ class RayLauncher(Launcher):
                 "same Ray and Python everywhere; or set launcher=local.",
             ) from error
 
-    async def hold(self, parts: Mapping[int, Sequence[str]], needs: Mapping[int, NodeRequirements]) -> None:
+    async def hold(self, parts: Mapping[int, Sequence[str]], files: Mapping[str, str]) -> None:
         bundles = list[dict[str, float]]()
         for number, devices in parts.items():
             num_cuda = len({name for name in devices if name.startswith("cuda:")})
             wanted = {"CPU": float(len(devices)), "GPU": float(num_cuda)}
-            self._refuse_too_little(number, wanted)
+            for name, value in wanted.items():
+                if (has := self._resources[number].get(name, 0.0)) < value:
+                    node = self.nodes[number].name
+                    raise ConfigError(
+                        f"the run takes {value:g} {name} of the node {node}, which has {has:g} for Ray",
+                        rule="a process takes one CPU of Ray's, and each of its CUDA devices one GPU",
+                        way_out=f"place less, or use `ray start ... --num-{name.lower()}s={value:g}`.",
+                    )
             pin = {f"node:{self.nodes[number].address}": PIN}
             bundles.append({name: value for name, value in wanted.items() if value} | pin)
         await self._reserve(bundles)
         for index, (number, devices) in enumerate(parts.items()):
             make = partial(self._make_actor, index, self.nodes[number], devices)
-            requirements = needs.get(number, NodeRequirements())
-            self._held[number] = RayNode(self.nodes[number], make, requirements, self._versions)
+            self._held[number] = RayNode(self.nodes[number], make, files)
         await asyncio.gather(*(node.open() for node in self._held.values()))
-
-    def _refuse_too_little(self, number: int, wanted: Mapping[str, float]) -> None:
-        for name, value in wanted.items():
-            if (has := self._resources[number].get(name, 0.0)) < value:
-                node = self.nodes[number].name
-                raise ConfigError(
-                    f"the run takes {value:g} {name} of the node {node}, which has {has:g} for Ray",
-                    rule="a process takes one CPU of Ray's, and each of its CUDA devices one GPU",
-                    way_out=f"place less, or use `ray start ... --num-{name.lower()}s={value:g}`.",
-                )
 
     async def _reserve(self, bundles: Sequence[Mapping[str, float]]) -> None:
         group = await asyncio.to_thread(placement_group, bundles, strategy="PACK")
@@ -136,7 +128,6 @@ class RayLauncher(Launcher):
         raise RoomError(
             "launcher",
             f"Ray did not reserve {', '.join(map(str, bundles))} within {HOLD_S:g} s",
-            rule="the devices of a run are reserved until it ends",
             way_out="end other programs (see `ray status`), or place less.",
         )
 
@@ -156,15 +147,13 @@ class RayLauncher(Launcher):
         return actor.remote(node.address, numbers)
 
     def process(self, node: int, spec: ProcessSpec) -> RayProcess:
-        return RayProcess(self._held[node], spec, is_here=node == 0)
+        return RayProcess(self._held[node], spec)
 
     async def free_port(self, node: int) -> int:
-        port: int = await self._held[node].call("free_port")
-        return port
+        return int(await self._held[node].call("free_port"))
 
     async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
-        path: str = await self._held[node].call("fetch", request, timeout_s=timeout_s)
-        return path
+        return str(await self._held[node].call("fetch", request, timeout_s=timeout_s))
 
     async def aclose(self) -> None:
         await asyncio.gather(*(held.aclose() for held in self._held.values()))
@@ -207,18 +196,11 @@ class RayNode:
     Life: open() -> up -> lost (actor died, or silent for LOST_S) -> open() with a new actor -> aclose().
     """
 
-    def __init__(
-        self,
-        node: Node,
-        make: Callable[[], Any],
-        requirements: NodeRequirements,
-        versions: dict[str, str],
-    ) -> None:
+    def __init__(self, node: Node, make: Callable[[], Any], files: Mapping[str, str]) -> None:
         self.node = node
         self.actor: Any = None
         self._make = make
-        self._requirements = requirements
-        self._versions = versions
+        self._files = files
         self._lost = "it was not opened"
         self._turn = asyncio.Lock()
 
@@ -226,7 +208,6 @@ class RayNode:
         return NodeLost(
             name,
             f"the node {self.node.name} ({self.node.address}) {how or f'is gone: {self._lost}'}",
-            rule="all processes there end with it",
             way_out="see `ray status`; start Ray there again.",
         )
 
@@ -239,11 +220,12 @@ class RayNode:
             try:
                 self.actor = await asyncio.to_thread(self._make)
                 with waiting("its actor", on=self.node.name):
-                    report = await _within(ACTOR_S, self.actor.ready, self._requirements)
+                    about = self.node.name, self._files, own_versions()
+                    misfit = await _within(ACTOR_S, self.actor.ready, *about)
             except LOST_ERRORS as error:
                 self._lost = f"Ray starts no actor there: {_reason(error)}"
                 raise self.gone(self.node.name) from error
-            if misfit := unmet(self.node.name, report, self._versions):
+            if misfit is not None:
                 raise misfit
             self._lost = ""
 
@@ -283,13 +265,12 @@ async def _within(timeout_s: float, method: Any, *arguments: Any) -> Any:
 
 
 class RayProcess(Process):
-    def __init__(self, on: RayNode, spec: ProcessSpec, *, is_here: bool) -> None:
+    def __init__(self, on: RayNode, spec: ProcessSpec) -> None:
         super().__init__(spec.name, spec.log_path)
         self.key = f"{spec.name}-{next(_keys)}"
         self._on = on
         self._actor: Any = None
         self._spec = spec
-        self._is_here = is_here
         self._gone: RoomError | None = None
         self._starting: asyncio.Future[tuple[str, int]] | None = None
 
@@ -309,11 +290,10 @@ class RayProcess(Process):
             self.url, pid = await asyncio.shield(self._starting)
         except RoomError as error:
             raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
-        self.pid = pid if self._is_here else None
         self.place = f"process {pid} on {self._on.node.name}"
 
     def renewed(self) -> RayProcess:
-        return RayProcess(self._on, self._spec, is_here=self._is_here)
+        return RayProcess(self._on, self._spec)
 
     async def wait(self) -> None:
         """Poll its actor: connections may recover within LOST_S."""
@@ -321,7 +301,7 @@ class RayProcess(Process):
         heard_s = clock()
         while self.returncode is None and self._gone is None:
             try:
-                self.returncode = await _within(POLL_S + LOST_S, self._actor.wait, self.key, POLL_S)
+                self.returncode = await _within(POLL_S + LOST_S, self._actor.call, self.key, "wait", POLL_S)
                 heard_s = clock()
             except LOST_ERRORS as error:
                 if isinstance(error, ActorUnavailableError) and clock() - heard_s < LOST_S:
@@ -340,18 +320,18 @@ class RayProcess(Process):
             return
         with contextlib.suppress(RoomError):  # a lost node has ended it
             await starting
-            self.returncode = await self._on.call("end", self.key, timeout_s=END_S)
+            self.returncode = await self._on.call("call", self.key, "aclose", timeout_s=END_S)
 
     def kill_nowait(self) -> None:
-        self._tell_nowait("kill")
+        self._tell_nowait("kill_nowait")
 
     def dump_stacks_nowait(self) -> None:
-        self._tell_nowait("dump_stacks")
+        self._tell_nowait("dump_stacks_nowait")
 
     def _tell_nowait(self, method: str) -> None:
         if self.place and self.returncode is None and self._gone is None:
             with contextlib.suppress(*LOST_ERRORS):
-                getattr(self._actor, method).remote(self.key)
+                self._actor.call.remote(self.key, method)
 
 
 def _reason(error: Exception) -> str:

@@ -5,23 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from asyncrl.base.errors import (
-    AsyncrlError,
-    EngineError,
-    EngineLost,
-    JournalError,
-    NodeLost,
-    PublishError,
-    RoomError,
-    TrainerError,
-    TrainerLost,
-)
+from asyncrl.base import errors
+from asyncrl.base.errors import NodeLost, RoomError
 from asyncrl.base.http import Caller, CallLost, CallRefused
 from asyncrl.base.waits import note_span, waiting
 from asyncrl.config import SupervisionConfig
@@ -42,9 +32,9 @@ NODE_WAIT_S = 600.0
 RESTART_WINDOW_S = 3600.0
 """Seconds of work after which a restart no longer counts."""
 STATE_TIMEOUT_S = 5.0
-NO_LOSS = (PublishError, JournalError, TrainerError)
+NO_LOSS = (errors.PublishError, errors.JournalError, errors.TrainerError)
 """Errors that a new process would not fix; TrainerLost is excepted."""
-UNANSWERED = (CallLost, CallRefused, EngineError)
+UNANSWERED = (CallLost, CallRefused, errors.EngineError)
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
 T = TypeVar("T")
 
@@ -55,46 +45,6 @@ class Supervision:
     heartbeat_s: float
     warn: Callable[[str], None]
     on_event: Callable[[str, Mapping[str, Any]], None]
-
-
-class Restarts:
-    """Restart policy: at most max_restarts within RESTART_WINDOW_S of work. A lost node counts as none: it
-    is waited for NODE_WAIT_S, or as long as it is dispensable.
-    """
-
-    def __init__(self, config: SupervisionConfig) -> None:
-        self._config = config
-        self._worked_s = 0.0
-        self._counting = deque[float]()
-        """`_worked_s` at each counting restart."""
-        self._waits_since_s: float | None = None
-
-    def worked_nowait(self, seconds: float) -> None:
-        self._worked_s += seconds
-        self._waits_since_s = None
-
-    def again_nowait(self, lost: RoomError, *, is_dispensable: bool) -> tuple[str, float]:
-        """Return (allowance as text, seconds to wait). Raises the final RoomError."""
-        limit = self._config.max_restarts
-        if not limit:
-            raise lost
-        if isinstance(lost, NodeLost):
-            now_s = asyncio.get_running_loop().time()
-            if is_dispensable or self._waits_since_s is None:
-                self._waits_since_s = now_s
-            if now_s - self._waits_since_s < NODE_WAIT_S:
-                how = "continues without it" if is_dispensable else f"waits {NODE_WAIT_S:g} s at most"
-                return f"once its node is back; the run {how}", NODE_PERIOD_S
-            raise _final(lost, f"a run waits {NODE_WAIT_S:g} s for a node that it needs")
-        while self._counting and self._worked_s - self._counting[0] >= RESTART_WINDOW_S:
-            self._counting.popleft()
-        num = len(self._counting)
-        if num >= limit:
-            raise _final(
-                lost, f"supervision.max_restarts={limit} is used up within {RESTART_WINDOW_S:g} s of work"
-            )
-        self._counting.append(self._worked_s)
-        return f"{num + 1} of {limit}", min(self._config.backoff_s * 2.0**num, MAX_BACKOFF_S)
 
 
 def _final(lost: RoomError, rule: str) -> RoomError:
@@ -108,7 +58,7 @@ class Supervisor:
     Life: up -> lost (died, silent for heartbeat_s, or broke a call) -> down -> backoff -> start and
         restore state -> up. A loss on the way counts too.
     Waits: for a loss, then backoff_s (doubled up to 30 s), free devices, the start, and bring_back.
-    Invariant: what Restarts refuses ends the run.
+    Invariant: a refused restart ends the run.
     """
 
     kind = ""
@@ -123,14 +73,13 @@ class Supervisor:
         self.is_up = True
         self.is_starting = False
         """Processes end or start, within start limits."""
-        self._report: RoomError | None = None
-        self._reported = asyncio.Event()
+        self._report = asyncio.Future[RoomError]()
 
     @property
     def name(self) -> str:
         return self._processes[0].name
 
-    def lost_nowait(self, error: EngineLost) -> None:
+    def lost_nowait(self, error: errors.EngineLost) -> None:
         """Report a broken call; the component is down on return."""
         if not error.is_told:
             self._lost_by(error)
@@ -138,23 +87,52 @@ class Supervisor:
     async def run(self) -> None:
         """Watch until cancelled. Raises the RoomError that ends the run."""
         clock = asyncio.get_running_loop().time
-        restarts = Restarts(self.config)
+        self._worked_s = 0.0
+        self._restarts_s = list[float]()
+        """`_worked_s` at each counting restart."""
+        self._waits_since_s: float | None = None
         lost = None if self.is_up else await self._start()
         while True:
             was_node_gone = isinstance(lost, NodeLost)
             if lost is None:
                 since_s = clock()
                 lost = await self._until_lost(self._wait_unfit())
-                restarts.worked_nowait(clock() - since_s)
+                self._worked_s += clock() - since_s
+                self._waits_since_s = None
             if lost is not None:
-                lost = await self._replace(lost, restarts, is_told=was_node_gone)
+                lost = await self._replace(lost, is_told=was_node_gone)
 
-    async def _replace(self, lost: RoomError, restarts: Restarts, *, is_told: bool) -> RoomError | None:
+    def _allow(self, lost: RoomError) -> tuple[str, float]:
+        """Return the allowance as text, and seconds to wait. Raises the final RoomError.
+
+        At most max_restarts are within RESTART_WINDOW_S of work. A lost node counts as none: it is waited for
+        NODE_WAIT_S, or as long as it is dispensable.
+        """
+        limit = self.config.max_restarts
+        if not limit:
+            raise lost
+        if isinstance(lost, NodeLost):
+            now_s = asyncio.get_running_loop().time()
+            is_dispensable = self._is_dispensable()
+            if is_dispensable or self._waits_since_s is None:
+                self._waits_since_s = now_s
+            if now_s - self._waits_since_s < NODE_WAIT_S:
+                how = "continues without it" if is_dispensable else f"waits {NODE_WAIT_S:g} s at most"
+                return f"once its node is back; the run {how}", NODE_PERIOD_S
+            raise _final(lost, f"a run waits {NODE_WAIT_S:g} s for a node that it needs")
+        num = sum(self._worked_s - at_s < RESTART_WINDOW_S for at_s in self._restarts_s)
+        if num >= limit:
+            rule = f"supervision.max_restarts={limit} is used up within {RESTART_WINDOW_S:g} s of work"
+            raise _final(lost, rule)
+        self._restarts_s.append(self._worked_s)
+        return f"{num + 1} of {limit}", min(self.config.backoff_s * 2.0**num, MAX_BACKOFF_S)
+
+    async def _replace(self, lost: RoomError, *, is_told: bool) -> RoomError | None:
         """Return the reason of another loss, if any. `is_told`: its node was missing before."""
         clock = asyncio.get_running_loop().time
         is_node_gone = isinstance(lost, NodeLost)
         try:
-            allowance, wait_s = restarts.again_nowait(lost, is_dispensable=self._is_dispensable())
+            allowance, wait_s = self._allow(lost)
         except RoomError:
             if self.config.max_restarts:  # report this error instead of the death
                 await self._end()
@@ -185,8 +163,7 @@ class Supervisor:
 
     async def _start(self) -> RoomError | None:
         """Return the reason of another loss, if any."""
-        self._report = None
-        self._reported = asyncio.Event()
+        self._report = asyncio.Future()
         async with self._room():
             await self._before_start()
             self.is_starting = True
@@ -197,42 +174,30 @@ class Supervisor:
                 return error
             finally:
                 self.is_starting = False
-            again = await self._until_lost(self._bring_back()) or self._report
-            if again is not None:
-                return again
+            again = await self._until_lost(self._bring_back())
+            if again is not None or self._report.done():
+                return again or self._report.result()
         self.is_up = True
         await self._works_again()
         return None
 
     async def _until_lost(self, work: Coroutine[Any, Any, None]) -> RoomError | None:
-        """Return the loss, or None when `work` ends. A lost process takes precedence over a broken call.
-        Raises other errors of `work`.
-        """
+        """Return the loss, or None when `work` ends. Raises other errors of `work`."""
         watching = [asyncio.ensure_future(one.watch(self.heartbeat_s)) for one in self._processes]
         working = [asyncio.ensure_future(self._raise_report()), asyncio.ensure_future(work)]
-        try:
-            done, _ = await asyncio.wait([*watching, *working], return_when=asyncio.FIRST_COMPLETED)
-            if any(task.exception() for task in done) and done.isdisjoint(watching):
-                await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-            errors = [task.exception() for task in (*watching, *working) if task.done()]
-            error = next((error for error in errors if error is not None), None)
-            ends_run = isinstance(error, NO_LOSS) and not isinstance(error, TrainerLost)
-            if error is None or (isinstance(error, RoomError) and not ends_run):
-                return error
-            raise error
-        finally:
-            await cancel_all([*watching, *working])
+        error = (await _race(watching, working)).exception()
+        ends_run = isinstance(error, NO_LOSS) and not isinstance(error, errors.TrainerLost)
+        if error is None or (isinstance(error, RoomError) and not ends_run):
+            return error
+        raise error
 
     async def _raise_report(self) -> None:
-        await self._reported.wait()
-        assert self._report is not None
-        raise self._report
+        raise await asyncio.shield(self._report)
 
     def _lost_by(self, error: RoomError) -> None:
-        if self._report is None:
-            self._report = error
+        if not self._report.done():
+            self._report.set_result(error)
             self._down(error)
-            self._reported.set()
 
     # hooks
 
@@ -260,7 +225,7 @@ class Supervisor:
         await asyncio.Event().wait()
 
 
-def summary_of(lost: AsyncrlError) -> str:
+def summary_of(lost: errors.AsyncrlError) -> str:
     return lost.what.splitlines()[0].split("; the end of ")[0]
 
 
@@ -329,22 +294,16 @@ class Server:
             raise RoomError(
                 self.name,
                 f"did not start: {_reason(error)}; the end of its log:\n{self.child.log_tail()}",
-                way_out=(error.way_out if isinstance(error, EngineError) else "") or way_out,
+                way_out=(error.way_out if isinstance(error, errors.EngineError) else "") or way_out,
             ) from error
 
     async def _while_alive(self, call: Awaitable[T]) -> T:
-        """Return the call's result. Raises its error, or the process's death, which takes precedence."""
-        calling = asyncio.ensure_future(call)
+        """Return the call's result. Raises its error, or the process's death."""
         dying = asyncio.ensure_future(self.child.wait())
-        try:
-            await asyncio.wait({calling, dying}, return_when=asyncio.FIRST_COMPLETED)
-            if not dying.done() and calling.exception() is not None:
-                await asyncio.wait({dying}, timeout=GRACE_S)
-            if dying.done():
-                raise self.child.death()
-            return await calling
-        finally:
-            await cancel_all([calling, dying])
+        calling = asyncio.ensure_future(call)
+        if await _race([dying], [calling]) is dying:
+            raise self.child.death()
+        return calling.result()
 
     async def end(self) -> None:
         self.child.kill_nowait()
@@ -357,8 +316,21 @@ class Server:
         await self.child.aclose()
 
 
-def _reason(error: CallLost | CallRefused | EngineError) -> str:
+def _reason(error: CallLost | CallRefused | errors.EngineError) -> str:
     return error.fault if isinstance(error, RoomError) else str(error)
+
+
+async def _race(
+    deaths: Sequence[asyncio.Future[Any]], others: Sequence[asyncio.Future[Any]]
+) -> asyncio.Future[Any]:
+    """Return the task that ends first, and cancel the rest. A death within GRACE_S precedes other errors."""
+    try:
+        done, _ = await asyncio.wait([*deaths, *others], return_when=asyncio.FIRST_COMPLETED)
+        if done.isdisjoint(deaths) and any(task.exception() for task in done):
+            await asyncio.wait(deaths, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in (*deaths, *others) if task.done())
+    finally:
+        await cancel_all([*deaths, *others])
 
 
 async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:

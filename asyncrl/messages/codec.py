@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, repeat, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -20,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.base.message import ErrorBody
-from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS, GenerateResponse
+from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.records import SamplingRequest, TopLogprobs, VersionSpan
 
-MAX_STOP = 16
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
 """Event after sampled tokens. interrupted: by a weight update; resume or abort follows."""
 
@@ -221,20 +220,4 @@ def request_fault(request: SamplingRequest, max_length: int, vocab_size: float) 
             rule=f"the model knows ids 0..{vocab_size - 1}",
             way_out="encode the prompt with the model's own tokenizer.",
         )
-    if (
-        0 <= request.num_resumed <= num_prompt
-        and num_prompt >= 1
-        and request.max_tokens >= 1
-        and request.temperature >= 0.0
-        and 0.0 < request.top_p <= 1.0
-        and 0 <= request.seed < 2**63
-        and len(request.stop) <= MAX_STOP
-        and 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS
-    ):
-        return None
-    return ErrorBody(
-        error=f"{num_prompt} prompt ids and {replace(request, prompt_ids=())}",
-        rule="1 <= prompt ids, 0 <= num_resumed <= prompt ids, max_tokens >= 1, temperature >= 0, "
-        f"0 < top_p <= 1, 0 <= seed < 2**63, at most {MAX_STOP} stop strings, "
-        f"0 <= top_logprobs <= {MAX_TOP_LOGPROBS}",
-    )
+    return None

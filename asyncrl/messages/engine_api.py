@@ -190,12 +190,6 @@ class CommitResponse(Message):
     num_interrupted: int
 
 
-class SleepRequest(Message):
-    """Free the memory of these parts; running requests are interrupted, new ones wait. Idempotent."""
-
-    parts: list[EnginePart] = ["kv", "weights"]
-
-
 class WakeRequest(Message):
     """Allocate these parts again. Weights have no content until a push is committed. Idempotent."""
 
@@ -212,20 +206,9 @@ class LoadChunkRequest(ChunkBody):
 
 
 class EngineHealth(Message):
-    """`max_length` bounds prompt plus completion, in tokens."""
-
-    name: str
-    kind: str
     policy_version: int
-    slots: int
-    max_length: int
     num_running: int
     num_queued: int
     tokens_generated: int
-    device: str
     decode_s: float = 0.0
-    tokens_prefilled: int = 0
-    """Without tokens copied from the KV cache."""
     asleep: list[EnginePart] = []
-    graphs: str = ""
-    """CUDA graphs: on, or off and why; empty if none."""

@@ -100,7 +100,7 @@ class SamplingRequest:
     The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
     grammar. Each draw depends only on (`seed`, absolute position). Only the pool reads `route_key`, which
     keeps requests with a common prompt on one engine, and `after`, the last span of the previous turn,
-    whose engine has the conversation in its cache. See codec.request_fault for the limits.
+    whose engine has the conversation in its cache.
     """
 
     request_id: str
@@ -189,9 +189,8 @@ Rollout = tuple[Trajectory, ...]
 class Outcome:
     """Outcome of a rollout, from its harness.
 
-    `reward` None: the task's reward function scores the last completion. `turn_rewards` or `branch_rewards`
-    map completion ids (chatcmpl-0, ...) to rewards: each completion, or each branch named by any completion
-    found only in it, is a separate sample of the advantage, and all must be named.
+    `reward` None: the task's reward function scores the last completion. `turn_rewards` maps all completion
+    ids (chatcmpl-0, ...) to rewards: each completion is a separate sample of the advantage.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
@@ -199,11 +198,6 @@ class Outcome:
     reward: Number | None = None
     metrics: Annotated[Mapping[str, Number], Field(max_length=MAX_METRICS)] = field(default_factory=dict)
     turn_rewards: Mapping[str, Number] = field(default_factory=dict)
-    branch_rewards: Mapping[str, Number] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.turn_rewards and self.branch_rewards:
-            raise ValueError("give turn_rewards or branch_rewards, not both: a token answers for one reward")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ patterns doubles with each pattern. A check takes about 0.1 s, so callers keep t
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import resource
@@ -19,6 +18,8 @@ from collections.abc import Sequence
 from copy import copy
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,20 +40,12 @@ class GrammarError(ValueError):
     pass
 
 
-def llguidance() -> Any:
-    try:
-        return importlib.import_module("llguidance")
-    except ImportError as error:
-        why = f"llguidance is not installed here (pip install 'llguidance>=1.7,<2'): {error}"
-        raise GrammarError(why) from None
-
-
 @cache
 def grammar_limits() -> Any:
     """Return limits per grammar: about 20 ms to read its regular expressions, 20 ms per mask, and 2 kB per
     lexer state.
     """
-    return llguidance().LLParserLimits(
+    return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
@@ -64,11 +57,6 @@ def grammar_limits() -> Any:
     )
 
 
-def _check_size(text: str) -> None:
-    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
-        raise GrammarError(f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
-
-
 def _raise_for(error: str) -> None:
     if error:
         raise GrammarError(" ".join(error.removesuffix("<non-verbose/>").split())[:_LONGEST_SHOWN])
@@ -76,8 +64,7 @@ def _raise_for(error: str) -> None:
 
 def compile_grammar(tokens: Any, text: str) -> Any:
     """Raises GrammarError."""
-    _check_size(text)
-    compiled = llguidance().LLMatcher(tokens, text, log_level=0, limits=grammar_limits())
+    compiled = LLMatcher(tokens, text, log_level=0, limits=grammar_limits())
     compiled.compute_bitmask()  # detects unsatisfiable and too costly grammars
     _raise_for(compiled.get_error())
     return compiled
@@ -100,7 +87,7 @@ class TokenGrammars:
         self._eos_id: int = tokenizer.eos_token_id
         num_ids = max(vocab_size, len(tokenizer))
         try:
-            tokens = llguidance().LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=self._eos_id)
+            tokens = LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=self._eos_id)
         except ValueError as error:
             raise GrammarError(f"llguidance does not know this kind of tokenizer: {error}") from None
         self._compiled = lru_cache(_NUM_KEPT)(partial(compile_grammar, tokens))
@@ -145,7 +132,8 @@ class TokenMatcher:
 
 def check_grammar(text: str) -> None:
     """Raise GrammarError if no tokenizer can follow this grammar."""
-    _check_size(text)
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
     known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     try:
         done = subprocess.run(
@@ -178,7 +166,7 @@ def main() -> None:
 
 def _check(text: str) -> None:
     try:
-        why = llguidance().LLMatcher.validate_grammar(text, None, limits=grammar_limits())
+        why = LLMatcher.validate_grammar(text, None, limits=grammar_limits())
     except BaseException as error:  # llguidance's panic is no Exception
         why = f"llguidance fails with {type(error).__name__}: {error}"
     print(json.dumps(why))

@@ -69,7 +69,6 @@ class ExportChunkResponse(ChunkBody):
 class TrainerHealth(Message):
     policy_version: int
     device: str
-    is_busy: bool
     offloaded: list[TrainerPart] = []
 
 
@@ -98,16 +97,9 @@ class ExportResponse(WeightsBody):
     is_held: bool = False
 
 
-class SaveRequest(Message):
-    """Write a Hugging Face folder; not `merged`: a peft folder with the adapters."""
-
-    path: Path
-    merged: bool = True
-
-
 class StateRequest(Message):
-    """Save the training state into the new folder `path`, or load it. /begin_save_state answers once training
-    may continue, /wait_save_state once the folder is written.
+    """Save the training state into the new folder `path`, or load it; /save: write a Hugging Face folder.
+    /begin_save_state answers once training may continue, /wait_save_state once the folder is written.
     """
 
     path: Path

@@ -3,8 +3,7 @@
 Workers call the gateway, never the reverse, so that they may run behind a firewall. Their key, sent as
 `Authorization: Bearer KEY`, opens no session.
 
-    POST /work/take     TakeRequest    -> TakeAnswer    long poll for work, `wait_s` at most
-    POST /work/alive    AliveRequest   -> AliveAnswer   heartbeat; answers which items to cancel
+    POST /work/take     TakeRequest    -> TakeAnswer    long poll for work, `wait_s` at most; or a heartbeat
     POST /work/result   ResultRequest  -> Accepted      410 if the item is no longer this worker's
     POST /v1/outcome    Outcome        -> Accepted      with an item's outcome key; also /s/KEY/v1/outcome
     GET /health         -> WorkerHealth                 of a run's own worker, with its own secret
@@ -67,38 +66,29 @@ class WorkerMessage(Message):
 
 class TakeRequest(WorkerMessage):
     """`holding`: all items that the worker has not returned. A given item missing here was lost in transit
-    and is queued again. `number` grows; late requests are ignored.
+    and is queued again. `number` grows; late requests are ignored. Without `max_items` it is a heartbeat.
+    `is_leaving`: the worker ends without finishing its items.
     """
 
     number: int = Field(ge=0)
-    max_items: int = Field(ge=1, le=100_000)
-    slots: int = Field(ge=1, le=100_000)
+    max_items: int = Field(ge=0, le=100_000)
     holding: list[str]
     wait_s: float = Field(default=MAX_WAIT_S, ge=0)
+    is_leaving: bool = False
 
 
 class TakeAnswer(Message):
-    """Work, or none within the time. A worker silent for `lease_timeout_s` loses it."""
+    """Work, or none within the time. A worker silent for `lease_timeout_s` loses it. `cancel`: items that are
+    no longer this worker's.
+    """
 
     model_config = WorkItem.model_config
 
     items: list[WorkItem]
+    cancel: list[str]
     model: str
     lease_timeout_s: float
     is_over: bool = False
-
-
-class AliveRequest(WorkerMessage):
-    """`is_leaving`: the worker ends without finishing its items."""
-
-    holding: list[str]
-    is_leaving: bool = False
-
-
-class AliveAnswer(Message):
-    """`cancel`: items that are no longer this worker's, with the reason."""
-
-    cancel: dict[str, str]
 
 
 class ResultRequest(WorkerMessage):
@@ -114,11 +104,8 @@ class Accepted(Message):
 
 
 class WorkerHealth(Message):
-    """`loop_lag_s`: how long the event loop has been blocked. `num_abandoned`: harness calls that did not end
-    when cancelled.
-    """
+    """`num_abandoned`: harness calls that did not end when cancelled."""
 
-    loop_lag_s: float
     num_abandoned: int = 0
 
 
@@ -179,9 +166,12 @@ new_hash = partial(blake2b, digest_size=16)
 """Hash of a growing text or ids: copying the hash of a prefix continues it."""
 
 
-class ChatRenderer(Protocol):
-    @property
-    def end_ids(self) -> frozenset[int]: ...
+class ChatTokenizer(Protocol):
+    end_ids: frozenset[int]
+    text_ids: frozenset[int]
+    special_ids: frozenset[int]
+    byte_ids: frozenset[int]
+    """They decode only as a whole run."""
 
     def render(
         self,
@@ -202,7 +192,7 @@ class ChatRenderer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
-def answer_text(tokenizer: ChatRenderer, token_ids: Sequence[int], *, shows_special: bool) -> str:
+def answer_text(tokenizer: ChatTokenizer, token_ids: Sequence[int], *, shows_special: bool) -> str:
     """Return a sampled answer without its end-of-turn token. `shows_special`: with other special tokens."""
     is_ended = len(token_ids) > 0 and token_ids[-1] in tokenizer.end_ids
     said = token_ids[:-1] if is_ended else token_ids

@@ -34,9 +34,7 @@ from asyncrl.observe.samples import ShownRollout, sample_text
 Kind = Literal["auto", "live", "plain", "none"]
 RECENT = slice(-20, None)
 LINE_EVERY_S = 5.0
-SAMPLE_EVERY_S = (20.0, 300.0)
-"""Periods of samples, before and after LATER_S."""
-LATER_S = 60.0
+SAMPLE_EVERY_S = 60.0
 MAX_SAMPLE_CHARS = 300
 BY_TASK = "reward/mean/"
 
@@ -98,8 +96,7 @@ class Console:
 
     def show_samples(self, samples: Sequence[ShownRollout]) -> None:
         now_s = time.monotonic()
-        every_s = SAMPLE_EVERY_S[now_s - self._started_s >= LATER_S]
-        if samples and now_s - self._sample_at_s >= every_s:
+        if samples and now_s - self._sample_at_s >= SAMPLE_EVERY_S:
             self._sample_at_s = now_s
             text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
             encoding = self._rich.encoding  # of a terminal that may not know the model's characters
@@ -126,17 +123,13 @@ class Console:
     def panel(self) -> RenderableType:
         """Fits 80 columns."""
         steps = self._steps
-        last = steps.last
         activity = Text(self._activity, overflow="ellipsis", no_wrap=True)
         rows: list[tuple[str, RenderableType]] = [("progress", self._progress()), ("now", activity)]
-        if last:
-            names = ("inflight", "interrupted", "retried", "failed", "dropped", "filtered")
-            counts = {name: last[f"rollout/{name}"] for name in names if f"rollout/{name}" in last}
+        if steps:
             rows += [
                 *metric_rows(steps, RECENT, self.max_staleness),
                 ("health", Text("\n".join(self._health), "red")),
                 ("speed", self._speed()),
-                ("rollouts", ", ".join(f"{num:.0f} {name}" for name, num in counts.items())),
             ]
         return numbers.boxed([row for row in rows if row[1]], f"asyncrl {self.run_name}")
 
@@ -163,12 +156,8 @@ def plain_line(steps: Steps, num: int, num_steps: int, max_staleness: int) -> st
     if (reward := steps.mean("reward/mean", part)) is not None:
         by_task = tasks_text(steps, part)
         parts.append(f"reward {reward:.3f}" + (by_task and f" ({by_task})"))
-    if (age := steps.mean("sample/staleness_mean", part)) is not None:
-        largest = max(steps.values("sample/staleness_max", part), default=age)
-        parts.append(f"staleness {age:.1f} (max {largest:.0f} of {max_staleness})")
-    if sampled := steps.total("tokens/sampled", part):
-        masked = 1 - steps.total("tokens/trained", part) / sampled
-        parts += [f"masked {masked:.1%}"] if masked > 0 else []
+    if age := staleness_text(steps, part, max_staleness):
+        parts.append(f"staleness {age}")
     if skipped := steps.total("trainer/skipped_steps", part):
         parts.append(f"{numbers.several(skipped, 'update')} skipped: not finite")
     if (step_s := steps.mean("perf/step_s", part)) is not None:
@@ -185,7 +174,7 @@ def metric_rows(steps: Steps, part: slice, max_staleness: int) -> list[tuple[str
         ("reward", reward_text(steps)),
         ("by task", tasks_text(steps, part)),
         ("time", numbers.shares_text(shares)),
-        ("staleness", staleness_text(steps.last, max_staleness)),
+        ("staleness", staleness_text(steps, part, max_staleness)),
     ]
 
 
@@ -205,13 +194,15 @@ def tasks_text(steps: Steps, part: slice) -> str:
     return ", ".join(f"{name.removeprefix(BY_TASK)} {steps.mean(name, part) or 0.0:.3f}" for name in names)
 
 
-def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:
-    if "sample/staleness_mean" not in metrics:
-        return "no token in the loss"
-    masked = metrics.get("sample/masked_fraction", 0.0)
-    text = f"{metrics['sample/staleness_mean']:.1f} on average, "
-    text += f"{metrics['sample/staleness_max']:.0f} at most of {max_staleness} allowed"
-    return text + (f", {masked:.1%} of the tokens masked" if masked > 0 else "")
+def staleness_text(steps: Steps, part: slice, max_staleness: int) -> str:
+    """Format as `1.2 (max 3 of 4), 2.0% masked`; '' without a token in the loss."""
+    if (age := steps.mean("sample/staleness_mean", part)) is None:
+        return ""
+    largest = max(steps.values("sample/staleness_max", part), default=age)
+    sampled = steps.total("tokens/sampled", part)
+    masked = 1 - steps.total("tokens/trained", part) / sampled if sampled else 0.0
+    of_masked = f", {masked:.1%} masked" if masked > 0 else ""
+    return f"{age:.1f} (max {largest:.0f} of {max_staleness}){of_masked}"
 
 
 PIECE = 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sqlite3
@@ -12,21 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from asyncrl import __version__
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config.load import sections
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_dir import REPORT_FILE, SUMMARY_FILE, read_journal, read_object
-from asyncrl.observe.run_numbers import Steps, duration, recent, seconds_left
-from asyncrl.observe.run_record import RunRecord, read_run
+from asyncrl.observe.run_numbers import Steps, recent
+from asyncrl.observe.run_record import read_run
 from asyncrl.observe.timeline import read_timeline, timeline_view, write_trace
 
 STATIC = Path(__file__).parent / "static"
-MAX_BUCKETS = 1024
-MAX_EVENTS = 1000
+MAX_POINTS = 4096
 MAX_CAUSES = 50
 NUM_SAMPLES = 60
 """Newest samples on the page, and older samples spread over the run."""
@@ -42,22 +40,15 @@ _SECRET_TEXT = re.compile(
     r"|(?i:(?<=api_key=)|(?<=apikey=)|(?<=token=)|(?<=password=)|(?<=secret=))[\w.~+/-]{8,}"
 )
 """Keys of well-known services, and values after a secret's name."""
-Events = list[tuple[float, str, dict[str, Any]]]
-"""Seconds since the epoch, name and detail."""
-FromJournal = tuple[Events, list[dict[str, Any]]]
-"""The newest events, oldest first, and failed rollouts by cause."""
-
 
 # ---- the report
 
 
 def make_page(run_dirs: Sequence[Path], *, is_live: bool = False) -> dict[str, Any]:
-    """Runs of the same name are named by their directories. Raises ConfigError."""
+    """Raises ConfigError."""
     runs = [view_run(run_dir) for run_dir in run_dirs]
-    num_named = Counter(run["name"] for run in runs)
-    for run in runs:
-        if num_named[run["name"]] > 1:
-            run["name"] = run["run_dir"]
+    if len({run["name"] for run in runs}) < len(runs):
+        runs = [run | {"name": run["run_dir"]} for run in runs]
     return {"asyncrl": __version__, "made_s": time.time(), "is_live": is_live, "runs": runs}
 
 
@@ -84,10 +75,8 @@ def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
         raise ConfigError(what, way_out="give another file with --out.") from error
     yield f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser"
     for run_dir in run_dirs:
-        try:
+        with contextlib.suppress(OSError):  # another user's run
             yield f"{write_trace(run_dir)}: for https://ui.perfetto.dev"
-        except OSError as error:
-            yield f"no trace of {run_dir}: {error}"
     for run in page["runs"]:
         yield from (f"{run['name']}: {problem}" for problem in run["problems"])
 
@@ -99,44 +88,35 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     """`problems` lists unreadable data. Raises ConfigError."""
     files = read_run(run_dir)
     folder = files.run_dir
-    config = files.config
     steps = files.columns
-    found = read_journal(folder, files.problems, _from_journal)
-    events, failures = found if found is not None else ([], [])
-    shown_events = [
-        (at_s, _event_text(what, detail))
-        for at_s, what, detail in events
-        if not what.startswith("hand") and not what.endswith(" up")
-    ]
-    rows = read_timeline(folder, files.problems)
     curves = curves_of(steps)
-    num_points = len(curves["step"]["mean"]) if curves else 0
+    num_points = len(curves.get("step", ()))
     rewards = steps.values("reward/mean")
     num_recent = len(rewards[recent(len(rewards))])
     is_bad_end = files.state in ("failed", "crashed", "interrupted")
     older = files.samples[:-NUM_SAMPLES]
+    summary = read_object(folder / SUMMARY_FILE, [])
     secrets: list[str] = []
-    settings = _settings(_masked(config.model_dump(mode="json"), "", secrets))
+    settings = _settings(_masked(files.config.model_dump(mode="json"), "", secrets))
     view: dict[str, Any] = {
         "name": folder.resolve().name,
         "run_dir": str(folder),
         "state": files.state,
-        "why": files.why or f"{len(steps)} of {config.trainer.num_steps} steps done",
+        "progress": ". ".join(filter(None, (files.progress, files.why))),
         "ended": f"The run has state {files.state}: {files.why}" if is_bad_end else "",
-        "max_staleness": config.buffer.max_staleness,
+        "max_staleness": files.config.buffer.max_staleness,
         "verdict": files.verdict and asdict(files.verdict),
         "num_recent": num_recent,
         "window": max(1, round(num_recent * num_points / max(1, len(steps)))),
-        "tiles": [{"label": label, "value": value, "note": note} for label, value, note in _tiles(files)],
-        "step": curves.pop("step", {"mean": []})["mean"],
-        "time_s": curves["time_s"]["mean"] if "time_s" in curves else [0.0] * num_points,
+        "step": curves.pop("step", []),
+        "time_s": curves.get("time_s", [0.0] * num_points),
         "curves": curves,
         "evaluations": files.evaluation_lines,
         "gauges": {name: asdict(gauge) for name in curves if (gauge := gauge_of(name))},
-        "timeline": timeline_view(rows, shown_events, config.rollout.slots),
+        "timeline": timeline_view(read_timeline(folder, files.problems)),
         "samples": older[:: 1 + len(older) // NUM_SAMPLES] + files.samples[-NUM_SAMPLES:],
-        "failures": failures,
-        "warnings": _warnings(files.status, read_object(folder / SUMMARY_FILE, []), events),
+        "failures": read_journal(folder, files.problems, _failures) or [],
+        "warnings": summary.get("warnings") or files.status.get("warnings") or [],
         "settings": settings,
         "problems": files.problems,
     }
@@ -187,67 +167,23 @@ def _settings(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     return settings
 
 
-def curves_of(steps: Steps) -> dict[str, dict[str, list[float | None]]]:
-    """Return `mean`, `low` and `high` per bucket of steps; only `mean` for single steps."""
-    size = 1 + (len(steps) - 1) // MAX_BUCKETS
-    return {name: _curve(np.array(steps.column(name)), size) for name in steps.names} if len(steps) else {}
-
-
-def _curve(values: Any, size: int) -> dict[str, list[float | None]]:
-    curve = {"mean": values}
-    if size > 1:
-        starts = np.arange(0, len(values), size)
-        sums = np.add.reduceat(np.nan_to_num(values), starts)
-        counts = np.add.reduceat((~np.isnan(values)).astype(np.float64), starts)
-        curve["mean"] = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
-        curve["low"] = np.fmin.reduceat(values, starts)
-        curve["high"] = np.fmax.reduceat(values, starts)
+def curves_of(steps: Steps) -> dict[str, list[float | None]]:
+    """Return at most MAX_POINTS values of each metric, evenly spread over the steps."""
+    every = 1 + (len(steps) - 1) // MAX_POINTS
+    if not steps:
+        return {}
     return {
-        name: [None if value != value else float(f"{value:.6g}") for value in points.tolist()]
-        for name, points in curve.items()
+        name: [None if value != value else float(f"{value:.6g}") for value in steps.column(name)[::every]]
+        for name in steps.names
     }
-
-
-def _tiles(files: RunRecord) -> Iterator[tuple[str, str, str]]:
-    steps = files.columns
-    config = files.config
-    num_steps = config.trainer.num_steps
-    yield "steps", f"{len(steps):,}", f"of {num_steps:,}, {steps.mean('perf/step_s') or 0.0:.3g} s each"
-    if files.state == "running" and (left_s := seconds_left(steps, num_steps)) is not None:
-        yield "time left", duration(left_s), "at the pace of the last 20 steps"
-    if steps:
-        in_steps = f"{duration(steps.total('perf/step_s'))} of it in steps"
-        yield "time", duration(steps.newest("time_s")), in_steps
-    name = config.best_eval or ""
-    lines = [line for line in files.evaluation_lines if line.get("name", "") == name]
-    if means := [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]:
-        yield f"last evaluation {name}".strip(), f"{means[-1]:.3f}", f"best of {len(means)}: {max(means):.3f}"
-    if (age := steps.mean("sample/staleness_mean")) is not None:
-        largest = f"largest {steps.largest('sample/staleness_max') or 0:.0f}"
-        yield "staleness", f"{age:.2f} versions", f"{largest}, bound {config.buffer.max_staleness}"
-
-
-# ---- the journal
-
-
-def _from_journal(connection: sqlite3.Connection) -> FromJournal:
-    query = "SELECT s, what, detail FROM events ORDER BY id DESC LIMIT ?"
-    rows = connection.execute(query, (MAX_EVENTS,)).fetchall()
-    events = [(float(at_s), str(what), json.loads(detail)) for at_s, what, detail in reversed(rows)]
-    return events, _failures(connection)
 
 
 def _failures(connection: sqlite3.Connection) -> list[dict[str, Any]]:
     """Count failures by cause, each with an example."""
     counts = Counter[str]()
     examples: dict[str, str] = {}
-    query = (
-        "SELECT '', why, count(*) FROM failures GROUP BY why"
-        " UNION ALL SELECT 'group ' || state || ': ', reason, count(*) FROM groups"
-        " WHERE reason <> '' GROUP BY state, reason"
-    )
-    for prefix, why, num in connection.execute(query):
-        cause = prefix + cause_of(str(why))
+    for why, num in connection.execute("SELECT why, count(*) FROM failures GROUP BY why"):
+        cause = cause_of(str(why))
         counts[cause] += num
         examples.setdefault(cause, str(why)[:2000])
     return [
@@ -261,18 +197,3 @@ def cause_of(why: str) -> str:
     line = re.sub(r"'[^']*'|\"[^\"]*\"", "'…'", why.strip().partition("\n")[0][:600])
     number = r"\b(?:g\d+(?:/r\d+)?|r\d+|0x[0-9a-f]+|[0-9a-f]{12,}|\d[\d.,]*)"
     return re.sub(number, "N", line)[:160] or "no reason recorded"
-
-
-def _event_text(what: str, detail: Mapping[str, Any]) -> str:
-    seconds = detail.get("down_s", detail.get("seconds"))
-    text = f"{what}: {detail['name']}" if detail.get("name") else what
-    text += f" {detail['version']}" if "version" in detail else ""
-    text += f", after {seconds:.1f} s" if isinstance(seconds, int | float) else ""
-    return f"{text}: {detail['why']}".splitlines()[0][:400] if detail.get("why") else text
-
-
-def _warnings(status: Mapping[str, Any], summary: Mapping[str, Any], events: Events) -> list[str]:
-    warnings = summary.get("warnings") or status.get("warnings")
-    texts = [str(text) for text in warnings] if isinstance(warnings, list) else []
-    losses = ("lost", "stuck", "restored", "broken", "failed")
-    return texts + [_event_text(what, detail) for _, what, detail in events if what.split()[-1] in losses]

@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -14,13 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
+from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.base.errors import ConfigError, JournalError
-from asyncrl.base.files import LOST, cut_at, lines_from_end
+from asyncrl.base.files import cut_at, lines_from_end
 from asyncrl.config import RunConfig, load_config
 from asyncrl.journal.read import reading
 from asyncrl.journal.schema import journal_path
@@ -39,10 +39,6 @@ TIMELINE_FILE = "timeline.jsonl"
 TRACE_FILE = "trace.json"
 LOCK_FILE = "run.lock"
 REPORT_FILE = "report.html"
-LOST_KEY = "lost"
-"""Key of a line without a step: [first, last] of missing steps, with `why`."""
-NOT_FINITE = "not_finite"
-"""Names of metrics that were NaN or infinite."""
 EVAL_PREFIX = "eval/"
 MAX_PROBLEMS = 100
 QUIET_S = 30.0
@@ -51,17 +47,6 @@ QUIET_S = 30.0
 T = TypeVar("T")
 State = Literal["starting", "running", "done", "failed", "interrupted", "crashed", "unknown"]
 OBJECT = TypeAdapter(dict[str, Any])
-EVALUATION_KEYS = {"policy_version": int, "eval/version": int, "eval/seconds": float}
-STATUS_KEYS = {"updated_s": NotRequired[FiniteFloat], "waits": NotRequired[dict[str, float] | None]}
-
-
-def _open_form(name: str, keys: Mapping[str, Any]) -> TypeAdapter[dict[str, Any]]:
-    """Check these keys, and allow others."""
-    return TypeAdapter(with_config(ConfigDict(extra="allow"))(TypedDict(name, keys)))  # type: ignore[operator]
-
-
-EVALUATION = _open_form("Evaluation", EVALUATION_KEYS)
-STATUS = _open_form("Status", STATUS_KEYS)
 
 
 def tell(problems: list[str], problem: str) -> None:
@@ -107,12 +92,10 @@ def read_journal(run_dir: Path, problems: list[str], read: Callable[[sqlite3.Con
         return None
 
 
-def read_object(
-    path: Path, problems: list[str], form: TypeAdapter[dict[str, Any]] = OBJECT
-) -> dict[str, Any]:
+def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """Return {} if the file is absent or invalid."""
     try:
-        return form.validate_json(path.read_bytes())
+        return OBJECT.validate_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -124,16 +107,14 @@ def read_object(
 
 def read_metrics(run_dir: Path, problems: list[str], *, from_end: bool = False) -> Iterator[dict[str, Any]]:
     for line in read_lines(run_dir / METRICS_FILE, problems, OBJECT, from_end=from_end):
-        if LOST_KEY in line:
-            tell(problems, f"{METRICS_FILE}: steps {line[LOST_KEY]} are missing ({line.get('why')})")
-        elif not is_number(line.get("step")):
-            tell(problems, f"{METRICS_FILE}: skipped a line without a number step")
-        else:
+        if is_number(line.get("step")):
             yield {name: value for name, value in line.items() if is_number(value)}
+        else:
+            tell(problems, f"{METRICS_FILE}: skipped a line without a number step")
 
 
 def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
-    return list(read_lines(run_dir / EVAL_FILE, problems, EVALUATION))
+    return list(read_lines(run_dir / EVAL_FILE, problems, OBJECT))
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -145,7 +126,7 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:
-    return read_object(folder / STATUS_FILE, problems, STATUS)
+    return read_object(folder / STATUS_FILE, problems)
 
 
 def age_of(status: Mapping[str, Any]) -> float:
@@ -194,12 +175,21 @@ def _is_held(path: Path) -> bool | None:
 
 
 def append_lines(path: Path, lines: Iterable[Any]) -> None:
-    """End an incomplete line first. Raises OSError."""
+    """End an incomplete line first; write NaN and infinity as null. Raises OSError."""
     torn = path.exists() and next(lines_from_end(path), (0, b"\n"))[1][-1:] != b"\n"
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" if torn else "")
         for line in lines:
-            file.write(json.dumps(line, default=methodcaller("item")) + "\n")
+            file.write(json.dumps(_finite(line), default=methodcaller("item")) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinity by null: JSON has neither."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_bounded(path: Path, lines: Sequence[Any], max_bytes: int) -> None:
@@ -226,33 +216,20 @@ def replace_text(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def cut_steps(path: Path, num_steps: int) -> tuple[float, dict[str, Any]]:
-    """Remove a torn end and steps after `num_steps`. Return the last kept step, lost ones included, and
-    its line ({}: none).
-    """
+def cut_steps(path: Path, num_steps: int) -> dict[str, Any]:
+    """Remove a torn end and steps after `num_steps`. Return the last kept line ({}: none)."""
     end = path.stat().st_size
-    newest = 0.0
-    last: dict[str, Any] = {}
+    line: dict[str, Any] = {}
     for start, text in lines_from_end(path):
-        line, step = _parsed(text)
-        if newest == 0 and not 0 <= step <= num_steps:
-            end = start
-            continue
-        newest = max(newest, step)
-        if "step" in line:
-            last = line
-            break
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # an invalid line is removed
+            line = json.loads(text)
+            if line["step"] <= num_steps:
+                break
+        end = start
+    else:
+        line = {}
     cut_at(path, end)
-    return newest, last
-
-
-def _parsed(text: bytes) -> tuple[dict[str, Any], float]:
-    """Return a line and its step, or the last lost step; -1 for another line."""
-    try:
-        line = OBJECT.validate_json(text)
-        return line, float(line[LOST_KEY][1] if LOST_KEY in line else line["step"])
-    except (KeyError, TypeError, ValueError, IndexError):
-        return {}, -1.0
+    return line
 
 
 class Recorder:
@@ -265,42 +242,27 @@ class Recorder:
         self._owner = {"pid": os.getpid(), "host": socket.gethostname()}
 
     def keep_steps(self, num_steps: int) -> Mapping[str, Any]:
-        """Return the last kept line. Missing steps are recorded as {"lost": [first, last], "why": ...}."""
-        path = self.run_dir / METRICS_FILE
-        newest, last = cut_steps(path, num_steps)
-        if newest < num_steps:
-            append_lines(path, [{LOST_KEY: [int(newest) + 1, num_steps], "why": LOST}])
-        return last
+        """Return the last kept line."""
+        return cut_steps(self.run_dir / METRICS_FILE, num_steps)
 
     def record_step(self, metrics: Mapping[str, float]) -> None:
-        """NaN and infinity are named in `not_finite` instead."""
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        left_out = [name for name in metrics if name not in finite]
-        append_lines(self.run_dir / METRICS_FILE, [{**finite, NOT_FINITE: left_out} if left_out else finite])
+        append_lines(self.run_dir / METRICS_FILE, [metrics])
         if self.trackers is not None:
-            names = (name for name in finite if name != "step" and not name.startswith(EVAL_PREFIX))
-            self.trackers.tell("step", int(metrics["step"]), {name: float(finite[name]) for name in names})
+            finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+            step = int(finite.pop("step"))
+            told = {name: value for name, value in finite.items() if not name.startswith(EVAL_PREFIX)}
+            self.trackers.tell("step", step, told)
 
     def record_evaluation(self, line: Mapping[str, Any]) -> None:
         """Append one evaluation, with `policy_version`, and `name` if there are several."""
-        append_lines(self.run_dir / EVAL_FILE, [_finite(line)])
+        append_lines(self.run_dir / EVAL_FILE, [line])
         if self.trackers is not None:
             self.trackers.tell("evaluation", line["policy_version"], evaluation_metrics(line))
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json atomically, adding pid, host and `updated_s`."""
         body = {**status, **self._owner, "updated_s": time.time()}
-        text = json.dumps(_finite(body), indent=2, allow_nan=False) + "\n"
-        replace_text(self.run_dir / STATUS_FILE, text)
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by null."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        replace_text(self.run_dir / STATUS_FILE, json.dumps(_finite(body), indent=2) + "\n")
 
 
 def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:

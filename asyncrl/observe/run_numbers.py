@@ -57,9 +57,6 @@ class Steps:
         values = self.values(name, part)
         return fmean(values) if values else None
 
-    def largest(self, name: str) -> float | None:
-        return max(self.values(name), default=None)
-
     def newest(self, name: str) -> float:
         return ([0.0] + self.values(name))[-1]
 
@@ -103,27 +100,15 @@ def waiting_share(shares: Mapping[str, float]) -> float:
     return shares["generation"] + shares["stragglers"] + shares["publishing"]
 
 
-def masked_tokens(steps: Steps) -> int:
-    both = zip(steps.column("tokens/sampled"), steps.column("tokens/trained"), strict=True)
-    masked = (sampled - (0.0 if math.isnan(trained) else trained) for sampled, trained in both)
-    return int(sum(num for num in masked if num > 0))
-
-
 # ---- as text
 
 
-def thinned(values: Sequence[float], num: int) -> list[float]:
-    """Average neighboring values to at most `num` means."""
-    if len(values) <= num:
-        return list(values)
-    edges = [round(index * len(values) / num) for index in range(num + 1)]
-    return [fmean(values[start:end]) for start, end in pairwise(edges)]
-
-
 def sparkline(values: Sequence[float], *, width: int = 32) -> str:
-    """Draw at most `width` block characters."""
+    """Draw at most `width` block characters, of the means of neighboring values."""
     blocks = "▁▂▃▄▅▆▇█"
-    means = thinned(values, width)
+    num = min(width, len(values))
+    edges = [round(index * len(values) / num) for index in range(num + 1)] if num else []
+    means = [fmean(values[start:end]) for start, end in pairwise(edges)]
     low = min(means, default=0.0)
     high = max(means, default=0.0)
     scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
@@ -170,12 +155,6 @@ def plain(value: Any) -> str:
         is_nested = any(isinstance(item, (list, tuple, Mapping)) for item in value)
         return ("\n" if is_nested else ", ").join(map(plain, value)) or "none"
     return str(value)
-
-
-def skipped_text(metrics: Mapping[str, float]) -> str:
-    """Format as `1 update skipped in step 12: not finite`; '' without any."""
-    num = metrics.get("trainer/skipped_steps", 0.0)
-    return f"{several(num, 'update')} skipped in step {metrics['step']:.0f}: not finite" if num else ""
 
 
 def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -27,12 +27,10 @@ from asyncrl.observe.run_dir import (
     read_metrics,
     read_status,
 )
-from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.run_numbers import Steps, duration, seconds_left
 from asyncrl.observe.samples import ShownRollout, read_samples
 from asyncrl.observe.verdict import Verdict, judge
 
-SHOWN_STEPS = 1000
-"""Newest steps of the trainer's record that are listed one by one."""
 Table = dict[str, list[Any]]
 """Columns of equal length: `pandas.DataFrame(table)`. Missing numbers are NaN."""
 
@@ -65,6 +63,18 @@ class RunRecord:
         """None before the first step."""
         return judge(self.columns, self.config) if self.columns else None
 
+    @property
+    def progress(self) -> str:
+        """Format as `3 of 9 in 3.0 s, 1.00 s each, 6.0 s left`."""
+        steps = self.columns
+        text = f"{len(steps)} of {self.config.trainer.num_steps}"
+        if self.verdict is not None:
+            wall_s = self.verdict.wall_s
+            text += f" in {duration(wall_s)}, {wall_s / len(steps):.2f} s each"
+        if self.state == "running" and (left_s := seconds_left(steps, self.config.trainer.num_steps)):
+            text += f", {duration(left_s)} left"
+        return text
+
     @cached_property
     def evaluation_lines(self) -> list[dict[str, Any]]:
         return read_evaluations(self.run_dir, self.problems)
@@ -90,11 +100,7 @@ class RunRecord:
         ([start, end, version] of the tokens in the loss).
         """
         record = TrainedRecord(self.run_dir, self.problems, self.config.buffer.max_staleness)
-        return table_of(
-            {"step": line.version + 1, **entry}
-            for line in record.lines()
-            for entry in trajectory_summaries(line)
-        )
+        return table_of(record.trajectories())
 
     @property
     def weights(self) -> Path | None:
@@ -141,127 +147,76 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The trainer was restored to version `restored`; `lost`: first and last missing version."""
+    """The trainer was restored to version `restored`."""
 
     restored: int
-    lost: tuple[int, int] | None = None
-    why: str = ""
 
 
 _FORM: TypeAdapter[Line | Restored] = TypeAdapter(Line | Restored)
 
 
-@dataclass(slots=True)
-class _Step:
-    """`data`: hash of what must repeat when the step is trained again; `faults`: broken promises."""
-
-    groups: set[int]
-    num_trajectories: int
-    num_loss_tokens: int
-    ages: Counter[int]
-    data: int
-    faults: list[str]
-
-
 class TrainedRecord:
-    """trained.jsonl, and whether it kept the bound.
-
-    After a restore the later line of a version counts.
-    """
+    """trained.jsonl, and whether it kept the bound. After a restore the later line of a version counts."""
 
     def __init__(self, run_dir: Path, problems: list[str], max_staleness: int) -> None:
         self.path = run_dir / TRAINED_FILE
         self.restored: list[int] = []
-        self._steps: dict[int, _Step] = {}
-        """By version, in order."""
-        self._why_lost: dict[int, str] = {}
-        """Version -> why its line is missing."""
-        self._faults: list[str] = []
-        voided = dict[int, int]()
+        self.batches: dict[int, dict[str, Any]] = {}
+        """A summary of each batch by version, in order."""
+        self._faults: dict[int, list[str]] = {}
         for line in read_lines(self.path, problems, _FORM):
             if isinstance(line, Line):
-                step = _step_of(line, max_staleness)
-                if (newest := next(reversed(self._steps), -1)) >= line.version:
-                    self._faults.append(f"step {line.version + 1} follows step {newest + 1}")
-                if voided.get(line.version, step.data) != step.data:
-                    what = f"step {line.version + 1} was trained again on other data than before a restore"
-                    self._faults.append(what)
-                self._steps[line.version] = step
+                self.batches[line.version] = _summary(line)
+                self._faults[line.version] = [*_faults(line, max_staleness)]
                 continue
             self.restored.append(line.restored)
-            for version in [version for version in self._steps if version >= line.restored]:
-                voided[version] = self._steps.pop(version).data
-            if line.lost is not None:
-                first, last = line.lost
-                self._why_lost |= dict.fromkeys(range(first, last + 1), line.why)
+            for version in [version for version in self.batches if version >= line.restored]:
+                del self.batches[version]
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def violations(self) -> tuple[list[str], list[str]]:
-        """Return the broken promises (too old, from the future, trained twice, wrong sums, missing
-        steps), and explained missing steps.
-        """
+    def violations(self) -> list[str]:
+        """Return the broken promises: too old, from the future, trained twice, missing steps."""
         broken: list[str] = []
-        lost: list[str] = []
         trained_in = dict[int, int]()
         expected = 0
-        for version, step in self._steps.items():
+        for version, batch in self.batches.items():
             if version > expected:
-                missing = f"the record lacks steps {expected + 1}..{version}"
-                if self._why_lost.keys() >= {*range(expected, version)}:
-                    lost.append(f"{missing} ({self._why_lost[expected]})")
-                else:
-                    broken.append(missing)
-            broken += step.faults
-            for group in sorted(step.groups):
+                broken.append(f"the record lacks steps {expected + 1}..{version}")
+            broken += self._faults[version]
+            for group in batch["group_ids"]:
                 if (earlier := trained_in.setdefault(group, version)) != version:
                     what = f"step {version + 1}, group {group}: already trained on in step {earlier + 1}"
                     broken.append(what)
             expected = version + 1
-        return broken + self._faults, lost
+        return broken
 
     def totals(self) -> dict[str, Any]:
-        steps = self._steps.values()
-        ages = sum((step.ages for step in steps), Counter[int]())
+        batches = self.batches.values()
+        ages = (batch["staleness_max"] for batch in batches if batch["staleness_max"] is not None)
         return {
-            "num_steps": len(self),
-            "num_trajectories": sum(step.num_trajectories for step in steps),
-            "num_loss_tokens": sum(step.num_loss_tokens for step in steps),
-            "staleness_mean": fmean(ages, ages.values()) if ages else None,
+            "num_steps": len(batches),
+            "num_trajectories": sum(batch["num_trajectories"] for batch in batches),
+            "num_loss_tokens": sum(batch["num_loss_tokens"] for batch in batches),
             "staleness_max": max(ages, default=None),
         }
 
-    def lines(self, step: int | None = None, group: int | None = None) -> list[Line]:
-        """Read the lines of a step, of a group's step, or of the newest steps."""
-        versions = [*self._steps] if step is not None else [*self._steps][-SHOWN_STEPS:]
-        if group is not None:
-            versions = [version for version, each in self._steps.items() if group in each.groups]
-        wanted = {version for version in versions if step in (None, version + 1)}
-        lines = (line for line in read_lines(self.path, [], _FORM) if isinstance(line, Line))
-        found = {line.version: line for line in lines if line.version in wanted}
-        return [found[version] for version in sorted(found)]
-
-
-def _step_of(line: Line, max_staleness: int) -> _Step:
-    entries = line.trajectories
-    ages = (_age(line.version, entry) for entry in entries)
-    names = ("group_id", "sample_index", "branch", "reward", "tokens_sha")
-    return _Step(
-        groups={entry["group_id"] for entry in entries},
-        num_trajectories=len(entries),
-        num_loss_tokens=sum(entry["num_loss_tokens"] for entry in entries),
-        ages=Counter(age for age in ages if age is not None),
-        data=hash(str([[entry.get(name) for name in names] for entry in entries])),
-        faults=[*_faults(line, max_staleness)],
-    )
+    def trajectories(self, step: int | None = None, group: int | None = None) -> list[dict[str, Any]]:
+        """Read the trajectories of all steps, of one step, or of one group."""
+        lines = {
+            line.version: line
+            for line in read_lines(self.path, [], _FORM)
+            if isinstance(line, Line) and line.version in self.batches and step in (None, line.version + 1)
+        }
+        return [
+            {"step": version + 1, **entry, "staleness": _age(version, entry)}
+            for version, line in sorted(lines.items())
+            for entry in line.trajectories
+            if group in (None, entry["group_id"])
+        ]
 
 
 def _faults(line: Line, max_staleness: int) -> Iterator[str]:
-    names: set[str] = set()
     for entry in line.trajectories:
         name = f"step {line.version + 1}, group {entry['group_id']}, sample {entry['sample_index']}"
-        name += f", branch {entry['branch']}" if entry["branch"] else ""
         for start, end, sampled in entry["spans"]:
             age = line.version - sampled
             tokens = f"{name}: tokens {start}..{end - 1} are of version {sampled}"
@@ -269,12 +224,6 @@ def _faults(line: Line, max_staleness: int) -> Iterator[str]:
                 yield f"{tokens}, {age} behind; {max_staleness} are allowed"
             if age < 0:
                 yield f"{tokens}, which did not exist yet"
-        num = sum(end - start for start, end, _ in entry["spans"])
-        if num != entry["num_loss_tokens"]:
-            yield f"{name}: {entry['num_loss_tokens']} tokens in the loss, but spans of {num}"
-        if name in names:
-            yield f"{name}: appears twice in step {line.version + 1}"
-        names.add(name)
 
 
 def _age(version: int, entry: Entry) -> int | None:
@@ -282,7 +231,7 @@ def _age(version: int, entry: Entry) -> int | None:
     return version - min(sampled for *_, sampled in entry["spans"]) if entry["spans"] else None
 
 
-def batch_summary(line: Line) -> dict[str, Any]:
+def _summary(line: Line) -> dict[str, Any]:
     entries = line.trajectories
     ages = [age for entry in entries if (age := _age(line.version, entry)) is not None]
     rewards = [entry["reward"] for entry in entries if entry["branch"] == 0]
@@ -301,11 +250,3 @@ def batch_summary(line: Line) -> dict[str, Any]:
         "staleness_max": max(ages, default=None),
         "tokens_by_version": dict(sorted(tokens.items())),
     }
-
-
-def trajectory_summaries(line: Line, group_id: int | None = None) -> list[dict[str, Any]]:
-    return [
-        {**entry, "staleness": _age(line.version, entry)}
-        for entry in line.trajectories
-        if group_id in (None, entry["group_id"])
-    ]

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, with_config
@@ -24,18 +24,17 @@ from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Rollout, Tra
 from asyncrl.observe.metrics import rollouts_of
 from asyncrl.observe.run_dir import append_bounded, cut_steps, older_of, read_bounded
 from asyncrl.observe.run_numbers import plain, several
-from asyncrl.rollouts.rollout import FailedRollout
+from asyncrl.rollouts.rollout import FailedRollout, how_failed
 
 SampleKind = Literal["best", "worst", "random", "failed"]
 """Best and worst reward of the batch, random (seeded), or failed."""
 SAMPLES_FILE = "samples.jsonl"
 MAX_BYTES = 20_000_000
 """A larger file replaces samples.1.jsonl."""
-MAX_TOKENS = 1024
 MAX_PARTS = 40
 MAX_CHARS = 4000
 MAX_MESSAGES = 40
-"""Limits: tokens of a part, parts of a rollout, characters of a message, messages."""
+"""Limits: parts of a rollout, characters of a part or message, messages."""
 
 
 class ShownPart(TypedDict):
@@ -60,9 +59,9 @@ class ShownRollout(TypedDict):
     group_id: int
     sample_index: int
     prompt_id: str
-    task: NotRequired[str]
+    task: str | None
     messages: list[dict[str, str]]
-    answer: NotRequired[str]
+    answer: str | None
     reward: float | None
     metrics: dict[str, float]
     num_sampled: int
@@ -85,15 +84,12 @@ Decode = Callable[..., str]
 def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, Rollout]]:
     """Pick the best and the worst rollout by reward, then random ones (seeded), `num` in all."""
     rollouts = [(group, rollout) for group in batch.groups for rollout in rollouts_of(group)]
-    random.Random(f"{seed} {batch.version}").shuffle(rollouts)
-    found: list[tuple[SampleKind, Group, Rollout]] = []
-    picks: tuple[tuple[SampleKind, Any], ...] = (("best", max), ("worst", min))
-    for kind, pick in picks[:num]:
-        if rollouts:
-            entry = pick(rollouts, key=lambda entry: entry[1][0].reward)
-            rollouts.remove(entry)
-            found.append((kind, *entry))
-    return found + [("random", *entry) for entry in rollouts[: num - len(found)]]
+    *others, best = sorted(rollouts, key=lambda entry: entry[1][0].reward)
+    found: list[tuple[SampleKind, Group, Rollout]] = [("best", *best)]
+    found += [("worst", *entry) for entry in others[:1]]
+    others = others[1:]
+    random.Random(f"{seed} {batch.version}").shuffle(others)
+    return (found + [("random", *entry) for entry in others])[:num]
 
 
 def shown(
@@ -114,10 +110,12 @@ def shown(
     in_loss = [version for version in versions if min_version is not None and version >= min_version]
     parts = [part for branch in rollout for part in _parts(branch, decode)]
     messages = prompt.messages[-MAX_MESSAGES:]
-    sample = {
+    return {
         "step": step,
         "prompt_id": prompt.prompt_id,
+        "task": prompt.task or None,
         "messages": [{name: _cut(value) for name, value in message.items()} for message in messages],
+        "answer": None if prompt.answer is None else _cut(str(prompt.answer)),
         "reward": float(rollout[0].reward) if min_version is not None else None,
         "metrics": {name: float(value) for name, value in rollout[0].metrics.items()} if rollout else {},
         "num_sampled": sum(branch.num_sampled for branch in rollout),
@@ -129,23 +127,14 @@ def shown(
         "parts": parts[-MAX_PARTS:],
         "error": error and _cut(error),
     }
-    if prompt.task:
-        sample["task"] = prompt.task
-    if prompt.answer is not None:
-        sample["answer"] = _cut(str(prompt.answer))
-    return sample
 
 
 def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
     mask = branch.loss_mask
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
     for first, end in itertools.pairwise(edges):
-        ids = branch.token_ids[first:end].tolist()
-        pieces = [ids]
-        if len(ids) > MAX_TOKENS:
-            pieces = [ids[: MAX_TOKENS // 2], ids[-MAX_TOKENS // 2 :]]
-        text = " [...] ".join(decode(piece, skip_special_tokens=False) for piece in pieces)
-        yield {"branch": branch.branch, "is_sampled": bool(mask[first]), "text": text}
+        text = decode(branch.token_ids[first:end].tolist(), skip_special_tokens=False)
+        yield {"branch": branch.branch, "is_sampled": bool(mask[first]), "text": _cut(text)}
 
 
 def _cut(value: Any) -> str:
@@ -204,8 +193,8 @@ class SampleWriter:
             return []
         rollout: Rollout = ()
         with contextlib.suppress(RolloutFailure):  # nothing was sampled
-            rollout = failed.seen.rollout()
-        error = f"{failed.how}: {failed.failure}"
+            rollout = failed.seen()
+        error = f"{how_failed(failed.num_attempts)}: {failed.failure}"
         text = shown(prompt, rollout, decode, step=self._next_step, error=error)
         name = {"kind": "failed", "group_id": int(group_id), "sample_index": failed.sample_index}
         return self._append([name | text])
@@ -215,22 +204,9 @@ class SampleWriter:
         return samples
 
 
-def read_samples(
-    run_dir: Path,
-    problems: list[str],
-    step: int | None = None,
-    *,
-    group: int | None = None,
-    kinds: Sequence[str] = (),
-) -> list[ShownRollout]:
+def read_samples(run_dir: Path, problems: list[str]) -> list[ShownRollout]:
     """Return samples by step."""
-    return [
-        sample
-        for sample in read_bounded(run_dir / SAMPLES_FILE, problems, _SHOWN)
-        if step in (None, sample["step"])
-        and group in (None, sample["group_id"])
-        and (not kinds or sample["kind"] in kinds)
-    ]
+    return [*read_bounded(run_dir / SAMPLES_FILE, problems, _SHOWN)]
 
 
 # ---- as text
@@ -284,7 +260,7 @@ def sample_text(sample: ShownRollout, *, most: int | None = None) -> str:
             lines.append(f"  branch {branch}")
         given = "prompt" if part is sample["parts"][0] else "context"
         lines += _block("model" if part["is_sampled"] else given, part["text"], most)
-    if "answer" in sample:
+    if sample["answer"] is not None:
         lines += _block("answer", sample["answer"], most)
     return "\n".join(lines)
 
@@ -296,27 +272,13 @@ def _block(label: str, text: str, most: int | None) -> Iterator[str]:
         label = ""
 
 
-def render_samples(
-    run_dir: Path,
-    problems: list[str],
-    *,
-    as_json: bool,
-    step: int | None = None,
-    group: int | None = None,
-    kinds: Sequence[str] = (),
-) -> str:
-    """Raises ConfigError if there are no such samples."""
-    found = read_samples(run_dir, problems, step, group=group, kinds=kinds)
-    if as_json:
-        return json.dumps({"run_dir": str(run_dir), "samples": found, "problems": problems})
-    if not found:
+def samples_text(samples: Sequence[ShownRollout], run_dir: Path, problems: Sequence[str]) -> str:
+    """Raises ConfigError if there are no samples."""
+    if not samples:
         raise ConfigError(
             f"{run_dir} has no such sample",
             rule="only observe.samples_per_step rollouts of a step are written",
             way_out=f"`asyncrl inspect {run_dir} --samples` shows the newest.",
         )
     texts = [f"problem: {harmless(problem)}" for problem in problems]
-    if step is None and group is None and len(found) > NEWEST:
-        texts.append(f"the newest {NEWEST}; --step N and --group N show others:")
-        found = found[-NEWEST:]
-    return "\n\n".join([*texts, *map(sample_text, found)])
+    return "\n\n".join([*texts, *map(sample_text, samples)])

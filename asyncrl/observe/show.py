@@ -9,8 +9,9 @@ import shutil
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +24,7 @@ from rich.text import Text
 from asyncrl.base.errors import ConfigError
 from asyncrl.journal.read import batch_story, group_story, run_story
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
-from asyncrl.messages.records import VersionSpan
+from asyncrl.messages.records import Prompt
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.console import metric_rows
 from asyncrl.observe.run_dir import (
@@ -36,20 +37,18 @@ from asyncrl.observe.run_dir import (
     read_metrics,
     read_status,
 )
-from asyncrl.observe.run_record import RunRecord, TrainedRecord, batch_summary, read_run, trajectory_summaries
-from asyncrl.observe.samples import harmless, render_samples
+from asyncrl.observe.run_record import RunRecord, TrainedRecord, read_run
+from asyncrl.observe.samples import NEWEST, Decode, harmless, sample_text, samples_text, shown
 from asyncrl.observe.verdict import summary_panel, verdict_rows
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 RUNS = Path("runs")
 NUM_REWARDS = 10
-SHOWN_REWARDS = 1000
 SHOWN_ROWS = 30
-"""Limits of `status --json` and of `inspect` tables."""
+"""Last rows of `inspect` tables."""
 _COLORS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
 _ENDED = ("done", "failed", "interrupted")
 _NOT_DRAWN = ("version", "min_version", "group_ids", "tokens_sha")
-Decode = Callable[[Sequence[int]], str]
 
 
 def to_text(*drawn: RenderableType) -> str:
@@ -84,9 +83,7 @@ def render_runs(folder: Path, *, as_json: bool) -> str:
         return json.dumps(rows, indent=2)
     for row in rows:
         row["steps"] = f"{row['steps']}/{row.pop('num_steps') or '?'}"
-        age_s = row.pop("age_s")
-        age = f"{age_s / 86400:.0f} days" if age_s > 2 * 86400 else numbers.duration(age_s)
-        row["last written"] = f"{age} ago"
+        row["last written"] = f"{numbers.duration(row.pop('age_s'))} ago"
     return to_text(_table(rows)) if rows else f"no runs in {folder}"
 
 
@@ -112,11 +109,9 @@ def _run_row(run_dir: Path) -> dict[str, Any]:
 # ---- status
 
 
-def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: bool = False) -> str:
+def render_status(run_dir: str | Path, *, is_verbose: bool = False) -> str:
     """Describe a run on one screen. Raises ConfigError."""
     files = read_run(run_dir)
-    if as_json:
-        return json.dumps(_status_summary(files), indent=2)
     drawn = [numbers.boxed([row for row in _status_rows(files) if row[1]], str(files.run_dir))]
     if is_verbose and files.status:
         details = {**files.status, "waits": "\n".join(_waits(files.status))}
@@ -125,37 +120,12 @@ def render_status(run_dir: str | Path, *, as_json: bool = False, is_verbose: boo
     return to_text(*drawn)
 
 
-def _status_summary(files: RunRecord) -> dict[str, Any]:
-    return {
-        "run_dir": str(files.run_dir),
-        "state": files.state,
-        "explanation": files.why,
-        "steps_done": len(files.columns),
-        "num_steps": files.config.trainer.num_steps,
-        "max_staleness": files.config.buffer.max_staleness,
-        "seconds_since_update": round(age_of(files.status), 1) if files.status else None,
-        "rewards": numbers.thinned(files.columns.values("reward/mean"), SHOWN_REWARDS),
-        "last_metrics": dict(files.columns.last),
-        "evaluations": files.evaluation_lines,
-        "status": dict(files.status),
-        "verdict": files.verdict and asdict(files.verdict),
-        "problems": files.problems,
-    }
-
-
 def _status_rows(files: RunRecord) -> Iterator[tuple[str, RenderableType]]:
     steps = files.columns
-    num_steps = files.config.trainer.num_steps
     ago = f" {numbers.duration(age_of(files.status))} ago" if files.state in _ENDED else ""
     why = f": {files.why}" if files.why else ""
     yield "state", Text.assemble((files.state, _COLORS.get(files.state, "red")), ago, why)
-    progress = f"{len(steps)} of {num_steps}"
-    if files.verdict is not None:
-        wall_s = files.verdict.wall_s
-        progress += f" in {numbers.duration(wall_s)}, {wall_s / len(steps):.2f} s each"
-    if files.state == "running" and (left_s := numbers.seconds_left(steps, num_steps)):
-        progress += f", {numbers.duration(left_s)} left"
-    yield "steps", progress
+    yield "steps", files.progress
     if files.state in ("starting", "running"):
         yield "now", Text(str(files.status.get("activity") or ""))
         yield "waits", Text("".join(_waits(files.status, QUIET_S)[:1]), style="yellow")
@@ -191,9 +161,17 @@ def render_inspect(
     """
     files = read_run(run_dir)
     if samples or kinds:
-        return render_samples(
-            files.run_dir, files.problems, as_json=as_json, step=step, group=group, kinds=kinds
-        )
+        found = [
+            sample
+            for sample in files.samples
+            if step in (None, sample["step"])
+            and group in (None, sample["group_id"])
+            and (not kinds or sample["kind"] in kinds)
+        ]
+        if as_json:
+            return json.dumps({"run_dir": str(run_dir), "samples": found, "problems": files.problems})
+        is_newest = step is None and group is None
+        return samples_text(found[-NEWEST:] if is_newest else found, files.run_dir, files.problems)
     summary = summarize(files, step, group)
     if as_json:
         return json.dumps(summary, indent=2)
@@ -210,40 +188,37 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
     """Return staleness from the trainer's record, the verdict, and batches; `journal`, `batch` and
     `story` from the journal. Raises ConfigError for an unknown step or group.
     """
-    problems = files.problems
-    record = TrainedRecord(files.run_dir, problems, files.config.buffer.max_staleness)
-
-    def tell_stories(connection: sqlite3.Connection) -> dict[str, Any]:
-        return _stories(connection, files, step, group)
-
-    stories = read_journal(files.run_dir, problems, tell_stories) or {}
-    lines = record.lines(step, group)
+    record = TrainedRecord(files.run_dir, files.problems, files.config.buffer.max_staleness)
+    batches = [
+        batch
+        for batch in record.batches.values()
+        if step in (None, batch["step"]) and (group is None or group in batch["group_ids"])
+    ]
+    stories = read_journal(files.run_dir, files.problems, partial(_stories, files, step, group)) or {}
     is_whole = step is None and group is None
-    if not lines and not stories and not is_whole:
+    if not batches and not stories and not is_whole:
         what = f"step {step}" if group is None else f"group {group}"
         raise ConfigError(
-            f"{files.run_dir} has no record of {what}; it has {numbers.several(len(record), 'step')}",
+            f"{files.run_dir} has no record of {what}; it has {numbers.several(len(record.batches), 'step')}",
             rule="only groups that a batch took are in the record",
             way_out="take a step or a group id from `asyncrl inspect RUN_DIR --json`.",
         )
-    violations, lost = record.violations()
+    violations = record.violations()
     summary = {
         "run_dir": str(files.run_dir),
         "state": files.state,
         "max_staleness": files.config.buffer.max_staleness,
-        "on_overdue": files.config.buffer.on_overdue,
         **record.totals(),
-        "bound_kept": not violations if len(record) else None,
+        "bound_kept": not violations if record.batches else None,
         "violations": violations,
-        "lost": lost,
         "restored_from": record.restored,
         **stories,
-        "steps": [batch_summary(line) for line in lines],
+        "steps": batches,
         "verdict": files.verdict and asdict(files.verdict),
-        "problems": [*problems, *lost],
+        "problems": files.problems,
     }
     if not is_whole:
-        summary["trajectories"] = [entry for line in lines for entry in trajectory_summaries(line, group)]
+        summary["trajectories"] = record.trajectories(step, group)
     if step is not None:
         metrics = (line for line in read_metrics(files.run_dir, []) if line["step"] == step)
         summary["metrics"] = next(metrics, None)
@@ -251,7 +226,7 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
 
 
 def _stories(
-    connection: sqlite3.Connection, files: RunRecord, step: int | None, group: int | None
+    files: RunRecord, step: int | None, group: int | None, connection: sqlite3.Connection
 ) -> dict[str, Any]:
     stories: dict[str, Any] = {}
     if group is not None:
@@ -260,47 +235,38 @@ def _stories(
         stories["batch"] = batch_story(connection, step - 1)
     if not stories:
         stories["journal"] = run_story(connection)
-        stories["journal"]["wasted_tokens"]["masked"] = numbers.masked_tokens(files.columns)
+        masked = files.columns.total("tokens/sampled") - files.columns.total("tokens/trained")
+        stories["journal"]["wasted_tokens"]["masked"] = int(masked)
     return {name: story for name, story in stories.items() if story is not None}
 
 
 def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord) -> dict[str, Any] | None:
+    """Return a group with its rollouts in the form of samples."""
     if (story := group_story(connection, group_id)) is None:
         return None
+    prompt = Prompt(story["prompt_id"], tuple(story["messages"]))
     decode = _decoder(files)
-    rollouts: dict[int, dict[str, Any]] = {}
-    for index, (attempt, turn, partial) in partials_of(connection, group_id).items():
-        rollouts[index] = {
-            "state": "running",
-            "attempt": attempt,
-            "turn": turn,
-            "num_sampled": len(partial.token_ids),
-            "branches": [{"pieces": _pieces(partial.token_ids, partial.version_spans, decode)}],
+    step = (story["start_version"] if story["batch"] is None else story["batch"]) + 1
+    story["running"] = [
+        {"sample_index": index, "attempt": attempt, "num_sampled": len(begun.token_ids)}
+        for index, (attempt, begun) in partials_of(connection, group_id).items()
+    ]
+    story["failures"] = [
+        {"sample_index": index, "attempts": attempts, "why": why}
+        for index, (attempts, why) in failures_of(connection, group_id).items()
+    ]
+    story["rollouts"] = [
+        {
+            **shown(prompt, rollout, decode, step=step, min_version=0),
+            **{"kind": "finished", "group_id": group_id, "sample_index": index, "staleness": None},
         }
-    for index, (attempts, why) in failures_of(connection, group_id).items():
-        rollouts[index] = {"state": "failed", "attempts": attempts, "why": why}
-    for index, rollout in rollouts_of(connection, group_id).items():
-        rollouts[index] = {
-            "state": "finished",
-            "reward": rollout[0].reward,
-            "metrics": dict(rollout[0].metrics),
-            "num_sampled": sum(branch.num_sampled for branch in rollout),
-            "num_interruptions": sum(branch.num_interruptions for branch in rollout),
-            "is_truncated": any(branch.is_truncated for branch in rollout),
-            "branches": [
-                {
-                    "pieces": _pieces(branch.token_ids.tolist(), branch.version_spans, decode),
-                    "credits": [*map(asdict, branch.credits)],
-                }
-                for branch in rollout
-            ],
-        }
-    story["rollouts"] = [{"sample_index": index, **rollout} for index, rollout in sorted(rollouts.items())]
+        for index, rollout in rollouts_of(connection, group_id).items()
+    ]
     return story
 
 
-def _decoder(files: RunRecord) -> Decode | None:
-    """Return None without a tokenizer.json. Other formats would import torch."""
+def _decoder(files: RunRecord) -> Decode:
+    """Without a tokenizer.json, text is the token ids. Other formats would import torch."""
     model = files.config.model
     folders = [files.run_dir / "model", files.run_dir / "final"]
     folders += [Path(model.path).expanduser()] if model.path else []
@@ -308,18 +274,7 @@ def _decoder(files: RunRecord) -> Decode | None:
         with contextlib.suppress(ConfigError):
             if (folder / "tokenizer.json").is_file():
                 return HFChatTokenizer(folder, chat_template=model.chat_template).decode
-    return None
-
-
-def _pieces(
-    token_ids: Sequence[int], spans: Sequence[VersionSpan], decode: Decode | None
-) -> list[dict[str, Any]]:
-    """Return each span with version, engine (-1: unknown) and text, or token ids."""
-    pieces = []
-    for span in spans:
-        ids = list(token_ids[span.start : span.end])
-        pieces.append(asdict(span) | ({"token_ids": ids} if decode is None else {"text": decode(ids)}))
-    return pieces
+    return lambda token_ids, **_: " ".join(map(str, token_ids))
 
 
 def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -333,23 +288,11 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
         if isinstance(value, Mapping):
             yield from _tables(value)
         elif name == "rollouts":
-            yield from _rollout_text(value)
+            yield from (Text(sample_text(sample)) for sample in value)
         else:
             yield _table(value[-SHOWN_ROWS:])
             if len(value) > SHOWN_ROWS:
                 yield Text(f"the last {SHOWN_ROWS} of {len(value)}")
-
-
-def _rollout_text(rollouts: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
-    for rollout in rollouts:
-        facts = {name: value for name, value in rollout.items() if name != "branches"}
-        yield Text(harmless(numbers.plain(facts)), "green")
-        for branch in rollout.get("branches", ()):
-            for piece in branch["pieces"]:
-                place = f"  [v{piece['version']}, {piece['start']}..{piece['end'] - 1}] "
-                content = piece.get("text") or numbers.plain(piece.get("token_ids"))
-                yield Text.assemble((place, "magenta"), harmless(content))
-            yield from (Text(f"  {numbers.plain(credit)}") for credit in branch.get("credits", ()))
 
 
 def _title(name: object) -> str:

@@ -1,8 +1,7 @@
 """timeline.jsonl: spans of all processes, for the page and, as trace.json, for Perfetto.
 
 A line is a JSON array: [lane, kind, start, seconds, number, text]. `start` is in seconds since the epoch;
-`number` is the batch or policy_version, or -1. Lane "" has rows of kind "slots": each engine's mean
-requests in flight.
+`number` is the batch or policy_version, or -1.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ MAX_BYTES = 2**20
 """A larger timeline.jsonl replaces timeline.1.jsonl."""
 MAX_ROWS = 10_000
 """Rows kept in memory before open(), or when the file cannot be written."""
-SLOTS_PERIOD_S = 0.1
 KINDS = {
     "wait for generation": "the trainer waits for rollouts",
     "wait for stragglers": "the trainer waits for groups that would become too old",
@@ -48,12 +46,10 @@ KINDS = {
     "held for an evaluation": "new weights wait until an evaluation on the rollout engines ends",
     "start": "processes start and load the model",
     "down": "a process was lost and is being replaced",
-    "gone": "the run was killed or interrupted",
-    "event": "an event of the journal",
 }
-_FIRST = ("trainer", "weight sync")
-_LAST = ("handovers", "checkpoints", "evaluations", "start", "restarts")
 _OF_VERSION = ("export", "prepare", "chunks", "commit", "pause", "checkpoint", "evaluation")
+_ORDER = {"trainer": 0, "weight sync": 1, "handovers": 3, "checkpoints": 4, "evaluations": 5, "restarts": 6}
+"""Lanes from the top; engines are 2."""
 
 logger = logging.getLogger("asyncrl.observe.timeline")
 
@@ -64,22 +60,17 @@ class Row(NamedTuple):
     start_s: FiniteFloat
     seconds: NonNegativeFloat
     number: int
-    text: str | dict[str, FiniteFloat]
+    text: str
 
     @property
     def end_s(self) -> float:
         return self.start_s + self.seconds
 
     @property
-    def busy(self) -> dict[str, float]:
-        """Mean requests in flight by engine, of a row of slots."""
-        return self.text if isinstance(self.text, dict) else {}
-
-    @property
     def title(self) -> str:
         is_version = self.kind in _OF_VERSION or self.kind.startswith("held")
         number = f"version {self.number}" if is_version else f"step {self.number + 1}"
-        return ": ".join(filter(None, (number if self.number >= 0 else "", str(self.text))))
+        return ": ".join(filter(None, (number if self.number >= 0 else "", self.text)))
 
 
 _ROW = TypeAdapter(Row)
@@ -93,38 +84,18 @@ class TimelineWriter:
         self._is_open = False
         self._rows = deque[Row](maxlen=MAX_ROWS)
         self._offset_s = time.time() - time.monotonic()
-        self._busy_s: Mapping[str, float] = {}
-        self._busy_at_s = time.monotonic()
 
     def open(self) -> None:
         self._is_open = True
-        self._write()
+        self.flush()
 
     def note(self, span: TimedSpan) -> None:
+        at_s = round(span.start_s + self._offset_s, 6)
         text = span.text.encode(errors="replace").decode()  # JSON has no lone surrogates
-        self._add(span.lane, span.kind, span.start_s, span.end_s, span.number, text)
+        seconds = round(span.end_s - span.start_s, 6)
+        self._rows.append(Row(span.lane, span.kind, at_s, seconds, span.number, text))
 
-    def slots(self, busy_s: Mapping[str, float], now_s: float) -> None:
-        """`busy_s`: each engine's request-seconds so far."""
-        if (seconds := now_s - self._busy_at_s) < SLOTS_PERIOD_S:
-            return
-        if known := self._busy_s.keys() & busy_s.keys():
-            means = {name: round((busy_s[name] - self._busy_s[name]) / seconds, 2) for name in sorted(known)}
-            self._add("", "slots", self._busy_at_s, now_s, -1, means)
-        self._busy_s = dict(busy_s)
-        self._busy_at_s = now_s
-        self._write()
-
-    def close(self) -> None:
-        """Write the remaining rows. Idempotent."""
-        self._write()
-        self._is_open = False
-
-    def _add(self, lane: str, kind: str, start_s: float, end_s: float, number: int, text: Any) -> None:
-        at_s = round(start_s + self._offset_s, 6)
-        self._rows.append(Row(lane, kind, at_s, round(end_s - start_s, 6), number, text))
-
-    def _write(self) -> None:
+    def flush(self) -> None:
         if not self._is_open:
             return
         try:
@@ -136,126 +107,47 @@ class TimelineWriter:
 
 
 def read_timeline(run_dir: Path, problems: list[str]) -> list[Row]:
-    """Return all rows, in the order of their ends."""
-    return [*read_bounded(run_dir / TIMELINE_FILE, problems, _ROW)]
+    """Return the rows of known kinds, in the order of their ends."""
+    return [row for row in read_bounded(run_dir / TIMELINE_FILE, problems, _ROW) if row.kind in KINDS]
 
 
-def spans_of(rows: Iterable[Row]) -> list[Row]:
-    """Return spans of known kinds. The first start gets its own lane; the time before a later start
-    becomes a span.
-    """
-    spans: list[Row] = []
-    has_started = False
-    for row in rows:
-        if not row.lane or row.kind not in KINDS:
-            continue
-        if row.kind == "start" and not has_started:
-            has_started = True
-            row = row._replace(lane="start", number=-1)
-        elif row.kind == "start":
-            end_s = max((span.end_s for span in spans if span.start_s < row.start_s), default=row.start_s)
-            if end_s < row.start_s:
-                spans.append(Row("restarts", "gone", end_s, row.start_s - end_s, -1, ""))
-        spans.append(row)
-    return spans
-
-
-def _lane_names(names: Set[str]) -> list[str]:
+def _lanes_of(rows: Iterable[Row]) -> list[str]:
     """Sort lanes from the top; engine-2 before engine-10."""
-    engines = sorted(names - {*_FIRST, *_LAST}, key=lambda name: (len(name), name))
-    return [name for name in (*_FIRST, *engines, *_LAST) if name in names]
+    return sorted({row.lane for row in rows}, key=lambda lane: (_ORDER.get(lane, 2), len(lane), lane))
 
 
-# ---- the page
-
-
-def timeline_view(rows: Sequence[Row], events: Iterable[tuple[float, str]], num_slots: int) -> dict[str, Any]:
-    """Return times in seconds since `start_s`; `spans` as [lane, kind, start, end, text] with indices
-    into `lanes` and `kinds`; `slots` as [time, busy requests] of each engine.
-
-    `events`: (seconds since the epoch, text); `num_slots`: of an engine.
+def timeline_view(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return `spans` as [lane, kind, start, end, text] for the page, with indices into `lanes` and `kinds`,
+    and times in seconds since the first start.
     """
-    spans = spans_of(rows)
-    spans += [Row("restarts", "event", at_s, 0.0, -1, text) for at_s, text in events]
-    spans.sort(key=lambda row: row.start_s)
-    slots = [row for row in rows if row.busy]
-    start_s = min((row.start_s for row in (*spans, *slots)), default=0.0)
-    busy = _busy_by_engine(slots, start_s)
-    lanes = _lane_names({row.lane for row in spans} | busy.keys())
+    start_s = min((row.start_s for row in rows), default=0.0)
+    lanes = _lanes_of(rows)
     kinds = [*KINDS]
-    return {
-        "start_s": start_s,
-        "lanes": lanes,
-        "kinds": [{"name": name, "meaning": meaning} for name, meaning in KINDS.items()],
-        "spans": [
-            [lanes.index(row.lane), kinds.index(row.kind), *_since(start_s, row), row.title] for row in spans
-        ],
-        "slots": busy,
-        "num_slots": num_slots,
-    }
-
-
-def _since(start_s: float, row: Row) -> tuple[float, float]:
-    return round(row.start_s - start_s, 4), round(row.end_s - start_s, 4)
-
-
-def _busy_by_engine(slots: Iterable[Row], start_s: float) -> dict[str, list[tuple[float, float]]]:
-    found: dict[str, list[tuple[float, float]]] = {}
-    ends_s: dict[str, float] = {}
-    for row in slots:
-        for name, busy in row.busy.items():
-            points = found.setdefault(name, [])
-            if name in ends_s and row.start_s - ends_s[name] > max(2.0, row.seconds):
-                points.append((round(ends_s[name] - start_s, 3), 0.0))
-            points.append((round(row.start_s - start_s, 3), float(busy)))
-            ends_s[name] = row.end_s
-    for name, end_s in ends_s.items():
-        found[name].append((round(end_s - start_s, 3), 0.0))
-    return found
-
-
-# ---- Perfetto
+    spans = []
+    for row in sorted(rows, key=lambda row: row.start_s):
+        begin_s = round(row.start_s - start_s, 4)
+        end_s = round(row.end_s - start_s, 4)
+        spans.append([lanes.index(row.lane), kinds.index(row.kind), begin_s, end_s, row.title])
+    meanings = [{"name": name, "meaning": meaning} for name, meaning in KINDS.items()]
+    return {"lanes": lanes, "kinds": meanings, "spans": spans}
 
 
 def write_trace(run_dir: Path) -> Path:
     """Raises OSError."""
-    trace = trace_of(read_timeline(run_dir, []), run_dir.name)
+    trace = trace_of(read_timeline(run_dir, []))
     write_whole(run_dir / TRACE_FILE, json.dumps(trace, separators=(",", ":")))
     return run_dir / TRACE_FILE
 
 
-def trace_of(rows: Sequence[Row], name: str) -> dict[str, Any]:
-    """Return Chrome's Trace Event Format, in microseconds since the first row: a track for each lane,
-    more for overlapping spans, and a counter per engine.
-    """
-    spans = sorted(spans_of(rows), key=lambda row: (row.start_s, -row.seconds))
-    slots = [row for row in rows if row.busy]
-    start_s = min((row.start_s for row in (*spans, *slots)), default=0.0)
-    events = [_event("M", "process_name", 0, args={"name": f"asyncrl {name}"})]
-    tracks = 0
-    for lane in _lane_names({row.lane for row in spans}):
-        ends_us: list[int] = []
-        for row in spans:
-            if row.lane != lane:
-                continue
-            begin_us = round(1e6 * (row.start_s - start_s))
-            end_us = max(begin_us, round(1e6 * (row.end_s - start_s)))
-            track = next((index for index, end in enumerate(ends_us) if end <= begin_us), len(ends_us))
-            ends_us[track : track + 1] = [end_us]
-            args = {"text": row.title, "number": row.number}
-            event = _event("X", row.kind, tracks + track + 1, cat=lane, ts=begin_us, args=args)
-            events.append(event | {"dur": end_us - begin_us})
-        for index in range(len(ends_us)):
-            tracks += 1
-            title = lane if index == 0 else f"{lane} ({index + 1})"
-            events.append(_event("M", "thread_name", tracks, args={"name": title}))
-            events.append(_event("M", "thread_sort_index", tracks, args={"sort_index": tracks}))
-    for row in slots:
-        at_us = round(1e6 * (row.start_s - start_s))
-        for engine, busy in row.busy.items():
-            events.append(_event("C", f"requests of {engine}", 0, ts=at_us, args={"busy": busy}))
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start_s": start_s}}
-
-
-def _event(phase: str, name: str, track: int, **fields: Any) -> dict[str, Any]:
-    return {"ph": phase, "name": name, "pid": 1, "tid": track, **fields}
+def trace_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return Chrome's Trace Event Format: a process per lane, whose async events may overlap."""
+    lanes = _lanes_of(rows)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": lane}}
+        for pid, lane in enumerate(lanes)
+    ]
+    for number, row in enumerate(rows):
+        span = {"name": row.kind, "cat": row.lane, "id": number, "pid": lanes.index(row.lane), "tid": 0}
+        events.append({**span, "ph": "b", "ts": round(1e6 * row.start_s), "args": {"text": row.title}})
+        events.append({**span, "ph": "e", "ts": round(1e6 * row.end_s)})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

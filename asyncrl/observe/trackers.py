@@ -32,8 +32,6 @@ SOON_S = 1.0
 LEFT: list[str] = []
 """Trackers whose clients may block the process's exit, so that the command exits at once."""
 MAX_CHARS = 2000
-REACH_S = 10.0
-"""Seconds for wandb's server to answer; otherwise the run is kept in RUN_DIR/wandb."""
 RUN_TAG = "asyncrl.run_id"
 SENT_FILE = "trackers.json"
 """Last number of each tracker's step, evaluation and samples."""
@@ -136,13 +134,7 @@ def check_trackers(observe: ObserveConfig) -> None:
 
 def class_of(name: str) -> Callable[..., Tracker]:
     """Return a client, or a user's `module:Class`."""
-    if name in CLIENTS:
-        return CLIENTS[name]
-    kind: Callable[..., Tracker] = load_object(name, "observe.trackers")
-    if not isinstance(kind, type) or not issubclass(kind, Tracker):
-        what = f"observe.trackers={name} is not a subclass of Tracker"
-        raise ConfigError(what, way_out="inherit asyncrl.observe.trackers.Tracker.")
-    return kind
+    return CLIENTS[name] if name in CLIENTS else load_object(name, "observe.trackers")
 
 
 # ---- the thread
@@ -183,8 +175,8 @@ class Background:
             with contextlib.suppress(queue.Empty):
                 self._calls.get_nowait()
             if self.num_dropped == 0:
-                slow = ", ".join(self._live)
-                self._warn(f"slow trackers ({slow}): dropping the oldest of {MAX_WAITING} calls")
+                slow = f"slow trackers ({', '.join(self._live)})"
+                self._warn(f"{slow}: dropping the oldest of {MAX_WAITING} calls; metrics.jsonl has all steps")
             self.num_dropped += 1
         self._calls.put((method, arguments))
 
@@ -201,8 +193,6 @@ class Background:
             if thread.is_alive():
                 LEFT.extend(self._live)
                 self._warn(f"trackers not done within {limit_s:g} s: {', '.join(self._live)}")
-            if self.num_dropped:
-                self._warn(f"slow trackers: {self.num_dropped} calls dropped; metrics.jsonl has all steps")
 
     def _work(self, run: TrackedRun) -> None:
         path = run.run_dir / SENT_FILE
@@ -219,9 +209,7 @@ class Background:
             for name, tracker in [*self._live.items()]:
                 with self._turned_off(name, method):
                     key = f"{name} {method}"
-                    if method in ("weights", "close"):
-                        getattr(tracker, method)(*arguments)
-                    elif arguments[0] > earlier.get(key, -1):
+                    if method == "close" or arguments[0] > earlier.get(key, -1):
                         getattr(tracker, method)(*arguments)
                         sent[key] = arguments[0]
                         replace_text(path, json.dumps(sent))
@@ -311,13 +299,13 @@ class Wandb(Tracker):
     _run: Any = field(init=False)
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run; offline without a key or a server."""
+        """Open the run; offline without a key."""
         import wandb
 
-        settings = wandb.setup().settings
-        mode: Any = self.mode or settings.mode
-        if mode == "online" and (why := _why_offline(str(settings.base_url))):
-            run.warn(f"wandb is offline: {why}; upload later: `wandb sync {run.run_dir}/wandb/offline-run-*`")
+        mode: Any = self.mode or wandb.setup().settings.mode
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
+            upload = f"upload later: `wandb sync {run.run_dir}/wandb/offline-run-*`"
+            run.warn(f"wandb is offline without a key (`wandb login`, or WANDB_API_KEY); {upload}")
             mode = "offline"
         self._run = wandb.init(
             project=self.project,
@@ -352,19 +340,6 @@ class Wandb(Tracker):
         self._run.finish(exit_code=0 if state == "done" else 1)
 
 
-def _why_offline(base_url: str) -> str:
-    """Return why wandb would wait for a key or for an answer."""
-    import requests
-    import wandb
-
-    try:
-        requests.head(base_url, timeout=REACH_S)
-    except requests.RequestException as error:
-        return f"{base_url} cannot be reached ({error})"
-    is_known = wandb.login(prompt=False, verify=False)
-    return "" if is_known else f"no key for {base_url} (`wandb login`, or WANDB_API_KEY)"
-
-
 @dataclass
 class Mlflow(_ByStep):
     """MLflow: metrics by step, evaluations by policy_version, and samples as a table artifact per step."""
@@ -384,9 +359,7 @@ class Mlflow(_ByStep):
         run_id = found[0].info.run_id if found else None
         mlflow.start_run(run_id, run_name=run.name, tags={RUN_TAG: run.run_id})
         if not found:  # a param cannot change
-            sections = {name: value for name, value in run.config.items() if isinstance(value, Mapping)}
-            keys = {f"{name}.{key}": value for name in sections for key, value in sections[name].items()}
-            mlflow.log_params({**keys, "seed": run.config["seed"]})
+            mlflow.log_params(dict(run.config))
         mlflow.log_dict(dict(run.config), "config.yaml")
 
     def step(self, step: int, metrics: Metrics) -> None:

@@ -8,25 +8,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from asyncrl.buffer.staleness import POLICIES
 from asyncrl.config import RunConfig
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.run_numbers import Steps, recent, several, time_shares, waiting_share
 from asyncrl.trainer.step_metrics import GAP_WARNING
 
-Trend = Literal["rising", "flat", "falling", "unknown"]
 MIN_STEPS = 20
 MIN_TRAINING_S = 10.0
 """A shorter run is not judged."""
 SIGMAS = 3.0
 """Standard errors from which a change of the reward counts."""
-SMALL_CHANGE = 0.05
-"""A smaller part of the reward's range is a flat end."""
 BUSY_WAIT_SHARE = 0.10
 BALANCED_WAIT_SHARE = 0.25
 """Shares of waiting: training sets the pace below the first; neither side waits much below the second."""
@@ -46,7 +42,6 @@ class Reward:
     noise: float
     margin: float
     step_noise: float
-    trend: Trend
 
     @property
     def was_lost(self) -> bool:
@@ -128,20 +123,7 @@ def _reward_of(steps: Steps) -> Reward | None:
         noise=step_noise / math.sqrt(size),
         margin=SIGMAS * step_noise * math.sqrt(1 / size + 1 / size_first),
         step_noise=step_noise,
-        trend=_trend(rewards, step_noise),
     )
-
-
-def _trend(rewards: list[float], step_noise: float) -> Trend:
-    """Compare the last quarter of the run with the previous quarter."""
-    size = len(rewards) // 4
-    if len(rewards) < MIN_STEPS:
-        return "unknown"
-    change = fmean(rewards[-size:]) - fmean(rewards[-2 * size : -size])
-    small = SMALL_CHANGE * (max(rewards) - min(rewards))
-    if abs(change) <= max(small, SIGMAS * step_noise * math.sqrt(2 / size)):
-        return "flat"
-    return "rising" if change > 0 else "falling"
 
 
 def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: Sequence[_Finding]) -> str:
@@ -153,8 +135,7 @@ def _headline(reward: Reward | None, steps: Steps, config: RunConfig, findings: 
     if len(steps) < MIN_STEPS and not any(finding.is_certain for finding in findings):
         return f"Too short to say whether it learns: {ends} ({several(len(steps), 'step')})."
     if reward.has_risen:
-        words = {"rising": " and is still rising", "flat": " and is flat now", "falling": ", but falls again"}
-        return f"Learned: reward rose from {first} to {last}{words.get(reward.trend, '')}."
+        return f"Learned: reward rose from {first} to {last}."
     reasons = [*(finding.clause for finding in findings), *_reasons(reward, steps, config)]
     why = f" Likeliest reasons: {'; '.join(reasons[:2])}."
     if reward.was_lost:
@@ -224,7 +205,7 @@ def _gradient_findings(steps: Steps, config: RunConfig, has_risen: bool) -> Iter
         num = several(steps.total("trainer/skipped_steps"), "update")
         where = f"first step {skipped[0]:.0f}, last step {skipped[-1]:.0f}"
         clause = f"{num} skipped because loss or gradient was not finite ({where})"
-        advice = "logs/trainer-0.log has the values, failed_batches/ the batches; lower trainer.learning_rate"
+        advice = "logs/trainer-0.log has the values; lower trainer.learning_rate"
         yield _Finding(clause, advice, is_certain=len(skipped) == len(steps))
 
 
@@ -332,9 +313,9 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
     waited_s = steps.total("perf/wait_stragglers_s")
     sampled = steps.total("tokens/sampled")
     masked = 1 - steps.total("tokens/trained") / sampled if sampled else 0.0
-    if POLICIES[choice].waits and waited_s:
+    if choice == "wait" and waited_s:
         yield f"buffer.on_overdue={choice} waited {waited_s:.1f} s and dropped nothing."
-    elif not POLICIES[choice].waits and (again or masked > 0):
+    elif choice != "wait" and (again or masked > 0):
         losses = f"{masked:.1%} of the tokens were masked, {several(again, 'group')} generated again"
         yield f"Too old (buffer.on_overdue={choice}, max_staleness={config.buffer.max_staleness}): {losses}."
     if filtered := steps.newest("rollout/filtered"):

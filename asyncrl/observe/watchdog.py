@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.base.errors import RoomError
-from asyncrl.base.waits import open_waits, task_stacks, thread_stacks, waits_of_tasks
+from asyncrl.base.waits import open_waits, task_stacks, waits_of_tasks
 from asyncrl.config import SupervisionConfig
 
 log = logging.getLogger("asyncrl.watchdog")
@@ -107,7 +107,9 @@ class Watchdog:
             "at: " + ", ".join(f"{name} {value:.0f}" for name, value in reported.marks.items()),
         ]
         text = "\n  ".join(lines)
-        log.error("%s\n%s\n%s", text, task_stacks(), thread_stacks())
+        log.error("%s\n%s", text, task_stacks())
+        with self.log_path.open("a", encoding="utf-8") as file:
+            faulthandler.dump_traceback(file)
         self.tell(text)
         details = {"seconds": round(seconds, 1), "waits": waits, "oldest": oldest}
         self.note("stuck", {**details, "children": list(children), "on_stuck": policy})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import math
 import os
@@ -13,13 +12,11 @@ import secrets
 import signal
 import socket
 import time
-import webbrowser
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 import prometheus_client.core as prometheus
 from fastapi import FastAPI
@@ -35,7 +32,7 @@ from asyncrl.base.files import write_whole
 from asyncrl.config import ObserveConfig
 from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
 from asyncrl.observe.page import make_page, render
-from asyncrl.observe.run_dir import CONFIG_FILE, STATUS_FILE
+from asyncrl.observe.run_dir import STATUS_FILE
 
 MAX_CONNECTIONS = 64
 IDLE_S = 75.0
@@ -46,20 +43,13 @@ KEY_FILE = "status.key"
 KEY_ENV = "ASYNCRL_STATUS_KEY"
 """The user's own key, written to no file."""
 STATES = ("starting", "running", "done", "failed", "interrupted")
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "frame-ancestors 'none'",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+"""The address has the key."""
 
 
 class WebServer:
-    """Serves GET requests that have `key` as bearer token or in ?key=.
-
-    Without a key, only requests with a loopback host are served, so that no page of another site can read
-    the answers. Raises ConfigError if the port is taken (0: any).
+    """Serves GET requests that have `key` as bearer token or in ?key=. Raises ConfigError if the port is
+    taken (0: any).
     """
 
     def __init__(
@@ -68,7 +58,7 @@ class WebServer:
         port: int,
         routes: Mapping[str, Callable[[Request], Awaitable[Response]]],
         *,
-        key: str | None,
+        key: str,
         setting: str,
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -95,38 +85,23 @@ class WebServer:
         self._socket.close()
 
     async def _guard(self, request: Request, answer: RequestResponseEndpoint) -> Response:
-        if self._key is None:
-            if not is_local(request.headers.get("host", "")):
-                return PlainTextResponse("Use 127.0.0.1 or localhost as the host.\n", 403)
-        else:
-            bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-            given = (request.query_params.get("key") or bearer).encode(errors="replace")
-            if not hmac.compare_digest(given, self._key.encode()):
-                return PlainTextResponse("Wrong or missing key.\n", 401)
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = (request.query_params.get("key") or bearer).encode(errors="replace")
+        if not hmac.compare_digest(given, self._key.encode()):
+            return PlainTextResponse("Wrong or missing key.\n", 401)
         response = await answer(request)
         response.headers.update(_HEADERS)
         return response
-
-
-def is_local(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}" if host.count(":") < 2 or "[" in host else f"//[{host}]").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 # ---- asyncrl watch
 
 
 class LivePage:
-    """The page of runs at /, and its data at /page.json?since=MADE_S (204 if unchanged).
-
-    Runs without a config are omitted.
-    """
+    """The page of runs at /, and its data at /page.json?since=MADE_S (204 if unchanged)."""
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
-        self.page = make_page([], is_live=True)
+        self.page = make_page(run_dirs, is_live=True)
         self._run_dirs = run_dirs
         self._seen: Any = None
         self._next_s = 0.0
@@ -154,39 +129,29 @@ class LivePage:
             return self.page
 
     def _read(self) -> None:
-        runs = [folder for folder in self._run_dirs if (folder / CONFIG_FILE).is_file()]
         try:
-            stats = [(path, path.stat()) for folder in runs for path in sorted(folder.glob("*.json*"))]
-            seen = runs, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+            paths = (path for folder in self._run_dirs for path in sorted(folder.glob("*.json*")))
+            seen = [(path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
             if seen != self._seen:
-                self.page = make_page(runs, is_live=True)
+                self.page = make_page(self._run_dirs, is_live=True)
                 self._seen = seen
         except (AsyncrlError, OSError):  # a file that is being replaced
             return
 
 
-async def watch(
-    run_dirs: Sequence[Path], host: str, port: int, *, opens: bool, say: Callable[[str], None]
-) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises ConfigError if the port is not free."""
+async def watch(run_dirs: Sequence[Path], host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM. Raises ConfigError."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    key = None if is_local(host) else secrets.token_hex(24)
+    key = secrets.token_hex(24)
     live = LivePage(run_dirs)
     routes = {"/": live.show, "/page.json": live.data}
     server = WebServer(host, port, routes, key=key, setting=f"--host {host} --port {port}")
-    url = f"{server.url}/?key={key}" if key else f"{server.url}/"
+    url = f"{server.url}/?key={key}"
     try:
         await server.start()
-        for folder in run_dirs:
-            if not (folder / CONFIG_FILE).is_file():
-                say(f"{folder} is not a run yet; the page waits for it")
         say(f"{url}  (Ctrl-C ends the page, not the run)")
-        if key:
-            say("Anyone with this address can read these runs; the connection is not encrypted.")
-        if opens:
-            await asyncio.to_thread(webbrowser.open, url)
         await ended.wait()
     finally:
         await server.aclose()

@@ -8,18 +8,17 @@ import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal
 
-from asyncrl.base.errors import EngineError, PublishError, RoomError
-from asyncrl.base.waits import note_span, waiting
+from asyncrl.base.errors import PublishError, RoomError
+from asyncrl.base.waits import note_span, waiting, within
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutAttempt, RolloutRunner, Slots
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +107,7 @@ class HeldOut:
         return is_due
 
     async def evaluate(self, version: int) -> EvalResult:
-        """Return all samples, in prompt order. Raises RoomError if the engine is lost or serves another
-        version.
-        """
+        """Return all samples, in prompt order. Raises RoomError if the engine is lost."""
         self.broken.clear()
         runner = RolloutRunner(self.generator, timeout_s=self.rollout_timeout_s, retries=0)
         slots = Slots(self.slots)
@@ -136,13 +133,10 @@ class HeldOut:
             if isinstance(outcome, FailedRollout):
                 last_failure = str(outcome.failure)
                 continue
-            versions = sorted({span.version for branch in outcome for span in branch.version_spans})
-            if versions != [version]:
-                prompt_id = attempt.prompt.prompt_id
-                what = f"a rollout of prompt {prompt_id} has tokens of policy_version {versions}"
-                rule = f"every token of this evaluation is sampled at policy_version {version}"
-                way_out = "let nothing else push weights to the engines, then start again."
-                raise EngineError("evaluation", what, rule=rule, way_out=way_out)
+            versions = {span.version for branch in outcome for span in branch.version_spans}
+            assert versions == {version}, (
+                f"an evaluation of policy_version {version} has tokens of {versions}"
+            )
             samples.append((attempt.prompt.prompt_id, outcome))
         return EvalResult(version, tuple(samples), len(attempts) - len(samples), last_failure)
 
@@ -166,6 +160,7 @@ class DueVersion:
     due: Sequence[HeldOut]
 
 
+@dataclass(eq=False)
 class Evaluation:
     """Evaluate published versions, on an eval engine in parallel with training, or on the rollout engines.
 
@@ -179,31 +174,20 @@ class Evaluation:
     engine are skipped, except the last.
     """
 
-    name = "evaluation"
+    name: ClassVar[str] = "evaluation"
 
-    def __init__(
-        self,
-        held_out: Sequence[HeldOut],
-        target: EngineClient | None,
-        folder: Path,
-        *,
-        on_result: Callable[[EvalResult], None],
-        on_trouble: Callable[[str], None],
-        is_fetched: bool = False,
-    ) -> None:
-        """`target`: the eval engine; None: the rollout engines. `is_fetched`: published files are on the eval
-        engine's node.
-        """
-        self._held_out = held_out
-        self._target = target
-        self._folder = folder
-        self._is_fetched = is_fetched
-        self._on_result = on_result
-        self._on_trouble = on_trouble
-        self._pending: DueVersion | None = None
-        self._changed = asyncio.Event()
-        self._limit: asyncio.Timeout | None = None
-        self.stats = EvaluationStats()
+    held_out: Sequence[HeldOut]
+    target: EngineClient | None
+    """The eval engine; None: the rollout engines."""
+    folder: Path
+    on_result: Callable[[EvalResult], None]
+    on_trouble: Callable[[str], None]
+    is_fetched: bool = False
+    """Published files are on the eval engine's node."""
+    stats: EvaluationStats = field(default_factory=EvaluationStats, init=False)
+    _pending: DueVersion | None = field(default=None, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _limit: asyncio.Timeout | None = field(default=None, init=False)
 
     def gauges(self) -> dict[str, float]:
         stats = self.stats
@@ -219,18 +203,18 @@ class Evaluation:
     @property
     def is_over(self) -> bool:
         is_busy = self._pending is not None or self.stats.state in ("loading", "sampling")
-        return not is_busy and all(each.newest >= each.last for each in self._held_out)
+        return not is_busy and all(each.newest >= each.last for each in self.held_out)
 
     def wants(self, version: int) -> bool:
-        is_open = self._target is not None and not self.is_off
-        return is_open and any(each.is_next(version) for each in self._held_out)
+        is_open = self.target is not None and not self.is_off
+        return is_open and any(each.is_next(version) for each in self.held_out)
 
     def served_nowait(self, version: int) -> None:
         if due := self._due_nowait(version):
             self._keep(DueVersion(version, None, due))
 
     def _due_nowait(self, version: int) -> list[HeldOut]:
-        return [] if self.is_off else [each for each in self._held_out if each.is_due_nowait(version)]
+        return [] if self.is_off else [each for each in self.held_out if each.is_due_nowait(version)]
 
     def published_nowait(self, manifest: ExportResponse) -> None:
         """Keep a due version's weights as a hard link, before the next export deletes them."""
@@ -243,15 +227,15 @@ class Evaluation:
             self.stats.skipped += len(self._pending.due if self._pending is not None and is_last else due)
             if not is_last:  # it replaces a waiting version
                 return
-        if not self._is_fetched:
-            path = self._folder / f"eval-{version}.safetensors"
+        if not self.is_fetched:
+            path = self.folder / f"eval-{version}.safetensors"
             os.link(manifest.path, path)
             manifest = manifest.model_copy(update={"path": str(path)})
         self._keep(DueVersion(version, manifest, due))
 
     async def run(self) -> None:
         try:
-            if self._target is not None:  # it starts with the initial weights
+            if self.target is not None:  # it starts with the initial weights
                 self.served_nowait(0)
             while not self.is_over:
                 with waiting("a published version that is due", on="publisher"):
@@ -268,7 +252,7 @@ class Evaluation:
         def is_held() -> bool:
             return self._pending is not None or self.stats.state == "sampling"
 
-        if self._target is not None or not is_held():
+        if self.target is not None or not is_held():
             return
         clock = asyncio.get_running_loop().time
         start_s = clock()
@@ -286,7 +270,7 @@ class Evaluation:
     def give_up(self, error: RoomError) -> None:
         if not self.is_off:
             self.stop_nowait()
-            self._on_trouble(f"the run continues without evaluation: {error}")
+            self.on_trouble(f"the run continues without evaluation: {error}")
 
     def stop_nowait(self) -> None:
         self.stats.state = "off"
@@ -302,71 +286,73 @@ class Evaluation:
             self.give_up(error)
 
     async def _evaluate(self, pending: DueVersion) -> None:
-        clock = asyncio.get_running_loop().time
-        stats = self.stats
-        stats.version = version = pending.version
-        start_s = clock()
-        is_loaded: bool | None = True
-        if pending.weights is not None:
-            stats.state = "loading"
-            is_loaded = await self._in_time(pending.due[0], version, self._load(pending.weights))
-        engines = "the rollout engines" if self._target is None else "engine-eval"
-        for held_out in pending.due:
-            result = None
-            if is_loaded and not self.is_off:
-                stats.state = "sampling"
-                with waiting(
-                    f"the samples of policy_version {version}", on=f"{engines}, the reward function"
-                ):
-                    result = await self._in_time(held_out, version, held_out.evaluate(version))
-            if result is not None:
-                stats.finished += 1
-                result = replace(result, name=held_out.name, seconds=clock() - start_s)
-                self._on_result(replace(result, num_skipped=stats.skipped, num_abandoned=stats.abandoned))
-            elif not self.is_off:
-                stats.abandoned += 1
-            start_s = clock()
+        start_s = asyncio.get_running_loop().time()
+        self.stats.version = pending.version
+        try:
+            if pending.weights is not None:
+                self.stats.state = "loading"
+                await self._load(pending.weights, pending.due[0].timeout_s)
+            for held_out in pending.due:
+                await self._sample(held_out, pending.version, start_s)
+                start_s = asyncio.get_running_loop().time()
+        except RoomError as error:
+            if self.target is None:
+                raise
+            self.give_up(error)
         if not self.is_off:
-            stats.state = "idle"
+            self.stats.state = "idle"
 
-    async def _in_time(self, held_out: HeldOut, version: int, work: Awaitable[T]) -> T | None:
-        """Return the result, or None at the time limit, at a stop, or if the eval engine is lost."""
+    async def _sample(self, held_out: HeldOut, version: int, start_s: float) -> None:
+        """Evaluate until the time limit or a stop."""
+        if self.is_off:
+            return
+        stats = self.stats
+        stats.state = "sampling"
+        engines = "the rollout engines" if self.target is None else self.target.name
         limit = self._limit = asyncio.timeout(held_out.timeout_s)
         try:
-            try:
+            with waiting(f"the samples of policy_version {version}", on=f"{engines}, the reward function"):
                 async with limit:
-                    return await work
-            finally:
-                self._limit = None
+                    result = await held_out.evaluate(version)
         except TimeoutError:
             if not limit.expired():
                 raise
             if not self.is_off:
-                self._on_trouble(
+                stats.abandoned += 1
+                self.on_trouble(
                     f"evaluation {held_out.name} of policy_version {version} did not end within "
                     f"eval.timeout_s={held_out.timeout_s}; raise it, or lower eval.num_prompts"
                 )
-        except RoomError as error:
-            if self._target is None:
-                raise
-            self.give_up(error)
-        return None
+            return
+        finally:
+            self._limit = None
+        stats.finished += 1
+        self.on_result(
+            replace(
+                result,
+                name=held_out.name,
+                seconds=asyncio.get_running_loop().time() - start_s,
+                num_skipped=stats.skipped,
+                num_abandoned=stats.abandoned,
+            )
+        )
 
-    async def _load(self, manifest: ExportResponse) -> bool:
-        assert self._target is not None, "only an eval engine loads weights here"
+    async def _load(self, manifest: ExportResponse, timeout_s: float) -> None:
+        assert self.target is not None, "only an eval engine loads weights here"
+        late = f"{self.target.name} did not load the weights within eval.timeout_s={timeout_s}"
         sent = (manifest.version, manifest.digest)
         try:
-            with waiting(f"policy_version {manifest.version} in it", on=self._target.name):
-                loaded = (manifest.version, await self._target.prepare(manifest))
-                if loaded == sent:
-                    report = await self._target.commit(*sent, "abort")
-                    loaded = (report.version, report.digest)
+            with waiting(f"policy_version {manifest.version} in it", on=self.target.name):
+                async with within(timeout_s, partial(PublishError, self.name, late)):
+                    loaded = (manifest.version, await self.target.prepare(manifest))
+                    if loaded == sent:
+                        report = await self.target.commit(*sent, "abort")
+                        loaded = (report.version, report.digest)
         finally:
             self._unlink(manifest)
         if loaded != sent:
-            what = f"{self._target.name} has (policy_version, digest) {loaded}; the trainer sent {sent}"
-            raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
-        return True
+            what = f"{self.target.name} has (policy_version, digest) {loaded}; the trainer sent {sent}"
+            raise PublishError(self.name, what, way_out=f"read {self.target.name}'s log.")
 
     def _keep(self, pending: DueVersion) -> None:
         self._drop()
@@ -384,5 +370,5 @@ class Evaluation:
         self._changed.clear()
 
     def _unlink(self, kept: ExportResponse) -> None:
-        if not self._is_fetched:
+        if not self.is_fetched:
             Path(kept.path).unlink(missing_ok=True)

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from asyncrl.base.errors import ConfigError, PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
+from asyncrl.base.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.config import OnOverflow
 from asyncrl.engines.engine import Teacher
@@ -143,18 +143,12 @@ class RolloutClock:
 
 
 @dataclass(slots=True)
-class Seen:
-    rollout: Callable[[], Rollout] = tuple
-    """May raise RolloutFailure."""
-    num_spent: Callable[[], int] = int
-    """Without a killed run's tokens."""
-    num_kept: int = 0
-    """Tokens in the journal's unfinished completion."""
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutAttempt:
-    """`rollout_id` (`g17/r3`) is the same for all attempts. `partial`: tokens from a killed run."""
+    """`rollout_id` (`g17/r3`) is the same for all attempts. `partial`: tokens from a killed run.
+
+    `seen` returns the tokens so far, or raises RolloutFailure. `num_spent` counts them, without those of a
+    killed run. `num_kept`: tokens in the journal's unfinished completion.
+    """
 
     rollout_id: str
     group_id: GroupId
@@ -164,20 +158,25 @@ class RolloutAttempt:
     partial: Completion | None = None
     journal: Journal | None = None
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
-    seen: Seen = field(default_factory=Seen)
+    seen: Callable[[], Rollout] = field(default=tuple, init=False)
+    num_spent: Callable[[], int] = field(default=int, init=False)
+    num_kept: int = field(init=False)
 
-    def keep_segment(self, turn: int, partial: Completion) -> None:
+    def __post_init__(self) -> None:
+        self.num_kept = 0 if self.partial is None else len(self.partial.token_ids)
+
+    def keep_segment(self, partial: Completion) -> None:
         if self.journal is not None:
-            self.journal.segment_nowait(self.group_id, self.sample_index, self.attempt, turn, partial)
-            self.seen.num_kept = len(partial.token_ids)
+            self.journal.segment_nowait(self.group_id, self.sample_index, self.attempt, partial)
+            self.num_kept = len(partial.token_ids)
 
     def count_lost(self, outcome: Rollout | RolloutFailure | None) -> None:
         """A cancelled attempt (None) keeps its completion for a resume."""
-        num_lost = self.seen.num_spent() + (0 if self.partial is None else len(self.partial.token_ids))
+        num_lost = self.num_spent() + (0 if self.partial is None else len(self.partial.token_ids))
         if isinstance(outcome, tuple):
             num_lost -= sum(branch.num_sampled for branch in outcome)
         else:
-            num_lost -= self.seen.num_kept
+            num_lost -= self.num_kept
         is_failed = isinstance(outcome, RolloutFailure)
         if self.journal is not None and (num_lost > 0 or is_failed):
             index = self.sample_index if is_failed else None
@@ -197,11 +196,7 @@ class FailedRollout:
     sample_index: int
     num_attempts: int
     failure: RolloutFailure
-    seen: Seen = field(default_factory=Seen)
-
-    @property
-    def how(self) -> str:
-        return how_failed(self.num_attempts)
+    seen: Callable[[], Rollout] = tuple
 
 
 def how_failed(num_attempts: int) -> str:
@@ -236,11 +231,9 @@ class RolloutRunner:
         """`on_phase` is called after sampling, and before a retry samples again. A resumed rollout gets a new
         time budget.
         """
-        clock = RolloutClock(self.timeout_s)
+        attempt = replace(attempt, clock=RolloutClock(self.timeout_s))
         try:
             while True:
-                num_kept = 0 if attempt.partial is None else len(attempt.partial.token_ids)
-                attempt = replace(attempt, clock=clock, seen=Seen(num_kept=num_kept))
                 slots.ask_nowait(attempt.rollout_id, order)
                 outcome: Rollout | RolloutFailure | None = None
                 try:
@@ -257,7 +250,7 @@ class RolloutRunner:
                 log.warning("%s attempt %s failed: %s", attempt.rollout_id, tries, outcome)
                 if isinstance(outcome, PromptUnusable):
                     num_attempts = 0
-                if not 0 < num_attempts <= self.retries or clock.left_s == 0.0:
+                if not 0 < num_attempts <= self.retries or attempt.clock.left_s == 0.0:
                     return FailedRollout(attempt.sample_index, num_attempts, outcome, attempt.seen)
                 attempt = replace(attempt, attempt=num_attempts, partial=None)
                 self.num_retried += 1
@@ -330,17 +323,13 @@ class SingleTurn:
                 rule=f"1 to rollout.max_prompt_tokens={self.max_prompt_tokens} are allowed; none is cut",
                 way_out="raise rollout.max_prompt_tokens, or leave such prompts out of the task.",
             )
-        num_spent = 0
-
-        def spend(num_tokens: int) -> None:
-            nonlocal num_spent
-            num_spent += num_tokens
+        spent = list[int]()
+        attempt.num_spent = lambda: sum(spent)
 
         def keep(partial: Completion) -> None:
-            attempt.keep_segment(0, partial)
-            attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, partial, 0.0),)
+            attempt.keep_segment(partial)
+            attempt.seen = lambda: (make_trajectory(index, prompt_ids, partial, 0.0),)
 
-        attempt.seen.num_spent = lambda: num_spent
         completion = await self.engine.generate(
             SamplingRequest(
                 # a retry may arrive before the first try has ended
@@ -354,9 +343,9 @@ class SingleTurn:
             ),
             partial=attempt.partial,
             on_segment=keep,
-            on_spent=spend,
+            on_spent=spent.append,
         )
-        attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, completion, 0.0),)
+        attempt.seen = lambda: (make_trajectory(index, prompt_ids, completion, 0.0),)
 
         async def score() -> Rollout:
             scorer = self.scorers.of(prompt)
@@ -419,8 +408,8 @@ class HarnessGenerator:
             route_key=name,
             shows_special=scorer.shows_special,
         )
-        attempt.seen.rollout = functools.partial(session.rollout, index, Outcome(), 0.0)
-        attempt.seen.num_spent = lambda: session.num_spent
+        attempt.seen = functools.partial(session.rollout, index, Outcome(), 0.0)
+        attempt.num_spent = lambda: session.num_spent
         ends = "the rollout ran past rollout.timeout_s, or is no longer needed"
         try:
             attempt.clock.hold()
@@ -462,7 +451,7 @@ class HarnessGenerator:
 
 def own_reward(outcome: Outcome) -> float | None:
     """Return None if the task scores."""
-    parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
+    parts = list(outcome.turn_rewards.values())
     return sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
 
 
@@ -497,16 +486,13 @@ class RolloutRecorder:
     """
 
     def __init__(self, tokenizer: HFChatTokenizer, path: Path | None) -> None:
-        """Write nothing without a path. Raises ConfigError if the file cannot be written."""
+        """Write nothing without a path. Raises OSError if the file cannot be written."""
         self.tokenizer = tokenizer
         self._path = path
         self.num_recorded = 0
-        try:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.open("a").close()
-        except OSError as error:
-            raise ConfigError(f"cannot write to {path}: {error}", way_out="name another file.") from error
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
 
     def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:
         if self._path is None:
@@ -518,18 +504,17 @@ class RolloutRecorder:
             "info": dict(prompt.info),
             "sample_index": rollout[0].sample_index,
             "reward": reward,
-            "branches": [self._branch(branch) for branch in rollout],
+            "branches": [
+                {
+                    "text": self.tokenizer.decode(branch.token_ids.tolist(), skip_special_tokens=False),
+                    "token_ids": branch.token_ids.tolist(),
+                    "loss_mask": branch.loss_mask.astype(int).tolist(),
+                    "logprobs": branch.behaviour_logprobs.tolist(),
+                    "version_spans": [[span.start, span.end, span.version] for span in branch.version_spans],
+                }
+                for branch in rollout
+            ],
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
         self.num_recorded += 1
-
-    def _branch(self, branch: Trajectory) -> dict[str, Any]:
-        token_ids = branch.token_ids.tolist()
-        return {
-            "text": self.tokenizer.decode(token_ids, skip_special_tokens=False),
-            "token_ids": token_ids,
-            "loss_mask": branch.loss_mask.astype(int).tolist(),
-            "logprobs": branch.behaviour_logprobs.tolist(),
-            "version_spans": [[span.start, span.end, span.version] for span in branch.version_spans],
-        }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,10 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue
 
 
 class HFChatTokenizer:
-    """ChatRenderer of a model's folder. Thread-safe.
+    """ChatTokenizer of a model's folder. Thread-safe.
 
     AutoTokenizer would import torch.
     """
-
-    template: str
-    response_template: dict[str, Any] | None
-    vocab_size: int
-    end_ids: frozenset[int]
-    text_ids: frozenset[int]
-    special_ids: frozenset[int]
-    byte_ids: frozenset[int]
-    """Byte-fallback tokens, whose text depends on their neighbors."""
 
     def __init__(
         self,
@@ -55,10 +47,6 @@ class HFChatTokenizer:
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = frozenset(special) | frozenset(tokenizer.all_special_ids)
         self.text_ids = frozenset(vocabulary.values()) - self.special_ids
-        if not self.text_ids:  # transformers returns an empty one without tokenizer files
-            what = f"{self.model_path} has no tokenizer: its vocabulary is empty"
-            way_out = "copy tokenizer.json and tokenizer_config.json of the model into that folder."
-            raise ConfigError(what, rule="prompts are encoded by the model's own tokenizer", way_out=way_out)
         if chat_template is not None:
             tokenizer.chat_template = read_template(Path(chat_template))
         template = tokenizer.chat_template
@@ -67,11 +55,11 @@ class HFChatTokenizer:
             raise ConfigError(f"the tokenizer of {self.model_path} has no chat template", way_out=way_out)
         if not isinstance(template, str):
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()))
-        self.template, self.response_template = template, getattr(tokenizer, "response_template", None)
-        compiled = _compile(template, f"the chat template of {self.model_path}")
+        self.template: str = template
         self._settings = dict(chat_template_kwargs or {})
-        known = template_variables(compiled, template)
-        self._variables = known.difference(RESERVED, tokenizer.special_tokens_map)
+        environment = _compile(template, f"the chat template of {self.model_path}").environment
+        known = find_undeclared_variables(environment.parse(template))
+        self._variables = known.difference(environment.globals, RESERVED, tokenizer.special_tokens_map)
         if unknown := sorted(set(self._settings) - self._variables):
             what = f"the chat template of {self.model_path} does not read {', '.join(unknown)}"
             known_names = ", ".join(sorted(self._variables)) or "nothing here"
@@ -86,12 +74,13 @@ class HFChatTokenizer:
         decoder = self._backend.decoder
         model = _read_json(self.model_path, "config.json")
         generation = _read_json(self.model_path, "generation_config.json")
-        self.vocab_size = model.get("vocab_size") or 1 + max(vocabulary.values())
+        self.vocab_size: int = model.get("vocab_size") or 1 + max(vocabulary.values())
         ends = (generation.get("eos_token_id"), model.get("eos_token_id"), tokenizer.eos_token_id)
         several = [end if isinstance(end, list) else [end] for end in ends if end is not None]
         self.end_ids = frozenset(chain.from_iterable(several))
         byte_tokens = filter(BYTE_TOKEN.fullmatch, vocabulary) if "ByteFallback" in repr(decoder) else ()
         self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens)
+        """Byte-fallback tokens, whose text depends on their neighbors."""
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -120,10 +109,10 @@ class HFChatTokenizer:
         if ARGUMENTS_ARE_STRING.search(self.template) or not any(one.get("tool_calls") for one in chat):
             return self._apply_template(chat, options)
         try:
-            return self._apply_template(_with_arguments(chat, as_text=False), options)
+            return self._apply_template(_with_arguments(chat, _as_object), options)
         except ValueError as refusal:
             with contextlib.suppress(ValueError):
-                return self._apply_template(_with_arguments(chat, as_text=True), options)
+                return self._apply_template(_with_arguments(chat, _as_text), options)
             raise refusal
 
     def _apply_template(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
@@ -179,31 +168,20 @@ def _compile(template: str, name: str) -> Template:
     return compiled
 
 
-def template_variables(compiled: Template, template: str) -> frozenset[str]:
-    environment = compiled.environment
-    return frozenset(find_undeclared_variables(environment.parse(template)) - set(environment.globals))
-
-
-def _with_arguments(chat: list[dict[str, Any]], *, as_text: bool) -> list[dict[str, Any]]:
-    converted = []
+def _with_arguments(chat: list[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    chat = copy.deepcopy(chat)
     for message in chat:
-        calls = []
         for call in message.get("tool_calls") or ():
-            arguments = _converted(call["function"]["arguments"], as_text=as_text)
-            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-        converted.append({**message, "tool_calls": calls} if calls else message)
-    return converted
+            call["function"]["arguments"] = convert(call["function"]["arguments"])
+    return chat
 
 
-def _converted(arguments: Any, *, as_text: bool) -> Any:
-    if isinstance(arguments, str) == as_text:
-        return arguments
-    if as_text:
-        return json.dumps(arguments, ensure_ascii=False)
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
+def _as_object(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:

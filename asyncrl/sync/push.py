@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from asyncrl.base.errors import EngineLost, NodeLost, PublishError, RoomError, WeightsLost
-from asyncrl.base.http import Caller, CallLost, CallRefused
+from asyncrl.base.http import Caller
 from asyncrl.base.waits import SHORTEST_S, note_span, waiting, within
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import CommitResponse, FileRequest, Interrupt, TransferStats
-from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse, TrainerHealth
+from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
@@ -49,7 +49,7 @@ class NodeFiles:
     async def locate(
         self, engine: str, sent: Sent, purpose: Literal["rollout", "evaluation"] = "rollout"
     ) -> Sent:
-        """Return `sent` with the path on the engine's node. Raises EngineLost, WeightsLost or RoomError.
+        """Return `sent` with the path on the engine's node. Raises EngineLost or WeightsLost.
 
         A file for evaluation is kept apart from those of the rollout engines, also on the trainer's node.
         """
@@ -60,17 +60,9 @@ class NodeFiles:
         try:
             path = await self.fetch(self.node_of[engine], request, self.timeout_s)
         except RoomError as error:
-            kind = RoomError if await self._trainer_answers() else WeightsLost
-            lost = EngineLost if isinstance(error, NodeLost) else kind
+            lost = EngineLost if isinstance(error, NodeLost) else WeightsLost
             raise lost(engine, error.fault, rule=error.rule, way_out=error.way_out) from error
         return sent.model_copy(update={"path": path})
-
-    async def _trainer_answers(self) -> bool:
-        try:
-            await self.trainer.get("/health", TrainerHealth, timeout_s=5.0)
-        except (CallLost, CallRefused):
-            return False
-        return True
 
 
 class WeightTrainer(Protocol):
@@ -95,19 +87,11 @@ class WeightTrainer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Seconds of writing chunks (export_s), reading (prepare_s) and swapping (commit_s); longest pause of
-    an engine; interrupted requests.
-    """
+    """Seconds of the whole push, with its export, and of an engine's longest pause; interrupted requests."""
 
-    export_s: float = 0.0
-    prepare_s: float = 0.0
-    commit_s: float = 0.0
+    publish_s: float = 0.0
     pause_s: float = 0.0
     num_interrupted: int = 0
-
-    @property
-    def publish_s(self) -> float:
-        return self.export_s + self.prepare_s + self.commit_s
 
 
 @dataclass(eq=False)
@@ -115,8 +99,7 @@ class Push:
     """A push of one version to the engines in `live`: whole, during generation, or by chunks, into awake,
     empty weights.
 
-    Life: whole() or chunks(), once. `on_lost` gets each engine lost during the push; without it the loss
-        is an error.
+    Life: whole() or chunks(), once. `on_lost` gets each engine lost during the push.
     Waits: for all engines at once, at most timeout_s per phase.
     Invariant: on return every engine in `live` serves the version with the trainer's digest. Except with
         nccl, no engine swaps before every engine has the right bytes.
@@ -128,13 +111,13 @@ class Push:
     live: Sequence[EngineClient]
     _: KW_ONLY
     timeout_s: float
+    on_lost: OnLost
     interrupt: Interrupt = "abort"
-    on_lost: OnLost | None = None
     is_down: Callable[[str], bool] = lambda _: False
     locate: Locate = in_place
 
     async def whole(self, manifest: ExportResponse) -> PushReport:
-        """Raises PublishError with each engine's last confirmed version."""
+        """Raises PublishError."""
         clock = asyncio.get_running_loop().time
         start = clock()
 
@@ -146,18 +129,15 @@ class Push:
         digests = await self._on(self.live, "prepare", prepare)
         self._check_digests("loaded", digests, manifest.digest)
         note_span("weight sync", "prepare", start, clock(), self.version)
-        return await self._commit(manifest.digest, 0.0, clock() - start)
+        return await self._commit(manifest.digest, start)
 
     async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, ExportResponse]:
         """Load all chunks and commit. Raises PublishError, or what the trainer's client raises."""
         clock = asyncio.get_running_loop().time
         began = clock()
-        export_s = 0.0
         sent: list[ExportChunkResponse] = []
         while not sent or not sent[-1].is_last:
-            start = clock()
             chunk = await trainer.export_chunk(self.version, len(sent))
-            export_s += clock() - start
             sent.append(chunk)
 
             async def load(target: EngineClient, chunk: ExportChunkResponse = chunk) -> str:
@@ -167,14 +147,15 @@ class Push:
             self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest)
         note_span("weight sync", "chunks", began, clock(), self.version)
         digest = sent[-1].whole_digest
-        report = await self._commit(digest, export_s, clock() - began - export_s)
-        sizes = {
-            "num_tensors": sum(chunk.num_tensors for chunk in sent),
-            "num_bytes": sum(chunk.num_bytes for chunk in sent),
-        }
-        return report, ExportResponse(version=self.version, path="", digest=digest, **sizes)
+        report = await self._commit(digest, began)
+        num_tensors = sum(chunk.num_tensors for chunk in sent)
+        num_bytes = sum(chunk.num_bytes for chunk in sent)
+        manifest = ExportResponse(
+            version=self.version, path="", digest=digest, num_tensors=num_tensors, num_bytes=num_bytes
+        )
+        return report, manifest
 
-    async def _commit(self, digest: str, export_s: float, prepare_s: float) -> PushReport:
+    async def _commit(self, digest: str, began_s: float) -> PushReport:
         clock = asyncio.get_running_loop().time
         start = clock()
 
@@ -194,22 +175,19 @@ class Push:
         paused = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
         # Time-shared engines decode nothing during a push.
         note_span("weight sync", "commit", start, clock(), self.version, paused if pause_s else "")
-        return PushReport(export_s, prepare_s, clock() - start, pause_s, num_interrupted)
+        return PushReport(clock() - began_s, pause_s, num_interrupted)
 
     async def _on(
         self, targets: Sequence[EngineClient], phase: str, call: Callable[[EngineClient], Awaitable[Result]]
     ) -> dict[str, Result]:
-        """Run a phase on all targets at once; return the answers of engines that were not lost. Waits for
-        all, so that an error reports each state.
-        """
+        """Run a phase on all targets at once; return the answers of engines that were not lost."""
         answers: dict[str, Result] = {}
         doing = f"{phase} of policy_version {self.version}"
 
         async def one(target: EngineClient) -> None:
             late = EngineLost(
                 target.name,
-                f"did not {phase} policy_version {self.version} within {self.timeout_s} s",
-                rule=f"weight_sync.timeout_s={self.timeout_s} is the limit of each phase",
+                f"did not {phase} version {self.version} within weight_sync.timeout_s={self.timeout_s} s",
                 way_out="raise weight_sync.timeout_s if the machine is slow, else read its log.",
             )
             try:
@@ -217,8 +195,6 @@ class Push:
                     async with within(self.timeout_s, lambda: late):
                         answers[target.name] = await call(target)
             except EngineLost as lost:
-                if self.on_lost is None:
-                    raise
                 self.on_lost(lost)  # here: the reaction must not wait for the other engines
                 self.live = [one for one in self.live if one is not target]
 
@@ -238,9 +214,7 @@ class Push:
                 raise self._error(f"{what}, the trainer sent {sent}; {self.version} was not announced")
 
     def _error(self, what: str, rule: str = "", way_out: str = "") -> PublishError:
-        serving = ", ".join(f"{target.name}: {target.policy_version}" for target in self.live)
         way_out = way_out or "read the log of the engine that is named, then start the run again."
-        what = f"{what} (policy_version served: {serving})"
         return PublishError("publisher", what, rule=rule or _ANNOUNCED, way_out=way_out)
 
 
@@ -252,9 +226,8 @@ async def at_once(*_: object) -> None:
 class Publisher:
     """Engines that get pushes, their version, and the report of the last push.
 
-    An engine is live, or down until it has the announced weights. Without `on_lost` a lost engine ends
-    the run. An export's file exists until on_published returns. `locate` fetches a file to an engine's
-    node.
+    An engine is live, or down until it has the announced weights. An export's file exists until
+    on_published returns. `locate` fetches a file to an engine's node.
     """
 
     trainer: WeightTrainer
@@ -262,12 +235,11 @@ class Publisher:
     _: KW_ONLY
     timeout_s: float
     on_served: Callable[[int], None]
+    on_lost: OnLost
     on_published: Callable[[ExportResponse], Awaitable[None]] = at_once
-    on_lost: OnLost | None = None
     interrupt: Interrupt = "abort"
     locate: Locate = in_place
     version: int = field(default=0, init=False)
-    num_published: int = field(default=0, init=False)
     num_skipped: int = field(default=0, init=False)
     """Versions that a newer one replaced."""
     report: PushReport = field(default=PushReport(), init=False)
@@ -303,7 +275,7 @@ class Publisher:
         """Exclude this engine from pushes when this returns."""
         self._down.add(name)
 
-    def _push(self, version: int, targets: Sequence[EngineClient], on_lost: OnLost | None) -> Push:
+    def _push(self, version: int, targets: Sequence[EngineClient], on_lost: OnLost) -> Push:
         return Push(
             version,
             targets,
@@ -312,11 +284,6 @@ class Publisher:
             on_lost=on_lost,
             locate=self.locate,
         )
-
-    def _count(self, version: int, report: PushReport) -> None:
-        self.version = version
-        self.report = report
-        self.num_published += 1
 
 
 class ColocatedPush(Publisher):
@@ -334,7 +301,8 @@ class ColocatedPush(Publisher):
     async def announce(self) -> None:
         assert self._pushed is not None, "announce() comes after push()"
         manifest, report = self._pushed
-        self._count(manifest.version, report)
+        self.version = manifest.version
+        self.report = report
         await self.on_published(manifest)
         self.on_served(manifest.version)
 
@@ -448,7 +416,8 @@ class PushLoop(Publisher):
             return
         self._announced = manifest
         self._restarts_at_loss = -1
-        self._count(manifest.version, replace(report, export_s=export_s))
+        self.version = manifest.version
+        self.report = replace(report, publish_s=export_s + report.publish_s)
         self.on_served(manifest.version)
         await self.on_published(manifest)
 

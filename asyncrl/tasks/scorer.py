@@ -10,9 +10,9 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from asyncrl.base.errors import RewardFailure, TaskError
+from asyncrl.base.errors import RewardFailure
 from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
@@ -77,7 +77,6 @@ class TaskScorer:
         self._within_limit = partial(within, config.reward_timeout_s, partial(_too_slow, config))
         self._calls = UserCalls(
             f"the reward function {config.reward or config.python}",
-            error=partial(TaskError, "tasks"),
             warn=warn,
             way_out="limit what the function waits for, or set task.reward_pool=process. In async functions, "
             "write `except Exception:`, not `except:` or `except BaseException:`.",
@@ -96,7 +95,6 @@ class TaskScorer:
         if not self.has_score:
             raise no_reward(prompt)
         try:
-            self._calls.check()
             with waiting("their rewards", on="the reward function"):
                 if self._processes is not None:
                     async with self._free:
@@ -127,7 +125,7 @@ class TaskScorer:
                     return await asyncio.shield(called)
             except UserCodeFailed:
                 if not called.done():
-                    self._calls.left_running(called)
+                    self._calls.left_running()
                 raise
 
 
@@ -158,7 +156,7 @@ class ProcessPool:
         )
 
     async def run(self, prompt: Prompt, completion: str) -> float:
-        """Raises UserCodeFailed, or TaskError if no process can build the function."""
+        """Raises UserCodeFailed."""
         from pebble import ProcessExpired
 
         pool = self._pool
@@ -167,7 +165,7 @@ class ProcessPool:
         try:
             async with within(timeout_s + START_LIMIT_S, late):
                 future = pool.schedule(_work, args=(prompt, completion), timeout=timeout_s)
-                reward: float | str = await asyncio.wrap_future(future)
+                return cast(float, await asyncio.wrap_future(future))
         except TimeoutError:
             raise _too_slow(self._config) from None
         except ProcessExpired as error:
@@ -178,11 +176,6 @@ class ProcessPool:
                 await self.end(pool)
             what = f"lost its process outside of any call ({error}); memory is the usual cause"
             raise UserCodeFailed(what) from error
-        if isinstance(reward, str):
-            what = f"the reward processes cannot build the score function: {reward}"
-            way_out = "make the task's module importable in a new process."
-            raise TaskError("tasks", what, way_out=way_out)
-        return reward
 
     async def end(self, pool: Any = None) -> None:
         pool = pool or self._pool
@@ -190,18 +183,17 @@ class ProcessPool:
         await asyncio.to_thread(pool.join)
 
 
-_score: RewardFunction | str = "never started"
+_built: RewardFunction | BaseException
 
 
 def _start(config: TaskConfig, seed: int) -> None:
-    global _score
+    global _built
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
     try:
-        with user_code():
-            _score = build_score(config, seed)
-    except UserCodeFailed as failure:
-        _score = str(failure)
+        _built = build_score(config, seed)
+    except BaseException as error:  # user code may raise anything
+        _built = error
 
 
 def _die_with_parent() -> None:
@@ -210,11 +202,9 @@ def _die_with_parent() -> None:
         os._exit(3)
 
 
-def _work(prompt: Prompt, completion: str) -> float | str:
-    if isinstance(_score, str):
-        return _score
-    reward = call(_score, prompt, completion)
-    if isinstance(reward, float):
-        return reward
+def _work(prompt: Prompt, completion: str) -> float:
     with user_code():
-        return asyncio.run(call_async(reward))
+        if isinstance(_built, BaseException):
+            raise _built
+        reward = call(_built, prompt, completion)
+        return reward if isinstance(reward, float) else asyncio.run(call_async(reward))

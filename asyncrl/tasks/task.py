@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import numbers
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
+import xxhash
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from asyncrl.base.errors import ConfigError, RewardFailure
@@ -74,10 +76,10 @@ def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
         ) from error
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RowTask:
     """Rows with a prompt column, an optional answer column, and others as `info`. `place` names a row in
-    errors.
+    errors. `digest`: of all rows in order.
 
     All rows are checked here, so that a bad row ends the run before it starts.
     """
@@ -87,9 +89,10 @@ class RowTask:
     score: RewardFunction
     prompt_column: str
     answer_column: str | None
-    digests: Mapping[str, str] = field(default_factory=dict)
+    digest: str = field(init=False)
 
     def __post_init__(self) -> None:
+        digest = xxhash.xxh3_128()
         for index, row in enumerate(self.rows):
             place = self.place(index)
             for column in (self.prompt_column, self.answer_column):
@@ -98,6 +101,8 @@ class RowTask:
                     way_out = "set task.prompt_column and task.answer_column (or none) to two of them."
                     raise ConfigError(what, way_out=way_out)
             as_messages(row[self.prompt_column], f"{place}, column {self.prompt_column}")
+            digest.update(json.dumps(row, default=str).encode())
+        self.digest = f"xxh3:{digest.hexdigest()}"
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -30,12 +30,6 @@ class Letters:
     max_count: int = 40
     held_out: bool = False
 
-    def __post_init__(self) -> None:
-        if len(set(self.letters)) != len(self.letters) or not self.letters.isalpha():
-            raise ValueError("give letters, each once")
-        if not 1 <= self.median_count <= self.max_count or self.sigma < 0:
-            raise ValueError("median_count must be in 1 .. max_count, and sigma >= 0")
-
     def __len__(self) -> int:
         return self.size
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
@@ -46,37 +46,28 @@ def sync_reference(
     for version in range(num_steps):
         prompts = [parts.next_prompt() for _ in range(num_groups)]
         prompt_ids = [tuple(parts.encode(prompt.messages)) for prompt in prompts]
-        places = list(product(range(num_groups), range(group_size)))
+        places = product(range(num_groups), range(group_size))
         requests = [(prompt_ids[i], parts.derive_seed(prompts[i].prompt_id, sample)) for i, sample in places]
-        trajectories = [
-            _trajectory(parts, prompts[i], prompt_ids[i], completion, sample, version)
-            for (i, sample), completion in zip(places, parts.generate(requests), strict=True)
-        ]
+        completions = iter(parts.generate(requests))
         groups = []
-        for index, prompt in enumerate(prompts):
-            of_group = tuple(trajectories[index * group_size : (index + 1) * group_size])
-            groups.append(Group(GroupId(version * num_groups + index), prompt, of_group))
+        for index, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
+            trajectories = []
+            for sample, completion in enumerate(islice(completions, group_size)):
+                end = len(ids) + len(completion.token_ids)
+                logprobs = [0.0] * len(ids) + [*completion.behaviour_logprobs]
+                trajectories.append(
+                    Trajectory(
+                        sample_index=sample,
+                        token_ids=np.array([*ids, *completion.token_ids], dtype=np.int32),
+                        loss_mask=np.arange(end) >= len(ids),
+                        behaviour_logprobs=np.array(logprobs, dtype=np.float32),
+                        version_spans=(VersionSpan(len(ids), end, version),),
+                        reward=parts.score(prompt, parts.decode(completion.token_ids)),
+                        is_truncated=completion.finish_reason == "length",
+                    )
+                )
+            groups.append(Group(GroupId(version * num_groups + index), prompt, tuple(trajectories)))
         batch = Batch(version=version, groups=tuple(groups), min_version=version)
         report = parts.train(batch)
         parts.load_weights(report.policy_version)
         yield batch, report
-
-
-def _trajectory(
-    parts: SyncParts,
-    prompt: Prompt,
-    prompt_ids: Sequence[int],
-    completion: Completion,
-    sample_index: int,
-    version: int,
-) -> Trajectory:
-    num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
-    return Trajectory(
-        sample_index=sample_index,
-        token_ids=np.array([*prompt_ids, *completion.token_ids], dtype=np.int32),
-        loss_mask=np.array([False] * num_prompt + [True] * num_sampled),
-        behaviour_logprobs=np.array([0.0] * num_prompt + [*completion.behaviour_logprobs], dtype=np.float32),
-        version_spans=(VersionSpan(num_prompt, num_prompt + num_sampled, version),),
-        reward=parts.score(prompt, parts.decode(completion.token_ids)),
-        is_truncated=completion.finish_reason == "length",
-    )

@@ -12,60 +12,46 @@ from asyncrl.base.waits import Computation, task_stacks
 Result = TypeVar("Result")
 
 
-class StuckError(Exception):
-    """Carries the virtual time, and where each task waits."""
+MAX_ROUNDS = 200_000
+"""Loop rounds at one instant."""
+
+
+class DeadlockError(Exception):
+    """No task can move and no timer remains, or the tasks run on and the clock stands still. Carries the
+    virtual time, and where each task waits.
+    """
 
     def __init__(self, what: str, now_s: float) -> None:
         super().__init__(f"{what} at t={now_s} s:\n{task_stacks() or 'no task remains'}")
 
 
-class DeadlockError(StuckError):
-    """No task can move, and no timer remains."""
+def run_virtual(coro: Coroutine[Any, Any, Result]) -> Result:
+    """Run `coro` on a virtual clock that starts at 0 s, and return its result.
 
-
-class BusyLoopError(StuckError):
-    """The tasks run on and the clock stands still."""
-
-
-def run_virtual(
-    coro: Coroutine[Any, Any, Result], *, start_s: float = 0.0, max_rounds: int = 200_000
-) -> Result:
-    """Run `coro` on a virtual clock from `start_s` seconds, and return its result.
-
-    Remaining tasks are cancelled. Raises DeadlockError, BusyLoopError after `max_rounds` loop rounds at one
-    instant, and errors that asyncio would only log.
+    Remaining tasks are cancelled. Raises DeadlockError, and errors that asyncio would only log.
     """
-    loop = VirtualTimeLoop(start_s, max_rounds)
-    runner = asyncio.Runner(loop_factory=lambda: loop)
-    try:
-        runner.get_loop()
+    loop = VirtualTimeLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
         result = runner.run(coro)
-    except BaseException as error:
-        try:
-            runner.close()
-        except StuckError as stubborn:
-            error.add_note(f"And the tasks that were cancelled then did not end: {stubborn}")
-        raise
-    runner.close()
     if loop.lost_errors:
         raise loop.lost_errors[0]
     return result
 
 
 async def all_blocked() -> None:
-    """Return when no other task can move at this instant. Raises RuntimeError outside run_virtual."""
-    await _virtual_loop("all_blocked").wait_blocked()
+    """Return when no other task can move at this instant."""
+    await _virtual_loop().wait_blocked()
 
 
 def stand_still(seconds: float) -> None:
-    """Let virtual time pass in which no task runs. Raises RuntimeError outside run_virtual."""
-    _virtual_loop("stand_still").stand_still(seconds)
+    """Let virtual time pass in which no task runs."""
+    loop = _virtual_loop()
+    loop.set_clock(loop.time() + seconds)
 
 
-def _virtual_loop(asked: str) -> VirtualTimeLoop:
+def _virtual_loop() -> VirtualTimeLoop:
     loop = asyncio.get_running_loop()
-    if not isinstance(loop, VirtualTimeLoop):
-        raise RuntimeError(f"{asked}() needs the virtual clock: use run_virtual(...)")
+    assert isinstance(loop, VirtualTimeLoop), "use run_virtual(...)"
     return loop
 
 
@@ -78,13 +64,13 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     stand_still().
     """
 
-    def __init__(self, start_s: float, max_rounds: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._selector = self
-        self._max_rounds, self._rounds = max_rounds, 0
+        self._rounds = 0
         self._in_all_blocked: list[asyncio.Future[None]] = []
         self.lost_errors: list[BaseException] = []
-        self._set_clock(start_s)
+        self.set_clock(0.0)
 
     def time(self) -> float:
         return self._now_s
@@ -94,23 +80,19 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._in_all_blocked.append(waiting)
         await waiting
 
-    def stand_still(self, seconds: float) -> None:
-        self._set_clock(self._now_s + seconds)
-
     def select(self, timeout: float | None) -> list[Any]:
         """Advance the clock. `timeout` is 0 if callbacks are ready or due, None without a timer."""
         self._rounds += 1
-        if self._rounds > self._max_rounds:
+        if self._rounds > MAX_ROUNDS:
             self._rounds = 0
-            what = f"time stands still after {self._max_rounds} rounds of the loop"
-            raise BusyLoopError(what, self._now_s)
+            raise DeadlockError(f"time stands still after {MAX_ROUNDS} rounds of the loop", self._now_s)
         if timeout is not None and timeout <= 0:
             return []
         if self._wake_all_blocked():
             return []
         if timeout is None:
             raise DeadlockError("nothing can happen", self._now_s)
-        self._set_clock(self._scheduled[0].when())  # type: ignore[attr-defined]
+        self.set_clock(self._scheduled[0].when())  # type: ignore[attr-defined]
         return []
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
@@ -128,8 +110,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             future.set_result(None)
         return bool(waiting)
 
-    def _set_clock(self, now_s: float) -> None:
-        self._now_s, self._rounds = now_s, 0
+    def set_clock(self, now_s: float) -> None:
+        self._now_s = now_s
+        self._rounds = 0
         # below one ulp, a timer due now would never be due
         self._clock_resolution = max(1e-9, math.ulp(now_s))
 

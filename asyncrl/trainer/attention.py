@@ -65,7 +65,7 @@ def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
     paths, *later = layout.passes
     pieces = [piece for part in later for piece in part.pieces]
     left = {
-        path: [(one.key, one.num_keys) for one in pieces if 0 <= path.query - one.query < one.num_queries]
+        path: [one for one in pieces if 0 <= path.query - one.query < one.num_queries]
         for path in paths.pieces
     }
     calls, is_short_N = [], np.zeros(layout.num_tokens, np.bool_)
@@ -90,25 +90,20 @@ def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]
         yield replace(piece, query=piece.query + start, num_queries=end - start)
 
 
-Stretch = tuple[int, int]
+def _num_keys(pieces: Iterable[Piece]) -> int:
+    return sum(piece.num_keys for piece in pieces)
 
 
-def _num_keys(stretches: Iterable[Stretch]) -> int:
-    return sum(length for _, length in stretches)
-
-
-def _tiled_call(left: dict[Piece, list[Stretch]]) -> KernelCall:
-    """Attend from each path to itself and to the stretches `left` of it."""
+def _tiled_call(left: dict[Piece, list[Piece]]) -> KernelCall:
+    """Attend from each path to itself and to the keys of the pieces `left` of it."""
     num_queries = np.array([path.num_queries for path in left])
-    num_left = np.array([_num_keys(stretches) for stretches in left.values()])
+    num_left = np.array([_num_keys(pieces) for pieces in left.values()])
     width = num_queries.max()
     key_BK = np.zeros((len(left), width + num_left.max()), np.int64)
-    for row_K, (path, stretches) in zip(key_BK, left.items(), strict=True):
+    for row_K, (path, pieces) in zip(key_BK, left.items(), strict=True):
         row_K[: path.num_queries] = np.arange(path.query, path.query + path.num_queries)
-        end = width
-        for start, length in stretches:
-            row_K[end : end + length] = np.arange(start, start + length)
-            end += length
+        keys = [np.arange(piece.key, piece.key + piece.num_keys) for piece in pieces]
+        row_K[width : width + _num_keys(pieces)] = np.concatenate([np.empty(0, np.int64), *keys])
     seen_BQK = np.zeros((len(left), width, key_BK.shape[1]), np.bool_)
     seen_BQK[:, :, :width] = np.tri(width, dtype=np.bool_)
     seen_BQK[:, :, width:] = (np.arange(num_left.max()) < num_left[:, None])[:, None]
@@ -146,7 +141,6 @@ _varlen = torch.ops.aten._flash_attention_forward
 _varlen_backward = torch.ops.aten._flash_attention_backward
 
 ATTENTION = "asyncrl_packed"
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 _layouts: WeakValueDictionary[int, Layout] = WeakValueDictionary()
@@ -165,27 +159,29 @@ def attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for transformers: [1, heads, N, head_dim] -> [1, N, heads, head_dim]."""
-    layout: Layout | Tensor | None = options.pop("packed_layout", None)
-    windows: set[int] = options.pop("windows_seen", set())
-    if layout is None:
+    """Attend for transformers: [1, heads, N, head_dim] -> [1, N, heads, head_dim].
+
+    `packed_layout`: number_of() the layout. `windows_seen`: check the attention, and add its window.
+    """
+    number: Tensor | None = options.pop("packed_layout", None)
+    windows: set[int] | None = options.pop("windows_seen", None)
+    if number is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
-    if present := [name for name in UNSUPPORTED if options.get(name) is not None]:
-        raise CannotPackError(f"its attention has {present[0]}")
     scale = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     size = value.shape[3]
     if size < query.shape[3]:  # kernels support one head size; zero columns change nothing
         value = functional.pad(value, (0, query.shape[3] - size))
-    number = layout
-    if isinstance(layout, Layout):
-        is_whole = query.shape[::2] == (1, layout.num_tokens)
+    if windows is not None:
+        for name in ("softcap", "s_aux", "position_bias"):
+            if options.get(name) is not None:
+                raise CannotPackError(f"its attention has {name}")
+        is_whole = query.shape[::2] == (1, _layouts[int(number)].num_tokens)
         if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
             shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
             raise CannotPackError(shapes)
         if options.get("sliding_window") is not None:
             windows.add(int(options["sliding_window"]))
-        number = number_of(layout)
     output = _attend(query, key, value, number, scale)[0]
     return output if size == output.shape[3] else output[..., :size], None
 
@@ -302,15 +298,14 @@ _attend.register_autograd(_differentiate, setup_context=_keep)
 
 def choose_flash(capability: tuple[int, int]) -> int:
     """Activate FlashAttention 3 (https://arxiv.org/abs/2407.08608) on Hopper. Return the version in use."""
+    if capability != HOPPER:
+        return 2
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    is_hopper = capability == HOPPER
-    if is_hopper and activate is not None and importlib.util.find_spec("flash_attn_interface") is not None:
-        activate("FA3")
-        log.info("attention runs FlashAttention 3")
-        return 3
-    if is_hopper:
+    if activate is None or importlib.util.find_spec("flash_attn_interface") is None:
         log.warning("attention runs FlashAttention 2, at 1.1 to 1.6 times 3's time: install flash-attn-3")
-    return 2
+        return 2
+    activate("FA3")
+    return 3
 
 
 def _by_token(tensor: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.trainer.attention import HOPPER, choose_flash
 from asyncrl.trainer.fused import layers_of, why_not_compiled
@@ -36,6 +35,7 @@ from asyncrl.weights.ipc import limit_memory
 from asyncrl.weights.tensor_files import float32_names
 
 log = logging.getLogger("asyncrl.trainer")
+ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 @contextmanager
@@ -134,9 +134,6 @@ def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
 
 
 def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
-    if spec.device == "cuda" and not torch.cuda.is_available():
-        way_out = "set placement.trainer=cpu, or install a CUDA build of torch."
-        raise ConfigError("the trainer is to run on CUDA, but torch sees no CUDA device", way_out=way_out)
     is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
     dtype = ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
@@ -189,9 +186,6 @@ def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-
-
 def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device) -> bool:
     """Resolve trainer.compile. Raises ConfigError."""
     setting, checkpointing = spec.trainer.compile, spec.trainer.gradient_checkpointing
@@ -211,8 +205,6 @@ def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: tor
     functorch.activation_memory_budget = 1.0 if isinstance(checkpointing, bool) else checkpointing
     if reason:
         log.warning("layers run uncompiled, at about half the speed: %s", reason)
-    else:
-        log.info("layers are compiled")
     return not reason
 
 
@@ -221,9 +213,8 @@ def choose_kernels(device: torch.device, *, is_compiled: bool) -> dict[str, floa
     if device.type != "cuda":
         return {}
     capability = torch.cuda.get_device_capability()
-    flash = choose_flash(capability)
-    kernels = {"trainer/compiled": float(is_compiled)}
-    return kernels | ({"trainer/flash_attention": float(flash)} if capability == HOPPER else {})
+    flash = {"trainer/flash_attention": float(choose_flash(capability))} if capability == HOPPER else {}
+    return {"trainer/compiled": float(is_compiled), **flash}
 
 
 class TrainedModel:
@@ -265,7 +256,7 @@ class TrainedModel:
         if is_sharded:
             self.masters = MasterWeights(model, torch.float32)
         if self.adapters is not None and spec.trainer.keeps_merged and not is_sharded:
-            self.masters.then = self.adapters.note_change
+            self.masters.then = self.adapters.forget_merged
             self.policy.before_pass = self.adapters.keep_merged
         if spec.algorithm.router_replay:
             self.policy.replay = RouterReplay(model)
@@ -280,9 +271,6 @@ class RouterReplay:
 
     def __init__(self, model: nn.Module) -> None:
         self._routers = routers_of(model)
-        if not self._routers:
-            what = f"algorithm.router_replay=true, and {type(model).__name__} has no routers"
-            raise ConfigError(what, way_out="set algorithm.router_replay=false: each token has one way.")
         self._sizes = [int(router.top_k) for router in self._routers]
         for router in self._routers:
             # One function, so that torch.compile builds one graph for all layers.
@@ -292,10 +280,6 @@ class RouterReplay:
     def __call__(self, routing_N: Tensor | None) -> None:
         chosen: Sequence[Tensor | None] = [None] * len(self._sizes)
         if routing_N is not None:
-            if routing_N.shape[1] != sum(self._sizes):
-                num_experts = f"{routing_N.shape[1]} experts, the model's {sum(self._sizes)}"
-                what = f"the routing of a token has {num_experts}"
-                raise Refused(422, what, rule="trainer and engine hold the same model")
             chosen = torch.split(routing_N, self._sizes, dim=1)
         for router, chosen_NK in zip(self._routers, chosen, strict=True):
             router.chosen_NK = chosen_NK

@@ -23,8 +23,6 @@ from asyncrl.weights.tensor_files import float32_names
 ROTARY = "apply_rotary_pos_emb"
 BACKEND: Any = "inductor"
 MOST_GRAPHS = 64
-GROUPED = "grouped_mm"
-CHECKPOINTING = "forward_with_checkpointing"
 _norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
@@ -55,7 +53,7 @@ def why_not_compiled(model: Any, device: torch.device) -> str:
     if not layers:
         return "it has no layers that torch.compile could take one by one"
     has_experts = any(parameter.ndim > 2 for layer in layers for parameter in layer.parameters())
-    if has_experts and getattr(model.config, "_experts_implementation", None) != GROUPED:
+    if has_experts and getattr(model.config, "_experts_implementation", None) != "grouped_mm":
         return "the work of its layers depends on the data (experts)"
     return missing_for_compiling(device)
 
@@ -84,7 +82,7 @@ def compile_layers(model: Any) -> None:
     compiled = dict[Any, Any]()
     for layer in layers_of(model):
         forward: Any = type(layer).forward
-        is_checkpointing = forward.__code__.co_name == CHECKPOINTING
+        is_checkpointing = forward.__code__.co_name == "forward_with_checkpointing"
         forward = forward.__wrapped__ if is_checkpointing else forward
         if forward not in compiled:
             compiled[forward] = torch.compile(forward, backend=BACKEND, dynamic=True, fullgraph=is_whole)

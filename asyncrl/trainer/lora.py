@@ -34,19 +34,15 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
     linear = [name for name, one in model.named_modules() if f"{name}.weight" in unshared and one is not head]
     if config.targets == "all-linear":
         return linear
-    targets = {
-        target: {name for name in linear if f".{name}".endswith(f".{target}")} for target in config.targets
-    }
-    chosen = set[str]().union(*targets.values())
-    if not chosen or not all(targets.values()):
+    chosen = {end: [name for name in linear if f".{name}".endswith(f".{end}")] for end in config.targets}
+    if missing := [end for end, names in chosen.items() if not names]:
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
         raise ConfigError(
-            f"trainer.lora.targets={config.targets}, and {type(model).__name__} has no layer "
-            f"{', '.join(target for target, names in targets.items() if not names)}",
+            f"trainer.lora.targets: {type(model).__name__} has no layer {', '.join(missing)}",
             rule="adapters need a torch.nn.Linear with an unshared weight, other than the head",
             way_out=f"name modules or the ends of their names; the linear layers are {kinds}.",
         )
-    return [name for name in linear if name in chosen]
+    return [name for name in linear if any(name in names for names in chosen.values())]
 
 
 class MergedLinear(lora.Linear):
@@ -109,7 +105,6 @@ class Adapters:
         self._model = model
         self._dtype = dtype
         self.scale = config.alpha / config.rank
-        self.is_merged = False
         # With a transformers config, peft would rename names and move dense adapters to experts.
         holder = nn.Module()
         holder.model = model
@@ -135,18 +130,13 @@ class Adapters:
     @torch.no_grad()
     def keep_merged(self) -> None:
         """Merge, unless no adapter has changed."""
-        for layer in () if self.is_merged else self.layers.values():
-            lora_A, lora_B = layer.pair()
-            merged = merge(layer.get_base_layer().weight, lora_A, lora_B, self.scale)
-            layer.kept = merged if layer.kept is None else layer.kept.copy_(merged)
-        self.is_merged = True
-
-    def note_change(self) -> None:
-        self.is_merged = False
+        for layer in self.layers.values():
+            if layer.kept is None:
+                lora_A, lora_B = layer.pair()
+                layer.kept = merge(layer.get_base_layer().weight, lora_A, lora_B, self.scale)
 
     def forget_merged(self) -> None:
         """Free the merged weights until the next pass."""
-        self.is_merged = False
         for layer in self.layers.values():
             layer.kept = None
 

@@ -44,14 +44,11 @@ async def make_model_folder(
         path = str(config.model.path)
         return await asyncio.to_thread(find_model, path, config.model.revision, commit=commit)
     folder = run_dir / "model"
-    spec = run_dir / "specs" / "scratch.json"
-    if folder.exists() and spec.exists():  # a resumed run
+    if folder.exists():  # a resumed run
         return folder
-    spec.parent.mkdir(parents=True, exist_ok=True)
     scratch = config.model.scratch.model_dump()
     values = {"out": str(folder), "seed": config.seed, "scratch": scratch, "dtype": config.model.dtype}
-    spec.write_text(json.dumps(values), encoding="utf-8")
-    returncode, text = await run("asyncrl.trainer.random_init", ["--spec", str(spec)], MAKE_TIMEOUT_S)
+    returncode, text = await run("asyncrl.trainer.random_init", [json.dumps(values)], MAKE_TIMEOUT_S)
     if returncode != 0:
         fatal = find_fatal(text)
         raise ConfigError(
@@ -65,7 +62,7 @@ def find_model(
     path: str, revision: str | None = None, key: str = MODEL_KEY, *, commit: str | None = None
 ) -> Path:
     """Return the folder of a model, fetched if necessary. Raises ConfigError."""
-    if (given := _find_given(path, key, revision)) is not None:
+    if (given := _find_given(path, key)) is not None:
         return given
     from huggingface_hub import snapshot_download
 
@@ -83,7 +80,7 @@ def find_model(
 
 def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -> Path | None:
     """Return a model folder, or None to fetch it. Raises ConfigError."""
-    if (given := _find_given(path, key, revision)) is not None:
+    if (given := _find_given(path, key)) is not None:
         return given
     from huggingface_hub import snapshot_download
 
@@ -97,16 +94,13 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
 
 def fetch_architectures(config: RunConfig) -> None:
     """Fetch config.json of hub models for memory plans. Ignores failures."""
-    wanted = [(config.model.path, config.model.revision)]
-    if config.teacher is not None:
-        wanted.append((config.teacher.path, config.teacher.revision))
-    for path, revision in wanted:
+    sources: list[Any] = [config.model, config.teacher]
+    for source in filter(None, sources):
         with contextlib.suppress(OSError, ValueError, ConfigError, ModuleNotFoundError):
-            if path is None or _find_given(path, MODEL_KEY, revision) is not None:
-                continue
-            from huggingface_hub import hf_hub_download
+            if source.path is not None and _find_given(source.path, MODEL_KEY) is None:
+                from huggingface_hub import hf_hub_download
 
-            hf_hub_download(path, "config.json", revision=revision)
+                hf_hub_download(source.path, "config.json", revision=source.revision)
 
 
 def load_limit_s(folder: Path) -> float:
@@ -133,14 +127,9 @@ def hub_source(folder: Path) -> tuple[str, str] | None:
     return ("/".join(parts), folder.name) if is_cached else None
 
 
-def _find_given(name: str, key: str, revision: str | None) -> Path | None:
+def _find_given(name: str, key: str) -> Path | None:
     path = Path(name).expanduser()
     if path.is_dir():
-        if revision is not None:
-            revised = key.replace("path", "revision")
-            what = f"{revised}={revision}, and {key}={name} is a folder"
-            rule = "a revision is a branch, tag or commit of a hub id"
-            raise ConfigError(what, rule=rule, way_out=f"remove {revised}, or give the hub id as {key}.")
         _check_folder(path, f"{key}={name}")
         return path.resolve()
     owner = name.partition("/")[0]
@@ -189,10 +178,9 @@ class ModelPin:
         """`is_free`: accept any model."""
         self.path = run_dir / MODEL_PIN
         self._given = given
-        self._pinned: PinnedModel | None = None
         self._found: PinnedModel | None = None
-        if not is_free and self.path.exists():
-            self._pinned = PinnedModel.model_validate_json(self.path.read_bytes())
+        is_pinned = self.path.exists() and not is_free
+        self._pinned = PinnedModel.model_validate_json(self.path.read_bytes()) if is_pinned else None
 
     @property
     def revision(self) -> str | None:

@@ -28,29 +28,23 @@ from asyncrl.trainer.tree import BoolN, IntN, to_device
 
 Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]
-LOGPROB_SLACK = 1e-3
-"""Maximum float32 rounding above 0, in nats."""
 
 
 def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
-    """Raise Refused for a batch of another version (409) or untrainable tokens (422)."""
+    """Raise Refused for a batch of another version (409), or tokens that no model can have sampled (422)."""
     if header.version != policy_version:
         what = f"batch {header.version} came while the trainer is at policy_version {policy_version}"
         rule = "batch v is trained once, by policy_version v"
         raise Refused(409, what, rule=rule, way_out="start the run again.")
-    ids, logprobs, versions = arrays.token_ids, arrays.behaviour_logprobs, arrays.versions
-    can_carry_loss = (logprobs <= LOGPROB_SLACK) & (versions >= 0) & (versions <= header.version)
-    can_carry_loss[[entry.start for entry in header.trajectories]] = False  # nothing predicts a first token
-    is_wrong = (ids < 0) | (ids >= vocab_size) | ~np.isfinite(logprobs) | arrays.loss_mask & ~can_carry_loss
+    ids = arrays.token_ids
+    is_wrong = (ids < 0) | (ids >= vocab_size) | ~np.isfinite(arrays.behaviour_logprobs)
+    is_wrong |= arrays.loss_mask & (arrays.versions > header.version)
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
-        raise Refused(
-            422,
-            f"{is_wrong.sum()} tokens of batch {header.version} cannot be: id {ids[first]} with logprob "
-            f"{logprobs[first]} of version {versions[first]} at {_token_name(header, first)}",
-            rule=f"ids are below {vocab_size}, logprobs finite and, where sampled, <= 0; no first one is",
-            way_out="use engines that serve this model; start the run again.",
-        )
+        what = f"{is_wrong.sum()} tokens of batch {header.version} cannot be, like id {ids[first]} with "
+        what += f"logprob {arrays.behaviour_logprobs[first]} of version {arrays.versions[first]}"
+        rule = f"ids are below {vocab_size}, logprobs finite, and versions at most the batch's"
+        raise Refused(422, what, rule=rule, way_out="use engines that serve this model; start the run again.")
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
@@ -58,9 +52,11 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
+        entry = next(entry for entry in header.trajectories if entry.start <= worst < entry.end)
+        name = f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {worst - entry.start}"
         raise Refused(
             409,
-            f"a token of {_token_name(header, worst)} was sampled at version {arrays.versions[worst]}, and "
+            f"a token of {name} was sampled at version {arrays.versions[worst]}, and "
             f"{int(old.sum())} are older than min_version {header.min_version} in batch {header.version}",
             rule="no token older than version - buffer.max_staleness may be trained on",
             way_out="buffer.on_overdue=mask gives such tokens no weight.",
@@ -79,23 +75,10 @@ def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) ->
         )
 
 
-def _token_name(header: BatchHeader, index: int) -> str:
-    entry = next(entry for entry in header.trajectories if entry.start <= index < entry.end)
-    return f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {index - entry.start}"
-
-
-@dataclass(frozen=True)
-class Units:
-    """Samples of the advantage: rollouts, or the units of their credits. `rewards` and `groups` of the B
-    units; `unit_N` int64 [N]: each token's unit, or -1.
+def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[float], list[int], IntN]:
+    """Return (rewards, groups, unit_N) of the B units of the advantage: rollouts, or the units of their
+    credits. `unit_N` int64 [N]: each token's unit, or -1.
     """
-
-    rewards: list[float]
-    groups: list[int]
-    unit_N: IntN
-
-
-def find_units(header: BatchHeader, num_tokens: int) -> Units:
     rewards, groups, unit_N = list[float](), list[int](), np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
@@ -106,7 +89,7 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
                 rewards.append(credit.reward)
                 groups.append(entry.group_index)
             unit_N[entry.start + credit.start : entry.start + credit.end] = numbers[key]
-    return Units(rewards, groups, unit_N)
+    return rewards, groups, unit_N
 
 
 @dataclass
@@ -127,6 +110,8 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
+    """Of an optimizer step: a factor per sequence, and per token a correction and a mask."""
+
     weight_S: Tensor
     correction_N: Float32N | None
     mask_N: Float32N | None
@@ -158,26 +143,21 @@ class Objective:
         """Return advantages, float32 [N]."""
         settings = self.settings
         has_loss = batch.has_loss
-        units = find_units(batch.header, len(has_loss))
-        assert (units.unit_N[batch.arrays.loss_mask] >= 0).all(), "credits cover every sampled token"
-        reward_B = torch.tensor(units.rewards, dtype=torch.float32)
+        rewards, groups, unit_N = find_units(batch.header, len(has_loss))
+        assert (unit_N[batch.arrays.loss_mask] >= 0).all(), "credits cover every sampled token"
+        reward_B = torch.tensor(rewards, dtype=torch.float32)
         if settings.overlong_tokens > 0:
-            unit_M = torch.from_numpy(units.unit_N[batch.arrays.loss_mask])
+            unit_M = torch.from_numpy(unit_N[batch.arrays.loss_mask])
             length_B = unit_M.bincount(minlength=len(reward_B))
             reward_B = reward_B + overlong_penalty(length_B, self.spec.max_tokens, settings.overlong_tokens)
         if self._is_penalised:
             assert batch.proximal_N is not None
             assert batch.reference_N is not None
-            values = (batch.proximal_N, batch.reference_N, units.unit_N)
+            values = (batch.proximal_N, batch.reference_N, unit_N)
             policy_M, reference_M, unit_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
             penalty_B = losses.kl_reward_penalty(policy_M, reference_M, unit_M, len(reward_B))
             reward_B = reward_B - settings.kl_coefficient * penalty_B
-            if not bool(torch.isfinite(reward_B).all()):
-                what = f"batch {batch.header.version}: KL penalties of its rollouts: {penalty_B.tolist()}"
-                way_out = "lower trainer.learning_rate and resume from a checkpoint."
-                rule = "with algorithm.kl_in=reward they must be finite"
-                raise Refused(422, what[:500], rule=rule, way_out=way_out)
-        advantage_B = self._advantage(reward_B, torch.tensor(units.groups, dtype=torch.int64))
+        advantage_B = self._advantage(reward_B, torch.tensor(groups, dtype=torch.int64))
         is_one_each = isinstance(advantage_B, Tensor) and advantage_B.shape == reward_B.shape
         if not (is_one_each and bool(torch.isfinite(advantage_B).all())):
             raise ConfigError(
@@ -185,17 +165,13 @@ class Objective:
                 rule="it returns a finite float32 tensor, one advantage a reward",
                 way_out="correct the function, or set algorithm.advantage=grpo.",
             )
-        advantage_N: Float32N = advantage_B.detach().float().numpy()[units.unit_N]
+        advantage_N: Float32N = advantage_B.detach().float().numpy()[unit_N]
         return advantage_N if settings.distill_weight == 0 else self._taught(batch, advantage_N)
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
         settings = self.settings
         teacher_N = batch.arrays.teacher_logprobs
-        if teacher_N is None:
-            what = f"batch {batch.header.version} has rollouts without the logprobs of a teacher"
-            rule = f"algorithm.distill_weight={settings.distill_weight} needs them for every token"
-            way_out = "restore the settings under which they were sampled, or start a new run."
-            raise Refused(422, what, rule=rule, way_out=way_out)
+        assert teacher_N is not None, "every rollout has passed the teacher"
         behaviour_M = torch.from_numpy(batch.arrays.behaviour_logprobs[batch.has_loss])
         teacher_M = torch.from_numpy(teacher_N[batch.has_loss])
         distilled_M = losses.distillation(behaviour_M, teacher_M).numpy()
@@ -207,13 +183,12 @@ class Objective:
         entries = batch.header.trajectories
         tokens_S = torch.tensor([int(has_loss[entry.start : entry.end].sum()) for entry in entries])
         weight_S = losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
-        mask_N = None
+        mask_N = correction_N = None
         if self.settings.top_entropy < 1:
             assert batch.entropy_N is not None
             mask_N = np.zeros(len(has_loss), np.float32)
             entropy_M = torch.from_numpy(batch.entropy_N[has_loss])
             mask_N[has_loss] = losses.top_entropy_mask(entropy_M, self.settings.top_entropy)
-        correction_N = None
         if self._is_whole_batch:
             assert batch.proximal_N is not None
             log_weight_N = batch.proximal_N - batch.arrays.behaviour_logprobs
@@ -290,21 +265,12 @@ class Objective:
         return kl_M if correction_M is None else kl_M * correction_M
 
     def _call_surrogate(self, tokens: losses.LossTokens) -> tuple[Tensor, Stats]:
-        answer = self._surrogate(tokens, self.settings)
-        match answer:
-            case (Tensor(ndim=1, requires_grad=True) as loss_M, dict() as stats) if (
-                loss_M.shape == tokens.current_M.shape and all(map(_is_number, stats.values()))
-            ):
-                return loss_M, {
-                    name: value.detach() if isinstance(value, Tensor) else value
-                    for name, value in stats.items()
-                }
-        raise ConfigError(
-            f"algorithm.loss={self.settings.loss} returned {answer!r}"[:500],
-            rule=f"it returns (a tensor [{len(tokens.current_M)}] with gradient, dict of one number each)",
-            way_out="correct the function; asyncrl/algorithms/losses.py has some that fit.",
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        loss_M, stats = self._surrogate(tokens, self.settings)
+        is_tensor = isinstance(loss_M, Tensor) and loss_M.requires_grad
+        if not is_tensor or loss_M.shape != tokens.current_M.shape:
+            raise ConfigError(
+                f"algorithm.loss={self.settings.loss} returned {loss_M!r}"[:500],
+                rule=f"it returns a tensor [{len(tokens.current_M)}] with gradient, and a dict of numbers",
+                way_out="correct the function; asyncrl/algorithms/losses.py has some that fit.",
+            )
+        return loss_M, {name: torch.as_tensor(value).detach() for name, value in stats.items()}

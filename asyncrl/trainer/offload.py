@@ -1,17 +1,14 @@
 """Move a trainer's tensors off its device and back.
 
-Storages are copied to host memory (CUDA) or a mapped file (CPU) and resized to 0; tensors stay the same
-objects.
+Storages are copied to host memory and resized to 0; tensors stay the same objects.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -86,17 +83,12 @@ class Offload:
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        device: torch.device,
-        folder: Path,
-        tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
+        self, ranks: Ranks, device: torch.device, tensors_of: Callable[[TrainerPart], Iterable[Tensor]]
     ) -> None:
         self._ranks = ranks
         self._device = device
-        self._folder = folder
         self._tensors_of = tensors_of
-        self._pinned = {part: HostMemory(device) for part in PARTS if device.type == "cuda"}
+        self._memory = {part: HostMemory(device) for part in PARTS}
         self._copies: dict[TrainerPart, Copies] = {}
 
     @property
@@ -108,8 +100,7 @@ class Offload:
         started_s = time.perf_counter()
         moving = [part for part in PARTS if part in set(parts) - self.away]
         what = f"offload {', '.join(moving)}"
-        way_out = f"free host memory; on a CPU, space on the disk of {self._folder}."
-        copies = self._together(what, way_out, lambda: {part: self._copied(part) for part in moving})
+        copies = self._together(what, lambda: {part: self._copied(part) for part in moving})
         num_bytes = sum(_free(copied) for copied in copies.values())
         self._copies |= copies
         if self._device.type == "cuda":
@@ -129,12 +120,14 @@ class Offload:
 
         try:
             way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
-            self._together(f"onload {', '.join(moving)}", way_out, bring_back)
+            self._together(f"onload {', '.join(moving)}", bring_back, way_out)
         except Refused:
             _free(copied)
             raise
         for part in moving:
             del self._copies[part]
+            if self._device.type == "cpu":  # no second copy stays in the same memory
+                self._memory[part].free()
         return self._moved(sum(len(data) for _, data in copied), started_s)
 
     def need(self, what: str, *parts: TrainerPart) -> None:
@@ -162,7 +155,7 @@ class Offload:
             if local.ndim and is_here and storage.resizable():
                 found[storage._cdata] = storage
         sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in found.values()]
-        pieces = torch.split(self._host_memory(part, sum(sizes)), sizes) if sizes else ()
+        pieces = torch.split(self._memory[part].of(sum(sizes)), sizes) if sizes else ()
         copies = list[tuple[torch.UntypedStorage, Tensor]]()
         for storage, piece in zip(found.values(), pieces, strict=True):
             copy = piece[: storage.nbytes()]
@@ -170,19 +163,7 @@ class Offload:
             copies.append((storage, copy))
         return copies
 
-    def _host_memory(self, part: TrainerPart, num_bytes: int) -> Tensor:
-        if self._pinned:
-            return self._pinned[part].of(num_bytes)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{part}.{self._ranks.rank}"
-        try:
-            with path.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-            return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
-        finally:
-            path.unlink(missing_ok=True)
-
-    def _together(self, what: str, way_out: str, move: Callable[[], T]) -> T:
+    def _together(self, what: str, move: Callable[[], T], way_out: str = "free host memory.") -> T:
         """Call `move` on all ranks. Raises Refused on all if it fails on one."""
 
         def moved() -> T:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from asyncrl.base.errors import ConfigError
 from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
 from asyncrl.trainer.attention import ATTENTION, CannotPackError, number_of
 from asyncrl.trainer.fused import compile_layers, compiled, fuse
@@ -81,12 +79,7 @@ class _HeadUse(NamedTuple):
 class _HeadScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_MD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        target_M: Tensor,
-        use: _HeadUse,
+        ctx: Any, hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor, use: _HeadUse
     ) -> tuple[Tensor, Tensor, Tensor]:
         add_slice = use.body(_add_slice)
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
@@ -185,23 +178,15 @@ def _logits(
         logits_MC = torch.mm(hidden_MD, weight_CD.t(), out_dtype=torch.float32)
     else:
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
-        with _bfloat16_products(is_exact=weight_VD.dtype == torch.bfloat16):
-            logits_MC = hidden_MD.to(wide) @ weight_CD.to(wide).t()
+        matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        before = matmul.fp32_precision
+        # Products of bfloat16 numbers are exact, and faster on some CPUs.
+        matmul.fp32_precision = "bf16" if weight_VD.dtype == torch.bfloat16 else before
+        logits_MC = hidden_MD.to(wide) @ weight_CD.to(wide).t()
+        matmul.fp32_precision = before
     if bias_V is not None:
         logits_MC += bias_V[part]
     return logits_MC if temperature == 1.0 else logits_MC.mul_(1.0 / temperature)
-
-
-@contextmanager
-def _bfloat16_products(*, is_exact: bool) -> Iterator[None]:
-    """Multiply bfloat16 numbers in float32 operands as bfloat16: exact, and faster on some CPUs."""
-    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16" if is_exact else before
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 @dataclass(frozen=True)
@@ -242,8 +227,6 @@ class Policy(nn.Module):
         self.before_pass()
         if self.plan.packs(micro.layout.longest):
             inputs = packed_inputs(micro)
-            if self.is_compiled:
-                inputs["packed_layout"] = number_of(micro.layout)
         else:
             assert len(micro.layout.rows) == 1, "sequences that cannot be packed run one by one"
             inputs = {"input_ids": micro.token_ids_N[None]}
@@ -275,12 +258,7 @@ class Policy(nn.Module):
         # Transformers v6 drops the old name.
         old = "gradient_checkpointing_enable"
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
-        try:
-            enable({"use_reentrant": False})
-        except ValueError as error:
-            what = f"trainer.gradient_checkpointing=true, but {type(model).__name__} cannot do it ({error})"
-            way_out = "set trainer.gradient_checkpointing=false and a smaller trainer.micro_batch_tokens."
-            raise ConfigError(what, way_out=way_out) from error
+        enable({"use_reentrant": False})
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 # transformers checkpoints only in training mode.
@@ -293,7 +271,7 @@ def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
         "position_ids": micro.position_N[None],
         # a four-dimensional mask avoids an [N, N] mask
         "attention_mask": torch.zeros((1, 1, 1, 1), device=micro.token_ids_N.device),
-        "packed_layout": micro.layout,
+        "packed_layout": number_of(micro.layout),
     }
 
 
@@ -336,8 +314,6 @@ def find_plan(model: Any) -> ForwardPlan:
     before, windows = model.config._attn_implementation, set[int]()
     try:
         model.set_attn_implementation(ATTENTION)
-        if model.config._attn_implementation != ATTENTION:
-            return ForwardPlan(False, has_plain_head, reason="its attention cannot be exchanged")
         inputs = packed_inputs(micro)
         hidden_ND = model.base_model(**inputs, windows_seen=windows, use_cache=False).last_hidden_state[0]
     except MODEL_ERRORS as error:
@@ -363,17 +339,12 @@ def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return False
-    hidden_1TD = model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state
-
-    def is_plain() -> bool:
-        logits = model(input_ids=ids_1T, use_cache=False).logits
-        return torch.allclose(logits, head(hidden_1TD), rtol=1e-4, atol=1e-5)
 
     def enlarged(head: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
         spread = torch.linspace(-LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], device=logits.device)
         return logits + spread.to(logits.dtype)
 
-    if not is_plain():
-        return False
     with head.register_forward_hook(enlarged):
-        return is_plain()
+        logits = model(input_ids=ids_1T, use_cache=False).logits
+        plain = head(model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state)
+    return torch.allclose(logits, plain, rtol=1e-4, atol=1e-5)

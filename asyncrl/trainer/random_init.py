@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -77,12 +77,10 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:
-    """Write the model folder. Raises ValueError or FileExistsError."""
+    """Write the model folder. Raises ValueError."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    if spec.out.exists():
-        raise FileExistsError(f"{spec.out} exists already")
     tokenizer = make_character_tokenizer(spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role)
     config = scratch_config(spec.scratch.architecture, tokenizer)
     torch.manual_seed(spec.seed)
@@ -97,12 +95,9 @@ def make_scratch_model(spec: ScratchSpec) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--spec", required=True)
     disable_progress_bar()
-    text = Path(parser.parse_args().spec).read_text(encoding="utf-8")
     try:
-        make_scratch_model(ScratchSpec.model_validate_json(text))
+        make_scratch_model(ScratchSpec.model_validate_json(sys.argv[1]))
     except (ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
         way_out = "correct model.scratch (architecture has a transformers config's keys), or free disk space."
         fail(f"cannot make a model from model.scratch: {error}", way_out=way_out)

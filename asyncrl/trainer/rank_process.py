@@ -45,21 +45,22 @@ from asyncrl.trainer.build_model import resolve_device
 from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_metrics import hold_record
-from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerSpec
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.trainer")
 
-ENDPOINTS = ("train", "begin_export", "export", "export_chunk", "broadcast", "wait_save_state")
+ENDPOINTS = ("train", "begin_export", "export", "broadcast", "wait_save_state")
 CALLS: dict[str, type[BaseModel]] = {
-    "save": api.SaveRequest,
+    "export_chunk": api.ExportChunkRequest,
+    "save": api.StateRequest,
     "begin_save_state": api.StateRequest,
     "load_state": api.StateRequest,
     "offload": api.OffloadRequest,
     "onload": api.OffloadRequest,
 }
 """Methods of TrainStep that a request calls on all ranks, with the fields of its body."""
-BODIES = CALLS | {"begin_export": api.StateRequest, "export_chunk": api.ExportChunkRequest}
+BODIES = CALLS | {"begin_export": api.StateRequest}
 KEPT_EXPORTS = 2
 GRACE_S = 10.0
 """Exit delay after another rank was lost, whose error is the run's."""
@@ -72,7 +73,6 @@ class TrainerService:
         self._spec = spec
         self._torch_thread = ThreadPoolExecutor(1, "torch")
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
-        self.num_waiting = 0
         self._failure: Refused | None = None
         self._begun: Callable[[], api.ExportResponse] | None = None
         # torch's number of CPU threads belongs to the calling thread.
@@ -85,11 +85,7 @@ class TrainerService:
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     async def run(self, work: Callable[[], T]) -> T:
-        self.num_waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
-        finally:
-            self.num_waiting -= 1
+        return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
 
     def together(self, name: str, body: BaseModel | bytes) -> Any:
         """Call this method on all ranks, from rank 0's torch thread. Raises its errors, and Refused."""
@@ -104,17 +100,10 @@ class TrainerService:
         except (OSError, SafetensorError) as error:  # file errors do not desynchronize the ranks
             raise _cannot_write(name, error) from error
         except Exception as error:
-            if self.step.ranks.size > 1:
-                self._failure = self._refusal_after(error)
-                if self._failure.status == LOST_STATUS:
-                    raise self._failure from error
+            self._failure = loss_behind(error, self._spec)
+            if self._failure is not None:
+                raise self._failure from error
             raise
-
-    def _refusal_after(self, error: Exception) -> Refused:
-        out_of_step = Refused(
-            409, f"the trainer's ranks are out of step: {error}", way_out="restart the trainer."
-        )
-        return loss_behind(error, self._spec) or out_of_step
 
     def _beat(self) -> None:
         never = threading.Event()
@@ -122,7 +111,7 @@ class TrainerService:
             try:
                 self._torch_thread.submit(self.step.ranks.beat).result()
             except RuntimeError as error:
-                self._failure = self._refusal_after(error)
+                self._failure = loss_behind(error, self._spec)
 
     def route(self, name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
 
@@ -138,12 +127,11 @@ class TrainerService:
         return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
 
     async def health(self) -> api.TrainerHealth:
-        if self._failure is not None and self._failure.status == LOST_STATUS:
+        if self._failure is not None:
             raise self._failure
         return api.TrainerHealth(
             policy_version=self.step.policy_version,
             device=self.step.device.type,
-            is_busy=self.num_waiting > 0,
             offloaded=self.step.offloaded,
         )
 
@@ -182,10 +170,6 @@ class TrainerService:
         path = self._spec.staging_dir / f"v{version}.safetensors"
         return version, self.together("begin_export", api.StateRequest(path=path))
 
-    async def export_chunk(self, message: api.ExportChunkRequest) -> api.ExportChunkResponse:
-        answer: api.ExportChunkResponse = await self.run(lambda: self.together("export_chunk", message))
-        return answer
-
     async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
         transport = self.step.transport
         if transport.version != request.version == self.step.policy_version:
@@ -200,12 +184,10 @@ class TrainerService:
         try:
             while True:
                 name, body = self.step.ranks.wait_command()
-                self.num_waiting = 1
                 try:
                     _perform(self.step, name, body)
                 except Refused as refused:
                     log.warning("%s was refused: %s", name, refused)
-                self.num_waiting = 0
         except Exception as error:
             log.exception("rank %d has failed", self.step.ranks.rank)
             lost = loss_behind(error, self._spec)
@@ -217,11 +199,7 @@ class TrainerService:
 
 def _perform(step: TrainStep, name: str, body: bytes) -> Any:
     if name == "train":
-        try:
-            batch = api.unpack_batch(body)
-        except ValueError as error:
-            raise Refused(422, str(error), rule="the body is what pack_batch makes") from error
-        return step.train(*batch)
+        return step.train(*api.unpack_batch(body))
     return getattr(step, name)(**dict(BODIES[name].model_validate_json(body)))
 
 

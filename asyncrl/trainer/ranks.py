@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,11 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.trainer.trainer_client import LOST_STATUS, RENDEZVOUS, TrainerSpec
-from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interface
+from asyncrl.weights.nccl import OPEN_PORTS, run_within, use_interface
 
 T = TypeVar("T")
 BEATS = 2
-MESH_DIMENSIONS = ("shard",)
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,6 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     """Connect to the other ranks within spec.meet_s. Raises ConfigError."""
     size = spec.trainer.world_size
     is_cuda = device.type == "cuda"
-    if spec.trainer.cpu_offload and not is_cuda:
-        what = "trainer.cpu_offload=true, and the trainer runs on the CPU"
-        raise ConfigError(what, way_out="set trainer.cpu_offload=false, or placement.trainer=0.")
     if not spec.trainer.is_sharded(device.type, str(dtype).removeprefix("torch.")):
         return ONE_RANK
     use_interface(spec.address, is_apart=bool(spec.store or spec.weights_store))
@@ -131,7 +128,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
     select_device()
     commands = meet(spec, connect)
-    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=MESH_DIMENSIONS)
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return Ranks(spec.rank, size, mesh, commands, timeout=timeout)
 
 
@@ -142,13 +139,9 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
 
     def join() -> T:
         store = _open_store(spec, where)
-        store.add(f"here-{spec.rank}", 1)
-        keys = [f"here-{rank}" for rank in range(spec.trainer.world_size)]
-        try:
-            store.wait(keys, timedelta(seconds=max(deadline_s - time.monotonic(), 0.1)))
-        except dist.DistStoreError:
-            missing = ", ".join(key.removeprefix("here-") for key in keys if not store.check([key]))
-            raise RuntimeError(f"rank {missing} did not come; read its log") from None
+        store.add(f"rank {spec.rank}", 1)
+        for rank in range(spec.trainer.world_size):
+            store.wait([f"rank {rank}"], timedelta(seconds=max(deadline_s - time.monotonic(), 0.1)))
         return connect(store)
 
     try:  # an abandonable thread: torch's limits miss silent servers and broken connections
@@ -167,8 +160,8 @@ def _open_store(spec: TrainerSpec, where: str) -> Any:
     host, _, port = where.rpartition(":")
     options: dict[str, Any] = {"world_size": size, "wait_for_workers": False}
     if spec.rank == 0:
-        listener = listen_at(where, "there it opens the store of the trainer's ranks")
-        options |= {"is_master": True, "master_listen_fd": listener}
+        listener = socket.create_server((host, int(port)))
+        options |= {"is_master": True, "master_listen_fd": listener.detach()}
     return dist.TCPStore(host, int(port), timeout=timedelta(seconds=spec.meet_s), **options)  # type: ignore[attr-defined]
 
 

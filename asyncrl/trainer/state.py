@@ -20,7 +20,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -61,8 +61,7 @@ class Progress(BaseModel, frozen=True):
 
 
 class SavedState(BaseModel, frozen=True):
-    model_path: str
-    lora: dict[str, Any] | None
+    lora: LoraConfig | None
     progress: Progress
 
 
@@ -70,7 +69,6 @@ class TrainerState:
     """Saves and loads weights and optimizer, on all ranks together.
 
     Life: begin_save -> `copying` ends, then sources may change -> `pending` ends -> begin_save ...
-    Invariant: a refused load changes nothing.
     """
 
     def __init__(
@@ -84,23 +82,17 @@ class TrainerState:
         self._masters = masters
         self._optimizer = optimizer
         self._device = device
-        self._model_path = spec.model_path
-        lora = spec.trainer.lora
-        self._lora = None if lora is None else lora.model_dump(mode="json")
+        self._spec = spec
         self._ranks = ranks.with_own_group()
-        self._group: dict[str, Any] = {
-            "process_group": self._ranks.group,
-            "no_dist": self._ranks.group is None,
-        }
+        group = self._ranks.group
+        self._group: dict[str, Any] = {"process_group": group, "no_dist": group is None}
         self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
         self._is_lent = False
         self.copying: Future[dict[str, Tensor]] | None = None
         self.pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "state")
         # DCP warns without a process group. Not on the thread: filters are global.
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning
-        )
+        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
 
     def begin_save(
         self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]
@@ -113,7 +105,7 @@ class TrainerState:
         states = {name: self._optimizer.state.get(one, {}) for name, one in self._masters.named.items()}
         live = self._live(states)
         reading = after_what_was_begun(self._device)
-        saved = SavedState(model_path=self._model_path, lora=self._lora, progress=progress)
+        saved = SavedState(lora=self._spec.trainer.lora, progress=progress)
         self.copying = self._thread.submit(self._copy, live, content_of, reading)
         self.pending = self._thread.submit(self._write, path, live, saved, self.copying)
         return self.pending
@@ -125,25 +117,22 @@ class TrainerState:
 
     def load(self, path: Path) -> Progress:
         """Restore the state and return the counts. Raises Refused."""
-        saved, index = self._ranks.agree(lambda: self._fitting(path))
+        saved, index = read_state(path), _read_index(path)
         states = defaultdict[str, dict[str, Tensor]](dict)
         for key, stored in index.state_dict_metadata.items():
             if key.startswith("optimizer."):
                 _, kind, name = key.split(".", 2)
                 master = self._masters.named[name]
-                present = self._optimizer.state.get(master, {}).get(kind)
-                if present is None:
-                    is_scalar = not getattr(stored, "size", ())
-                    present = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
-                states[name][kind] = present.detach()
+                scalar = torch.zeros((), device=master.device)
+                states[name][kind] = torch.zeros_like(master) if getattr(stored, "size", ()) else scalar
         # Other numbers of ranks and kinds of devices have other generators.
-        live = {key: one for key, one in self._live(states).items() if key in index.state_dict_metadata}
+        known = index.state_dict_metadata
+        live = {key: one for key, one in self._live(states).items() if key in known or "rng." not in key}
         with _errors(path):
             dcp_load(live, storage_reader=FileSystemReader(path), **self._group)
-        for name, master in self._masters.named.items():
-            self._optimizer.state.pop(master, None)
-            if name in states:
-                self._optimizer.state[master] = states[name]
+        self._optimizer.state.clear()
+        for name, state in states.items():
+            self._optimizer.state[self._masters.named[name]] = state
         self._masters.write_back()
         if (cpu := live.get(f"rng.cpu.{self._ranks.rank}")) is not None:
             torch.set_rng_state(cpu)
@@ -201,21 +190,6 @@ class TrainerState:
         finally:
             self._memory.free_if_short()
 
-    def _fitting(self, path: Path) -> tuple[SavedState, Metadata]:
-        saved = read_state(path)
-        index = _read_index(path)
-        if saved.lora != self._lora:
-            what = f"{path} has trainer.lora={saved.lora}, and this run {self._lora}"
-            way_out = "start with the configuration of the run that wrote it."
-            raise Refused(422, what, rule="a run trains the same weights", way_out=way_out)
-        there = _shapes_of(index)
-        ours = {name: list(master.shape) for name, master in self._masters.named.items()}
-        for name in sorted({*there, *ours}):
-            if there.get(name) != ours.get(name):
-                what = f"the weight {name} is {there.get(name)} in {path} and {ours.get(name)} in the model"
-                raise Refused(422, what, way_out="start with the model that the run began with.")
-        return saved, index
-
 
 class _HostPlanner(DefaultSavePlanner):
     """Writes the copies of the tensors that the state consists of."""
@@ -229,12 +203,7 @@ class _HostPlanner(DefaultSavePlanner):
 
 
 def read_state(path: Path) -> SavedState:
-    try:
-        return SavedState.model_validate_json((path / STATE).read_bytes())
-    except (OSError, ValidationError) as error:
-        what = f"{path / STATE} cannot be read: {error}"
-        way_out = "give the folder of a whole checkpoint, which all nodes of the trainer see."
-        raise Refused(422, what, way_out=way_out) from error
+    return SavedState.model_validate_json((path / STATE).read_bytes())
 
 
 @contextmanager
@@ -255,13 +224,6 @@ def _errors(path: Path) -> Iterator[None]:
 def _read_index(path: Path) -> Metadata:
     with _errors(path):
         return FileSystemReader(path).read_metadata()
-
-
-def _shapes_of(index: Metadata) -> dict[str, list[int]]:
-    sizes = {name: getattr(stored, "size", ()) for name, stored in index.state_dict_metadata.items()}
-    return {
-        name.removeprefix("weights."): [*size] for name, size in sizes.items() if name.startswith("weights.")
-    }
 
 
 def _refuse_incomplete(path: Path) -> None:
@@ -319,7 +281,7 @@ def save_model(
         for module in adapted_modules(adapters):
             base_weight = parameters[f"{module}.weight"]
             lora_A, lora_B = (adapters[module + suffix] for suffix in SUFFIXES)
-            base_weight.copy_(merge(base_weight, lora_A, lora_B, lora["alpha"] / lora["rank"]))
+            base_weight.copy_(merge(base_weight, lora_A, lora_B, lora.alpha / lora.rank))
     tell("writing the model")
     save_folder(model, in_export_dtype(named_weights(model), of_dtype), tokenizer, of_dtype, path)
 
@@ -337,7 +299,7 @@ def save_peft(
     """Write adapters as a peft folder on the model `name`. Raises like save_model."""
     lora = read_state(state).lora
     assert lora is not None, "the run trains adapters"
-    save_adapter(path, _read_adapters(state, getattr(torch, dtype)), LoraConfig(**lora), name, revision)
+    save_adapter(path, _read_adapters(state, getattr(torch, dtype)), lora, name, revision)
     with loading(base):
         load_tokenizer(base, chat_template).save_pretrained(path)
 
@@ -351,7 +313,8 @@ def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
 
 
 def _read_adapters(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    shapes = _shapes_of(_read_index(path))
-    adapters = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    known: Any = _read_index(path).state_dict_metadata.items()
+    named = {key.removeprefix("weights."): stored for key, stored in known if key.startswith("weights.")}
+    adapters = {name: torch.empty(stored.size, dtype=dtype) for name, stored in named.items()}
     _read_weights(path, adapters)
     return {name.replace(f".{ADAPTER}.weight", ".weight"): tensor for name, tensor in adapters.items()}

@@ -21,15 +21,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.trainer import objective, packing, step_metrics
 from asyncrl.trainer.build_model import TrainedModel, load_tokenizer, reshard
-from asyncrl.trainer.lora import save_adapter
-from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.optimizer import learning_rate_at, make_optimizer
@@ -40,13 +37,12 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN
 from asyncrl.weights import export as exports
 from asyncrl.weights.adapters import AdapterTransport
-from asyncrl.weights.ipc import ChunkFile, SharedChunk
+from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk
 from asyncrl.weights.nccl import BroadcastTransport
-from asyncrl.weights.tensor_files import Pieces, stored_pieces
+from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_pieces
 
 log = logging.getLogger("asyncrl.trainer")
 MAX_SKIPPED_STEPS = 3
-CHUNK_FILE = "chunk.safetensors"
 TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport}
 """Transports that write no file of all weights, by name."""
 
@@ -84,7 +80,7 @@ def add_up(outputs: list[Output], chosen: BoolN, ranks: Ranks) -> StepSums:
     return sums
 
 
-class TrainStep:
+class TrainStep(TrainedModel):
     """Weights and optimizer, owned by one thread. A refused batch leaves policy_version unchanged."""
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
@@ -97,23 +93,15 @@ class TrainStep:
         self.rollout_gaps: list[tuple[int, int, float]] = []
         self._has_recorded = False
         self._objective = Objective(spec)
-        parts = TrainedModel(spec, ranks, needs_reference=self._objective.needs_reference)
-        self.device = parts.device
-        self.dtype = parts.dtype
-        self.policy = parts.policy
-        self._kernels = parts.kernels
+        super().__init__(spec, ranks, needs_reference=self._objective.needs_reference)
         self._vocab_size = self.policy.model.get_input_embeddings().num_embeddings
-        self._reference = parts.reference
-        self._adapters = parts.adapters
-        self._masters = parts.masters
-        self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
+        self._optimizer = make_optimizer(self.masters.named.values(), spec.trainer)
         cuda = torch.cuda if self.device.type == "cuda" else None
         self._meter = step_metrics.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
-        self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
-        folder = spec.failed_dir.parent / "offload"
-        self._offload = Offload(ranks, self.device, folder, self._tensors_of)
+        self._state = TrainerState(self.masters, self._optimizer, ranks, spec, self.device)
+        self._offload = Offload(ranks, self.device, self._tensors_of)
         self._pieces: Pieces | None = None
-        self._chunks = exports.Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
+        self._chunks = Chunks(self._chunk_place(), self._lazy_weights(), spec.chunk_bytes, self.dtype)
         end = exports.TrainerEnd(
             self.device,
             self.dtype,
@@ -181,7 +169,7 @@ class TrainStep:
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
             "trainer/skipped_steps": float(len(steps) - len(taken)),
             **self._meter.numbers(),
-            **self._kernels,
+            **self.kernels,
         }
 
     @cached_property
@@ -192,11 +180,11 @@ class TrainStep:
     def _numbers(self, batch: BatchNumbers) -> BatchNumbers:
         if self._objective.needs_proximal:
             batch.proximal_N, batch.entropy_N = self._forward(self.policy, batch)
-        if self._reference is not None:
-            batch.reference_N, _ = self._forward(self._reference, batch)
+        if self.reference is not None:
+            batch.reference_N, _ = self._forward(self.reference, batch)
         elif self._objective.needs_reference:
-            assert self._adapters is not None
-            with self._adapters.off():
+            assert self.adapters is not None
+            with self.adapters.off():
                 batch.reference_N, _ = self._forward(self.policy, batch)
         batch.advantage_N = self._objective.advantages(batch)
         return batch
@@ -236,15 +224,12 @@ class TrainStep:
             grad_norm = self._clip_gradient()
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
                 self._skip(batch, f"loss {sums.loss} and gradient norm {grad_norm}")
-            elif unfit := {name: value for name, value in sums.stats.items() if not math.isfinite(value)}:
-                rule = "metrics are finite numbers, including those of algorithm.loss"
-                raise self._refused_saved(batch, f"statistics {unfit}", rule)
             else:
                 self._meter.enter("blocked")
                 self.before_change()
                 self._meter.enter("optimizer")
                 self._optimizer.step()
-                self._masters.write_back()
+                self.masters.write_back()
                 self.num_skipped_in_a_row = 0
                 sums.grad_norm = grad_norm
         finally:
@@ -276,8 +261,8 @@ class TrainStep:
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
             rule = f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row"
-            raise self._refused_saved(batch, what, rule)
-        log.warning("%s: step skipped, %s; saved in %s", _name(batch), what, self._save_failed(batch))
+            raise self._refused(batch, what, rule, "lower trainer.learning_rate.")
+        log.warning("%s: step skipped, %s", _name(batch), what)
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
         """Return |current - behaviour| metrics. Raises Refused above the limit."""
@@ -293,29 +278,21 @@ class TrainStep:
         )
         if limit is not None and (fault := step_metrics.gap_fault(gaps, limit)):
             rule = f"trainer.logprob_gap_limit={limit}, for the means of all fresh tokens and of each engine"
-            raise self._refused_saved(batch, fault, rule, f"{step_metrics.GAP_ADVICE}; or raise the limit.")
+            raise self._refused(batch, fault, rule, f"{step_metrics.GAP_ADVICE}; or raise the limit.")
         if fault := step_metrics.gap_fault(gaps, step_metrics.GAP_WARNING):
             log.warning("step %d: %s; %s", batch.header.version + 1, fault, step_metrics.GAP_ADVICE)
         return step_metrics.gap_metrics(gaps)
 
     def _clip_gradient(self) -> float:
         limit = self.spec.trainer.max_grad_norm
-        weights = list(self._masters.named.values())
+        weights = list(self.masters.named.values())
         norm = torch.nn.utils.clip_grad_norm_(weights, math.inf if limit is None else limit)
         whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return float(self.ranks.gather(float(whole))[0])
 
-    def _save_failed(self, batch: BatchNumbers) -> Path:
-        path = self.spec.failed_dir / f"step_{batch.header.version + 1}.safetensors"
-        if self.ranks.is_first:
-            self.spec.failed_dir.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(api.pack_batch(batch.header, batch.arrays))
-        return path
-
-    def _refused_saved(self, batch: BatchNumbers, error: str, rule: str, way_out: str = "") -> Refused:
-        saved = f"policy_version stays {self.policy_version}, the batch is in {self._save_failed(batch)}"
-        unpack = "lower trainer.learning_rate; asyncrl.messages.trainer_api.unpack_batch reads the batch."
-        return Refused(422, f"{_name(batch)} gave {error}; {saved}", rule=rule, way_out=way_out or unpack)
+    def _refused(self, batch: BatchNumbers, error: str, rule: str, way_out: str) -> Refused:
+        what = f"{_name(batch)} gave {error}; policy_version stays {self.policy_version}"
+        return Refused(422, what, rule=rule, way_out=way_out)
 
     def _note_restored(self, version: int) -> None:
         if self.ranks.is_first:
@@ -329,22 +306,16 @@ class TrainStep:
 
     # ---- checkpoints and model folders
 
-    def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write a Hugging Face or peft folder. Raises OSError, SafetensorError and Refused."""
+    def save(self, path: Path) -> None:
+        """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError and Refused."""
         self._offload.need("save", "weights")
-        adapters = None if merged else self._adapters
-        weights = dict(self._lazy_weights()) if adapters is None else adapters.tensors()
+        weights = dict(self._lazy_weights())
         if not self.ranks.is_first:
             exports.gather_along(weights, self.dtype)
             return
         gathered = exports.in_export_dtype(weights, self.dtype)
-        if adapters is None:
-            tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
-            save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
-        else:
-            assert self.spec.trainer.lora is not None, "there are adapters"
-            base, commit = hub_source(Path(self.spec.model_path)) or (self.spec.model_path, None)
-            save_adapter(path, gathered, self.spec.trainer.lora, base, commit)
+        tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
+        save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
 
     def begin_save_state(self, path: Path) -> Future[None]:
         """Begin to write the state to the new folder `path`."""
@@ -370,7 +341,7 @@ class TrainStep:
         """
         self._offload.need("export", "weights")
         canary = self._canary()
-        adapters = None if self._adapters is None else self._adapters.export_tensors
+        adapters = None if self.adapters is None else self.adapters.export_tensors
         exported = exports.Exported(self.policy_version, self._lazy_weights, adapters)
         exporting = self._exporting = self.transport.begin(exported, path)
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
@@ -379,17 +350,15 @@ class TrainStep:
         return self.begin_export(path)()
 
     def weights_digest(self) -> str:
-        return exports.digest_of(self._masters.named)
+        return digest_tensors(dict(exports.whole_tensors(self.masters.named)))
 
     def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
         """Write a chunk; the last has the canary. Return None on other ranks. Raises OSError or Refused."""
         self._offload.need("export a chunk", "weights")
-        assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora when colocated"
         if version != self.policy_version:
             what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
             rule = "chunks are of the newest version"
             raise Refused(409, what, rule=rule, way_out="begin again with chunk 0 of that.")
-        self._chunks.check(version, index)
         canary = self._canary() if self._chunks.is_last(index) else None
         is_first = self.ranks.is_first
         chunk = self._chunks.write(self._lazy_weights(), version, index, is_first=is_first)
@@ -405,26 +374,21 @@ class TrainStep:
         logprobs = scores.logprob_M[:-1].tolist()
         return api.Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=float(scores.highest_M[-1]))
 
-    def _chunk_place(self) -> exports.ChunkPlace:
+    def _chunk_place(self) -> ChunkPlace:
         spec = self.spec
         if spec.chunks == "file" or (spec.chunks == "memory" and not self.ranks.is_first):
-            return ChunkFile(spec.staging_dir / CHUNK_FILE)
+            return ChunkFile(spec.staging_dir / "chunk.safetensors")
         gather = self.ranks.gather if spec.chunks == "memories" else None
         chunks = exports.chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
         entries = [exports.entries_of(chunk, self.dtype) for chunk in chunks]
-        try:
-            return SharedChunk(spec.staging_dir, entries, self.device, self.ranks.rank, gather)
-        except OSError as error:
-            what = f"no memory on {self.device.type} for a chunk that both trainer and engines open: {error}"
-            way_out = "lower weight_sync.chunk_bytes, or give trainer and engines separate devices."
-            raise ConfigError(what, way_out=way_out) from error
+        return SharedChunk(spec.staging_dir, entries, self.device, self.ranks.rank, gather)
 
     def _lazy_weights(self) -> exports.LazyWeights:
         merges: dict[str, Callable[[], Tensor]] = {}
-        if self._adapters is None:
+        if self.adapters is None:
             weights = exports.named_weights(self.policy.model)
         else:
-            weights, merges = self._adapters.merging()
+            weights, merges = self.adapters.merging()
         if self._pieces is None:
             self._pieces = stored_pieces(self.policy.model, weights)
         return exports.LazyWeights(weights, merges, self._pieces)
@@ -439,8 +403,8 @@ class TrainStep:
         self.before_change()
         self._state.wait_lent()
         parts = frozenset(parts)
-        if self._adapters is not None and "weights" in parts:
-            self._adapters.forget_merged()
+        if self.adapters is not None and "weights" in parts:
+            self.adapters.forget_merged()
         return self._offload.offload(parts)
 
     def onload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
@@ -450,13 +414,13 @@ class TrainStep:
     def _tensors_of(self, part: api.TrainerPart) -> list[Tensor]:
         if part == "gradients":
             return []
-        models = [self.policy] if self._reference is None else [self.policy, self._reference]
+        models = [self.policy] if self.reference is None else [self.policy, self.reference]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         if part == "weights":
             return weights
         of_model = {id(tensor) for tensor in weights}
         states = [value for state in self._optimizer.state.values() for value in state.values()]
-        masters = [master for master in self._masters.named.values() if id(master) not in of_model]
+        masters = [master for master in self.masters.named.values() if id(master) not in of_model]
         return [*masters, *(value for value in states if isinstance(value, Tensor))]
 
 
@@ -468,8 +432,7 @@ def _name(batch: BatchNumbers) -> str:
 def _checked(canary: api.Canary | None) -> api.Canary | None:
     if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
         return canary
-    num_bad = sum(not math.isfinite(one) for one in canary.logprobs)
-    what = f"the weights give logprobs that are not finite, {num_bad} of {len(canary.logprobs)} tokens"
+    what = "the weights give logprobs of the canary that are not finite"
     rule = "every engine must reproduce the logprobs of a fixed text"
     way_out = "resume from a checkpoint with a lower trainer.learning_rate, or weight_sync.canary_limit=none."
     raise Refused(422, what, rule=rule, way_out=way_out)

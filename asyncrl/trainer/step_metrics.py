@@ -5,13 +5,11 @@ trained.jsonl has one JSON line per step: `version` (the batch turned it into ve
 `num_tokens`, `num_loss_tokens`, `tokens_sha` (16 hex digits of the sha256 of its int32 token ids) and
 `spans`: [start, end, version] of loss tokens.
 
-A line {"restored": v} voids earlier lines of version v and above; lines of "lost": [first, last] are
-missing.
+A line {"restored": v} voids earlier lines of version v and above.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -22,12 +20,12 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.base.files import LOST, cut_at, lines_from_end
+from asyncrl.base.files import cut_at, lines_from_end
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 
 if TYPE_CHECKING:
@@ -46,7 +44,6 @@ GAP_ADVICE = (
 )
 
 Phase = Literal["pack", "logprobs", "forward", "backward", "optimizer", "blocked", ""]
-PHASES: tuple[Phase, ...] = ("pack", "logprobs", "forward", "backward", "optimizer", "blocked")
 
 PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
@@ -103,7 +100,7 @@ class StepMeter:
 
     def numbers(self) -> dict[str, float]:
         self.enter("")
-        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds = {phase: 0.0 for phase in get_args(Phase) if phase}
         peak_bytes = 0
         if self._cuda is not None:
             self._stamps[-1][1].synchronize()
@@ -129,11 +126,9 @@ class StepMeter:
 
 
 def _peak_host_bytes() -> int:
-    """Return peak memory; ru_maxrss would include the parent's."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
-    return 0
+    """Return peak memory, or 0 if unknown; ru_maxrss would include the parent's."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 class Gap(NamedTuple):
@@ -243,18 +238,10 @@ def hold_record(path: Path) -> None:
 
 def note_restored(path: Path, version: int) -> None:
     """Record that batches from `version` on are trained again. Cuts an incomplete line."""
-    reached = -1
-    for start, line in lines_from_end(path) if path.is_file() else ():
+    if path.is_file() and path.stat().st_size:
+        start, line = next(lines_from_end(path))
         if not line.endswith(b"\n"):
             cut_at(path, start)
-            continue
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            last = json.loads(line)
-            reached = last["restored"] - 1 if "restored" in last else last["version"]
-            break
-    if reached < version - 1:
-        append_line(path, {"restored": version, "lost": [reached + 1, version - 1], "why": LOST})
-    elif path.is_file() and path.stat().st_size:
         append_line(path, {"restored": version})
 
 

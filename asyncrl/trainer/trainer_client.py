@@ -65,8 +65,6 @@ class TrainerSpec(FrozenConfig):
     staging_dir: Path
     """Folder of exports in shared memory, mode 0700."""
     record_path: Path
-    failed_dir: Path
-    """Folder for batches that give NaN."""
     chat_template: Path | None = None
 
 
@@ -117,9 +115,9 @@ class TrainerClient:
     async def onload(self, parts: Sequence[api.TrainerPart]) -> TransferStats:
         return await self._call("/onload", api.OffloadRequest(parts=list(parts)), TransferStats)
 
-    async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Write a Hugging Face folder; not `merged`: a peft folder."""
-        await self._call("/save", api.SaveRequest(path=path, merged=merged), api.TrainerHealth)
+    async def save(self, path: Path) -> None:
+        """Write a Hugging Face folder."""
+        await self._call("/save", api.StateRequest(path=path), api.TrainerHealth)
 
     async def begin_save_state(self, path: Path) -> int:
         """Begin to save the state; return its version. Never repeated. Raises CheckpointError,
@@ -212,7 +210,7 @@ class TrainerClient:
 
 
 def pack_groups(batch: Batch) -> tuple[api.BatchHeader, api.BatchArrays]:
-    """Return a batch ordered by group, sample and branch. Raises TrainerError for contradictory spans."""
+    """Return a batch ordered by group, sample and branch."""
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     headers = list[api.TrajectoryHeader]()
     grammars = dict[str, int]()
@@ -270,11 +268,7 @@ def _sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDAr
     for span in trajectory.version_spans:
         versions[span.start : span.end] = span.version
         engines[span.start : span.end] = span.engine
-    num_masked = np.count_nonzero(trajectory.loss_mask)
-    if trajectory.num_sampled != num_masked or not np.array_equal(versions >= 0, trajectory.loss_mask):
-        what = f"version_spans {trajectory.version_spans} do not cover its {num_masked} sampled tokens"
-        way_out = "report a bug: the generator or the engine client is wrong."
-        raise TrainerError("trainer", f"sample {trajectory.sample_index}: {what}", way_out=way_out)
+    assert np.array_equal(versions >= 0, trajectory.loss_mask), trajectory.version_spans
     return versions, engines
 
 

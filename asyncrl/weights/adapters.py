@@ -23,8 +23,6 @@ from asyncrl.weights.tensor_files import SCALE, SUFFIXES, adapted_modules
 
 
 class AdapterTransport(Transport):
-    sends_chunks = False
-
     def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
         assert exported.adapters is not None, "transport lora needs adapters"
         tensors = exported.adapters()

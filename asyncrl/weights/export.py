@@ -8,30 +8,20 @@ requested at any time, even from a restarted trainer.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncrl.base.http import Refused
-from asyncrl.messages.trainer_api import (
-    BroadcastRequest,
-    BroadcastResponse,
-    ExportChunkResponse,
-    ExportResponse,
-)
+from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
 from asyncrl.weights.tensor_files import (
-    Digests,
     Pieces,
-    digest_of_tensor,
     dtype_name,
     float32_names,
     joint_digest,
@@ -92,52 +82,29 @@ def whole_here(tensor: Tensor) -> Tensor:
 
 
 def whole_tensors(
-    weights: Mapping[str, Tensor], dtype: DType = None, device: Device = "cpu", *, on_all: bool = False
+    weights: Mapping[str, Tensor], dtype: DType = None, device: Device = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor (LazyWeights: its pieces) on `device`, contiguous, floats as `dtype`.
 
-    Sharded tensors are gathered on rank 0 (`on_all`: everywhere); all ranks must iterate.
+    All ranks of sharded tensors must iterate, or call gather_along.
     """
     pieces = weights.pieces if isinstance(weights, LazyWeights) else {}
     for name, tensor in weights.items():
-        target = _export_dtype(tensor, dtype)
-        is_sharded = isinstance(tensor, DTensor)
-        whole = _gathered(cast(DTensor, tensor.to(target)), on_all=on_all) if is_sharded else tensor
-        if whole is not None:
-            # cast before moving: to() with both would cast on the CPU
-            moved = whole.detach().to(target).to(device).contiguous()
-            yield from ((one, piece.contiguous()) for one, piece in pieces_of({name: moved}, pieces).items())
+        # cast before moving: to() with both would cast on the CPU
+        whole = _gathered(tensor.detach().to(_export_dtype(tensor, dtype))).to(device).contiguous()
+        yield from ((one, piece.contiguous()) for one, piece in pieces_of({name: whole}, pieces).items())
 
 
-def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
-    """Return the whole tensor on rank 0 of its mesh, None elsewhere; or on all."""
-    if tensor.device_mesh.size() == 1:
-        return tensor.to_local()
-    if on_all:
-        return tensor.full_tensor()
-    local, group, (placement, *others) = tensor.to_local(), tensor.device_mesh.get_group(0), tensor.placements
-    is_first = tensor.device_mesh.get_rank() == 0
-    if others or not placement.is_shard(0):
-        whole = tensor.full_tensor()
-        return whole if is_first else None
-    size = tensor.device_mesh.size()
-    num_rows = -(-len(tensor) // size)  # rows of each shard; the last ones are padded
-    padded = local
-    if len(local) < num_rows:
-        padded = local.new_zeros(num_rows, *local.shape[1:])
-        padded[: len(local)] = local
-    filled = local.new_empty(size * num_rows, *local.shape[1:]) if is_first else None
-    parts = None if filled is None else list(filled.view(size, num_rows, *local.shape[1:]).unbind())
-    dist.gather(padded.contiguous(), parts, group=group, group_dst=0)
-    return None if filled is None else filled[: len(tensor)]
+def _gathered(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
 def gathered(
-    weights: Mapping[str, Tensor], dtype: DType, device: Device = "cpu", *, on_all: bool = False
+    weights: Mapping[str, Tensor], dtype: DType, device: Device = "cpu"
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Exhaust whole_tensors even after an error, since other ranks gather too."""
-    tensors = whole_tensors(weights, dtype, device, on_all=on_all)
+    tensors = whole_tensors(weights, dtype, device)
     try:
         yield tensors
     finally:
@@ -153,15 +120,7 @@ def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> No
     """Take part in the writing rank's gathering."""
     for tensor in weights.values():
         if isinstance(tensor, DTensor):
-            _gathered(cast(DTensor, tensor.to(_export_dtype(tensor, dtype))))
-
-
-def digest_of(weights: Mapping[str, Tensor]) -> str:
-    """Return the digest of all tensors; of sharded weights on rank 0 only."""
-    digests = Digests()
-    for name, tensor in whole_tensors(weights):
-        digests.add(name, tensor)
-    return joint_digest(digests.finish().values())
+            _gathered(tensor.to(_export_dtype(tensor, dtype)))
 
 
 def export_weights(
@@ -250,78 +209,6 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
     }
 
 
-class ChunkPlace(Protocol):
-    """Destination of chunks: ChunkFile, or SharedChunk of ipc.py.
-
-    `device`: required device of tensors. `on_all`: each rank writes to its own place. put overwrites the
-    place and returns digests; it raises OSError. `told()` returns fields of an ExportChunkResponse.
-    """
-
-    device: torch.device
-    on_all: bool
-
-    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]: ...
-    def told(self) -> dict[str, Any]: ...
-
-
-class Chunks:
-    """Chunks of a trainer's weights, version after version. All ranks make the same calls."""
-
-    def __init__(self, place: ChunkPlace, like: LazyWeights, chunk_bytes: int, dtype: torch.dtype) -> None:
-        self._place = place
-        self._chunks = cut(sizes_of(like, dtype), chunk_bytes)
-        self._dtype = dtype
-        self.forget()
-
-    def forget(self) -> None:
-        self._version = -1
-        self._gathered: set[str] = set()
-        self._digests: dict[str, bytes] = {}
-
-    def check(self, version: int, index: int) -> None:
-        if index >= len(self._chunks):
-            what = f"chunk {index} was asked for, and version {version} has {len(self._chunks)} of them"
-            raise Refused(422, what, rule="chunks are numbered from 0 to the one with is_last")
-
-    def is_last(self, index: int) -> bool:
-        return index + 1 == len(self._chunks)
-
-    def write(
-        self, weights: LazyWeights, version: int, index: int, *, is_first: bool = True
-    ) -> ExportChunkResponse | None:
-        """Write the chunk over the previous one; before the last chunk also hash tensors without a digest.
-        Return None on other ranks, which only gather or write to their own place. Raises OSError.
-        """
-        if version != self._version:
-            self.forget()
-            self._version = version
-        names, is_last = self._chunks[index], self.is_last(index)
-        before = itertools.chain(*self._chunks[:index]) if is_last else ()
-        gathering = weights.only([*(name for name in before if name not in self._gathered), *names])
-        self._gathered.update(gathering)
-        if not (is_first or self._place.on_all):
-            gather_along(gathering, self._dtype)
-            return None
-        chunk = weights.only(names)
-        entries = entries_of(chunk, self._dtype)
-        num_before = len(entries_of(gathering, self._dtype)) - len(entries)
-        with gathered(gathering, self._dtype, self._place.device, on_all=self._place.on_all) as tensors:
-            for name, tensor in itertools.islice(tensors, num_before):
-                self._digests[name] = digest_of_tensor(name, tensor)
-            digests = self._place.put(entries, tensors)
-        self._digests.update(digests)
-        return ExportChunkResponse(
-            version=version,
-            index=index,
-            **self._place.told(),
-            digest=joint_digest(digests.values()),
-            num_tensors=len(digests),
-            num_bytes=sum(sizes_of(chunk, self._dtype).values()),
-            is_last=is_last,
-            whole_digest=joint_digest(self._digests.values()) if is_last else "",
-        )
-
-
 def chunks_of(weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int) -> list[LazyWeights]:
     return [weights.only(names) for names in cut(sizes_of(weights, dtype), chunk_bytes)]
 
@@ -374,7 +261,6 @@ class Transport:
     Transports shm, disk and stream: one safetensors file, which engines copy during generation and swap to.
     """
 
-    sends_chunks = True
     version = -1
     """-1: none."""
 
@@ -386,9 +272,6 @@ class Transport:
         """Bring the weights to the engines; no weight may change before the Future ends. Raises OSError,
         here or in the Future.
         """
-        return self._begin_file(exported, path)
-
-    def _begin_file(self, exported: Exported, path: Path) -> Future[ExportResponse]:
         weights = exported.merged()
         if self.end.is_first:
             return begin_export(self._writer, weights, path, exported.version, self.end.dtype)

@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from asyncrl.messages.engine_api import ChunkMemory, LoadChunkRequest, MemoryHandle, PlacedTensor
-from asyncrl.weights.export import Entries
-from asyncrl.weights.tensor_files import (
-    Digests,
-    read_or_refuse,
-    write_tensors,
-)
+from asyncrl.messages.trainer_api import ExportChunkResponse
+from asyncrl.weights.export import Entries, LazyWeights, cut, entries_of, gather_along, gathered, sizes_of
+from asyncrl.weights.tensor_files import Digests, digests_of, joint_digest, read_or_refuse, write_tensors
 
 ALIGNMENT = 256
 GRANULE = 2**21
@@ -56,63 +55,62 @@ class SharedMemory:
 
 
 def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemory:
-    """Allocate memory; on CPU the file `path`. Raises OSError."""
+    """Allocate memory; on CPU a mapped file, preallocated to raise here instead of at the first write. Raises
+    OSError.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the driver does not see torch's unused cache
         return make_cuda_memory(num_bytes, device)
-    return make_file(path, num_bytes)
-
-
-def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
-    """Raises OSError."""
-    return open_file(handle) if handle.kind == "file" else open_cuda_memory(handle, device)
-
-
-def make_file(path: Path, num_bytes: int) -> SharedMemory:
-    """Return a mapped, preallocated file: full memory raises here, instead of a signal at the first write."""
     path.unlink(missing_ok=True)
     path.touch(0o600)
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
-    return open_file(MemoryHandle(kind="file", name=str(path), num_bytes=num_bytes))
+    return open_memory(MemoryHandle(kind="file", name=str(path), num_bytes=num_bytes), device)
 
 
-def open_file(handle: MemoryHandle) -> SharedMemory:
-    """Raises OSError, also if the file is too short."""
+def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
+    """Raises OSError, also if a file is too short."""
+    if handle.kind == "cuda":
+        return open_cuda_memory(handle, device)
     if (found := Path(handle.name).stat().st_size) < handle.num_bytes:
         raise OSError(f"{handle.name} has {found} bytes instead of {handle.num_bytes}")
-    return SharedMemory(
-        handle, torch.from_file(handle.name, shared=True, size=handle.num_bytes, dtype=torch.uint8)
-    )
+    data = torch.from_file(handle.name, shared=True, size=handle.num_bytes, dtype=torch.uint8)
+    return SharedMemory(handle, data)
 
 
 def make_cuda_memory(num_bytes: int, device: torch.device) -> SharedMemory:
-    driver = CudaDriver()
     num_bytes = -(-num_bytes // GRANULE) * GRANULE
     pointer, shared = ctypes.c_uint64(), IpcHandle()
-    with driver.on(_ordinal(device)):
-        driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-        allocation = _Allocation(driver, pointer, num_bytes, _ordinal(device), "cuMemFree_v2")
-        driver.call("cuIpcGetMemHandle", ctypes.byref(shared), pointer)
-    name, uuid = base64.b64encode(bytes(shared)).decode(), driver.uuid(_ordinal(device))
-    handle = MemoryHandle(kind="cuda", name=name, device=uuid, num_bytes=num_bytes)
+    ordinal = _ordinal(device)
+    with _current(ordinal):
+        _cuda("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        allocation = _Allocation(pointer, num_bytes, ordinal, "cuMemFree_v2")
+        _cuda("cuIpcGetMemHandle", ctypes.byref(shared), pointer)
+    name = base64.b64encode(bytes(shared)).decode()
+    handle = MemoryHandle(kind="cuda", name=name, device=name_of(device), num_bytes=num_bytes)
     return SharedMemory(handle, torch.as_tensor(allocation, device=device))
 
 
 def open_cuda_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
     """CUDA cannot open this process's own allocation."""
-    driver, pointer = CudaDriver(), ctypes.c_uint64()
+    pointer, ordinal = ctypes.c_uint64(), _ordinal(device)
     shared = IpcHandle.from_buffer_copy(base64.b64decode(handle.name, validate=True))
-    with driver.on(_ordinal(device)):
+    with _current(ordinal):
         flags = ctypes.c_uint(LAZY_PEER_ACCESS)
-        driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), shared, flags)
-    allocation = _Allocation(driver, pointer, handle.num_bytes, _ordinal(device), "cuIpcCloseMemHandle")
+        _cuda("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), shared, flags)
+    allocation = _Allocation(pointer, handle.num_bytes, ordinal, "cuIpcCloseMemHandle")
     return SharedMemory(handle, torch.as_tensor(allocation, device=device))
 
 
 def name_of(device: torch.device) -> str:
-    """Raises OSError."""
-    return CudaDriver().uuid(_ordinal(device)) if device.type == "cuda" else ""
+    """Return the UUID of a CUDA device, in MIG mode the instance's. Raises OSError."""
+    if device.type != "cuda":
+        return ""
+    found, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    _cuda("cuInit", ctypes.c_uint(0))
+    _cuda("cuDeviceGet", ctypes.byref(found), ctypes.c_int(_ordinal(device)))
+    _cuda("cuDeviceGetUuid_v2", ctypes.byref(uuid), found)
+    return bytes(uuid).hex()
 
 
 def _ordinal(device: torch.device) -> int:
@@ -122,60 +120,52 @@ def _ordinal(device: torch.device) -> int:
 class _Allocation:
     """Device memory for torch.as_tensor; `end` frees it with its last tensor."""
 
-    def __init__(
-        self, driver: CudaDriver, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str
-    ) -> None:
-        self._driver, self._pointer, self._ordinal, self._end = driver, pointer, ordinal, end
+    def __init__(self, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str) -> None:
+        self._pointer, self._ordinal, self._end = pointer, ordinal, end
         data = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer.value, False)}
         self.__cuda_array_interface__ = {**data, "strides": None, "version": 3}
 
     def __del__(self) -> None:
-        try:
-            with self._driver.on(self._ordinal):
-                self._driver.call(self._end, self._pointer)
-        except OSError:
-            pass  # at process exit the driver may be gone
+        with suppress(OSError, TypeError):  # at process exit driver and module may be gone
+            with _current(self._ordinal):
+                _cuda(self._end, self._pointer)
 
 
 class IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
-class CudaDriver:
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
-        self._contexts: dict[int, ctypes.c_void_p] = {}
+@functools.cache
+def _context(ordinal: int) -> ctypes.c_void_p:
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _cuda("cuInit", ctypes.c_uint(0))
+    _cuda("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+    _cuda("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    return context
 
-    @contextmanager
-    def on(self, ordinal: int) -> Iterator[None]:
-        """Use this device's primary context, like torch, in any thread."""
-        context = self._contexts.get(ordinal)
-        if context is None:
-            device, context = ctypes.c_int(), ctypes.c_void_p()
-            self.call("cuInit", ctypes.c_uint(0))
-            self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            self._contexts[ordinal] = context
-        self.call("cuCtxPushCurrent_v2", context)
-        try:
-            yield
-        finally:
-            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def uuid(self, ordinal: int) -> str:
-        """In MIG mode the instance's."""
-        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-        self.call("cuInit", ctypes.c_uint(0))
-        self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-        self.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
-        return bytes(uuid).hex()
+@contextmanager
+def _current(ordinal: int) -> Iterator[None]:
+    """Use this device's primary context, like torch, in any thread."""
+    _cuda("cuCtxPushCurrent_v2", _context(ordinal))
+    try:
+        yield
+    finally:
+        _cuda("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def call(self, name: str, *arguments: Any) -> None:
-        code = self.library[name](*arguments)
-        if code != 0:
-            text = ctypes.c_char_p()
-            self.library["cuGetErrorString"](ctypes.c_int(code), ctypes.byref(text))
-            raise OSError(f"{name} failed with {code}: {(text.value or b'unknown').decode()}")
+
+def _cuda(name: str, *arguments: Any) -> None:
+    """Call a function of the CUDA driver. Raises OSError."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    code = driver[name](*arguments)
+    if code != 0:
+        text = ctypes.c_char_p()
+        driver["cuGetErrorString"](ctypes.c_int(code), ctypes.byref(text))
+        raise OSError(f"{name} failed with {code}: {(text.value or b'unknown').decode()}")
+
+
+Put: TypeAlias = tuple[dict[str, bytes], dict[str, Any]]
+"""Digests, and where the chunk is: fields of an ExportChunkResponse."""
 
 
 class ChunkFile:
@@ -184,14 +174,11 @@ class ChunkFile:
         self.device = torch.device("cpu")
         self.on_all = False
 
-    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
+    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> Put:
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             digests = write_tensors(file, entries, tensors)
             file.truncate()
-        return digests
-
-    def told(self) -> dict[str, Any]:
-        return {"path": str(self.path)}
+        return digests, {"path": str(self.path)}
 
 
 class SharedChunk:
@@ -215,19 +202,71 @@ class SharedChunk:
         self.device = device
         self.on_all = gather is not None
         self._gather = gather or (lambda own: [own])
-        self._placed: list[PlacedTensor] = []
-        self._handles: list[MemoryHandle] = []
 
-    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
+    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> Put:
         """Return once all ranks have written the chunk."""
-        self._placed, _ = lay_out(entries)
-        digests = copy_placed(self._placed, self._memory.data, tensors)
+        placed, _ = lay_out(entries)
+        digests = copy_placed(placed, self._memory.data, tensors)
         self._memory.settle()
-        self._handles = [MemoryHandle(**one) for one in self._gather(self._memory.handle.model_dump())]
-        return digests
+        handles = [MemoryHandle(**one) for one in self._gather(self._memory.handle.model_dump())]
+        return digests, {"memory": ChunkMemory(handles=handles, tensors=placed)}
 
-    def told(self) -> dict[str, Any]:
-        return {"memory": ChunkMemory(handles=self._handles, tensors=self._placed)}
+
+ChunkPlace: TypeAlias = ChunkFile | SharedChunk
+"""Destination of chunks, which put() overwrites."""
+
+
+class Chunks:
+    """Chunks of a trainer's weights, version after version. All ranks make the same calls."""
+
+    def __init__(self, place: ChunkPlace, like: LazyWeights, chunk_bytes: int, dtype: torch.dtype) -> None:
+        self._place = place
+        self._chunks = cut(sizes_of(like, dtype), chunk_bytes)
+        self._dtype = dtype
+        self.forget()
+
+    def forget(self) -> None:
+        self._version = -1
+        self._gathered: set[str] = set()
+        self._digests: dict[str, bytes] = {}
+
+    def is_last(self, index: int) -> bool:
+        return index + 1 == len(self._chunks)
+
+    def write(
+        self, weights: LazyWeights, version: int, index: int, *, is_first: bool = True
+    ) -> ExportChunkResponse | None:
+        """Write the chunk over the previous one; before the last chunk also hash tensors without a digest.
+        Return None on other ranks, which only gather or write to their own place. Raises OSError.
+        """
+        if version != self._version:
+            self.forget()
+            self._version = version
+        names, is_last = self._chunks[index], self.is_last(index)
+        before = itertools.chain(*self._chunks[:index]) if is_last else ()
+        gathering = weights.only([*(name for name in before if name not in self._gathered), *names])
+        self._gathered.update(gathering)
+        if not (is_first or self._place.on_all):
+            gather_along(gathering, self._dtype)
+            return None
+        chunk = weights.only(names)
+        entries = entries_of(chunk, self._dtype)
+        num_before = len(entries_of(gathering, self._dtype)) - len(entries)
+        with gathered(gathering, self._dtype, self._place.device) as tensors:
+            for name, tensor in itertools.islice(tensors, num_before):
+                self._digests |= digests_of({name: tensor})
+            digests, place = self._place.put(entries, tensors)
+        self._digests.update(digests)
+        return ExportChunkResponse(
+            version=version,
+            index=index,
+            **place,
+            digest=joint_digest(digests.values()),
+            num_tensors=len(digests),
+            num_bytes=sum(sizes_of(chunk, self._dtype).values()),
+            is_last=is_last,
+            whole_digest=joint_digest(self._digests.values()) if is_last else "",
+        )
 
 
 def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
@@ -278,9 +317,6 @@ class TrainerMemory:
         if self._memory is None or self._memory.handle not in handles:
             here = name_of(self._device)
             own = [handle for handle in handles if handle.device == here]
-            if not own:
-                there = ", ".join(handle.device or "the host" for handle in handles)
-                raise OSError(f"the trainer's memory is on {there}, and this engine on {here or 'the CPU'}")
             self._memory = None  # before the next one is opened
             self._memory = open_memory(own[0], self._device)
         memory = self._memory

@@ -33,18 +33,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GroupMember, SentChunk, SentWeights
 from asyncrl.messages.trainer_api import BroadcastRequest, BroadcastResponse, ExportResponse
-from asyncrl.weights.export import (
-    Exported,
-    LazyWeights,
-    TrainerEnd,
-    Transport,
-    chunks_of,
-    done,
-    entries_of,
-    gather_along,
-    gathered,
-    manifest_of,
-)
+from asyncrl.weights import export as exports
 from asyncrl.weights.ipc import copy_placed, lay_out, views
 
 T = TypeVar("T")
@@ -54,7 +43,7 @@ _LOOK_S = 0.0005
 OPEN_PORTS = "let the nodes of the run reach each other at every TCP port"
 
 
-class BroadcastTransport(Transport):
+class BroadcastTransport(exports.Transport):
     """Trainer end: copies a version and sends it.
 
     Life: empty -> begin() -> send(), any number of times -> begin() the next.
@@ -62,8 +51,8 @@ class BroadcastTransport(Transport):
     Invariant: a held version is sent whole.
     """
 
-    def __init__(self, end: TrainerEnd) -> None:
-        """Raises ConfigError if no store opens."""
+    def __init__(self, end: exports.TrainerEnd) -> None:
+        """Raises OSError if no store opens."""
         super().__init__(end)
         self._store = _open_store(end.store) if end.store and end.is_first else None
         """Store for groups on several nodes."""
@@ -75,17 +64,17 @@ class BroadcastTransport(Transport):
         self._group: WeightGroup | None = None
         self._in_use = threading.Lock()
 
-    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+    def begin(self, exported: exports.Exported, path: Path) -> Future[ExportResponse]:
         """Copy the weights over the held ones; write a file too if evaluation needs one. Raises OSError, or
         RuntimeError without memory.
         """
         end, version = self.end, exported.version
-        written = self._begin_file(exported, path).result().path if end.is_file_wanted else ""
+        written = super().begin(exported, path).result().path if end.is_file_wanted else ""
         weights = exported.merged()
         if not end.is_first:
-            gather_along(weights, end.dtype)
-            return done(version)
-        with self._in_use, gathered(weights, end.dtype, end.device) as tensors:
+            exports.gather_along(weights, end.dtype)
+            return exports.done(version)
+        with self._in_use, exports.gathered(weights, end.dtype, end.device) as tensors:
             self.version = -1
             if not self._chunks:
                 self._make_buffers(weights)
@@ -95,9 +84,9 @@ class BroadcastTransport(Transport):
             if end.device.type == "cuda":
                 self._filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._filled.record()
-            answer = manifest_of(weights, end.dtype, version, digests, "")
+            answer = exports.manifest_of(weights, end.dtype, version, digests, "")
             self._digest, self.version = answer.digest, version
-        return done(version, answer.model_copy(update={"path": written}))
+        return exports.done(version, answer.model_copy(update={"path": written}))
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send to all group members, in a separate thread. Raises Refused."""
@@ -108,27 +97,22 @@ class BroadcastTransport(Transport):
                 raise Refused(409, what, rule="only the newest export is held")
             try:
                 if self._group is None or self._group.path != member.path:
-                    self._close_group()
+                    if self._group is not None:
+                        self._group.close()
                     self._group = WeightGroup(member, self.end.device)
                 sent_weights = SentWeights(version=self.version, chunks=self._chunks)
                 self._group.send(sent_weights, self._buffers, self._filled)
             except GroupBroken as broken:
-                self._close_group()
+                self._group = None
                 what = f"policy_version {request.version} was not sent: {broken}"
-                rule = "weights are sent once, to all workers of all engines"
                 way_out = "read the logs of the engines; the weights are sent again after a restart."
-                raise Refused(409, what, rule=rule, way_out=way_out) from broken
+                raise Refused(409, what, way_out=way_out) from broken
             sent = sum(chunk.num_bytes for chunk in self._chunks)
             return BroadcastResponse(version=self.version, digest=self._digest, num_bytes=sent)
 
-    def _close_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-    def _make_buffers(self, weights: LazyWeights) -> None:
-        for chunk in chunks_of(weights, self.end.dtype, self.end.chunk_bytes):
-            placed, size = lay_out(entries_of(chunk, self.end.dtype))
+    def _make_buffers(self, weights: exports.LazyWeights) -> None:
+        for chunk in exports.chunks_of(weights, self.end.dtype, self.end.chunk_bytes):
+            placed, size = lay_out(exports.entries_of(chunk, self.end.dtype))
             self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=self.end.device))
             self._chunks.append(SentChunk(num_bytes=size, tensors=placed))
 
@@ -235,16 +219,9 @@ def _connect(member: GroupMember, device: torch.device, timeout: timedelta) -> A
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 2 * timeout  # our limit comes first
         nccl.is_high_priority_stream = True  # NCCL's kernels run in a separate stream after ours
-        # Without this, another member's death would end the process; training continues.
-        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        before = os.environ.get(name)
-        os.environ[name] = "0"
-        try:
-            group = dist.ProcessGroupNCCL(store, member.rank, member.size, nccl)
-        finally:
-            del os.environ[name]
-            if before is not None:
-                os.environ[name] = before
+        # Without this, another member's death would end the process. Groups of the trainer exist already.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        group = dist.ProcessGroupNCCL(store, member.rank, member.size, nccl)
         # Otherwise it connects at its first broadcast, without limit if a member is gone.
         index = torch.cuda.current_device() if device.index is None else device.index
         group.eager_connect_single_device(torch.device("cuda", index))
@@ -273,22 +250,11 @@ def _meet(member: GroupMember, timeout: timedelta) -> tuple[Any, list[str]]:
 
 
 def _open_store(where: str) -> Any:
-    """Raises ConfigError."""
+    """Raises OSError."""
     host, _, port = where.rpartition(":")
-    descriptor = listen_at(where, "there it opens the store in which trainer and engines meet")
-    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
-    return dist.TCPStore(host, int(port), **options)  # type: ignore[attr-defined]
-
-
-def listen_at(where: str, rule: str) -> int:
-    """Return a listening descriptor for rank 0's store, which closes it. Raises ConfigError."""
-    host, _, port = where.rpartition(":")
-    try:
-        return socket.create_server((host, int(port))).detach()
-    except OSError as error:
-        what = f"rank 0 cannot listen at {where}: {error.strerror or error}"
-        way_out = f"end what listens there (`ss -ltnp sport = :{port}`), or give another port."
-        raise ConfigError(what, rule=rule, way_out=way_out) from error
+    listener = socket.create_server((host, int(port)))
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+    return dist.TCPStore(host, int(port), master_listen_fd=listener.detach(), **options)  # type: ignore[attr-defined]
 
 
 def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
@@ -307,26 +273,24 @@ def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
     return done.result(timeout_s)
 
 
-def interface_of(address: str) -> str:
-    """Raises ConfigError."""
-    found = {
+def use_interface(address: str, *, is_apart: bool) -> None:
+    """Make gloo (with `is_apart` also NCCL) listen on the interface of `address`, unless the environment
+    sets one. Raises ConfigError.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    named = {
         one.address: name.partition(":")[0]
         for name, ones in psutil.net_if_addrs().items()
         for one in ones
         if one.family == socket.AF_INET
     }
-    if address in found:
-        return found[address]
-    what = f"no network interface here has {address}, the address of this rank"
-    rule = f"ranks reach each other at IPv4 addresses of their nodes; here are {', '.join(sorted(found))}"
-    raise ConfigError(what, rule=rule, way_out="give the trainer's nodes by such addresses.")
-
-
-def use_interface(address: str, *, is_apart: bool) -> None:
-    """Make gloo (with `is_apart` also NCCL) listen on the interface of `address`, unless the environment
-    sets one. Raises ConfigError.
-    """
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
-    if is_apart and "NCCL_SOCKET_IFNAME" not in os.environ:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"  # exactly this name, no prefix match
+    if address not in named:
+        what = f"no network interface here has {address}, the address of this rank"
+        rule = f"ranks reach each other at IPv4 addresses of their nodes; here are {', '.join(sorted(named))}"
+        raise ConfigError(what, rule=rule, way_out="give the trainer's nodes by such addresses.")
+    os.environ["GLOO_SOCKET_IFNAME"] = named[address]
+    if is_apart:
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={named[address]}"
+        )  # exactly this name, no prefix match

@@ -33,19 +33,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-DTYPES = {
-    "F64": ("float64", 8),
-    "F32": ("float32", 4),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "I64": ("int64", 8),
-    "I32": ("int32", 4),
-    "U8": ("uint8", 1),
-    "BOOL": ("bool", 1),
+_FILE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
-"""(torch's name, bytes of an element)."""
-_FILE_NAMES = {name: code for code, (name, _) in DTYPES.items()}
-_ITEM_BYTES = dict(DTYPES.values())
+"""The format's dtypes by torch's."""
 BLOCK_BYTES, NUM_SUMS = 2048, 8
 _MAX_KEY = 63
 _PIECE_BLOCKS = 512
@@ -75,10 +73,12 @@ def read_or_refuse(path: str) -> dict[str, Tensor]:
 
 def safetensors_head(entries: Iterable[tuple[str, str, Iterable[int]]]) -> bytes:
     """Return the bytes before the data of (name, torch's dtype, shape)."""
+    import torch
+
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in entries:
-        start, end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
+        start, end = end, end + math.prod(shape) * getattr(torch, dtype).itemsize
         head[name] = {"dtype": _FILE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)  # the format aligns data to 8 bytes
@@ -128,12 +128,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def digest_of_tensor(name: str, tensor: Tensor) -> bytes:
-    """Compute on the tensor's device."""
-    return digests_of({name: tensor})[name]
-
-
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Compute on the tensors' device."""
     digests = Digests()
     for name, tensor in tensors.items():
         digests.add(name, tensor)

@@ -160,13 +160,13 @@ def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
 @torch.no_grad()
 def _same_adapters(step: TrainStep, exact: TrainStep) -> None:
     """Copy the adapters, which each device draws itself. With B = 0, A would have no gradient."""
-    for name, weight in exact._masters.named.items():
+    for name, weight in exact.masters.named.items():
         if ".lora_B" in name:
             weight.normal_(0.0, 0.01)
         if ".lora_" in name:
-            _whole(step._masters.named[name]).copy_(weight)
-    step._masters.write_back()
-    exact._masters.write_back()
+            _whole(step.masters.named[name]).copy_(weight)
+    step.masters.write_back()
+    exact.masters.write_back()
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.n
 
 def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, Tensor]:
     step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
-    grads = {name: master.grad for name, master in step._masters.named.items()}
+    grads = {name: master.grad for name, master in step.masters.named.items()}
     return {name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None}
 
 

@@ -97,7 +97,6 @@ def make_spec(
             "measures_gap": False,  # a random batch has no engine logprobs
             "staging_dir": bench.folder / "staging",
             "record_path": bench.folder / "trained.jsonl",
-            "failed_dir": bench.folder / "failed",
             **values,
         }
     )

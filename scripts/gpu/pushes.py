@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.engine_api import EnginePart
-from asyncrl.weights.export import Chunks, LazyWeights, chunks_of, entries_of, export_weights, named_weights
-from asyncrl.weights.ipc import SharedChunk
+from asyncrl.weights.export import LazyWeights, chunks_of, entries_of, export_weights, named_weights
+from asyncrl.weights.ipc import Chunks, SharedChunk
 from gpu.models import make_folder
 from gpu.rows import Bench
 
@@ -28,7 +27,6 @@ MAX_LENGTH = 512
 LOAD = 4
 CHUNK_BYTES = 2**28
 COPY_BYTES = 2**29
-BOTH: list[EnginePart] = ["kv", "weights"]
 
 Times = dict[str, float]
 
@@ -113,7 +111,7 @@ async def push_file(server: EngineClient, weights: LazyWeights, staging: Path, v
 async def push_chunks(server: EngineClient, weights: LazyWeights, cut: Chunks, version: int) -> Times:
     """Return the seconds of one push; the engine samples nothing from its sleep to its wake."""
     begun = time.perf_counter()
-    await server.sleep(BOTH)
+    await server.sleep()
     await server.wake(["weights"])
     awake = time.perf_counter()
     writing_s = 0.0

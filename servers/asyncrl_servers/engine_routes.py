@@ -15,27 +15,15 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 from aiohttp import WSMsgType, web
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
-from asyncrl.base.http import Refused, add_route, child_arguments, fail, make_app, secret_of, serve
+from asyncrl.base.http import Refused, add_route, child_arguments, make_app, secret_of, serve
 from asyncrl.base.message import SECRET_ENV, Message
 from asyncrl.messages import codec
+from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked, Sampled
-from asyncrl.messages.engine_api import (
-    CommitRequest,
-    CommitResponse,
-    EngineHealth,
-    LoadChunkRequest,
-    Loaded,
-    PrepareRequest,
-    SleepRequest,
-    TransferStats,
-    WakeRequest,
-)
 from asyncrl_servers.weight_state import WeightState
 
-MAX_QUEUED = 1_000_000
-"""Maximum requests waiting for a slot; others get 503."""
 FRAME_ROWS = 256
 Act = Callable[..., Awaitable[BaseModel]]
 
@@ -51,13 +39,9 @@ Spec = TypeVar("Spec", bound=EngineSpec)
 
 
 def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
-    """Return the spec and the socket number; exit if the spec is invalid."""
+    """Return the spec and the socket number."""
     text, fd = child_arguments()
-    try:
-        return kind.model_validate_json(text), fd
-    except ValidationError as error:
-        rule = f"its fields are the fields of {kind.__name__}"
-        fail(f"the spec of this server is wrong: {error}", rule=rule)
+    return kind.model_validate_json(text), fd
 
 
 class Listener(Protocol):
@@ -87,20 +71,20 @@ class RunQueue(Generic[AnyRun]):
         self.interrupted: dict[AnyRun, None] = {}
         self._results: dict[Listener, list[Sampled]] = {}
 
-    @property
-    def num_queued(self) -> int:
-        return len(self.queued)
-
     def submit(self, runs: Iterable[AnyRun]) -> None:
         self.queued.update(dict.fromkeys(runs))
 
+    def put_first(self, runs: Sequence[AnyRun]) -> None:
+        for run in reversed(runs):
+            self.queued[run] = None
+            self.queued.move_to_end(run, last=False)
+
     def resume(self, runs: Sequence[AnyRun]) -> None:
         """Put interrupted runs before the queue."""
-        for run in reversed(runs):
-            if run in self.interrupted:
-                del self.interrupted[run]
-                self.queued[run] = None
-                self.queued.move_to_end(run, last=False)
+        found = [run for run in runs if run in self.interrupted]
+        for run in found:
+            del self.interrupted[run]
+        self.put_first(found)
 
     def report(self, run: AnyRun, sampled: Sampled) -> None:
         self._results.setdefault(run.listener, []).append(sampled)
@@ -120,16 +104,14 @@ class ServedEngine(Protocol):
 
     @property
     def weights(self) -> WeightState: ...
-    @property
-    def num_queued(self) -> int: ...
-    def health(self) -> EngineHealth: ...
+    def health(self) -> api.EngineHealth: ...
     def run(self, asked: Asked, listener: Listener) -> Any: ...
     def submit(self, runs: Sequence[Any]) -> None: ...
     def resume(self, runs: Sequence[Any]) -> None: ...
     def abort(self, runs: Sequence[Any]) -> None: ...
-    def commit(self, request: CommitRequest) -> Future[CommitResponse]: ...
-    def sleep(self, request: SleepRequest) -> Future[TransferStats]: ...
-    def wake(self, request: WakeRequest) -> Future[TransferStats]: ...
+    def commit(self, request: api.CommitRequest) -> Future[api.CommitResponse]: ...
+    def sleep(self) -> Future[api.TransferStats]: ...
+    def wake(self, request: api.WakeRequest) -> Future[api.TransferStats]: ...
 
 
 def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray[np.int64]:
@@ -233,9 +215,6 @@ class ServedLink:
         runs = list[Run]()
         for one in asked:
             try:
-                if self._engine.num_queued + len(runs) >= MAX_QUEUED:
-                    way_out = "keep fewer rollouts in flight, or add engines."
-                    raise Refused(503, f"{MAX_QUEUED} requests are queued already", way_out=way_out)
                 run = self._engine.run(one, self)
             except Refused as refusal:
                 self._send(codec.refused_frame(one.number, refusal.status, refusal.body))
@@ -267,22 +246,22 @@ def engine_routes(engine: ServedEngine, secret: str, *more: Act) -> web.Applicat
             await ServedLink(engine, opened, request.transport).serve()
         return opened
 
-    async def health() -> EngineHealth:
+    async def health() -> api.EngineHealth:
         return engine.health()
 
-    async def prepare(body: PrepareRequest) -> Loaded:
+    async def prepare(body: api.PrepareRequest) -> api.Loaded:
         return await asyncio.to_thread(engine.weights.prepare, body)
 
-    async def load_chunk(body: LoadChunkRequest) -> Loaded:
+    async def load_chunk(body: api.LoadChunkRequest) -> api.Loaded:
         return await asyncio.to_thread(engine.weights.load_chunk, body)
 
-    async def commit(body: CommitRequest) -> CommitResponse:
+    async def commit(body: api.CommitRequest) -> api.CommitResponse:
         return await asyncio.wrap_future(engine.commit(body))
 
-    async def sleep(body: SleepRequest) -> TransferStats:
-        return await asyncio.wrap_future(engine.sleep(body))
+    async def sleep() -> api.TransferStats:
+        return await asyncio.wrap_future(engine.sleep())
 
-    async def wake(body: WakeRequest) -> TransferStats:
+    async def wake(body: api.WakeRequest) -> api.TransferStats:
         return await asyncio.wrap_future(engine.wake(body))
 
     app.router.add_get("/link", link)

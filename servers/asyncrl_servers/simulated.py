@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 from pydantic import Field
 
-from asyncrl.base.http import Refused, die_with_parent
+from asyncrl.base.http import die_with_parent
 from asyncrl.messages import engine_api
 from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.engine_api import CommitResponse, LatencyModel, TransferStats
@@ -86,26 +86,17 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
     def health(self) -> engine_api.EngineHealth:
         num_untold = sum(self._num_sampled(run) - run.num_told for run in self._running)
         return engine_api.EngineHealth(
-            name=self.spec.name,
-            kind="simulated",
             policy_version=self.weights.version,
-            slots=self.spec.slots,
-            max_length=self.spec.max_length,
             num_running=len(self._running) + len(self.interrupted),
-            num_queued=self.num_queued,
+            num_queued=len(self.queued),
             tokens_generated=self._num_tokens + num_untold,
-            device="none",
             decode_s=self._busy_s + (_now_s() - self._busy_since_s if self._running else 0.0),
             asleep=self.weights.asleep,
         )
 
     def run(self, asked: Asked, listener: engine_routes.Listener) -> SimulatedRun:
-        """Return a run; stop strings never match. Raises Refused (400)."""
+        """Return a run; stop strings and grammars have no effect. Raises Refused (400)."""
         engine_routes.check_request(asked, self.spec.max_length, self.spec.vocab_size)
-        if asked.request.grammar is not None or asked.request.top_logprobs:
-            what = f"request {asked.request.request_id} has a grammar or top_logprobs"
-            way_out = "set rollout.engine to embedded or vllm."
-            raise Refused(400, what, rule="the simulated engine draws tokens uniformly", way_out=way_out)
         return SimulatedRun(asked, listener)
 
     def submit(self, runs: Iterable[SimulatedRun]) -> None:
@@ -133,25 +124,24 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
         self._go_on()
         return committed
 
-    def sleep(self, request: engine_api.SleepRequest) -> Future[TransferStats]:
+    def sleep(self) -> Future[TransferStats]:
         self._interrupt()
         if self.weights.swapping is not None:
             self._swap()
-        parts = set(request.parts) - set(self.weights.asleep)
-        for part in parts:
-            self.weights.set_asleep(part)
-        return self._moved(parts)
+        num_awake = 2 - len(self.weights.asleep)
+        self.weights.set_asleep()
+        return self._moved(num_awake)
 
     def wake(self, request: engine_api.WakeRequest) -> Future[TransferStats]:
         parts = set(request.parts) & set(self.weights.asleep)
         for part in parts:
             self.weights.set_awake(part)
-        return self._moved(parts)
+        return self._moved(len(parts))
 
-    def _moved(self, parts: set[engine_api.EnginePart]) -> Future[TransferStats]:
+    def _moved(self, num_parts: int) -> Future[TransferStats]:
         self._go_on()
         moved: Future[TransferStats] = Future()
-        moved.set_result(TransferStats(num_bytes=2**20 * len(parts), seconds=0.0))
+        moved.set_result(TransferStats(num_bytes=2**20 * num_parts, seconds=0.0))
         return moved
 
     def _swap(self) -> None:

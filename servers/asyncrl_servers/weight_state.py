@@ -8,14 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.engine_api import (
-    CommitRequest,
-    CommitResponse,
-    EnginePart,
-    LoadChunkRequest,
-    Loaded,
-    PrepareRequest,
-)
+from asyncrl.messages import engine_api as api
 from asyncrl.weights.tensor_files import RESEND, joint_digest
 
 PUSH_AGAIN = "push this version again, from chunk 0."
@@ -24,25 +17,21 @@ Arrived = tuple[dict[str, bytes], int]
 Part = TypeVar("Part")
 
 
-def check_arrived(place: str, arrived: Arrived, announced: PrepareRequest | LoadChunkRequest) -> str:
+def check_arrived(place: str, arrived: Arrived, announced: api.PrepareRequest | api.LoadChunkRequest) -> str:
     """Return the digest. Raises Refused (409) on a mismatch."""
     digests, num_bytes = arrived
     digest = joint_digest(digests.values())
     expected = (announced.num_tensors, announced.num_bytes, announced.digest)
     if (len(digests), num_bytes, digest) != expected:
-        raise Refused(
-            409,
-            f"{place} holds {len(digests)} tensors of {num_bytes} bytes with digest {digest}, announced were "
-            f"{expected[0]} of {expected[1]} with digest {expected[2]} (policy_version {announced.version})",
-            rule="an engine serves a version only if it loaded the bytes that were sent",
-            way_out=RESEND,
-        )
+        what = f"{place} holds {len(digests)} tensors of {num_bytes} bytes with digest {digest}, announced "
+        what += f"were {expected[0]} of {expected[1]} with digest {expected[2]} (version {announced.version})"
+        raise Refused(409, what, way_out=RESEND)
     return digest
 
 
 def take_announced(
     received: Iterable[tuple[int, Part]],
-    announced: PrepareRequest,
+    announced: api.PrepareRequest,
     place: str,
     take: Callable[[Part], Arrived],
 ) -> dict[str, bytes]:
@@ -71,14 +60,13 @@ class ChunkedPush:
         self.num_chunks = 0
         self.digests: dict[str, bytes] = {}
 
-    def load(self, request: LoadChunkRequest, read: Callable[[LoadChunkRequest], Arrived]) -> str:
+    def load(self, request: api.LoadChunkRequest, read: Callable[[api.LoadChunkRequest], Arrived]) -> str:
         """Load a chunk with `read` and return its digest; an error ends the push. Raises Refused (409)."""
         if request.index == 0:
             self.clear()
         elif (request.version, request.index) != (self.version, self.num_chunks):
             what = f"chunk {request.index} of policy_version {request.version} came, loaded are "
-            what += f"{self.num_chunks} of version {self.version}"
-            raise Refused(409, what, rule="the chunks of one version come in order", way_out=PUSH_AGAIN)
+            raise Refused(409, f"{what}{self.num_chunks} of {self.version}", way_out=PUSH_AGAIN)
         try:
             arrived = read(request)
             digest = check_arrived(request.place, arrived, request)
@@ -97,17 +85,16 @@ class ChunkedPush:
         is_other = (self.version, loaded) != (version, digest)
         what = (
             f"commit of policy_version {version} with digest {digest}: loaded are {self.num_chunks} chunks "
-            f"of {self.version} with digest {loaded}, which lack {len(missing)} tensors {missing[:3]}"
         )
+        what += f"of {self.version} with digest {loaded}, which lack {len(missing)} tensors {missing[:3]}"
         self.clear()
         if missing or is_other:
-            rule = "an engine serves a version only if it loaded all chunks that were sent"
-            raise Refused(409, what, rule=rule, way_out=PUSH_AGAIN)
+            raise Refused(409, what, way_out=PUSH_AGAIN)
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    request: PrepareRequest
+    request: api.PrepareRequest
     tensors: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -115,8 +102,7 @@ def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
     """Raise Refused (409) for another version or digest."""
     if staged is None or (staged.request.version, staged.request.digest) != (version, digest):
         there = f"{staged.request.version} with digest {staged.request.digest}" if staged else "nothing"
-        what = f"policy_version {version} with digest {digest} cannot be loaded: staged is {there}"
-        raise Refused(409, what, rule="only prepared weights serve", way_out="prepare this version first.")
+        raise Refused(409, f"policy_version {version} with digest {digest} is not staged: that is {there}")
     return staged
 
 
@@ -135,16 +121,16 @@ class WeightState:
         self.lock = threading.Lock()
         self.push = ChunkedPush()
         self.staged: Staged | None = None
-        self.swapping: tuple[CommitRequest, Staged] | None = None
+        self.swapping: tuple[api.CommitRequest, Staged] | None = None
         self.has_content = True
         self._digest = ""
-        self._asleep: set[EnginePart] = set()
+        self._asleep: set[api.EnginePart] = set()
 
-    def read(self, request: PrepareRequest) -> Mapping[str, Any]:
+    def read(self, request: api.PrepareRequest) -> Mapping[str, Any]:
         """Return the verified tensors to stage. Raises Refused (400, 409)."""
         raise NotImplementedError
 
-    def load(self, request: LoadChunkRequest) -> Arrived:
+    def load(self, request: api.LoadChunkRequest) -> Arrived:
         raise NotImplementedError
 
     @property
@@ -152,21 +138,20 @@ class WeightState:
         return self._digest
 
     @property
-    def asleep(self) -> list[EnginePart]:
+    def asleep(self) -> list[api.EnginePart]:
         return sorted(self._asleep)
 
     @property
     def can_serve(self) -> bool:
         return self.has_content and not self._asleep
 
-    def set_asleep(self, part: EnginePart) -> None:
-        self._asleep.add(part)
-        if part == "weights":
-            self.has_content = False
-            self.staged = None
-            self.push.clear()
+    def set_asleep(self) -> None:
+        self._asleep = {"kv", "weights"}
+        self.has_content = False
+        self.staged = None
+        self.push.clear()
 
-    def set_awake(self, part: EnginePart) -> None:
+    def set_awake(self, part: api.EnginePart) -> None:
         self._asleep.discard(part)
 
     def settle(self, version: int, digest: str) -> None:
@@ -177,36 +162,34 @@ class WeightState:
         self.staged = None
         self.swapping = None
 
-    def prepare(self, request: PrepareRequest) -> Loaded:
+    def prepare(self, request: api.PrepareRequest) -> api.Loaded:
         """Stage during generation. Raises Refused (400, 409)."""
         with self.lock:
             self.staged = None
             self.staged = Staged(request, self.read(request))
-        return Loaded(digest=request.digest)
+        return api.Loaded(digest=request.digest)
 
-    def load_chunk(self, request: LoadChunkRequest) -> Loaded:
+    def load_chunk(self, request: api.LoadChunkRequest) -> api.Loaded:
         """Load into weights without content. Raises Refused (400, 409) and drops all chunks."""
         with self.lock:
             if self.has_content or "weights" in self._asleep:
-                what = f"a chunk of policy_version {request.version} cannot be loaded here"
                 rule = "chunks are loaded into weights that have slept, and are awake"
-                raise Refused(409, what, rule=rule, way_out="use /prepare.")
+                raise Refused(409, f"a chunk of policy_version {request.version} came", rule=rule)
             digest = self.push.load(request, self.load)
-        return Loaded(digest=digest)
+        return api.Loaded(digest=digest)
 
-    def begin_commit(self, request: CommitRequest) -> CommitResponse | None:
+    def begin_commit(self, request: api.CommitRequest) -> api.CommitResponse | None:
         """Return the answer if this version serves, else set `swapping`. Raises Refused (409)."""
         version, digest = request.version, request.digest
         # Compare the digest last: the initial digest takes long to compute.
         is_same = version == self.version and self.digest in ({digest} if self.has_content else {"", digest})
         if version <= self.version and not is_same:
             what = f"policy_version {version} with digest {digest} cannot be committed over {self.version}"
-            rule = "versions only grow, and the serving one is accepted again only with its own digest"
-            raise Refused(409, what, rule=rule, way_out="commit a newer version.")
+            raise Refused(409, what, rule="versions only grow")
         if not self.has_content and self.push.version == version:
             self.push.take(version, digest, self.names)
             self.settle(version, digest)
         elif not (is_same and self.has_content):
             self.swapping = request, the_staged(self.staged, version, digest)
             return None
-        return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
+        return api.CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)

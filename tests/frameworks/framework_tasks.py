@@ -23,12 +23,12 @@ def add_of(arguments):
     return str(arguments["a"] + arguments["b"])
 
 
-def chat_loop(ask, kept=lambda message: message):
+def chat_loop(ask):
     """Call tools until the model answers; return the answer and the number of calls."""
     messages, calls = [*ASKED], 0
     while True:
         message = ask(messages=messages, tools=[{"type": "function", "function": ADD}])
-        messages.append(kept(message))
+        messages.append(message)
         if not message.tool_calls:
             return [message.content, calls]
         for call in message.tool_calls:

@@ -2,7 +2,6 @@
 
 from framework_tasks import QUESTION, City
 from langchain.agents import create_agent
-from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
@@ -48,18 +47,3 @@ def function_calling():
 
 def json_mode():
     return structured("json_mode")
-
-
-def agent_with(strategy):
-    agent = create_agent(ChatOpenAI(model="policy"), response_format=strategy)
-    return agent.invoke({"messages": [{"role": "user", "content": "Paris?"}]})[
-        "structured_response"
-    ].model_dump()
-
-
-def tool_strategy():
-    return agent_with(ToolStrategy(City))
-
-
-def provider_strategy():
-    return agent_with(ProviderStrategy(City))

@@ -14,9 +14,5 @@ def tools():
     return chat_loop(ask)
 
 
-def dumped_tools():
-    return chat_loop(ask, kept=lambda message: message.model_dump())
-
-
 def parse():
     return json.loads(ask(messages=PARIS, response_format=City).content)

@@ -1,4 +1,4 @@
-"""mini-swe-agent with its own prompts: the shell as a tool, and as text."""
+"""mini-swe-agent with its own prompts."""
 
 import tempfile
 from pathlib import Path
@@ -8,25 +8,16 @@ import yaml
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
-from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
 
 
-def solve(name, kind):
-    config = yaml.safe_load((Path(minisweagent.__file__).parent / "config" / name).read_text())
+def tools():
+    config = yaml.safe_load((Path(minisweagent.__file__).parent / "config" / "mini.yaml").read_text())
     settings = {
         key: value for key, value in config["model"].items() if key not in ("model_class", "model_kwargs")
     }
     limits = {key: config["agent"][key] for key in ("system_template", "instance_template", "step_limit")}
     with tempfile.TemporaryDirectory() as folder:
-        model = kind(model_name="openai/policy", cost_tracking="ignore_errors", **settings)
+        model = LitellmModel(model_name="openai/policy", cost_tracking="ignore_errors", **settings)
         agent = DefaultAgent(model, LocalEnvironment(cwd=folder), **limits)
         ended = agent.run("Write the word done into the file answer.txt.")
         return [ended["exit_status"], (Path(folder) / "answer.txt").read_text().strip()]
-
-
-def tools():
-    return solve("mini.yaml", LitellmModel)
-
-
-def text():
-    return solve("mini_textbased.yaml", LitellmTextbasedModel)

@@ -1,10 +1,10 @@
-"""smolagents: agents that write code, and that call tools."""
+"""smolagents: agents that write code."""
 
 from framework_tasks import QUESTION
-from smolagents import CodeAgent, LiteLLMModel, OpenAIModel, ToolCallingAgent, tool
+from smolagents import CodeAgent, LiteLLMModel, OpenAIModel, tool
 
 
-def calculator(kind, model, **more):
+def calculator(model):
     calls = []
 
     @tool
@@ -18,21 +18,13 @@ def calculator(kind, model, **more):
         calls.append((a, b))
         return a + b
 
-    agent = kind(tools=[add], model=model, max_steps=4, verbosity_level=0, **more)
+    agent = CodeAgent(tools=[add], model=model, max_steps=4, verbosity_level=0)
     return [str(agent.run(QUESTION)), len(calls)]
 
 
 def code():
-    return calculator(CodeAgent, OpenAIModel(model_id="policy"))
+    return calculator(OpenAIModel(model_id="policy"))
 
 
 def litellm_code():
-    return calculator(CodeAgent, LiteLLMModel(model_id="openai/policy"))
-
-
-def structured_code():
-    return calculator(CodeAgent, OpenAIModel(model_id="policy"), use_structured_outputs_internally=True)
-
-
-def tools():
-    return calculator(ToolCallingAgent, OpenAIModel(model_id="policy"))
+    return calculator(LiteLLMModel(model_id="openai/policy"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, num_until, overlap
-from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS, ParsedAnswer, ToolFormat, Tools
+from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, overlap
+from asyncrl.agents.endpoint.tool_formats import ToolFormat, Tools
 from asyncrl.messages.records import Completion
-from asyncrl.messages.work import ChatRenderer
+from asyncrl.messages.work import ChatTokenizer
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import CallRequest
@@ -19,13 +20,6 @@ REPLACEMENT = "\ufffd"
 
 CONTEXT_TOKENS = 4
 """Tokens decoded again: three bytes of a character, and a leading space."""
-
-
-class GatewayTokenizer(ChatRenderer, Protocol):
-    text_ids: frozenset[int]
-    special_ids: frozenset[int]
-    byte_ids: frozenset[int]
-    """They decode only as a whole run."""
 
 
 class AnswerText:
@@ -38,7 +32,7 @@ class AnswerText:
 
     def __init__(
         self,
-        texts: GatewayTokenizer,
+        texts: ChatTokenizer,
         stop: Sequence[str] = (),
         *,
         keep_special: Collection[str] = (),
@@ -147,8 +141,7 @@ class Answer:
         or mark.
     """
 
-    index: int
-    tokenizer: GatewayTokenizer
+    tokenizer: ChatTokenizer
     tool_format: ToolFormat
     asked: InitVar[CallRequest]
     prefill: str
@@ -159,7 +152,6 @@ class Answer:
     num_tokens: int = 0
     content: str | None = None
     thought: str = ""
-    num_thought_tokens: int = 0
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] | None = None
     completion: Completion = field(default_factory=Completion)
@@ -179,6 +171,12 @@ class Answer:
     @property
     def stopped_by(self) -> str | None:
         return self._answer.stopped_by
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Estimate from the thought's share of the text."""
+        num_characters = len(self.thought) + len(self._text)
+        return round(self.num_tokens * len(self.thought) / num_characters) if num_characters else 0
 
     @property
     def message(self) -> dict[str, Any]:
@@ -204,15 +202,10 @@ class Answer:
 
     def finish(self, completion: Completion) -> None:
         self.feed(completion.token_ids[self.num_tokens :])
-        self._add(self._answer.finish())
-        if self.thoughts is not None:
-            self._end_thought(self.thoughts, completion)
+        self._add(self._answer.finish(), is_last=True)
         self.completion = completion
         self.finish_reason = completion.finish_reason or ""
-        text = self.prefill + self._text
-        parsed = self.tool_format.parse(text, self._tools)
-        if len(parsed.tool_calls) > MAX_TOOLS:  # the harness could not send them back
-            parsed = ParsedAnswer(text)
+        parsed = self.tool_format.parse(self.prefill + self._text, self._tools)
         self.content = parsed.content
         for number, call in enumerate(parsed.tool_calls[: 1 if self._has_one_call else None]):
             function = {"name": call.name, "arguments": call.arguments}
@@ -222,38 +215,21 @@ class Answer:
 
     def build_logprobs(self) -> None:
         """Takes 10 us a token and alternative."""
-        texts: dict[int, dict[str, Any]] = {}
-        completion = self.completion
-        tops = completion.top_logprobs or [()] * len(completion.token_ids)
-        self.logprobs = [
-            {
-                **self._token(token, logprob, texts),
-                "top_logprobs": [self._token(other, value, texts) for other, value in others],
-            }
-            for token, logprob, others in zip(
-                completion.token_ids, completion.behaviour_logprobs, tops, strict=True
-            )
-        ]
 
-    def _add(self, text: str) -> None:
+        @cache
+        def shown(token: int) -> dict[str, Any]:
+            text = self.tokenizer.decode((token,), skip_special_tokens=False)
+            return {"token": text, "bytes": None if REPLACEMENT in text else list(text.encode())}
+
+        found = self.completion
+        tops = found.top_logprobs or [()] * len(found.token_ids)
+        self.logprobs = []
+        for token, logprob, others in zip(found.token_ids, found.behaviour_logprobs, tops, strict=True):
+            top = [{**shown(other), "logprob": value} for other, value in others]
+            self.logprobs.append({**shown(token), "logprob": logprob, "top_logprobs": top})
+
+    def _add(self, text: str, *, is_last: bool = False) -> None:
         if self.thoughts is not None:
-            thought, text = self.thoughts.feed(text)
+            thought, text = self.thoughts.feed(text, is_last=is_last)
             self.thought += thought
         self._text += text
-
-    def _end_thought(self, thoughts: ReasoningSplitter, completion: Completion) -> None:
-        thought, text = thoughts.finish()
-        self.thought += thought
-        self._text += text
-        self.num_thought_tokens = self.num_tokens if self.thought else 0
-        if thoughts.is_closed:
-            found = num_until(completion.token_ids, self.tokenizer.encode(thoughts.marks[1]))
-            share = len(self.thought) / (len(self.thought) + len(self._text))
-            self.num_thought_tokens = round(share * self.num_tokens) if found is None else found
-
-    def _token(self, token: int, logprob: float, texts: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        if token not in texts:
-            text = self.tokenizer.decode((token,), skip_special_tokens=False)
-            as_bytes = None if REPLACEMENT in text else list(text.encode())
-            texts[token] = {"token": text, "logprob": 0.0, "bytes": as_bytes}
-        return {**texts[token], "logprob": logprob}

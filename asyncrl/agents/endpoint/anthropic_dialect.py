@@ -19,7 +19,6 @@ from asyncrl.agents.endpoint.dialects import (
     encoded,
     kept_answer,
 )
-from asyncrl.agents.endpoint.reasoning import signature_of
 from asyncrl.agents.endpoint.requests import (
     ApiError,
     CallParameters,
@@ -27,6 +26,7 @@ from asyncrl.agents.endpoint.requests import (
     RequestReader,
     Settings,
     Stops,
+    chat_format,
     invalid,
     present,
     shown,
@@ -49,7 +49,6 @@ class MessagesRequest(CallParameters):
     thinking: dict[str, Any] = {}
     stop_sequences: Stops = []
     output_config: dict[str, Any] = {}
-    output_format: dict[str, Any] | None = None
     thread: dict[str, Any] | None = None
     chat_template_kwargs: Settings = {}
 
@@ -58,16 +57,14 @@ def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Rea
     asked = reader.checked(body, MessagesRequest)
     before = _continued(asked, kept)
     messages = [*before.messages, *_messages(asked)]
-    given = (_function(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools))
-    tools = [*before.tools, *given]
+    tools = [*before.tools, *map(_function, asked.tools)]
     chat = asked.common() | {"messages": messages, "tools": tools, "stop": asked.stop_sequences}
     if asked.tool_choice is not None:
         chat["tool_choice"] = _choice(asked.tool_choice)
         chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
     if asked.thinking.get("type") == "disabled":
         chat["chat_template_kwargs"] = {"enable_thinking": False} | asked.chat_template_kwargs
-    if (form := asked.output_format or asked.output_config.get("format")) is not None:
-        chat["response_format"] = _response_format(form)
+    chat["response_format"] = chat_format(asked.output_config.get("format"), name="output", strict=True)
     return reader.chat(chat), MessageWriter(Kept(messages, tools) if asked.thread else None)
 
 
@@ -80,8 +77,6 @@ def _continued(asked: MessagesRequest, kept: KeptAnswers) -> Kept:
         case None | {"type": "create"}:
             return Kept([])
         case {"type": "continue", "previous_message_id": str(name)}:
-            if asked.system or asked.tools:
-                raise invalid("A continued thread keeps its system and tools: omit them.", "thread")
             return kept_answer(name, "thread.previous_message_id", kept)
     raise invalid("thread: its type is create, or continue with a previous_message_id.", "thread")
 
@@ -92,13 +87,8 @@ def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
         system = [each for each in system if not str(each.get("text")).startswith(BILLING)]
     messages = _turn("system", system, "system") if system else []
     for number, turn in enumerate(asked.messages):
-        where = f"messages[{number}]"
-        match turn:
-            case {"role": "user" | "assistant" | "system" as role, "content": content}:
-                messages += _turn(role, content, f"{where}.content")
-            case _:
-                raise invalid(f"{where}: it needs content and the role user, assistant or system.", where)
-    if asked.messages[-1]["role"] == "assistant":
+        messages += _turn(str(turn.get("role")), turn.get("content"), f"messages[{number}].content")
+    if messages[-1]["role"] == "assistant":
         raise invalid("The last message is the assistant's: this server cannot continue it.", "messages")
     return messages
 
@@ -115,9 +105,6 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
             case _, {"type": "text", "text": str(text)}:
                 message["content"] += text
             case "assistant", {"type": "thinking", "thinking": str(thought)}:
-                if block.get("signature") not in (None, "", signature_of(thought)):
-                    why = "Invalid `signature`: this server did not write this thought."
-                    raise invalid(f"{place}: {why}", place)
                 thoughts = [message.get("reasoning_content"), thought]
                 message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
             case "assistant", {"type": "tool_use", "id": str(name), "name": tool, "input": dict(arguments)}:
@@ -135,12 +122,11 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
     return results if results and not message["content"] else [*results, message]
 
 
-def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if (kind := tool.get("type")) not in (None, "custom"):
-        why = "Give a tool with a name and an input_schema"
-        raise invalid(f"{where}: this server has no tool of type {shown(kind)}. {why}.", where)
-    function = present(tool, "name", "description") | {"parameters": tool.get("input_schema", {})}
-    return {"type": "function", "function": function | present(tool, "strict")}
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if (kind := tool.get("type") or "custom") != "custom":
+        raise invalid(f"tools: this server has no tool of type {shown(kind)}.", "tools")
+    function = present(tool, "name", "description", "strict") | {"parameters": tool.get("input_schema", {})}
+    return {"type": "function", "function": function}
 
 
 def _choice(choice: Mapping[str, Any]) -> Any:
@@ -152,15 +138,10 @@ def _choice(choice: Mapping[str, Any]) -> Any:
     return choice.get("type")
 
 
-def _response_format(form: Any) -> Any:
-    if not isinstance(form, dict):
-        return form
-    schema = {"name": "output", "strict": True} | present(form, "schema")
-    return {"type": form.get("type"), "json_schema": schema}
-
-
 # ---- answers
 
+SIGNATURE = "asyncrl"
+"""Some clients drop thoughts without a signature."""
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -169,17 +150,19 @@ class MessageWriter(Writer):
         self.continues = continues
 
     def body(self, call: GatewayCall) -> dict[str, Any]:
-        (choice,) = call.choices
-        content = [_thinking(choice)] if choice.thought else []
-        if choice.content or not (content or choice.tool_calls):
-            content.append({"type": "text", "text": choice.content or ""})
-        for each in choice.tool_calls:
+        answer = call.answer
+        content: list[dict[str, Any]] = []
+        if answer.thought:
+            content.append({"type": "thinking", "thinking": answer.thought, "signature": SIGNATURE})
+        if answer.content or not (content or answer.tool_calls):
+            content.append({"type": "text", "text": answer.content or ""})
+        for each in answer.tool_calls:
             content.append(_use(each) | {"input": from_json(each["function"]["arguments"])})
-        usage = _usage(call, choice.num_tokens)
-        return {**_head(call), "content": content, "usage": usage, **_ending(choice)}
+        usage = _usage(call, answer.num_tokens)
+        return {**_head(call), "content": content, "usage": usage, **_ending(answer)}
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        (choice,) = call.choices
+        answer = call.answer
         ending = {"stop_reason": None, "stop_sequence": None}
         message = {**_head(call), "content": [], "usage": _usage(call, 0), **ending}
         yield encoded({"type": "message_start", "message": message}, {"type": "ping"})
@@ -193,18 +176,17 @@ class MessageWriter(Writer):
                 yield _event("delta", index, delta={"type": f"{name}_delta", name: text})
             else:
                 if kind == "thought":
-                    signature = {"signature": signature_of(choice.thought)}
-                    yield _event("delta", index, delta={"type": "signature_delta", **signature})
+                    yield _event("delta", index, delta={"type": "signature_delta", "signature": SIGNATURE})
                 yield _event("stop", index)
                 index += 1
-        for each in choice.tool_calls:
+        for each in answer.tool_calls:
             arguments = each["function"]["arguments"]
             yield _event("start", index, content_block=_use(each) | {"input": {}})
             yield _event("delta", index, delta={"type": "input_json_delta", "partial_json": arguments})
             yield _event("stop", index)
             index += 1
-        usage = _usage(call, choice.num_tokens)
-        last = {"type": "message_delta", "delta": _ending(choice), "usage": usage}
+        usage = _usage(call, answer.num_tokens)
+        last = {"type": "message_delta", "delta": _ending(answer), "usage": usage}
         yield encoded(last, {"type": "message_stop"})
 
     def failed(self, error: ApiError) -> bytes:
@@ -216,22 +198,18 @@ def _head(call: GatewayCall) -> dict[str, Any]:
 
 
 def _usage(call: GatewayCall, num_output: int) -> dict[str, int]:
-    usage = {"input_tokens": call.num_prompt_tokens, "output_tokens": num_output}
+    usage = {"input_tokens": call.planned.whole.length, "output_tokens": num_output}
     return usage | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-
-
-def _thinking(choice: Answer) -> dict[str, Any]:
-    return {"type": "thinking", "thinking": choice.thought, "signature": signature_of(choice.thought)}
 
 
 def _use(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
 
 
-def _ending(choice: Answer) -> dict[str, Any]:
-    if choice.finish_reason == "stop" and choice.stopped_by is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stopped_by}
-    return {"stop_reason": _REASONS.get(choice.finish_reason, "end_turn"), "stop_sequence": None}
+def _ending(answer: Answer) -> dict[str, Any]:
+    if answer.finish_reason == "stop" and answer.stopped_by is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
+    return {"stop_reason": _REASONS.get(answer.finish_reason, "end_turn"), "stop_sequence": None}
 
 
 def _event(kind: str, index: int, **fields: Any) -> bytes:

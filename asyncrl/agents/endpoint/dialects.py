@@ -85,16 +85,16 @@ Step = Literal["open", "delta", "close"]
 
 
 async def blocks(call: GatewayCall) -> AsyncIterator[tuple[Step, Kind, str]]:
-    """Yield the steps of a stream of one choice: a thought, a text, or an empty text without either."""
+    """Yield the steps of a stream: a thought, a text, or an empty text without either."""
     opened: Kind | None = None
-    async for _, kind, text in call.pieces():
+    async for kind, text in call.pieces():
         if opened != kind:
             if opened is not None:
                 yield "close", opened, ""
             yield "open", kind, ""
             opened = kind
         yield "delta", kind, text
-    if opened is None and not call.choices[0].tool_calls:
+    if opened is None and not call.answer.tool_calls:
         yield "open", "text", ""
         opened = "text"
     if opened is not None:
@@ -106,7 +106,6 @@ async def blocks(call: GatewayCall) -> AsyncIterator[tuple[Step, Kind, str]]:
 NOT_KEPT = "previous_response_not_found"
 ANTHROPIC_ERRORS = {
     401: "authentication_error",
-    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 
-from asyncrl.agents.endpoint.answers import Answer, GatewayTokenizer
+from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
@@ -32,6 +32,7 @@ from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.work import ChatTokenizer
 
 Value = TypeVar("Value")
 
@@ -39,8 +40,6 @@ LONG_BODY = 2**14
 """Bytes of a body read in a thread: 10 ms."""
 LONG_TEXT = 2**14
 """Characters of a text tokenized in a thread: 15 ms."""
-LONG_LOGPROBS = 2**6
-"""Tokens whose logprobs are built in a thread: up to 20 alternatives each, 10 ms."""
 NUM_ENCODING = 4
 """Texts tokenized at once."""
 MAX_CHARACTERS = 64
@@ -61,7 +60,7 @@ class EngineRoute:
 
     sessions: Sessions
     engine: EnginePool
-    tokenizer: GatewayTokenizer
+    tokenizer: ChatTokenizer
     tool_format: ToolFormat
     rules: CallRules
     seed_of: SeedOf
@@ -77,8 +76,10 @@ class EngineRoute:
 
     async def read(self, session: GatewaySession, dialect: Dialect, body: bytes) -> Read:
         """Raises ApiError."""
-        return await self._in_turn(
-            lambda: dialect.read(self._reader, parse_json(body), session.kept), len(body)
+        return await _run(
+            self._rendering,
+            lambda: dialect.read(self._reader, parse_json(body), session.kept),
+            in_thread=len(body) >= LONG_BODY,
         )
 
     async def count(self, session: GatewaySession, dialect: Dialect, body: bytes) -> int:
@@ -102,9 +103,11 @@ class EngineRoute:
         if grammar is not None:
             source = "response_format" if getattr(asked, "response_format", None) else "tools"
             await self.checks.wait_checked(grammar, source)
-        if session.is_users and session.opening is None:
+        if session.user_key and session.opening is None:
             session.opening = asked.messages
-        keys, number = call_keys(session.take_number, planned, asked, grammar or "")
+        digest = planned.whole.state.digest()
+        number = None if asked.seed is not None else session.take_number(digest)
+        key = call_key(digest, f"seed {asked.seed}" if number is None else f"number {number}")
         tool_format = ToolFormat()
         if isinstance(asked, ChatRequest):
             tool_format = self.tool_format if asked.tools else self.tool_format.without_tools()
@@ -112,43 +115,33 @@ class EngineRoute:
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts == "apart"
         marks = self.tool_format.thinking
-        is_open = opens_thought(prompt, marks)
+        thoughts = ReasoningSplitter(marks, is_open=opens_thought(prompt, marks)) if splits_thoughts else None
+        answer = Answer(
+            self.tokenizer,
+            tool_format,
+            asked,
+            prefill=prefill,
+            name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
+            thoughts=thoughts,
+            shows_special=session.shows_special,
+        )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
             stop += (tool_format.close,)
         rules = self.rules
-        room = rules.max_length - planned.num_prompt
-        spans = () if planned.parent is None else planned.parent.version_spans
-        request_id = f"{session.rollout_id}/a{session.attempt}/c{planned.number}"
-        prompt_ids = planned.prompt_ids
-        choices = tuple(
-            Answer(
-                index,
-                self.tokenizer,
-                tool_format,
-                asked,
-                prefill=prefill,
-                name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
-                thoughts=ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None,
-                shows_special=session.shows_special,
-            )
-            for index, key in enumerate(keys)
-        )
-        requests = tuple(
-            SamplingRequest(
-                request_id=request_id if index == 0 else f"{request_id}/{index}",
-                prompt_ids=prompt_ids,
-                max_tokens=min(asked.max_tokens or rules.max_tokens, rules.max_tokens, room),
-                temperature=rules.temperature if asked.temperature is None else asked.temperature,
-                top_p=rules.top_p if asked.top_p is None else asked.top_p,
-                stop=stop,
-                seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
-                route_key=session.route_key,
-                after=spans[-1] if spans else session.last_span,
-                grammar=grammar,
-                top_logprobs=asked.top_logprobs,
-            )
-            for index, key in enumerate(keys)
+        room = rules.max_length - planned.whole.length
+        request = SamplingRequest(
+            request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
+            prompt_ids=planned.prompt_ids,
+            max_tokens=min(asked.max_tokens or rules.max_tokens, rules.max_tokens, room),
+            temperature=rules.temperature if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            stop=stop,
+            seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
+            route_key=session.route_key,
+            after=session.last_span,
+            grammar=grammar,
+            top_logprobs=asked.top_logprobs,
         )
         return GatewayCall(
             name=f"{dialect.name}-{planned.number}",
@@ -156,21 +149,25 @@ class EngineRoute:
             order=order,
             planned=planned,
             number=number,
-            choices=choices,
-            requests=requests,
-            num_prompt_tokens=planned.num_prompt,
+            answer=answer,
+            request=request,
             is_streamed=asked.stream,
             is_trained=asked.temperature is None and asked.top_p is None,
-            grammar=grammar,
         )
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
         """Raises ApiError."""
+        answer = call.answer
+        on_tokens = call.feed if call.is_streamed else None
         try:
-            sampling = [self._sample_answer(session, call, choice) for choice in call.choices]
-            for failure in await asyncio.gather(*sampling, return_exceptions=True):
-                if failure is not None:
-                    raise failure
+            async with session.slots:
+                completion = await self.engine.generate(
+                    call.request, on_tokens=on_tokens, on_spent=session.spent_nowait
+                )
+            session.last_span = completion.version_spans[-1] if completion.version_spans else None
+            answer.finish(completion)
+            if answer.has_logprobs:
+                await _run(self._encoding, answer.build_logprobs, in_thread=True)
         except RequestRefused as refusal:
             raise invalid(f"The engine refused this call: {refusal.why}.") from None
         except RolloutFailure as failure:  # a retry would fail too
@@ -183,23 +180,10 @@ class EngineRoute:
                 503, why, type="server_error", code="engine_unavailable", headers=NO_RETRY
             ) from None
         finally:
-            call.requests = ()
+            call.is_sampled = True
             call.news.set()
-        self.counts.prompt_tokens += call.num_prompt_tokens
-        self.counts.completion_tokens += call.num_completion_tokens
-
-    async def _sample_answer(self, session: GatewaySession, call: GatewayCall, choice: Answer) -> None:
-        on_tokens = partial(call.feed, choice) if call.is_streamed else None
-        async with session.slots:
-            completion = await self.engine.generate(
-                call.requests[choice.index], on_tokens=on_tokens, on_spent=session.spent_nowait
-            )
-        session.last_span = completion.version_spans[-1] if completion.version_spans else None
-        choice.finish(completion)
-        if choice.has_logprobs and choice.num_tokens >= LONG_LOGPROBS:
-            await _in_thread(self._encoding, choice.build_logprobs)
-        elif choice.has_logprobs:
-            choice.build_logprobs()
+        self.counts.prompt_tokens += call.planned.whole.length
+        self.counts.completion_tokens += answer.num_tokens
 
     async def _planned(self, session: GatewaySession, asked: AnyRequest, num_bytes: int) -> PromptPlan:
         match = None
@@ -213,7 +197,7 @@ class EngineRoute:
             raise too_long(f"{num_tokens} tokens", self.rules.max_prompt_tokens, asked.param)
         if not num_tokens:
             raise invalid("prompt has no token.", "prompt")
-        return session.capture.plan_ids(ids) if match is None else session.capture.plan(match, ids)
+        return session.capture.plan(ids, match)
 
     async def _matched(
         self, session: GatewaySession, asked: ChatRequest, num_bytes: int
@@ -230,11 +214,11 @@ class EngineRoute:
             settings=asked.chat_template_kwargs or None,
         )
         try:
-            matched = await self._in_turn(match, num_bytes)
+            matched = await _run(self._rendering, match, in_thread=num_bytes >= LONG_BODY)
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
         ids = await self._encode(matched.text, asked)
-        num_before = 0 if matched.parent is None else matched.parent.num_path_ids
+        num_before = 0 if matched.parent is None else matched.parent.whole.length
         return matched, ids, num_before + len(ids)
 
     async def _encode(self, text: str, asked: AnyRequest) -> Sequence[int]:
@@ -244,29 +228,22 @@ class EngineRoute:
             raise too_long(f"{len(text)} characters", most, asked.param)
         encode = partial(self.tokenizer.encode, text)
         try:
-            return encode() if len(text) < LONG_TEXT else await _in_thread(self._encoding, encode)
+            return await _run(self._encoding, encode, in_thread=len(text) >= LONG_TEXT)
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
 
-    async def _in_turn(self, function: Callable[[], Value], num_bytes: int) -> Value:
-        return await _in_thread(self._rendering, function) if num_bytes >= LONG_BODY else function()
 
-
-async def _in_thread(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:
-    """Run a function in a thread; only tokenizing releases the interpreter, so only it runs concurrently."""
+async def _run(
+    limit: AbstractAsyncContextManager[None], function: Callable[[], Value], *, in_thread: bool
+) -> Value:
+    """Run a function; only tokenizing releases the interpreter, so only it runs concurrently in threads."""
+    if not in_thread:
+        return function()
     async with limit:
         return await asyncio.to_thread(function)
 
 
-def call_keys(
-    take_number: Callable[[bytes], int], planned: PromptPlan, asked: AnyRequest, grammar: str
-) -> tuple[list[int], tuple[bytes, int] | None]:
-    """Return (seed keys, source). They never depend on time; equal concurrent calls may swap answers."""
-    digest = planned.prompt_hash.digest()
-    if shape := asked.shape() + grammar.encode():
-        digest = blake2b(digest + shape, digest_size=16).digest()
-    number = None if asked.seed is not None else (digest, take_number(digest))
-    source = f"seed {asked.seed}" if number is None else f"time {number[1]}"
-    contents = [digest + f"/{source}/{index}".encode() for index in range(asked.n)]
-    keys = [int.from_bytes(blake2b(each, digest_size=8).digest(), "big") >> 1 for each in contents]
-    return keys, number
+def call_key(prompt: bytes, source: str) -> int:
+    """Return a key for the seed. It never depends on time; equal concurrent calls may swap answers."""
+    digest = blake2b(prompt + source.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -12,9 +12,6 @@ from hashlib import blake2b
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,7 +19,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
-from asyncrl.agents.endpoint.answers import GatewayTokenizer
 from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES
 from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, model_body
@@ -36,6 +32,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
+from asyncrl.messages.work import ChatTokenizer
 
 MAX_BODY_BYTES = 2**22
 """Size of the largest call; a larger one gets 413."""
@@ -64,7 +61,7 @@ class Gateway:
     def __init__(
         self,
         engine: EnginePool,
-        tokenizer: GatewayTokenizer,
+        tokenizer: ChatTokenizer,
         tool_format: ToolFormat,
         rules: CallRules,
         config: GatewayConfig,
@@ -89,13 +86,10 @@ class Gateway:
         app = FastAPI(title="asyncrl gateway", redoc_url=None, redirect_slashes=False)
         for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._failed)
-        dialects = (CHAT, TEXT, RESPONSES, MESSAGES)
-        app.openapi = partial(_openapi, app, [dialect.body for dialect in dialects])  # type: ignore[method-assign]
         for prefix in ("/v1", "/s/{key}/v1"):
             add = partial(app.add_api_route, response_model=None, include_in_schema=prefix == "/v1")
-            for dialect in dialects:
-                schema = {"$ref": f"#/components/schemas/{dialect.body.__name__}"}
-                extra = {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+            for dialect in (CHAT, TEXT, RESPONSES, MESSAGES):
+                extra = {"requestBody": {"content": {"application/json": {"schema": _schema(dialect)}}}}
                 handler = self._handler(dialect)
                 add(f"{prefix}/{dialect.path}", handler, methods=["POST"], openapi_extra=extra)
             add(f"{prefix}/messages/count_tokens", self._count, methods=["POST"])
@@ -116,21 +110,17 @@ class Gateway:
         host = self._config.host
         port = self._config.port or 0
         if self._socket is None:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
-                self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+                self._socket = socket.create_server((host, port), backlog=BACKLOG)
             except OSError as error:
                 raise ConfigError(
                     f"gateway.host={host} and gateway.port={port} cannot be listened on: {error}",
                     way_out="give an address of this machine and a free port; gateway.port=none takes any.",
                 ) from error
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # for clients that stop reading (Linux)
-                slow_ms = max(1, int(READ_TIMEOUT_S * 1000))
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, slow_ms)
         if self._config.public_url is not None:
             return self._config.public_url.rstrip("/")
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
+        host = "127.0.0.1" if host == "0.0.0.0" else host
+        return f"http://{host}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> str:
         url = self.bind()
@@ -198,26 +188,24 @@ class Gateway:
         body = await read_body(request, MAX_BODY_BYTES)
         digest, is_retry = _identity(dialect, body, request)
         if is_retry and digest in session.delivered:
-            whole, is_stream = session.delivered[digest]
-            return await reply.write(whole, is_last=True, is_stream=is_stream)
+            return await reply.write(session.delivered[digest], is_last=True, is_stream=False)
         asked, writer = await route.read(session, dialect, body)
         reply.failed = writer.failed
         call = await route.plan(session, dialect, asked, len(body))
-        rest = b""
         try:
             if asked.stream:
                 _, rest = await asyncio.gather(route.sample(session, call), _stream(call, writer, reply))
             else:
                 await route.sample(session, call)
-            whole = await _whole(call, writer)
+                rest = to_json(writer.body(call), inf_nan_mode="null")
             if not is_connected(request):
                 raise client_gone()
             session.deliver_nowait(call, writer.continues)
         finally:
             session.withdraw_nowait(call)
-        if len(whole) <= MAX_REMEMBERED:
-            session.delivered[digest] = (whole, asked.stream)
-        await reply.write(rest or whole, is_last=True, is_stream=asked.stream)
+        if not asked.stream and len(rest) <= MAX_REMEMBERED:
+            session.delivered[digest] = rest
+        await reply.write(rest, is_last=True, is_stream=asked.stream)
 
     async def _count(self, request: Request) -> Response:
         session = self._sessions.find(shown_key(request))
@@ -262,18 +250,11 @@ async def _stream(call: GatewayCall, writer: Writer, reply: _Reply) -> bytes:
     await call.news.wait()
     rest = b""
     async for event in writer.events(call):
-        if call.requests:
-            await reply.write(event)
-        else:
+        if call.is_sampled:
             rest += event
+        else:
+            await reply.write(event)
     return rest
-
-
-async def _whole(call: GatewayCall, writer: Writer) -> bytes:
-    """Return the answer of a sampled call. Never suspends."""
-    if call.is_streamed:
-        return b"".join([event async for event in writer.events(call)])
-    return to_json(writer.body(call), inf_nan_mode="null")
 
 
 def shown_key(request: Request) -> str:
@@ -285,10 +266,9 @@ def shown_key(request: Request) -> str:
 
 
 def _identity(dialect: Dialect, body: bytes, request: Request) -> tuple[bytes, bool]:
-    key = request.headers.get("Idempotency-Key", "")
-    digest = blake2b(f"{dialect.name} {key} ".encode() + body, digest_size=16).digest()
-    retries = request.headers.get("x-stainless-retry-count", "")
-    return digest, bool(key or retries.strip("0 "))
+    """Return the identity of a call, and whether it is a retry of OpenAI's or Anthropic's client."""
+    digest = blake2b(dialect.name.encode() + body, digest_size=16).digest()
+    return digest, request.headers.get("x-stainless-retry-count", "0") != "0"
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -305,11 +285,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _openapi(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
-    """Add schemas for bodies, which are read after the key check."""
-    if app.openapi_schema is None:
-        app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        models = [(body, "validation") for body in bodies]
-        _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-        app.openapi_schema["components"] = {"schemas": schemas["$defs"]}
-    return app.openapi_schema
+def _schema(dialect: Dialect) -> dict[str, Any]:
+    """Return the schema of a body, which FastAPI does not read: the key is checked first."""
+    path = f"/v1/{dialect.path}".replace("/", "~1")
+    place = f"#/paths/{path}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
+    return dialect.body.model_json_schema(ref_template=place)

@@ -9,39 +9,35 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.answers import GatewayTokenizer
 from asyncrl.agents.endpoint.newest import Newest
-from asyncrl.agents.endpoint.prefix_match import Prefill, no_prefill
 from asyncrl.agents.endpoint.reasoning import opens_thought
 from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest, invalid
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
-from asyncrl.messages.token_grammars import MAX_GRAMMAR_BYTES, GrammarError, check_grammar
+from asyncrl.messages.token_grammars import GrammarError, check_grammar
+from asyncrl.messages.work import ChatTokenizer
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> Prefill:
+def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: ChatTokenizer) -> str:
     """Return the beginning of an answer that forces a call; empty if the model may think first."""
     if not isinstance(asked, ChatRequest) or not asked.tools:
-        return no_prefill
+        return ""
     if tool_format.refusal:
         raise invalid(f"tools are refused: {tool_format.refusal}", "tools")
     if asked.tool_choice == "auto":
-        return no_prefill
+        return ""
     prefill = tool_format.prefill(_forced_name(asked))
     if prefill is None:
         why = f"tool format {tool_format.name} cannot force it."
         raise invalid(f"tool_choice {asked.tool_choice} is refused: {why}", "tool_choice")
-    if tool_format.around("name") is None:
-        return lambda prompt: prefill
-    if thinks(tool_format, tokenizer):
-        return no_prefill
-    return lambda prompt: "" if opens_thought(prompt, tool_format.thinking) else prefill
+    has_grammar = tool_format.around("name") is not None
+    return "" if has_grammar and thinks(tool_format, tokenizer) else prefill
 
 
 def grammar_of(
-    asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer, *, prefill: str, prompt: str
+    asked: AnyRequest, tool_format: ToolFormat, tokenizer: ChatTokenizer, *, prefill: str, prompt: str
 ) -> str | None:
     if not isinstance(asked, ChatRequest):
         return None
@@ -49,22 +45,21 @@ def grammar_of(
     tools = [tool["function"] for tool in asked.tools]
     if asked.tool_choice not in ("none", "auto"):
         name = _forced_name(asked)
-        called = [tool for tool in tools if name in (None, tool["name"])]
-        calls = rules.calls(called, prefill, is_one=name is not None or asked.has_one_call)
-        return None if calls is None else rules.text(calls, prompt, has_thought=not prefill)
+        call = rules.call([tool for tool in tools if name in (None, tool["name"])], prefill)
+        return None if call is None else rules.text(call, prompt, has_thought=not prefill)
     if asked.response_format is None:
-        return rules.free(tools, prompt)
+        return None
     answer = rules.content(asked.response_format)
     if tools:
-        calls = rules.calls(tools, "", is_one=asked.has_one_call)
-        if calls is None:
+        call = rules.call(tools)
+        if call is None:
             why = f"tool format {tool_format.name} has no grammar to force either of them"
             raise invalid(f"response_format with tools is refused: {why}.", "response_format")
-        answer = f"{answer} | {calls}"
+        answer = f"{answer} | {call}"
     return rules.text(answer, prompt)
 
 
-def thinks(tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> bool:
+def thinks(tool_format: ToolFormat, tokenizer: ChatTokenizer) -> bool:
     return len(tokenizer.encode(tool_format.thinking[0])) == 1
 
 
@@ -77,11 +72,10 @@ def _is_strict(function: Mapping[str, Any]) -> bool:
 
 
 class _Rules:
-    def __init__(self, tokenizer: GatewayTokenizer, tool_format: ToolFormat) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, tool_format: ToolFormat) -> None:
         self._tokenizer = tokenizer
         self._format = tool_format
         self._rules: list[str] = []
-        self._num_bytes = 0
         marks = (*tool_format.opens, *tool_format.thinking)
         self._marks = [mark for mark in marks if self._special(mark) is not None]
 
@@ -92,45 +86,23 @@ class _Rules:
         return self.json(given.get("schema") or ANY_OBJECT, is_strict=_is_strict(given))
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
-        self._num_bytes += len(to_json(schema))  # ten times as fast as below
-        if self._num_bytes > MAX_GRAMMAR_BYTES:
-            what = f"Its schemas have more than {MAX_GRAMMAR_BYTES} bytes"
-            raise invalid(f"{what}. Make the schema smaller or simpler.")
         options = {} if is_strict else {"x-guidance": {"lenient": True}}
         try:
-            return self._add("json", f"%json {json.dumps({**schema, **options})}")
-        except RecursionError:
+            return self._add("json", f"%json {to_json({**schema, **options}).decode()}")
+        except ValueError:
             raise invalid("A schema is nested too deep.") from None
 
-    def calls(self, tools: Sequence[Mapping[str, Any]], prefill: str, *, is_one: bool) -> str | None:
-        written: list[tuple[str, str]] = []
+    def call(self, tools: Sequence[Mapping[str, Any]], prefill: str = "") -> str | None:
+        """Return the rule of a call of any of the tools, None if the format has no JSON arguments."""
+        calls: list[str] = []
         for tool in tools:
             around = self._format.around(tool["name"])
-            if around is None or not around[0].startswith(prefill):
+            if around is None:
                 return None
             arguments = self.json(tool.get("parameters") or NO_ARGUMENTS, is_strict=_is_strict(tool))
-            written.append((around[0], f"{arguments} {self.spelled(around[1])}"))
-        first = " | ".join(f"{self.spelled(head.removeprefix(prefill))} {rest}" for head, rest in written)
-        call = self._add("call", first)
-        joint = self._format.joint
-        if is_one or joint is None:
-            return call
-        others = " | ".join(f"{self.spelled(joint + head)} {rest}" for head, rest in written)
-        return f"{call} {self._add('next', others)}*"
-
-    def free(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> str | None:
-        """Allow text up to calls with valid arguments for strict tools, objects for others. None if no tool
-        is strict or no marker begins a call.
-        """
-        if not any(_is_strict(tool) for tool in tools):
-            return None
-        heads = [around[0] for tool in tools if (around := self._format.around(tool["name"])) is not None]
-        mark = next((each for each in self._format.opens if all(head.startswith(each) for head in heads)), "")
-        if not mark or not heads:
-            return None
-        loose = [tool if _is_strict(tool) else {**tool, "parameters": ANY_OBJECT} for tool in tools]
-        calls = self.calls(loose, mark, is_one=True)
-        return self.text(f"({self._until(mark)} {calls})* TEXT", prompt)
+            head = self.spelled(around[0].removeprefix(prefill))
+            calls.append(f"{head} {arguments} {self.spelled(around[1])}")
+        return self._add("call", " | ".join(calls))
 
     def text(self, answer: str, prompt: str, *, has_thought: bool = True) -> str:
         begin, end = self._format.thinking

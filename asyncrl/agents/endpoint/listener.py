@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 from collections.abc import Callable, Collection
 from typing import Any
@@ -113,16 +112,3 @@ class AppServer:
                 task.cancel()
         for connection in list(self._state.connections):
             connection.transport.abort()
-
-
-YOUNG = 10_000
-"""Young objects before a collection; Python's 700 is below a few calls."""
-
-
-def collect_less() -> None:
-    """Collect garbage less often, excluding present objects: a full collection of 110,000 objects blocks all
-    calls for 80 ms.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG, 10, 10)

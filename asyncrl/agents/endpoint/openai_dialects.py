@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -18,7 +19,6 @@ from asyncrl.agents.endpoint.dialects import (
     encoded,
     kept_answer,
 )
-from asyncrl.agents.endpoint.reasoning import sealed, unsealed
 from asyncrl.agents.endpoint.requests import (
     ApiError,
     CallParameters,
@@ -27,8 +27,8 @@ from asyncrl.agents.endpoint.requests import (
     RequestReader,
     Settings,
     TextRequest,
+    chat_format,
     invalid,
-    joined_texts,
     present,
     shown,
 )
@@ -50,51 +50,43 @@ class ChatWriter(Writer):
         self._has_usage = options.get("include_usage") is True
 
     def body(self, call: GatewayCall) -> dict[str, Any]:
-        choices = [
-            {"index": choice.index, **self._choice(choice), "finish_reason": choice.finish_reason}
-            for choice in call.choices
-        ]
-        return self._head(call, self.whole) | {"choices": choices, "usage": self._usage(call)}
+        choice = {"index": 0, **self._choice(call.answer), "finish_reason": call.answer.finish_reason}
+        return self._head(call, self.whole) | {"choices": [choice], "usage": self._usage(call)}
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        first = {"role": "assistant", "content": "", "refusal": None}
-        yield b"".join(self._event(call, choice, delta=first) for choice in call.choices)
-        async for choice, kind, text in call.pieces():
-            name = "content" if kind == "text" else "reasoning_content"
-            yield self._event(call, choice, delta={name: text})
-        for choice in call.choices:
-            if choice.tool_calls:
-                calls = [{"index": index, **each} for index, each in enumerate(choice.tool_calls)]
-                yield self._event(call, choice, delta={"tool_calls": calls})
-            logprobs = self._choice(choice)["logprobs"]
-            reason = choice.finish_reason
-            yield self._event(call, choice, delta={}, logprobs=logprobs, finish_reason=reason)
-        yield self._end(call)
+        yield self._event(call, delta={"role": "assistant", "content": "", "refusal": None})
+        async for kind, text in call.pieces():
+            yield self._event(call, delta={"content" if kind == "text" else "reasoning_content": text})
+        answer = call.answer
+        if answer.tool_calls:
+            calls = [{"index": index, **each} for index, each in enumerate(answer.tool_calls)]
+            yield self._event(call, delta={"tool_calls": calls})
+        logprobs = self._choice(answer)["logprobs"]
+        yield self._end(call, delta={}, logprobs=logprobs)
 
     def failed(self, error: ApiError) -> bytes:
         return encoded({"error": error.error})
 
-    def _choice(self, choice: Answer) -> dict[str, Any]:
-        logprobs = None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
-        return {"message": choice.message, "logprobs": logprobs}
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        logprobs = None if answer.logprobs is None else {"content": answer.logprobs, "refusal": None}
+        return {"message": answer.message, "logprobs": logprobs}
 
-    def _event(self, call: GatewayCall, choice: Answer, **part: Any) -> bytes:
-        return self._chunk(call, [{"index": choice.index, "logprobs": None, "finish_reason": None, **part}])
+    def _event(self, call: GatewayCall, **part: Any) -> bytes:
+        choice = {"index": 0, "logprobs": None, "finish_reason": None, **part}
+        return encoded(self._head(call, self.chunk) | {"choices": [choice]})
 
-    def _end(self, call: GatewayCall) -> bytes:
-        usage = self._chunk(call, [], self._usage(call)) if self._has_usage else b""
-        return usage + b"data: [DONE]\n\n"
-
-    def _chunk(self, call: GatewayCall, choices: list[Any], usage: dict[str, int] | None = None) -> bytes:
-        chunk = self._head(call, self.chunk) | {"choices": choices}
-        return encoded(chunk | {"usage": usage} if self._has_usage else chunk)
+    def _end(self, call: GatewayCall, **part: Any) -> bytes:
+        last = self._event(call, finish_reason=call.answer.finish_reason, **part)
+        if self._has_usage:
+            last += encoded(self._head(call, self.chunk) | {"choices": [], "usage": self._usage(call)})
+        return last + b"data: [DONE]\n\n"
 
     def _head(self, call: GatewayCall, kind: str) -> dict[str, Any]:
         return {"id": call.name, "object": kind, "created": call.created_s, "model": call.model}
 
     def _usage(self, call: GatewayCall) -> dict[str, int]:
-        prompt = call.num_prompt_tokens
-        completion = call.num_completion_tokens
+        prompt = call.planned.whole.length
+        completion = call.answer.num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
@@ -103,14 +95,12 @@ class TextWriter(ChatWriter):
     chunk = "text_completion"
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        async for choice, _, text in call.pieces():
-            yield self._event(call, choice, text=text)
-        for choice in call.choices:
-            yield self._event(call, choice, text="", finish_reason=choice.finish_reason)
-        yield self._end(call)
+        async for _, text in call.pieces():
+            yield self._event(call, text=text)
+        yield self._end(call, text="")
 
-    def _choice(self, choice: Answer) -> dict[str, Any]:
-        return {"text": choice.content or "", "logprobs": None}
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        return {"text": answer.content or "", "logprobs": None}
 
 
 def _read_chat(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
@@ -129,7 +119,6 @@ TEXT = Dialect("cmpl", "completions", False, _read_text, TextRequest)
 
 # ---- responses
 
-HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
 NOT_ECHOED = {"input", "include", "stream", "model", "seed", "chat_template_kwargs"}
 
 
@@ -147,7 +136,6 @@ class ResponsesRequest(CallParameters):
     include: list[str] = []
     store: bool = True
     metadata: dict[str, Any] = {}
-    truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: Settings = {}
 
 
@@ -158,24 +146,23 @@ def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswer
     items = asked.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}] if items else []
-    messages = _messages([_resolved(item, f"input[{n}]", kept) for n, item in enumerate(items)])
+    messages = _messages([_resolved(item, f"input[{number}]", kept) for number, item in enumerate(items)])
     if not messages:
         raise invalid("input: it must be a text or a list of items, not empty.", "input")
-    tools = list(_functions(asked.tools, "tools", reader))
+    tools = list(_tools(asked.tools, reader))
     first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     chat = asked.common() | {
         "messages": [*first, *before, *messages],
-        "tools": [_chat_tool(tool) for tool in tools],
+        "tools": tools,
         "tool_choice": asked.tool_choice,
         "parallel_tool_calls": asked.parallel_tool_calls,
         "max_tokens": asked.max_output_tokens,
-        "logprobs": asked.top_logprobs > 0 or "message.output_text.logprobs" in asked.include,
+        "logprobs": "message.output_text.logprobs" in asked.include,
         "top_logprobs": asked.top_logprobs,
         "reasoning_effort": asked.reasoning.get("effort"),
-        "response_format": _response_format(asked.text.get("format")),
+        "response_format": chat_format(asked.text.get("format")),
     }
-    spaces = {_full_name(tool): tool for tool in tools if "namespace" in tool}
-    return reader.chat(chat), ResponseWriter(asked, spaces, [*before, *messages])
+    return reader.chat(chat), ResponseWriter(asked, [*before, *messages])
 
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
@@ -197,16 +184,14 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _message(item: Any, where: str) -> dict[str, Any]:
     match item:
-        case {"type": "message", "role": role, "content": content}:
+        case {"role": role, "content": content}:
             return {"role": role, "content": content}
         case {"type": "reasoning"}:
-            return {"role": "assistant", "reasoning_content": _thought(item, where)}
-        case {"type": "function_call", "call_id": str(name), "name": str(), "arguments": arguments}:
-            function = {"name": _full_name(item), "arguments": arguments}
-            return {
-                "role": "assistant",
-                "tool_calls": [{"id": name, "type": "function", "function": function}],
-            }
+            thought = item.get("content") or unsealed(item, where) or item.get("summary") or ""
+            return {"role": "assistant", "reasoning_content": thought}
+        case {"type": "function_call", "call_id": name}:
+            call = {"id": name, "type": "function", "function": present(item, "name", "arguments")}
+            return {"role": "assistant", "tool_calls": [call]}
         case {"type": "function_call_output", "call_id": str(name), "output": output}:
             return {"role": "tool", "tool_call_id": name, "content": output}
     kind = item.get("type") if isinstance(item, dict) else item
@@ -214,72 +199,50 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     raise invalid(f"{where}: an item of type {shown(kind)} is not supported: {why}.", where)
 
 
-def _thought(item: Mapping[str, Any], where: str) -> str:
-    """Raises ApiError for foreign content."""
-    text = joined_texts(item.get("content"))
-    if not text and isinstance(hidden := item.get("encrypted_content"), str):
-        try:
-            return unsealed(hidden)
-        except ValueError as error:
-            name = f"{where}.encrypted_content"
-            raise invalid(f"{name} cannot be read: {error}.", name) from None
-    return text or joined_texts(item.get("summary"))
-
-
 def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
-    """Raises ApiError: 404."""
+    """Return the item that an item_reference names. Raises ApiError: 404."""
     if not isinstance(item, dict) or item.get("type") != "item_reference":
-        return {"type": "message"} | item if isinstance(item, dict) and "role" in item else item
+        return item
     kind, _, rest = str(item.get("id")).partition("_")
     name, _, index = rest.partition("_")
     answer = kept_answer(name, param, kept).messages[-1]
     calls = answer.get("tool_calls", [])
     match kind:
         case "rs":
-            thought = {"type": "reasoning_text", "text": answer.get("reasoning_content", "")}
-            return {"type": "reasoning", "content": [thought]}
+            return {"type": "reasoning", "content": answer.get("reasoning_content", "")}
         case "msg":
-            return {"type": "message", "role": "assistant", "content": answer["content"]}
+            return {"role": "assistant", "content": answer["content"]}
         case "fc" if index in map(str, range(len(calls))):
             call = calls[int(index)]
             return {"type": "function_call", "call_id": call["id"], **call["function"]}
     raise ApiError(404, f"{param}: there is no item {shown(item.get('id'))}.", param=param)
 
 
-def _functions(tools: Sequence[Any], where: str, reader: RequestReader) -> Iterator[Mapping[str, Any]]:
-    for number, tool in enumerate(tools):
-        place = f"{where}[{number}]"
+_SEALED = "asyncrl:"
+"""Beginning of encrypted_content: the thought as base64, for clients that keep nothing else."""
+
+
+def unsealed(item: Mapping[str, Any], where: str) -> str:
+    """Raises ApiError for the encrypted_content of another server."""
+    hidden = item.get("encrypted_content") or _SEALED
+    try:
+        head, found, text = str(hidden).partition(_SEALED)
+        if head or not found:
+            raise ValueError("it does not come from this gateway")
+        return base64.b64decode(text, validate=True).decode()
+    except ValueError as error:
+        name = f"{where}.encrypted_content"
+        raise invalid(f"{name} cannot be read: {error}.", name) from None
+
+
+def _tools(tools: Sequence[Any], reader: RequestReader) -> Iterator[dict[str, Any]]:
+    for tool in tools:
         match tool:
-            case {"type": "namespace", "name": str(name), "tools": list(inner)}:
-                yield from (
-                    {**each, "namespace": name} for each in _functions(inner, f"{place}.tools", reader)
-                )
-            case {"type": "function", "name": str()}:
-                yield tool
-            case {"type": str(kind)} if kind.startswith(HOSTED):
-                reader.log_once(kind, f"tools of type {kind}, which OpenAI's servers run, are omitted")
+            case {"type": "function"}:
+                function = present(tool, "name", "description", "parameters", "strict")
+                yield {"type": "function", "function": function}
             case _:
-                given = tool.get("type") if isinstance(tool, dict) else tool
-                why = "functions and namespaces of functions are read"
-                raise invalid(f"{place}: a tool of type {shown(given)} is not supported: {why}.", place)
-
-
-def _full_name(function: Mapping[str, Any]) -> str:
-    space = function.get("namespace")
-    name = str(function["name"])
-    return f"{str(space).rstrip('_')}__{name}" if space else name
-
-
-def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    given = present(tool, "description", "parameters", "strict")
-    return {"type": "function", "function": {"name": _full_name(tool), **given}}
-
-
-def _response_format(form: Any) -> Any:
-    if not isinstance(form, dict) or form.get("type") != "json_schema":
-        return form
-    schema = present(form, "name", "description", "schema", "strict")
-    return {"type": "json_schema", "json_schema": schema}
+                reader.log_once("tools", f"a tool that is no function is omitted: {tool!r:.200}")
 
 
 _PARTS: Mapping[Kind, tuple[str, str]] = {"thought": ("rs", "reasoning_text"), "text": ("msg", "output_text")}
@@ -287,34 +250,26 @@ _PARTS: Mapping[Kind, tuple[str, str]] = {"thought": ("rs", "reasoning_text"), "
 
 
 class ResponseWriter(Writer):
-    """`spaces`: namespaced tools by model name."""
-
-    def __init__(
-        self,
-        asked: ResponsesRequest,
-        spaces: Mapping[str, Mapping[str, Any]],
-        messages: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, asked: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> None:
         self.continues = Kept(messages) if asked.store else None
-        self._spaces = spaces
         self._is_sealed = "reasoning.encrypted_content" in asked.include
         self._echoed = asked.model_dump(exclude=NOT_ECHOED)
 
     def body(self, call: GatewayCall) -> dict[str, Any]:
-        (choice,) = call.choices
-        kinds: list[Kind] = ["thought"] if choice.thought else []
-        if choice.content or not (kinds or choice.tool_calls):
+        answer = call.answer
+        kinds: list[Kind] = ["thought"] if answer.thought else []
+        if answer.content or not (kinds or answer.tool_calls):
             kinds.append("text")
         usage = {
-            "input_tokens": call.num_prompt_tokens,
+            "input_tokens": call.planned.whole.length,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": choice.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": choice.num_thought_tokens},
-            "total_tokens": call.num_prompt_tokens + choice.num_tokens,
+            "output_tokens": answer.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": answer.num_thought_tokens},
+            "total_tokens": call.planned.whole.length + answer.num_tokens,
         }
         output = [*(self._item(call, kind) for kind in kinds), *self._calls(call)]
         body = self._head(call) | {"status": "completed", "output": output, "usage": usage}
-        if choice.finish_reason == "length":
+        if answer.finish_reason == "length":
             body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         return body
 
@@ -368,26 +323,24 @@ class ResponseWriter(Writer):
         return encoded({"type": kind, "sequence_number": next(self._numbers), **fields})
 
     def _item(self, call: GatewayCall, kind: Kind) -> dict[str, Any]:
-        (choice,) = call.choices
+        answer = call.answer
         prefix, part_type = _PARTS[kind]
         item: dict[str, Any] = {"id": f"{prefix}_{call.name}", "status": "completed"}
-        if kind == "text":
-            if choice.finish_reason == "length":
-                item["status"] = "incomplete"
-            part: dict[str, Any] = {"type": part_type, "text": choice.content or "", "annotations": []}
-            part["logprobs"] = choice.logprobs or []
-            return item | {"type": "message", "role": "assistant", "content": [part]}
-        if self._is_sealed:
-            item["encrypted_content"] = sealed(choice.thought)
-        part = {"type": part_type, "text": choice.thought}
-        return item | {"type": "reasoning", "summary": [], "content": [part]}
+        part: dict[str, Any] = {"type": part_type}
+        if kind == "thought":
+            part["text"] = answer.thought
+            if self._is_sealed:
+                item["encrypted_content"] = _SEALED + base64.b64encode(answer.thought.encode()).decode()
+            return item | {"type": "reasoning", "summary": [], "content": [part]}
+        if answer.finish_reason == "length":
+            item["status"] = "incomplete"
+        part |= {"text": answer.content or "", "annotations": [], "logprobs": answer.logprobs or []}
+        return item | {"type": "message", "role": "assistant", "content": [part]}
 
     def _calls(self, call: GatewayCall) -> Iterator[dict[str, Any]]:
-        for number, each in enumerate(call.choices[0].tool_calls):
-            tool = self._spaces.get(each["function"]["name"], {})
+        for number, each in enumerate(call.answer.tool_calls):
             item = {"id": f"fc_{call.name}_{number}", "type": "function_call", "call_id": each["id"]}
-            item |= {"status": "completed", **each["function"]}
-            yield item | {name: tool[name] for name in ("namespace", "name") if name in tool}
+            yield item | {"status": "completed", **each["function"]}
 
 
 RESPONSES = Dialect("resp", "responses", True, _read_response, ResponsesRequest)

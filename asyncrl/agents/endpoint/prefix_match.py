@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from asyncrl.agents.endpoint.reasoning import Marks, close_thought, split_thought
-from asyncrl.messages.work import ChatRenderer, new_hash
+from asyncrl.messages.work import ChatTokenizer, new_hash
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.capture import ChatNode
@@ -29,33 +32,27 @@ How = Literal["new", "extended", "realigned", "edited"]
 """Origin of a prompt. edited starts a branch: the last answer was edited, or the text cannot be cut after it.
 """
 
-Prefill = Callable[[str], str]
-
-
-def no_prefill(prompt: str) -> str:
-    return ""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextHash:
-    """Length and running hash of a text."""
+class Prefix:
+    """Length and running hash of a text or of ids, int32 [T]."""
 
-    num_chars: int = 0
+    length: int = 0
     state: blake2b = field(default_factory=new_hash)
 
     @property
     def place(self) -> tuple[int, bytes]:
-        return self.num_chars, self.state.digest()
+        return self.length, self.state.digest()
 
-    def then(self, text: str) -> TextHash:
+    def then(self, more: str | npt.NDArray[np.int32]) -> Prefix:
         state = self.state.copy()
-        state.update(text.encode())
-        return TextHash(self.num_chars + len(text), state)
+        state.update(more.encode() if isinstance(more, str) else more.astype("<i4").tobytes())
+        return Prefix(self.length + len(more), state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptMatch:
-    """The ids of `parent`, then `text`, which ends with `prefill`. `text_hash`: of all text."""
+    """The ids of `parent`, then `text`, which ends with `prefill`. `whole`: of all text."""
 
     text: str
     how: How
@@ -63,7 +60,7 @@ class PromptMatch:
     chain: Chain
     num_messages: int
     prefill: str
-    text_hash: TextHash | None
+    whole: Prefix | None
 
 
 # ---- chats as hashes
@@ -72,46 +69,34 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 class Chain:
-    """Hash of a chat, message by message. `settled` maps forms of recorded answers to the delivered form."""
+    """Hash of a chat, message by message. `recorded`: answers count as they were delivered."""
 
-    def __init__(
-        self,
-        messages: Messages,
-        tools: Messages | None,
-        marks: Marks,
-        settled: Callable[[bytes], bytes | None] = lambda key: None,
-    ) -> None:
-        self._marks = marks
+    def __init__(self, messages: Messages, tools: Messages | None, marks: Marks, recorded: Recorded) -> None:
+        self.marks = marks
         self._state = new_hash(_to_json(tools or None).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
         for index, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                self._state.update(_canonical(message, marks))
-                continue
-            key = self.key_with({**message, "name": None})  # no recorded answer has a name
-            recorded = settled(key)
-            if recorded is None and "name" in message:
-                key = self.key_with(message)
-            self.answers.append((index, key))
-            self._state = new_hash(recorded or key)
+            key = self.key_with(message)
+            if message.get("role") == "assistant":
+                self.answers.append((index, key))
+                key = recorded.delivered_key(key)
+            self._state = new_hash(key)
 
-    def key_with(self, answer: Message) -> bytes:
+    def key_with(self, message: Message) -> bytes:
         state = self._state.copy()
-        state.update(_canonical(answer, self._marks))
+        state.update(_canonical(message, self.marks))
         return state.digest()
 
 
 def _canonical(message: Message, marks: Marks) -> bytes:
-    """Serialize a message without None fields, key order, JSON spacing, outer white space, and the place of
-    the thought: harnesses change them.
+    """Serialize a message without None fields, key order, JSON spacing, outer white space, and an answer's
+    name and place of the thought: harnesses change them.
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
-        thought, fields["content"] = split_thought(message, marks)
-        fields.pop("reasoning_content", None)
-        if thought:
-            fields["reasoning_content"] = thought
+        fields["reasoning_content"], fields["content"] = split_thought(message, marks)
+        fields.pop("name", None)
     if calls := fields.get("tool_calls"):
         fields["tool_calls"] = [_tool_call(call) for call in calls]
     return _to_json(fields).encode()
@@ -130,216 +115,168 @@ def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Messa
         forms.append({**message, "content": sampled, "reasoning_content": None})
     for form in forms:
         yield form
-        thought, content = split_thought(form, marks)
-        if thought:
-            yield {**form, "content": content, "reasoning_content": None}
+        yield {**form, "content": split_thought(form, marks)[1], "reasoning_content": None}
 
 
 class Recorded:
-    """A session's completions by chat and by text. Reads may run in a thread in parallel with add()."""
+    """A session's completions by chat, text and ids. Reads may run in a thread in parallel with add()."""
 
     def __init__(self) -> None:
-        self._by_chat: dict[bytes, ChatNode] = {}
-        self._settled: dict[bytes, bytes] = {}
-        self._by_text: dict[tuple[int, bytes], ChatNode] = {}
+        self._nodes: dict[Hashable, ChatNode] = {}
+        self._lengths: dict[type, set[int]] = {str: set(), np.ndarray: set()}
 
     def add(self, node: ChatNode, keys: Iterable[bytes]) -> None:
-        """`keys`: forms of its chat, the delivered form first."""
-        for key in keys:
-            if _rank(node, key) < _rank(self._by_chat.get(key), key):
-                self._by_chat[key] = node
-            self._settled.setdefault(key, node.key)
-        self._settled[node.key] = node.key
-        if node.text is not None and _rank(node) < _rank(self._by_text.get(node.text.place)):
-            self._by_text[node.text.place] = node
+        """`keys`: forms of its chat."""
+        places: list[Hashable] = [*keys, node.whole.place]
+        self._lengths[np.ndarray].add(node.whole.length)
+        if node.text is not None:
+            places.append(node.text.place)
+            self._lengths[str].add(node.text.length)
+        for place in places:
+            known = self._nodes.get(place)
+            if known is None or _rank(node, place) < _rank(known, place):
+                self._nodes[place] = node
 
-    def settled(self, key: bytes) -> bytes | None:
-        return self._settled.get(key)
+    def delivered_key(self, key: bytes) -> bytes:
+        return self._nodes[key].key if key in self._nodes else key
 
     def last_answer(self, chain: Chain) -> tuple[int, ChatNode | None]:
         """Return (index, completion), or (-1, None)."""
         for index, key in reversed(chain.answers):
-            if key in self._by_chat:
-                return index, self._by_chat[key]
+            if key in self._nodes:
+                return index, self._nodes[key]
         return -1, None
 
-    def longest(self, text: str) -> ChatNode | None:
-        hashed = new_hash()
+    def longest(self, whole: str | npt.NDArray[np.int32]) -> ChatNode | None:
+        prefix = Prefix()
         found: ChatNode | None = None
-        at = 0
-        for length in sorted({length for length, _ in tuple(self._by_text) if length <= len(text)}):
-            hashed.update(text[at:length].encode())
-            at = length
-            found = self._by_text.get((length, hashed.digest()), found)
+        for length in sorted(length for length in tuple(self._lengths[type(whole)]) if length <= len(whole)):
+            prefix = prefix.then(whole[prefix.length : length])
+            found = self._nodes.get(prefix.place, found)
         return found
 
 
-def _rank(node: ChatNode | None, key: bytes | None = None) -> tuple[Any, ...]:
-    return (2,) if node is None else (key is not None and node.key != key, node.order[1], node.content)
+def _rank(node: ChatNode, place: Hashable) -> tuple[Any, ...]:
+    """Rank completions of one place; the order of arrival does not count."""
+    return node.key != place, node.content
 
 
 # ---- the match
 
+SENTINEL = f"asyncrl{secrets.token_hex(16)}"
+"""Replaces an answer in a trial render; not guessable."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatMatcher:
-    renderer: ChatRenderer
+    tokenizer: ChatTokenizer
+    render: Callable[[Messages], str]
     recorded: Recorded
-    marks: Marks
     messages: Messages
-    tools: Messages | None
-    settings: Mapping[str, Any] | None
-    prefill: Prefill
+    prefill: str
     chain: Chain
 
     def match(self) -> PromptMatch:
         """Raises ValueError if the template refuses the chat or omits a message."""
-        at, known = self.recorded.last_answer(self.chain)
+        at, answer = self.recorded.last_answer(self.chain)
         try:
-            text = self._render(self.messages)
+            text = self._begun(self.render(self.messages))
         except ValueError:
-            found = self._realigned(at, known)
+            found = self._realigned(at, answer)
             if found is None:
                 raise
             return found
-        whole = text + self._begun(text)
-        node = self.recorded.longest(whole)
+        node = self.recorded.longest(text)
         found = None
         if node is not None and node.text is not None:
-            rest = whole[node.text.num_chars :]
-            if self._has_all(node.num_messages, rest):
-                how = self._how("extended", node.num_messages)
-                found = self._match(rest, how, node, self.prefill(text), node.text.then(rest))
+            rest = text[node.text.length :]
+            found = self._match("extended", node, node.num_messages, rest, node.text.then(rest))
         if found is None or (node is not None and node.num_messages <= at):
-            found = self._realigned(at, known) or found
-        if found is not None:
-            return found
-        index = left_out(self.messages, text, self.marks)
-        if index is not None:
+            found = self._realigned(at, answer) or found
+        found = found or self._match("edited", None, 0, text, Prefix().then(text))
+        if found is None:
+            index = left_out(self.messages, text)
             what = f"the chat template leaves out what messages[{index}] says"
-            rule = f"it has no place there for role {self.messages[index]['role']}"
+            rule = f"it has no place there for role {self.messages[index or 0]['role']}"
             raise ValueError(f"{what}: {rule}; send no such message, or set another model.chat_template")
-        return self._match(whole, "edited", None, self.prefill(text), TextHash().then(whole))
-
-    def _realigned(self, at: int, node: ChatNode | None) -> PromptMatch | None:
-        for rest in self._cuts(at, node) if node is not None else ():
-            if self._has_all(at + 1, rest):
-                how = self._how("realigned", at + 1)
-                return self._match(rest + self._begun(rest), how, node, self.prefill(rest), None)
-        return None
-
-    def _how(self, how: How, num_covered: int) -> How:
-        """Return `how` if the recorded ids contain the last answer."""
-        last = self.chain.answers[-1][0] if self.chain.answers else -1
-        return how if last < num_covered else "edited"
+        return found
 
     def _match(
-        self, text: str, how: How, parent: ChatNode | None, prefill: str, text_hash: TextHash | None
-    ) -> PromptMatch:
-        return PromptMatch(text, how, parent, self.chain, len(self.messages), prefill, text_hash)
+        self, how: How, parent: ChatNode | None, num_covered: int, text: str, whole: Prefix | None
+    ) -> PromptMatch | None:
+        """Return the match if the text has every message after the first `num_covered`."""
+        if left_out(self.messages, text, num_covered) is not None:
+            return None
+        if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
+            how = "edited"
+        return PromptMatch(text, how, parent, self.chain, len(self.messages), self.prefill, whole)
+
+    def _realigned(self, at: int, answer: ChatNode | None) -> PromptMatch | None:
+        for rest in self._cuts(at, answer) if answer is not None else ():
+            if found := self._match("realigned", answer, at + 1, self._begun(rest), None):
+                return found
+        return None
 
     def _begun(self, prompt: str) -> str:
-        prefill = self.prefill(prompt)
-        return prefill and close_thought(prompt, self.marks) + prefill
+        return prompt + close_thought(prompt, self.chain.marks) + self.prefill if self.prefill else prompt
 
-    def _has_all(self, num_covered: int, text: str) -> bool:
-        said = [message for message in self.messages[num_covered:] if message["role"] != "assistant"]
-        return left_out(said, text, self.marks) is None
-
-    def _render(self, messages: Messages) -> str:
-        return self.renderer.render(messages, tools=self.tools, settings=self.settings)
-
-    def _cuts(self, at: int, node: ChatNode) -> Iterator[str]:
+    def _cuts(self, at: int, answer: ChatNode) -> Iterator[str]:
         """Yield texts after the recorded answer messages[at], best first.
 
         The answer's calls stay, since a template may need them for results.
         """
-        ids = node.sampled_ids.tolist()
-        is_ended = bool(ids) and ids[-1] in self.renderer.end_ids
-        end = self.renderer.decode(ids[-1:], skip_special_tokens=False) if is_ended else ""
-        if calls := self.messages[at].get("tool_calls"):
-            behind = self._after(str(NUMBER), at, stand_in(calls))
-            if end and end in behind:
-                yield behind.partition(end)[2]
-            sampled = self.renderer.decode(ids, skip_special_tokens=False).removesuffix(end)
-            closed = _closing(sampled, behind)
-            if closed:
-                yield behind[closed:]
-        if after := self._after(SENTINEL, at, stand_in()):
-            between, found, rest = after.partition(end) if end else ("", "", "")
+        last = [token for token in answer.sampled_ids[-1:].tolist() if token in self.tokenizer.end_ids]
+        end = self.tokenizer.decode(last, skip_special_tokens=False)
+        calls = self.messages[at].get("tool_calls")
+        if calls and end:
+            _, found, rest = self._after(at, _with_calls(calls)).partition(end)
+            if found:
+                yield rest
+        if after := self._after(at, {"role": "assistant", "content": SENTINEL}):
+            between, found, rest = after.partition(end) if end else (after, "", "")
             yield rest if found and not between.strip() else after
 
-    def _after(self, placeholder: str, at: int, answer: Message) -> str:
-        """Return the text after the placeholder at messages[at]; empty if the template refuses."""
-        shown = [*self.messages[:at], answer, *self.messages[at + 1 :]]
+    def _after(self, at: int, stand_in: Message) -> str:
+        """Return the text after the placeholder of messages[at]; empty if the template refuses."""
+        shown = [*self.messages[:at], stand_in, *self.messages[at + 1 :]]
         single = [
             {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each
             for each in shown
         ]
         for chat in (shown, single):
             with contextlib.suppress(ValueError):
-                _, found, after = self._render(chat).rpartition(placeholder)
+                _, found, after = self.render(chat).rpartition(SENTINEL)
                 return after if found else ""
         return ""
 
 
-SENTINEL = f"asyncrl{secrets.token_hex(16)}"
-"""Replaces an answer in a trial render; not guessable."""
-NUMBER = 10**17 + secrets.randbelow(9 * 10**17)
-"""Replaces arguments in a trial render."""
-
-
-def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
-    """Return the placeholder for an answer with these calls; then without content, which a template may write
-    after them or their results.
+def _with_calls(calls: Sequence[Mapping[str, Any]]) -> Message:
+    """Return the placeholder for an answer with calls. It has no content, which a template may write after
+    them or their results.
     """
-    if not calls:
-        return {"role": "assistant", "content": SENTINEL}
-    arguments = {SENTINEL[:12]: NUMBER}
-    swapped = [
-        {**call, "function": {"name": call["function"]["name"], "arguments": arguments}} for call in calls
-    ]
+    arguments = {"x": SENTINEL}
+    swapped = [{**call, "function": {**call["function"], "arguments": arguments}} for call in calls]
     return {"role": "assistant", "content": "", "tool_calls": swapped}
 
 
-MAX_CLOSING = 200
+def left_out(messages: Messages, text: str, start: int = 0) -> int | None:
+    """Return the index of the first message from `start` on that is missing from the text, answers aside.
 
-
-def _closing(sampled: str, behind: str) -> int:
-    squeezed = "".join(sampled[-2 * MAX_CLOSING :].split())
-    for length in range(min(len(behind), MAX_CLOSING), 0, -1):
-        head = behind[:length]
-        if not head[-1].isspace() and squeezed.endswith("".join(head.split())):
-            return length
-    return 0
-
-
-# ---- messages that a template omits
-
-
-def left_out(messages: Messages, text: str, marks: Marks) -> int | None:
-    """Return the index of the first message missing from the text. White space, case and JSON escapes do not
-    count; of an answer, only the last line or the calls' names.
+    White space, case and JSON escapes do not count.
     """
-    squeezed = _squeezed(text) if messages else ""
+    squeezed = _squeezed(text)
     at = 0
     for index, message in enumerate(messages):
-        for said in _sayings(message, marks):
-            ways = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
-            places = (squeezed.find(_squeezed(way), start) for start in (at, 0) for way in ways)
-            found = next((place for place in places if place >= 0), None)
-            if found is None:
-                return index
-            at = max(at, found)
+        if index < start or message["role"] == "assistant":
+            continue
+        said = str(message.get("content") or "")
+        ways = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
+        places = (squeezed.find(_squeezed(way), begin) for begin in (at, 0) for way in ways)
+        place = next((place for place in places if place >= 0), None)
+        if place is None:
+            return index
+        at = max(at, place)
     return None
-
-
-def _sayings(message: Message, marks: Marks) -> Sequence[str]:
-    if message["role"] != "assistant":
-        return [str(message.get("content") or "")]
-    if calls := message.get("tool_calls"):
-        return [call["function"]["name"] for call in calls]
-    return str(message.get("content") or "").rpartition(marks[1])[2].strip().splitlines()[-1:]
 
 
 def _squeezed(text: str) -> str:

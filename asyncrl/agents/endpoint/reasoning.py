@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Mapping
 from typing import Any, Literal
 
 Marks = tuple[str, str]
@@ -51,83 +49,44 @@ class ReasoningSplitter:
     def __init__(self, marks: Marks, *, is_open: bool = False) -> None:
         self.marks = marks
         self._is_open = is_open
-        self._state: Literal["before", "inside", "between", "behind"] = "before"
         self._held = ""
-        self._has_thought = False
+        self._state: Literal["unknown", "thought", "text"] = "unknown"
+        self._is_first = True
+        """White space at the beginning of the state's text is dropped."""
 
-    @property
-    def is_closed(self) -> bool:
-        return self._has_thought and self._state in ("between", "behind")
-
-    def feed(self, text: str) -> tuple[str, str]:
+    def feed(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
+        """Return the next pieces of thought and text."""
         self._held += text
-        thought = ""
-        if self._state == "before":
-            self._begin()
-        if self._state == "inside":
-            thought = self._inside()
-        if self._state == "between":
-            self._held = self._held.lstrip()
-            self._state = "behind" if self._held else "between"
-        if self._state != "behind":
-            return thought, ""
-        shown, self._held = self._held, ""
-        return thought, shown
+        if self._state == "unknown":
+            self._begin(is_last)
+        thought = self._thought(is_last) if self._state == "thought" else ""
+        return thought, self._take(len(self._held)) if self._state == "text" else ""
 
-    def finish(self) -> tuple[str, str]:
-        rest, self._held = self._held, ""
-        if self._state == "inside" or (self._state == "before" and self._is_open):
-            return self._of_thought(rest.rstrip()), ""
-        return "", rest if self._state == "before" else ""
-
-    def _begin(self) -> None:
+    def _begin(self, is_last: bool) -> None:
+        begin = self.marks[0]
         bare = self._held.lstrip()
-        if bare.startswith(self.marks[0]):
-            self._state = "inside"
-            self._held = bare[len(self.marks[0]) :]
-        elif not self.marks[0].startswith(bare):
-            self._state = "inside" if self._is_open else "behind"
+        if bare.startswith(begin):
+            self._state = "thought"
+            self._held = bare.removeprefix(begin)
+        elif is_last or not begin.startswith(bare):
+            self._state = "thought" if self._is_open else "text"
+            self._is_first = self._is_open
 
-    def _inside(self) -> str:
+    def _thought(self, is_last: bool) -> str:
         before, found, after = self._held.partition(self.marks[1])
+        if not found and not is_last:
+            before = before[: len(before) - overlap(before, self.marks[1])]
+        thought = self._take(len(before.rstrip()))
         if found:
-            self._state = "between"
+            self._state = "text"
+            self._is_first = True
             self._held = after
-            return self._of_thought(before.rstrip())
-        piece = before[: len(before) - overlap(before, self.marks[1])].rstrip()
-        self._held = before[len(piece) :]
-        return self._of_thought(piece)
+        return thought
 
-    def _of_thought(self, piece: str) -> str:
-        piece = piece if self._has_thought else piece.lstrip()
-        self._has_thought = self._has_thought or bool(piece)
+    def _take(self, length: int) -> str:
+        piece = self._held[:length]
+        self._held = self._held[length:]
+        if self._is_first:
+            piece = piece.lstrip()
+            self._is_first = not piece
         return piece
-
-
-def num_until(token_ids: Sequence[int], mark: Sequence[int]) -> int | None:
-    """Count tokens through the first `mark`, if any."""
-    wanted = tuple(mark)
-    for end in range(len(mark), len(token_ids) + 1):
-        if token_ids[end - 1] == wanted[-1] and tuple(token_ids[end - len(mark) : end]) == wanted:
-            return end
-    return None
-
-
-def signature_of(thought: str) -> str:
-    """Return a signature that detects altered thoughts; no secret."""
-    digest = blake2b(thought.encode(), digest_size=24, person=b"asyncrl thought").digest()
-    return base64.b64encode(digest).decode()
-
-
-_SEALED = "asyncrl:"
-
-
-def sealed(thought: str) -> str:
-    return _SEALED + base64.b64encode(thought.encode()).decode()
-
-
-def unsealed(text: str) -> str:
-    """Invert sealed(). Raises ValueError."""
-    if not text.startswith(_SEALED):
-        raise ValueError("it does not come from this gateway")
-    return base64.b64decode(text.removeprefix(_SEALED), validate=True).decode()

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    Json,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Json, ValidationError
 from pydantic_core import PydanticCustomError, from_json, to_json
 from typing_extensions import TypedDict
 
-from asyncrl.agents.endpoint.tool_formats import MAX_TOOLS
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
@@ -28,8 +18,8 @@ log = logging.getLogger(__name__)
 # ---- errors
 
 NO_RETRY = {"x-should-retry": "false"}
-_CODES = {404: "unknown_url", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
 _LONGEST_SHOWN = 80
+MAX_TOOLS = 128
 
 
 class ApiError(Exception):
@@ -47,7 +37,7 @@ class ApiError(Exception):
     ) -> None:
         self.status = status
         self.headers = dict(headers or {})
-        self.error = {"message": message, "type": type, "param": param, "code": code or _CODES.get(status)}
+        self.error = {"message": message, "type": type, "param": param, "code": code}
         super().__init__(message)
 
     def body(self) -> bytes:
@@ -83,13 +73,16 @@ def wrong(why: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{why}", {"why": why})
 
 
+TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
+
+
 def joined(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     texts: list[str] = []
     for part in content:
         match part:
-            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            case {"type": str(kind), "text": str(text)} if kind in TEXTS:
                 texts.append(text)
             case _:
                 kind = shown(part.get("type") if isinstance(part, dict) else part)
@@ -119,15 +112,12 @@ class _Message(_Open):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: NotRequired[str]
     content: Annotated[str, BeforeValidator(joined)]
-    reasoning_content: NotRequired[str]
+    reasoning_content: NotRequired[Annotated[str, BeforeValidator(joined)]]
     tool_calls: NotRequired[Annotated[list[_SentCall], Field(max_length=MAX_TOOLS)]]
     tool_call_id: NotRequired[Annotated[str, Field(min_length=1)]]
 
 
-_READ = {*_Message.__annotations__, "reasoning", "reasoning_details"}
-
-
-def _tidy(message: Any, info: ValidationInfo) -> Any:
+def _tidy(message: Any) -> Any:
     """Keep the keys that templates get. Add empty content to tool calls for SmolLM2 and Phi 3."""
     if not isinstance(message, dict):
         return message
@@ -139,19 +129,11 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
         raise wrong(f"{key} of a message of role {shown(role)} is refused: this model reads text")
     if role == "tool" and "tool_call_id" not in kept:
         raise wrong("a message of role tool needs its tool_call_id")
-    if info.context is not None and (ignored := kept.keys() - _READ):
-        info.context(ignored)
     if role != "assistant":
         return kept
     thought = kept.get("reasoning_content") or kept.get("reasoning")
-    if not isinstance(thought, str):
-        thought = joined_texts(kept.get("reasoning_details"))
-    return {"content": "", **kept} | ({"reasoning_content": thought} if thought else {})
-
-
-def joined_texts(parts: Any) -> str:
-    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    return "".join(text for text in texts if isinstance(text, str))
+    is_text = isinstance(thought, (str, list))
+    return {"content": "", **kept} | ({"reasoning_content": thought} if is_text else {})
 
 
 def present(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -180,49 +162,34 @@ class _JsonSchema(_Open):
     strict: NotRequired[bool | None]
 
 
-class _JsonObjectFormat(_Open):
-    type: Literal["json_object"]
-
-
-class _JsonSchemaFormat(_Open):
-    type: Literal["json_schema"]
-    json_schema: _JsonSchema
+class _ResponseFormat(_Open):
+    type: Literal["json_object", "json_schema"]
+    json_schema: NotRequired[_JsonSchema]
 
 
 ResponseFormat = Annotated[
-    Annotated[_JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")] | None,
-    BeforeValidator(lambda value: None if value == {"type": "text"} else value),
+    _ResponseFormat | None, BeforeValidator(lambda value: None if value == {"type": "text"} else value)
 ]
 """None: any text."""
 
 
 # ---- parameters
 
-MAX_CHOICES = 16
 MAX_STOPS = 16
-MAX_LOGGED = 256
 LOWEST_TEMPERATURE = 0.01
 """vLLM does not sample below this; treated as greedy."""
 
 IGNORED = frozenset(
     (
         "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-        "prediction verbosity max_tool_calls stream_options prompt_cache_options client_metadata "
+        "prediction truncation verbosity max_tool_calls stream_options prompt_cache_options client_metadata "
         "inference_geo speed cache_control context_management diagnostics betas user_profile_id workspace_id"
     ).split()
 )
 """Parameters without an effect on sampling."""
 
-REFUSED = frozenset(
-    (
-        "frequency_penalty presence_penalty repetition_penalty logit_bias top_k min_p best_of echo "
-        "modalities audio suffix functions function_call background conversation prompt moderation "
-        "mcp_servers container web_search_options"
-    ).split()
-)
-"""Parameters accepted only with a value that turns them off."""
-OFF: Mapping[str, Any] = {"repetition_penalty": 1, "top_k": -1, "best_of": 1, "modalities": ["text"]}
-"""Off values other than 0, false or empty."""
+OFF: Mapping[str, Any] = {"n": 1, "repetition_penalty": 1, "top_k": -1, "best_of": 1, "modalities": ["text"]}
+"""Values, other than 0, false or empty, that turn a refused parameter off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +198,11 @@ class CallRules:
 
     model_name: str
     temperature: float
-    top_p: float
     max_tokens: int
     max_prompt_tokens: int
     max_length: int
     vocab_size: int
-    on_sampling_override: Literal["use_config", "honour", "refuse"] = "use_config"
+    on_sampling_override: Literal["use_config", "honour"] = "use_config"
 
 
 def _tool_choice(value: Any) -> str:
@@ -248,15 +214,6 @@ def _tool_choice(value: Any) -> str:
     raise wrong("it must be none, auto, required, or name a function")
 
 
-def _prompt(value: Any) -> Any:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
-        value = value[0]
-    is_ids = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
-    if not value or not (is_ids or isinstance(value, str)):
-        raise wrong("it must be one text or one list of token ids, not empty")
-    return value
-
-
 # ---- calls
 
 Stops = Annotated[
@@ -266,6 +223,14 @@ Stops = Annotated[
 ]
 Settings = dict[str, str | int | float | bool | None]
 Count = Annotated[int, Field(ge=1)]
+
+
+def chat_format(form: Any, **more: Any) -> Any:
+    """Convert a format of responses or messages to that of chats."""
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return form
+    schema = more | present(form, "name", "description", "schema", "strict")
+    return {"type": "json_schema", "json_schema": schema}
 
 
 class CallParameters(BaseModel):
@@ -282,15 +247,11 @@ class CallParameters(BaseModel):
         return self.model_dump(include=names, exclude_unset=True)
 
 
-_SHAPE = set("temperature top_p n stop max_tokens parallel_tool_calls response_format".split())
-
-
 class CallRequest(CallParameters):
     """A call to sample; `temperature` and `top_p` None: the run's."""
 
     param: ClassVar[str]
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stops = []
     max_tokens: Count | None = None
     stream_options: dict[str, Any] = {}
@@ -300,11 +261,6 @@ class CallRequest(CallParameters):
     @property
     def has_one_call(self) -> bool:
         return False
-
-    def shape(self) -> bytes:
-        """Return the parameters that shape the answers, as seed source."""
-        shape = self.model_dump(include=_SHAPE, exclude_defaults=True)
-        return to_json(shape) if shape else b""
 
 
 class ChatRequest(CallRequest):
@@ -318,16 +274,17 @@ class ChatRequest(CallRequest):
     parallel_tool_calls: bool = True
     max_completion_tokens: Count | None = None
     response_format: ResponseFormat = None
-    reasoning_effort: Annotated[str, Field(pattern=r"^[a-z]{1,16}\z")] | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: Settings = {}
 
     @property
     def has_one_call(self) -> bool:
         return bool(self.tools) and not self.parallel_tool_calls
 
-    def shape(self) -> bytes:
-        forced = self.tool_choice.encode() if self.tool_choice not in ("none", "auto") else b""
-        return super().shape() + forced
+
+def _is_one(prompt: Any) -> bool:
+    """Return whether it is a list of one prompt, as some clients send it."""
+    return isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list))
 
 
 class TextRequest(CallRequest):
@@ -335,7 +292,11 @@ class TextRequest(CallRequest):
 
     param = "prompt"
 
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Annotated[
+        str | list[Annotated[int, Field(ge=0)]],
+        Field(min_length=1),
+        BeforeValidator(lambda prompt: prompt[0] if _is_one(prompt) else prompt),
+    ]
     logprobs: Literal[False] = False
     top_logprobs: Literal[0] = 0
     max_tokens: Count | None = 16  # OpenAI's default
@@ -360,8 +321,7 @@ class RequestReader:
         """Raises ApiError."""
         asked = self.checked(body, ChatRequest)
         self._settle_sampling(asked)
-        if asked.top_logprobs and not asked.logprobs:
-            raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
+        asked.logprobs |= asked.top_logprobs > 0
         names = [f"function:{tool['function']['name']}" for tool in asked.tools]
         if asked.tool_choice == "auto" and not names:
             asked.tool_choice = "none"
@@ -388,42 +348,30 @@ class RequestReader:
     def checked(self, body: Mapping[str, Any], shape: type[Shape]) -> Shape:
         given = {}
         for name, value in body.items():
-            is_off = name in REFUSED and (not value or value == OFF.get(name))
-            if value is None or (is_off and name not in shape.model_fields):
-                continue
-            if name in IGNORED and name not in shape.model_fields:
+            is_field = name in shape.model_fields
+            if name in IGNORED and not is_field:
                 self.log_once(name, f"calls give `{name}`, which has no effect")
-            else:
+            elif value is not None and (is_field or (value and value != OFF.get(name))):
                 given[name] = value
         try:
-            return shape.model_validate(given, context=self._log_ignored)
+            return shape.model_validate(given)
         except ValidationError as error:
             raise refused(error) from None
 
     def _settle_sampling(self, asked: CallRequest) -> None:
-        """Settle temperature and top_p (None: the run's). Raises ApiError."""
-        rule = self._rules.on_sampling_override
+        """Settle temperature and top_p (None: the run's)."""
         if asked.temperature == 0 or asked.top_p == 0 or (asked.temperature or 1) < LOWEST_TEMPERATURE:
             asked.temperature = 0.0  # greedy
             asked.top_p = None
-        for name in ("temperature", "top_p"):
+        for name, fixed in (("temperature", self._rules.temperature), ("top_p", 1.0)):
             value = getattr(asked, name)
-            fixed = getattr(self._rules, name)
-            if value is None or (value != fixed and rule == "honour"):
-                continue
-            if value != fixed and rule == "refuse":
-                why = f"training samples at {name}={fixed}. Leave it out, or set gateway.on_sampling_override"
-                raise invalid(f"{name}={value} is refused: {why} to use_config.", name)
-            if value != fixed:
+            if value in (None, fixed) or self._rules.on_sampling_override == "use_config":
+                setattr(asked, name, None)
+            if value not in (None, fixed, getattr(asked, name)):
                 self.log_once(name, f"calls ask for {name}={value} and get {name}={fixed}")
-            setattr(asked, name, None)
-
-    def _log_ignored(self, keys: Collection[str]) -> None:
-        for key in sorted(keys):
-            self.log_once(f"messages.{key}", f"messages have `{key[:80]}`, which no template gets")
 
     def log_once(self, name: str, text: str) -> None:
-        if name not in self._logged and len(self._logged) < MAX_LOGGED:
+        if name not in self._logged:
             self._logged.add(name)
             log.warning("gateway: %s", text)
 
@@ -439,13 +387,9 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-_TAGS = {"json_object", "str"}
-"""Names of union members in the paths of pydantic."""
-
-
 def refused(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
-    parts = [part for part in first["loc"] if part not in _TAGS]
+    parts = [part for part in first["loc"] if part != "str"]  # member of a union
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     param = param.removeprefix(".")[:200]
     given = shown(first["input"])

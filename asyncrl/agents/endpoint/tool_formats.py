@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -17,8 +16,7 @@ from asyncrl.agents.endpoint.reasoning import THINKING, Marks
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 
-MAX_TOOLS = 128
-MALFORMED = (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError)
+MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _DECODER = json.JSONDecoder()
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
@@ -87,7 +85,7 @@ def read_json(text: str, begun: Any, tools: Tools) -> Found:
 
 
 def tagged(pattern: str) -> Read:
-    """Read tagged arguments. Groups: `key`, `value`, optionally `string` ("true": text)."""
+    """Read tagged arguments. Groups: `key`, `value`."""
     arguments = re.compile(pattern, re.DOTALL)
 
     def read(text: str, begun: Any, tools: Tools) -> Found:
@@ -99,11 +97,10 @@ def tagged(pattern: str) -> Read:
         found: dict[str, Any] = {}
         while match := arguments.match(text, at):
             at = match.end()
-            key, value = match["key"], match["value"]
+            key = match["key"]
             if key in found:
                 raise ValueError("an argument is given twice")
-            is_text = match.groupdict().get("string") == "true"
-            found[key] = value if is_text else typed(value, schemas.get(key))
+            found[key] = typed(match["value"], schemas.get(key))
         return [(name, found)], at
 
     return read
@@ -128,8 +125,6 @@ def typed(raw: str, schema: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)):
         return raw
     found = _TYPES[type(value)]
-    if found == "number" and "integer" in types and "number" not in types and value.is_integer():
-        return int(value)
     return value if not types or found in types or (found == "integer" and "number" in types) else raw
 
 
@@ -143,60 +138,6 @@ def _types(schema: Any) -> set[str]:
             return set()
         found.update([declared] if isinstance(declared, str) else declared)
     return found
-
-
-_PYTHON_CALL = re.compile(r"\s*[\[,]\s*(?P<tool>[\w.-]+)\(")
-_PYTHON_END = re.compile(r"\s*\)")
-_PYTHON_ARGUMENT = re.compile(
-    r"[\s,]*(?P<key>\w+)=(?P<value>'(?:[^'\\]|\\.)*'|.*?)"
-    r"(?=,\s*\w+=|\)\s*(?:,\s*[\w.-]+\(|\]\s*(?:<\|tool_call_end\|>|\Z)))",
-    re.DOTALL,
-)
-
-
-def read_python(text: str, begun: Any, tools: Tools) -> Found:
-    """Read `[f(x='a', y=1), g()`."""
-    calls: list[tuple[Any, Any]] = []
-    at = begun.end()
-    while call := _PYTHON_CALL.match(text, at):
-        at = call.end()
-        arguments: dict[str, Any] = {}
-        while match := _PYTHON_ARGUMENT.match(text, at):
-            at = match.end()
-            arguments[match["key"]] = _literal(match["value"])
-        at = _after(_PYTHON_END, text, at)
-        calls.append((call["tool"], arguments))
-    return calls, at
-
-
-def _literal(text: str) -> Any:
-    """Read JSON or Python; quoted text may contain quotes and line breaks."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            if text[:1] + text[-1:] != "''":
-                raise
-            return text[1:-1]
-
-
-_GEMMA_WORD = re.compile(r"(?<=[{,])[^{}\[\],:]+(?=:)|None")
-
-
-def _read_gemma(text: str, begun: Any, tools: Tools) -> Found:
-    """Read `{key:<|"|>text<|"|>}`."""
-    body = text[begun.end() :].partition("<tool_call|>")[0]
-    parts = body.split('<|"|>')
-    for number, part in enumerate(parts):
-        is_text = number % 2 == 1
-        parts[number] = json.dumps(part) if is_text else _GEMMA_WORD.sub(_as_json, part)
-    return [(begun["tool"], json.loads("".join(parts)))], begun.end() + len(body)
-
-
-def _as_json(word: re.Match[str]) -> str:
-    return "null" if word[0] == "None" else json.dumps(word[0])
 
 
 # ---- formats
@@ -221,8 +162,6 @@ class ToolFormat:
     call: str = ""
     """A call of the tool NAME up to its arguments, or with JSON ARGUMENTS. Empty: no call can be forced."""
     close: str | None = None
-    joint: str | None = None
-    """Text between calls; None: one call per answer."""
     thinking: Marks = THINKING
     refusal: str = ""
 
@@ -289,11 +228,10 @@ class ToolFormat:
         return (head.replace("NAME", name), tail) if found else None
 
     def without_tools(self) -> ToolFormat:
-        marks = [mark for mark in self.marks if self.noise or any(mark in text for text in self.thinking)]
-        return ToolFormat(noise=self.noise, marks=marks, thinking=self.thinking)
+        return ToolFormat(noise=self.noise, marks=self.marks if self.noise else (), thinking=self.thinking)
 
 
-USAGE = "parse(text) -> [(name, arguments), ...], (content, [(name, arguments), ...]) or None"
+USAGE = "parse(text) -> [(name, arguments), ...] or None"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,45 +243,20 @@ class UserFormat(ToolFormat):
 
     def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
         try:
-            found: Any = self.function(text)
+            found = self.function(text)
         except (ValueError, RecursionError):
             return text, ()
         except Exception as error:  # user errors are data
             raise self._misused(raised(error)) from error
-        has_content = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str | None)
-        content, pairs = found if has_content else (None, found)
         try:
-            pairs = [(name, arguments) for name, arguments in pairs or ()]
+            pairs = [(name, arguments) for name, arguments in found or ()]
         except (TypeError, ValueError):
             raise self._misused(f"returned {found!r:.200}") from None
-        return content, [
-            make_call(name, from_json(arguments) if isinstance(arguments, str) else arguments)
-            for name, arguments in pairs
-        ]
+        return None, [make_call(*pair) for pair in pairs]
 
     def _misused(self, what: str) -> RolloutFailure:
         rule = f"it is called as {USAGE}; a ValueError says that a call is malformed"
         return RolloutFailure(f"gateway.tool_format={self.name} {what}", rule=rule)
-
-
-def response_template_format(template: Any) -> ToolFormat:
-    """Return the format of a tokenizer's `response_template`, parsed by transformers. Raises ConfigError."""
-    from transformers.utils.chat_parsing import parse_response
-    from transformers.utils.chat_parsing.response_templates import load_response_template
-
-    def read(text: str, begun: Any, tools: Tools) -> Found:
-        answer = parse_response(text, loaded, prefix="", tools=list(tools) or None)
-        functions = [call["function"] for call in answer["tool_calls"]]
-        return [(each["name"], each["arguments"]) for each in functions], len(text)
-
-    try:
-        loaded = load_response_template(template or {})
-        head = loaded.fields["tool_calls"].open_re.pattern
-    except (TypeError, ValueError, KeyError) as error:
-        what = "gateway.tool_format=response_template: the tokenizer has no response_template that reads "
-        way_out = "set gateway.tool_format to auto or to another format."
-        raise ConfigError(f"{what}tool calls: {error}", way_out=way_out) from error
-    return ToolFormat(name="response_template", head=head, read=read)
 
 
 # ---- families
@@ -358,7 +271,6 @@ _HERMES = ToolFormat(
     marks=(OPEN, CLOSE),
     call=f"{OPEN}\n{_JSON_CALL}\n{CLOSE}",
     close=CLOSE,
-    joint="\n",
 )
 _LLAMA = ToolFormat(
     name="llama",
@@ -367,13 +279,6 @@ _LLAMA = ToolFormat(
     marks=("<|python_tag|>",),
     call='{"name": "NAME", "parameters": ARGUMENTS}',
 )
-
-
-def _json_list(name: str, begin: str, end: str) -> ToolFormat:
-    call = f"{begin}[{_JSON_CALL}]{end}"
-    return ToolFormat(name=name, head=begin, tail=rf"{end}|\Z", marks=(begin, end), call=call)
-
-
 _QWEN3_CODER = ToolFormat(
     name="qwen3_coder",
     head=rf"{OPEN}\s*<function=(?P<tool>[^>\n]+)>",
@@ -396,36 +301,6 @@ _GLM = ToolFormat(
     marks=(OPEN, CLOSE),
     call=f"{OPEN}NAME",
     close=CLOSE,
-)
-
-
-def _invoke(prefix: str) -> str:
-    return rf'<{prefix}invoke name="(?P<tool>[^"]+)">'
-
-
-def _parameters(prefix: str) -> Read:
-    return tagged(
-        rf'\s*<{prefix}parameter name="(?P<key>[^"]*)"(?: string="(?P<string>true|false)")?>(?P<value>.*?)'
-        rf"</{prefix}parameter>(?=\s*<(?:{prefix}parameter name=|/{prefix}invoke>)|\s*\Z)"
-    )
-
-
-_MINIMAX = ToolFormat(
-    name="minimax",
-    head=rf"(?:<minimax:tool_call>\s*)?{_invoke('')}",
-    read=_parameters(""),
-    tail=r"(?:\s*</invoke>|\n\s*\Z|(?<=</parameter>)\Z)(?:\s*</minimax:tool_call>)?",
-    marks=("<minimax:tool_call>", "</minimax:tool_call>", "</invoke>"),
-    call='<minimax:tool_call>\n<invoke name="NAME">',
-    close="</invoke>",
-)
-_DEEPSEEK_V32 = ToolFormat(
-    name="deepseek_v32",
-    head=rf"(?:<｜DSML｜function_calls>\s*)?{_invoke('｜DSML｜')}",
-    read=_parameters("｜DSML｜"),
-    tail=r"\s*</｜DSML｜invoke>(?:\s*</｜DSML｜function_calls>)?",
-    marks=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜"),
-    call='<｜DSML｜function_calls>\n<｜DSML｜invoke name="NAME">',
 )
 _BEGIN = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 _END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -457,84 +332,32 @@ _MISTRAL = ToolFormat(
     marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     call=f"[TOOL_CALLS][{_JSON_CALL}]",
 )
-_MISTRAL_V11 = replace(
-    _MISTRAL, call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", joint="", thinking=("[THINK]", "[/THINK]")
-)
-_GEMMA4 = ToolFormat(
-    name="gemma4",
-    head=r"<\|tool_call>call:(?P<tool>[^\s{]+)(?=\{)",
-    read=_read_gemma,
-    tail=r"<tool_call\|>|\Z",
-    marks=("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>"),
-    call="<|tool_call>call:NAME",
-    close="<tool_call|>",
-    thinking=("<|channel>thought", "<channel|>"),
-)
-_LFM2 = ToolFormat(
-    name="lfm2",
-    head=r"<\|tool_call_start\|>",
-    read=read_python,
-    tail=r"\s*\]\s*(?:<\|tool_call_end\|>|\Z)",
-    marks=("<|tool_call_start|>", "<|tool_call_end|>"),
-    call="<|tool_call_start|>[NAME(",
-)
-
+_MISTRAL_V11 = replace(_MISTRAL, call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", thinking=("[THINK]", "[/THINK]"))
 _START = r"(?:\A|<\|start\|>assistant)"
-_NEXT = r"(?=<\|start\|>assistant)|\Z"
-
-
-def _noise(thought: str, user: str, end: str, marks: Sequence[str]) -> str:
-    """Return the pattern of thoughts, and of heads and ends of messages to the user."""
-    heads = rf"{_START}\s*{thought}\s*<\|message\|>.*?(?:{end}|{_NEXT})|{_START}\s*{user}<\|message\|>"
-    return "|".join([heads, *map(re.escape, marks)])
-
-
-_HARMONY_END = r"<\|(?:end|return|call)\|>"
-_HARMONY = [f"<|{name}|>" for name in ("end", "return", "call", "channel", "constrain", "start", "message")]
+_END_OF_MESSAGE = r"(?:<\|(?:end|return|call)\|>|(?=<\|start\|>assistant)|\Z)"
 _CONSTRAINED = r"(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?"
 _GPT_OSS = ToolFormat(
     name="gpt_oss",
     head=rf"{_START}[^<]*(?:<\|channel\|>[^<]*)?\bto=functions\.(?P<tool>[\w.-]+)"
     rf"[^<]*{_CONSTRAINED}<\|message\|>",
-    tail=rf"{_HARMONY_END}|{_NEXT}",
-    noise=_noise(r"<\|channel\|>analysis", _CONSTRAINED, _HARMONY_END, _HARMONY),
-    marks=_HARMONY,
+    tail=_END_OF_MESSAGE,
+    noise=rf"{_START}\s*<\|channel\|>analysis\s*<\|message\|>.*?{_END_OF_MESSAGE}"
+    rf"|{_START}\s*{_CONSTRAINED}<\|message\|>"
+    r"|<\|(?:end|return|call|channel|constrain|start|message)\|>",
+    marks=[f"<|{name}|>" for name in "end return call channel constrain start message".split()],
     call=" to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS",
     thinking=("<|channel|>analysis<|message|>", "<|end|>"),
 )
-_ATEM_END = r"<\|(?:eom|eot)\|>"
-_ATEM = ("<|eom|>", "<|eot|>", "<|start|>", "<|message|>")
-_MUSE_GLIMMER = ToolFormat(
-    name="muse_glimmer",
-    head=rf"{_START}[^<]*<\|message\|><atem:function_calls>\s*{_invoke('atem:')}",
-    read=_parameters("atem:"),
-    tail=rf"\s*</atem:invoke>\s*(?:</atem:function_calls>\s*)?(?:{_ATEM_END}|{_NEXT})",
-    noise=_noise("to=self", r"(?:to=user\s*)?", _ATEM_END, _ATEM),
-    marks=_ATEM,
-    call=' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">',
-    thinking=("to=self<|message|>", "<|eom|>"),
-)
-_UNKNOWN = ToolFormat()
 
 FAMILIES: Sequence[tuple[tuple[str, ...], ToolFormat]] = [
     (("<|channel|>", "functions."), _GPT_OSS),
-    (("<atem:invoke",), _MUSE_GLIMMER),
-    (("<|tool_call>call:",), _GEMMA4),
-    (("<｜DSML｜",), _DEEPSEEK_V32),
     (("<｜tool▁call▁begin｜>", "```json"), _DEEPSEEK_V3),
     (("<｜tool▁call▁begin｜>",), _DEEPSEEK),
-    (("minimax:tool_call>",), _MINIMAX),
     (("<|tool_call_argument_begin|>",), _KIMI),
     (("[TOOL_CALLS]", "[ARGS]"), _MISTRAL_V11),
     (("[TOOL_CALLS]",), _MISTRAL),
-    (("<|tool_call_start|>",), _LFM2),
-    (("<|tool_list_start|>",), _LFM2),
     (("<arg_key>",), _GLM),
     (("<function=", "<parameter="), _QWEN3_CODER),
-    (("<TOOLCALL>",), _json_list("toolcall", "<TOOLCALL>", "</TOOLCALL>")),
-    (("<tool_calls>",), _json_list("tool_calls", "<tool_calls>", "</tool_calls>")),
-    (("<function=",), _UNKNOWN),  # Functionary
-    (("functools[",), _UNKNOWN),  # Firefunction
     ((f"{OPEN}[",), replace(_HERMES, call=f"{OPEN}[\n{_JSON_CALL}\n]{CLOSE}")),  # SmolLM2
     ((OPEN,), _HERMES),
     (('"parameters"', "<|python_tag|>"), _LLAMA),
@@ -543,26 +366,20 @@ FAMILIES: Sequence[tuple[tuple[str, ...], ToolFormat]] = [
 """(substrings of chat templates, format); the first match counts, or the last format of a name."""
 
 
-def find_tool_format(name: str, template: str, response_template: Any = None) -> ToolFormat:
-    """Return the format `name`. auto: by the chat template, else the tokenizer's response template. Raises
-    ConfigError.
-    """
+def find_tool_format(name: str, template: str) -> ToolFormat:
+    """Return the format `name`; auto: by the chat template. Raises ConfigError."""
     if ":" in name:
         function = load_function(name, "gateway.tool_format", usage=USAGE, arguments=("",))
         return UserFormat(name=name, function=function)
     fitting = [each for shown, each in FAMILIES if all(mark in template for mark in shown)]
     named = {each.name: each for _, each in FAMILIES} | {each.name: each for each in reversed(fitting)}
-    known = ", ".join([*(each for each in named if each != "none"), "response_template"])
-    found = fitting[0].name if fitting else "none"
-    if found == "none" and "tool_calls" in (response_template or {}).get("fields", {}):
-        found = "response_template"
-    chosen = found if name == "auto" else name
-    tool_format = named.get(chosen)
-    if chosen == "response_template":
-        tool_format = response_template_format(response_template)
-    if tool_format is None:
+    known = ", ".join(named)
+    named["none"] = ToolFormat()
+    named["auto"] = fitting[0] if fitting else named["none"]
+    if name not in named:
         way_out = f"set it to auto, {known}, none, or module:function of a parser of your own."
         raise ConfigError(f"gateway.tool_format={name} is not known", way_out=way_out)
+    tool_format = named[name]
     if template and not re.search(r"\btools\b", template):
         why = "the chat template never mentions `tools`, so the model would not see them"
         return replace(tool_format, refusal=f"{why}. Set model.chat_template to another Jinja file.")

@@ -17,9 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
-from asyncrl.agents.endpoint.newest import Newest
-from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, invalid
-from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, no_session
+from asyncrl.agents.endpoint.requests import ApiError, invalid
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.base.errors import PromptUnusable, RolloutFailure
 from asyncrl.base.http import Refused
@@ -47,9 +45,8 @@ class QueuedItem:
     worker: WorkerRecord | None = None
     posted: Outcome = field(default_factory=Outcome)
 
-    @property
-    def keys(self) -> list[str]:
-        return [key for key in (self.item.key, self.item.outcome_key) if key is not None]
+    def post(self, outcome: Outcome) -> None:
+        self.posted = outcome
 
 
 @dataclass(eq=False, slots=True)
@@ -57,11 +54,6 @@ class WorkerRecord:
     last_number: int = -1
     held: dict[str, QueuedItem] = field(default_factory=dict)
     silence: asyncio.TimerHandle | None = None
-
-
-def outcome_refused(outcomes: Outcomes) -> ApiError:
-    why = f"This key samples and sets no reward: generator.outcomes={outcomes} says where rewards come from."
-    return ApiError(403, why, code="outcome_refused", headers=NO_RETRY)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -85,10 +77,9 @@ class RolloutQueue:
 
     def __post_init__(self) -> None:
         self._queue: OrderedDict[str, QueuedItem] = OrderedDict()
-        self._by_key: dict[str, QueuedItem] = {}
         self._workers: dict[WorkerId, WorkerRecord] = {}
-        self._ended = Newest[str, str](3 * MAX_EXPIRED)  # by item, and by both keys
-        self._takers: dict[str, Callable[[Outcome], None] | None] = {}
+        self._takers: dict[str, Callable[[Outcome], None]] = {}
+        """Receivers of posted outcomes, by key."""
         self._run_id = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
@@ -111,19 +102,20 @@ class RolloutQueue:
 
     def _what_runs(self) -> str:
         num_held = sum(len(worker.held) for worker in self._workers.values())
-        queued, workers = len(self._queue), len(self._workers)
-        return f"harnesses ({queued} wait for a worker, {num_held} run on {workers} workers)"
+        num_workers = len(self._workers)
+        return f"harnesses ({len(self._queue)} wait for a worker, {num_held} run on {num_workers} workers)"
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         item = QueuedItem(self._make_item(work), started, self._loop.create_future())
         self._queue[item.item.item_id] = item
-        self._by_key |= dict.fromkeys(item.keys, item)
+        if item.item.outcome_key is not None:
+            self._takers[item.item.outcome_key] = item.post
         self._wake()
         try:
             with waiting(self._what_runs, on="a worker's result"):
                 result = await item.done
         finally:
-            self._end(item, "the rollout ran past rollout.timeout_s, its group was requeued, or the run ends")
+            self._end(item)
         if isinstance(result, RolloutFailure):
             raise result
         return result
@@ -131,13 +123,11 @@ class RolloutQueue:
     def worker_gone_nowait(self, name: str, why: str) -> None:
         for worker_id in list(self._workers):
             if worker_id[0] == name:
-                self._drop(worker_id, f"is gone: {why}", way_out="read that worker's log.")
+                self._drop(worker_id, f"is gone: {why}", "read that worker's log.")
 
-    def on_outcome(self, key: str, take: Callable[[Outcome], None], *, sampling_key: str) -> None:
-        """Pass outcomes posted with this key to `take`; its RolloutFailure becomes a 400. `sampling_key` may
-        not post.
-        """
-        self._takers |= {key: take, sampling_key: None}
+    def on_outcome(self, key: str, take: Callable[[Outcome], None]) -> None:
+        """Pass outcomes posted with this key to `take`; its RolloutFailure becomes a 400."""
+        self._takers[key] = take
 
     async def aclose(self) -> None:
         """Answer waiting polls, and give out no more work."""
@@ -156,7 +146,6 @@ class RolloutQueue:
     def routes(self) -> list[APIRoute]:
         paths = {
             "/work/take": self._for_workers(self._take),
-            "/work/alive": self._for_workers(self._alive),
             "/work/result": self._for_workers(self._result),
             "/v1/outcome": self._outcome,
             "/s/{key}/v1/outcome": self._outcome,
@@ -178,11 +167,12 @@ class RolloutQueue:
 
     async def _take(self, request: Request) -> Message:
         message, worker_id = await self._heard(request, wire.TakeRequest)
-        if self._is_closed and not self.is_over:  # it would ask again at once
-            raise Refused(503, "the run ends", way_out="wait until it is started again.")
         worker = self._workers[worker_id]
+        gone = [item_id for item_id in message.holding if item_id not in worker.held]
         items = list[wire.WorkItem]()
-        if message.number > worker.last_number:
+        if message.is_leaving:
+            self._drop(worker_id, "was ended", "its log says why, unless it was ended on purpose.")
+        elif message.max_items and message.number > worker.last_number:
             worker.last_number = message.number
             lost = worker.held.keys() - message.holding  # in transit
             for item_id in [item_id for item_id in reversed(worker.held) if item_id in lost]:
@@ -193,6 +183,7 @@ class RolloutQueue:
         self._num_given += len(items)
         return wire.TakeAnswer(
             items=items,
+            cancel=gone,
             model=self.model,
             lease_timeout_s=self.lease_timeout_s,
             is_over=self._is_closed and self.is_over,
@@ -220,38 +211,25 @@ class RolloutQueue:
                 break
         return []
 
-    async def _alive(self, request: Request) -> Message:
-        message, worker_id = await self._heard(request, wire.AliveRequest)
-        held = self._workers[worker_id].held
-        gone = {item_id: self._why_gone(item_id) for item_id in message.holding if item_id not in held}
-        if message.is_leaving:
-            self._drop(worker_id, "was ended", way_out="its log says why, unless it was ended on purpose.")
-        return wire.AliveAnswer(cancel=gone)
-
     async def _result(self, request: Request) -> Message:
         message, worker_id = await self._heard(request, wire.ResultRequest)
         item = self._workers[worker_id].held.get(message.item_id)
         if item is None:
-            why = self._why_gone(message.item_id)
+            why = "its rollout has ended, ran past rollout.timeout_s, was requeued, or another worker has it"
             raise Refused(410, f"work item {message.item_id} is not this worker's: {why}")
-        result = self._counted(item, message.outcome or Outcome())
+        result: Outcome | RolloutFailure = self._counted(item, message.outcome or Outcome())
         if (failure := message.failure) is not None:
             result = RolloutFailure(failure.error, rule=failure.rule, way_out=failure.way_out)
-        self._end(item, "its result was already accepted", result)
+        self._end(item, result)
         return wire.Accepted()
 
     async def _outcome(self, request: Request) -> Response:
         key = shown_key(request)
-        take = self._takers.get(key)
-        if take is None:
-            self._find_postable(key)
+        self._taker_of(key)
         body = await read_body(request, wire.MAX_OUTCOME_BYTES)
+        take = self._taker_of(key)  # the item may have ended
         try:
-            outcome = OUTCOME.validate_json(body)
-            if take is not None:
-                take(outcome)
-            else:
-                self._find_postable(key).posted = outcome  # the item may have ended since
+            take(OUTCOME.validate_json(body))
         except (ValidationError, RolloutFailure) as error:
             raise invalid(f"The outcome is refused: {first_fault(error)}") from None
         return _as_response(wire.Accepted())
@@ -281,62 +259,42 @@ class RolloutQueue:
         if self._loop.time() - due_s >= LATE_S:
             self._await_sign(worker_id, worker)
             return
-        rule = f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit"
-        way_out = "read its log; run blocking calls in asyncio.to_thread, or raise it."
-        self._drop(worker_id, "gave no sign of life", rule=rule, way_out=way_out)
+        what = f"gave no sign of life for gateway.lease_timeout_s={self.lease_timeout_s}"
+        self._drop(worker_id, what, "read its log; run blocking calls in asyncio.to_thread, or raise it.")
 
-    def _drop(
-        self, worker_id: WorkerId, what: str, *, rule: str = "a rollout ends with its worker", way_out: str
-    ) -> None:
+    def _drop(self, worker_id: WorkerId, what: str, way_out: str) -> None:
         worker = self._workers.pop(worker_id)
         worker.last_number = -1  # ends its poll
         if worker.silence is not None:
             worker.silence.cancel()
         self._num_lost += len(worker.held)
-        why = f"worker {worker_id[0]} {what}"
         for item in list(worker.held.values()):
-            failure = RolloutFailure(f"{item.item.rollout_id}: {why}", rule=rule, way_out=way_out)
-            self._end(item, why, failure)
+            why = f"{item.item.rollout_id}: worker {worker_id[0]} {what}"
+            self._end(item, RolloutFailure(why, way_out=way_out))
         self._wake()
 
-    def _end(self, item: QueuedItem, why: str, result: Outcome | RolloutFailure | None = None) -> None:
+    def _end(self, item: QueuedItem, result: Outcome | RolloutFailure | None = None) -> None:
         """Idempotent."""
         item_id = item.item.item_id
-        if self._by_key.get(item.item.key) is not item:
-            return
         self._queue.pop(item_id, None)
         if item.worker is not None:
             item.worker.held.pop(item_id, None)
-        for key in item.keys:
-            del self._by_key[key]
-        for name in (item_id, *item.keys):
-            self._ended[name] = why
+        self._takers.pop(item.item.outcome_key or "", None)
         if result is not None and not item.done.done():
             item.done.set_result(result)
 
-    def _counted(self, item: QueuedItem, returned: Outcome) -> Outcome | RolloutFailure:
-        posted = item.posted
-        metrics = {**posted.metrics, **returned.metrics}
-        if self.outcomes == "none":
-            return Outcome(metrics=metrics)
+    def _counted(self, item: QueuedItem, returned: Outcome) -> Outcome:
         if self.outcomes == "returned":
             return returned
-        if returned.reward is not None or returned.turn_rewards or returned.branch_rewards:
-            rule = "with generator.outcomes=posted, only posted rewards count"
-            return RolloutFailure(f"{item.item.rollout_id}: the harness returned a reward", rule=rule)
-        return replace(posted, metrics=metrics)
+        return replace(item.posted, metrics={**item.posted.metrics, **returned.metrics})
 
-    def _why_gone(self, item_id: str) -> str:
-        return self._ended.get(item_id) or "it was given to another worker, or this run never gave it out"
-
-    def _find_postable(self, key: str) -> QueuedItem:
-        """Raises ApiError: 401 for an unknown key, 403 for one that samples, 410 for an ended item."""
-        item = self._by_key.get(key)
-        if key in self._takers or (item is not None and key != item.item.outcome_key):
-            raise outcome_refused("posted" if item is None else self.outcomes)
-        if item is None:
-            raise no_session(self._ended.get(key, ""))
-        return item
+    def _taker_of(self, key: str) -> Callable[[Outcome], None]:
+        """Raises ApiError (401)."""
+        if (take := self._takers.get(key)) is None:
+            why = "This key sets no reward: it is unknown, its rollout has ended, or it only samples"
+            source = f"generator.outcomes={self.outcomes} says where rewards come from"
+            raise ApiError(401, f"{why} ({source}).", code="invalid_api_key")
+        return take
 
     def _make_item(self, work: Work) -> wire.WorkItem:
         prompt = work.prompt

@@ -164,24 +164,20 @@ function runningMean(values, window) {
 const xOf = (run, isTime) => isTime ? run.time_s : run.step;
 
 function rewardSpec(runs, isTime) {
-  const lines = [], bands = [], isAlone = runs.length === 1;
+  const lines = [], isAlone = runs.length === 1;
   runs.forEach((run, index) => {
     const curve = run.curves["reward/mean"], colour = runColour(index), x = xOf(run, isTime), name = isAlone ? "" : `${run.name} `;
     if (!curve) return;
-    if (curve.low && curve.high) {
-      lines.push({ label: `${name}high`, x, y: curve.high, width: 0, isQuiet: true }, { label: `${name}low`, x, y: curve.low, width: 0, isQuiet: true });
-      bands.push([`${name}high`, `${name}low`, faded(colour, 0.14)]);
-    }
-    const isSmooth = run.window > 1 && curve.mean.length > 2 * run.window;
-    lines.push({ label: `${name}${curve.low ? "mean of a stretch" : "each step"}`, x, y: curve.mean, stroke: isSmooth ? faded(colour, 0.4) : colour, width: isSmooth ? 1 : 2, isQuiet: !isAlone && isSmooth });
-    if (isSmooth) lines.push({ label: isAlone ? `mean of ${run.num_recent} steps` : run.name, x, y: runningMean(curve.mean, run.window), stroke: colour, width: 2.5 });
+    const isSmooth = run.window > 1 && curve.length > 2 * run.window;
+    lines.push({ label: `${name}each step`, x, y: curve, stroke: isSmooth ? faded(colour, 0.4) : colour, width: isSmooth ? 1 : 2, isQuiet: !isAlone && isSmooth });
+    if (isSmooth) lines.push({ label: isAlone ? `mean of ${run.num_recent} steps` : run.name, x, y: runningMean(curve, run.window), stroke: colour, width: 2.5 });
     const evaluated = run.evaluations.filter(line => line["eval/reward_mean"] !== undefined);
     for (const one of new Set(evaluated.map(line => line.name ?? ""))) {
       const told = evaluated.filter(line => (line.name ?? "") === one), at = told.map(line => isTime ? line.time_s : line.policy_version);
       lines.push({ label: `${name}held out ${one}`.trim(), x: at, y: told.map(line => line["eval/reward_mean"]), stroke: isAlone ? css("--evaluation") : colour, width: 0, isPoints: true, isQuiet: !isAlone });
     }
   });
-  return { title: "Reward", what: runs.some(run => run.evaluations.length) ? "mean of each batch, and on held-out prompts" : "mean of each batch", lines, bands, unit: "", isTime, height: 380, isEmpty: withoutSteps(runs) };
+  return { title: "Reward", what: runs.some(run => run.evaluations.length) ? "mean of each batch, and on held-out prompts" : "mean of each batch", lines, unit: "", isTime, height: 380, isEmpty: withoutSteps(runs) };
 }
 
 function stalenessSpec(runs, isTime) {
@@ -190,7 +186,7 @@ function stalenessSpec(runs, isTime) {
     const mean = run.curves["sample/staleness_mean"], max = run.curves["sample/staleness_max"], x = xOf(run, isTime), colour = runColour(index);
     if (!mean || !max) return;
     const name = isAlone ? "" : `${run.name} `;
-    lines.push({ label: `${name}max`, x, y: max.high || max.mean, stroke: faded(colour, 0.55), width: 1, isQuiet: !isAlone, isEdge: true }, { label: isAlone ? "mean" : run.name, x, y: mean.mean, stroke: colour });
+    lines.push({ label: `${name}max`, x, y: max, stroke: faded(colour, 0.55), width: 1, isQuiet: !isAlone, isEdge: true }, { label: isAlone ? "mean" : run.name, x, y: mean, stroke: colour });
     bands.push([`${name}max`, isAlone ? "mean" : run.name, faded(colour, 0.18)]);
     if (index === 0 || bounds.size > 1) {
       lines.push({ label: `${bounds.size > 1 ? name : ""}bound`, x, y: x.map(() => run.max_staleness), stroke: bounds.size > 1 ? colour : css("--bound"), dash: [6, 4], width: 1.5, isQuiet: bounds.size > 1 });
@@ -205,17 +201,13 @@ const FIXED = [["policy/entropy"], ["policy/grad_norm"], ["sample/length_mean", 
 const TITLES = { "policy/entropy": "Entropy", "policy/grad_norm": "Gradient norm", "sample/length_mean": "Length · truncated", "reward/std": "Reward std", "policy/logprob_gap_mean": "Logprob gap", "policy/clip_fraction": "Clip fraction" };
 
 function smallSpec(runs, names, isTime) {
-  const lines = [], bands = [], [name] = names, isFixed = FIXED.includes(names), gaugeOf = each => runs.map(run => run.gauges[each]).find(Boolean) || { unit: "", meaning: "" };
+  const lines = [], [name] = names, isFixed = FIXED.includes(names), gaugeOf = each => runs.map(run => run.gauges[each]).find(Boolean) || { unit: "", meaning: "" };
   runs.forEach((run, index) => names.forEach((each, at) => {
     const curve = run.curves[each], colour = runColour(index), x = xOf(run, isTime), label = names.length > 1 ? `${run.name} ${each}` : run.name;
     if (!curve) return;
-    if (curve.low && curve.high && at === 0) {
-      lines.push({ label: `${label} high`, x, y: curve.high, width: 0, isQuiet: true }, { label: `${label} low`, x, y: curve.low, width: 0, isQuiet: true });
-      bands.push([`${label} high`, `${label} low`, faded(colour, 0.16)]);
-    }
-    lines.push({ label, x, y: curve.mean, stroke: colour, width: 1.5, spansGaps: true, isQuiet: index !== shown.run, unit: gaugeOf(each).unit, ...(at && { scale: "share", dash: [4, 3], stroke: faded(colour, 0.75) }) });
+    lines.push({ label, x, y: curve, stroke: colour, width: 1.5, spansGaps: true, isQuiet: index !== shown.run, unit: gaugeOf(each).unit, ...(at && { scale: "share", dash: [4, 3], stroke: faded(colour, 0.75) }) });
   }));
-  return { title: isFixed ? TITLES[name] : name, what: names.map(each => gaugeOf(each).meaning).join("; dashed: "), lines, bands, unit: gaugeOf(name).unit, isTime, isSmall: true, isEmpty: withoutSteps(runs) };
+  return { title: isFixed ? TITLES[name] : name, what: names.map(each => gaugeOf(each).meaning).join("; dashed: "), lines, unit: gaugeOf(name).unit, isTime, isSmall: true, isEmpty: withoutSteps(runs) };
 }
 
 function withoutSteps(runs) {

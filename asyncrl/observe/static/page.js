@@ -30,11 +30,11 @@ function drawPage() {
     byId("state").replaceChildren(runs.length > 1 ? "" : statePill(run.state));
   });
   part("runs", [shown.run, theme, ...runs.flatMap(each => [each.name, each.state])], () => showRuns(page, shown.run, index => { shown.run = index; drawPage(); }));
-  part("verdict", [run.verdict, run.tiles, run.why, run.state], () => showVerdict(run));
+  part("verdict", [run.verdict, run.progress, run.state], () => showVerdict(run));
   part("warnings", [run.warnings, run.problems], () => showWarnings(run));
   part("reward", [isTime, theme, wide, ...curves], () => drawChart("reward", rewardSpec(runs, isTime)));
   part("staleness", [isTime, theme, wide, ...curves], () => drawChart("staleness", stalenessSpec(runs, isTime)));
-  part("differences", runs.flatMap(each => [each.settings, each.tiles, each.state]), () => showDifferences(runs));
+  part("differences", runs.flatMap(each => [each.settings, each.progress, each.state]), () => showDifferences(runs));
   part("shares", [run.verdict, theme], () => showShares(run));
   part("timeline", [run.timeline, theme, wide], () => showTimeline(run.timeline));
   part("samples", [run.samples, run.run_dir], () => showSamples(run.samples, run));
@@ -87,7 +87,7 @@ function chooseStep(step) {
 function drawStepTools() {
   const run = shown.page.runs[shown.run], { step } = shown, box = byId("step-tools");
   if (step === null) return box.replaceChildren(h("span", { class: "hint" }, "Click a chart to pick a step."));
-  const reward = run.curves["reward/mean"]?.mean[nearest(run.step, step)], button = (text, act) => h("button", { type: "button", class: "small", onclick: act }, text);
+  const reward = run.curves["reward/mean"]?.[nearest(run.step, step)], button = (text, act) => h("button", { type: "button", class: "small", onclick: act }, text);
   box.replaceChildren(h("strong", {}, `Step ${step}`), ...(reward === undefined ? [] : [h("span", { class: "range" }, `reward ${amount(reward, "")}`)]),
     ...(samples.all.length ? [button("Its samples", () => samplesOfStep(step))] : []), button("Its timeline", () => timelineOfStep(step)),
     copyButton(() => linkTo(`step=${step}`), "Copy link"), button("Clear", () => chooseStep(null)));
@@ -134,7 +134,7 @@ window.asyncrlPage = Object.freeze({
   errors: () => [...shown.errors],
   charts: () => [...charts].map(([id, { plot, isZoomed }]) => ({ id, isZoomed, from: plot.scales.x.min, to: plot.scales.x.max,
     points: plot.data.slice(1).map(line => line.filter(value => value !== null && value !== undefined).length) })),
-  timeline: () => ({ from: timeline.from, to: timeline.to, lanes: timeline.rows.map(row => row.name), slots: timeline.rows.filter(row => row.slots).map(row => row.most), spans: timeline.data?.spans.length ?? 0 }),
+  timeline: () => ({ from: timeline.from, to: timeline.to, lanes: timeline.rows.map(row => row.name), spans: timeline.data?.spans.length ?? 0 }),
   sample: () => samples.key,
   step: () => shown.step,
   runs: () => shown.page.runs.map(run => ({ name: run.name, state: run.state, steps: run.step.length, last: run.step[run.step.length - 1] ?? null })),

@@ -1,6 +1,4 @@
-/* What a run says in words and rows: verdict, tiles, shares, failures, evaluations, settings, commands, differences. */
-
-const TRENDS = { rising: "still rising", flat: "flat at the end", falling: "falling", unknown: "too few steps for a trend" };
+/* What a run says in words and rows: verdict, shares, failures, evaluations, settings, commands, differences. */
 
 function showVerdict(run) {
   const told = run.verdict ?? { headline: "No step has ended yet.", health: null, speed: [], reward: null }, sentences = texts => texts.map(text => h("p", {}, text));
@@ -11,16 +9,14 @@ function showVerdict(run) {
   bodyOf("verdict").replaceChildren(
     h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(run.ended ? [told.headline] : []), told.reward === null ? nothing("No step has a reward yet.") : bigReward(told.reward, run.num_recent))),
     row("Health", health), row("Speed", ...(told.speed.length ? sentences(told.speed) : [nothing("No step has ended yet.")])),
-    h("p", { class: "why" }, `${run.run_dir}: ${run.why}`));
-  byId("tiles").replaceChildren(...run.tiles.map(tile => h("div", { class: "tile", role: "listitem" },
-    h("div", { class: "label" }, tile.label), h("div", { class: "value" }, tile.value), h("div", { class: "hint" }, tile.note))));
+    h("p", { class: "why" }, `${run.run_dir}: ${run.progress}`));
 }
 
 function bigReward(reward, num) {
   const number = value => value === null ? "–" : value.toFixed(3);
   return h("p", { class: "big" }, h("span", { class: "label" }, "reward"), h("span", { class: "from" }, number(reward.first)), h("span", { class: "from" }, "→"),
     h("strong", {}, number(reward.last)), h("span", { class: "from" }, `± ${number(reward.noise)}`),
-    h("span", { class: "hint" }, `from the start to the mean of the last ${num === 1 ? "step" : `${num} steps`}; ${TRENDS[reward.trend] ?? reward.trend}`));
+    h("span", { class: "hint" }, `from the start to the mean of the last ${num === 1 ? "step" : `${num} steps`}`));
 }
 
 function showWarnings(run) {
@@ -108,7 +104,7 @@ async function copyText(text, button, label) {
 /* Settings and results in which the runs differ. */
 function differencesOf(runs) {
   const values = runs.map(run => ({
-    ...Object.fromEntries(run.settings.map(each => [each.key, each.value])), state: run.state, ...Object.fromEntries(run.tiles.map(tile => [tile.label, tile.value])),
+    ...Object.fromEntries(run.settings.map(each => [each.key, each.value])), state: run.state, progress: run.progress,
     ...(run.verdict?.reward && { "reward at the end": `${run.verdict.reward.last.toFixed(3)} ± ${run.verdict.reward.noise.toFixed(3)}` }),
   }));
   const keys = [...new Set(values.flatMap(Object.keys))];

@@ -1,11 +1,11 @@
-/* What ran when: a canvas with a row for each lane and for the busy slots of each engine. */
+/* What ran when: a canvas with a row for each lane. */
 
-const ROW = 24, SLOT_ROW = 44, AXIS = 24, GAP = 4;
+const ROW = 24, AXIS = 24, GAP = 4;
 const timeline = { data: null, from: 0, to: 1, first: 0, last: 1, lanes: [], rows: [], kinds: [], off: new Set(), drag: null, at: null };
 
 function showTimeline(data) {
   const box = bodyOf("timeline");
-  if (!data.spans.length && !Object.values(data.slots).some(points => points.length)) {
+  if (!data.spans.length) {
     timeline.data = null;
     box.replaceChildren(nothing("Nothing is known of when what ran. A run writes it as it goes: the first step brings the first spans."));
     return;
@@ -29,10 +29,6 @@ function indexSpans(data) {
     first = Math.min(first, span[2]);
     last = Math.max(last, span[3]);
   }
-  for (const points of Object.values(data.slots)) if (points.length) {
-    first = Math.min(first, points[0][0]);
-    last = Math.max(last, points[points.length - 1][0]);
-  }
   timeline.lanes = lanes.map(spans => {
     spans.sort((a, b) => a[2] - b[2] || b[3] - a[3]);
     let end = -Infinity;
@@ -40,17 +36,10 @@ function indexSpans(data) {
   });
   timeline.first = Math.min(first, 0);
   timeline.last = Math.max(last, timeline.first + 0.001);
-  const left = Object.keys(data.slots), rows = [];
-  data.lanes.forEach((name, lane) => {
-    rows.push({ name, lane, height: ROW });
-    const engine = left.find(key => name === key || (name.startsWith(key) && !data.lanes.slice(lane + 1).some(later => later.startsWith(key))));
-    if (engine !== undefined) rows.push({ name: `${left.splice(left.indexOf(engine), 1)[0]} busy`, slots: data.slots[engine], height: SLOT_ROW });
-  });
-  left.forEach(engine => rows.push({ name: `${engine} busy`, slots: data.slots[engine], height: SLOT_ROW }));
   let top = GAP;
-  timeline.rows = rows.map(row => {
-    const placed = { ...row, top, most: row.slots ? Math.max(data.num_slots, ...row.slots.map(point => point[1])) : 0 };
-    top += row.height + GAP;
+  timeline.rows = data.lanes.map((name, lane) => {
+    const placed = { name, lane, height: ROW, top };
+    top += ROW + GAP;
     return placed;
   });
   timeline.height = top + AXIS;
@@ -102,17 +91,12 @@ function drawTimeline() {
   drawTicks(pen, left, width, toX);
   for (const row of timeline.rows) {
     pen.fillStyle = css("--ink");
-    pen.fillText(clipped(pen, row.name, left - 14), 2, row.top + row.height / 2 - (row.slots ? 7 : 0));
-    if (row.slots) {
-      pen.fillStyle = css("--muted");
-      pen.fillText(clipped(pen, `of ${aboutNumber(row.most)} slots`, left - 14), 2, row.top + row.height / 2 + 8);
-    }
+    pen.fillText(clipped(pen, row.name, left - 14), 2, row.top + row.height / 2);
     pen.save();
     pen.beginPath();
     pen.rect(left, row.top - 1, width - left, row.height + 2);
     pen.clip();
-    if (row.slots) drawSlots(pen, row, left, width, toX);
-    else drawLane(pen, row, toX);
+    drawLane(pen, row, toX);
     pen.restore();
   }
   if (timeline.drag && !timeline.drag.isPan) {
@@ -122,8 +106,6 @@ function drawTimeline() {
   }
   byId("timeline-range").textContent = `${duration(Math.max(0, timeline.from))} to ${duration(timeline.to)}: ${duration(timeline.to - timeline.from)}`;
 }
-
-const aboutNumber = value => value < 10 ? String(+value.toFixed(1)) : String(Math.round(value));
 
 function clipped(pen, text, room) {
   if (pen.measureText(text).width <= room) return text;
@@ -172,8 +154,7 @@ function drawLane(pen, row, toX) {
     if (wide < 2 && x - lastX < 1 && span[1] === lastKind) continue;  // that pixel has this colour
     [lastX, lastKind] = [x, span[1]];
     pen.fillStyle = colours[span[1]] || css("--other");
-    if (span[2] === span[3]) drawInstant(pen, x, row);
-    else pen.fillRect(x, row.top + 1, wide > 4 ? wide - 1 : wide, row.height - 2);
+    pen.fillRect(x, row.top + 1, wide > 4 ? wide - 1 : wide, row.height - 2);
     if (span === timeline.at) {
       pen.strokeStyle = css("--ink");
       pen.lineWidth = 2;
@@ -189,41 +170,9 @@ function drawLane(pen, row, toX) {
   }
 }
 
-function drawInstant(pen, x, row) {
-  const middle = row.top + row.height / 2;
-  pen.beginPath();
-  pen.moveTo(x, middle - 7);
-  pen.lineTo(x + 5, middle);
-  pen.lineTo(x, middle + 7);
-  pen.lineTo(x - 5, middle);
-  pen.fill();
-}
-
 function inkOn(colour) {
   const [r, g, b] = [1, 3, 5].map(at => parseInt(colour.slice(at, at + 2), 16));
   return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#111418" : "#ffffff";
-}
-
-function drawSlots(pen, row, left, width, toX) {
-  const base = row.top + row.height, toY = busy => base - busy / row.most * (row.height - 8);
-  pen.strokeStyle = css("--grid");
-  pen.strokeRect(left + 0.5, row.top + 0.5, width - left - 9, row.height - 1);
-  pen.beginPath();
-  pen.moveTo(left, base);
-  let before = 0, isIn = false;
-  for (const [time, busy] of row.slots) {
-    const x = Math.max(left, toX(time));
-    if (time > timeline.to) break;
-    if (time >= timeline.from && !isIn) { pen.lineTo(left, toY(before)); isIn = true; }
-    if (isIn) { pen.lineTo(x, toY(before)); pen.lineTo(x, toY(busy)); }
-    before = busy;
-  }
-  const newest = row.slots.length ? row.slots[row.slots.length - 1][0] : 0, end = Math.min(toX(timeline.to), Math.max(left, toX(newest)));
-  if (!isIn) pen.lineTo(left, toY(before));
-  pen.lineTo(end, toY(before));
-  pen.lineTo(end, base);
-  pen.fillStyle = faded(css("--accent"), 0.45);
-  pen.fill();
 }
 
 function setTimelineRange(from, to) {
@@ -269,7 +218,7 @@ function timelineKey(event) {
 
 /* The span after (or before) the one that is told, in order of time over all lanes in sight. */
 function nextSpan(by) {
-  const seen = timeline.rows.filter(row => !row.slots).flatMap(row => visibleSpans(row.lane, timeline.from, timeline.to)).sort((a, b) => a[2] - b[2] || a[0] - b[0]);
+  const seen = timeline.rows.flatMap(row => visibleSpans(row.lane, timeline.from, timeline.to)).sort((a, b) => a[2] - b[2] || a[0] - b[0]);
   if (!seen.length) return;
   const at = seen.indexOf(timeline.at), span = seen[Math.min(seen.length - 1, Math.max(0, at < 0 ? 0 : at + by))];
   const row = timeline.rows.find(each => each.lane === span[0]), { toX } = timelinePlace();
@@ -295,10 +244,6 @@ function timelineMove(event) {
   }
   const row = timeline.rows.find(each => event.offsetY >= each.top && event.offsetY <= each.top + each.height), time = toTime(event.offsetX);
   if (!row || event.offsetX < left) return tellSpan(null);
-  if (row.slots) {
-    const now = row.slots.filter(point => point[0] <= time).pop();
-    return tellText(now ? [`${row.name}: ${aboutNumber(now[1])} of ${aboutNumber(row.most)} slots`, `at ${duration(time)}`] : null, event.offsetX, row.top + row.height);
-  }
   const near = (timeline.to - timeline.from) / width * 4;
   const hits = visibleSpans(row.lane, time - near, time + near), inside = hits.filter(span => span[2] <= time && span[3] >= time);
   tellSpan((inside.length ? inside : hits).pop() || null, event.offsetX, row.top + row.height, toX);

@@ -64,9 +64,9 @@ const runColour = index => css(`--run-${index % 8}`);
 /* One colour for one thing, wherever it is drawn: waits, training, weights. */
 const OF_WORDS = [
   [/generation/, "--generation"], [/straggl/, "--stragglers"], [/publish/, "--publishing"], [/turn|handover|^to /, "--turns"],
-  [/restart|lost|fail|down|gone/, "--restart"], [/pause/, "--pause"], [/commit/, "--commit"], [/checkpoint|copy|save/, "--checkpoint"],
+  [/restart|lost|fail|down/, "--restart"], [/pause/, "--pause"], [/commit/, "--commit"], [/checkpoint|copy|save/, "--checkpoint"],
   [/prepare/, "--prepare"], [/export|chunks|push|sync|weight/, "--push"], [/eval/, "--evaluation"], [/start/, "--quiet"], [/train|step/, "--training"],
-  [/wait|idle/, "--generation"], [/journal|event/, "--quiet"],
+  [/wait|idle/, "--generation"], [/journal/, "--quiet"],
 ];
 
 function colourOf(name) {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -19,21 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.base.host import available_memory
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages.records import SamplingRequest, TopLogprobs
-from asyncrl.messages.token_grammars import GrammarError, TokenGrammars, TokenMatcher
+from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.ipc import limit_memory
-from asyncrl_servers.embedded.kv_attention import (
-    MAX_EXPERTS,
-    NAME,
-    CacheShape,
-    Pass,
-    ProbePass,
-    RoutedExperts,
-    UnsupportedAttentionError,
-    in_force,
-)
+from asyncrl_servers.embedded.kv_attention import NAME, CacheShape, Pass, ProbePass, RoutedExperts, in_force
 from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -50,8 +39,8 @@ class EmbeddedSpec(EngineSpec):
     threads: int = Field(default=1, ge=1)
     deterministic: Literal["auto"] | bool = "auto"
     """On CPU: batch-invariant, checked at start. auto: true unless the model has experts."""
-    keeps_turns: bool = False
-    """Keep up to num_kept finished sequences cached for their next turns."""
+    num_kept: int = Field(default=0, ge=0)
+    """Finished sequences cached for their next turns."""
     stays: bool = False
     """Sleeping parts keep their memory."""
     share: float | None = Field(default=None, gt=0, lt=1)
@@ -61,31 +50,26 @@ class EmbeddedSpec(EngineSpec):
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = no such route)."""
 
-    @property
-    def num_kept(self) -> int:
-        return self.slots if self.keeps_turns else 0
-
 
 class LoadedModel:
     def __init__(self, spec: EmbeddedSpec) -> None:
         """Load and probe the model; exit if it is missing or unsupported."""
         self.folder = Path(spec.model_path)
-        self.device = _device(spec)
+        wants_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
+        self.device = torch.device("cuda" if wants_cuda else "cpu")
         default = "bfloat16" if self.device.type == "cuda" else "float32"
         self.dtype: torch.dtype = getattr(torch, default if spec.dtype == "auto" else spec.dtype)
         limit_memory(self.device, spec.share)
         self.model = self._load(spec)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(24, spec.max_length))]
-        self.reference_logits, self.shape = self._probe(spec)
-        """The model's own logits for `probe_ids`, and its sizes."""
+        self.reference_logits = self._own_logits()
+        """The model's own logits for `probe_ids`."""
+        if spec.returns_routing and not routers_of(self.model):
+            what = f"{spec.name}: {type(self.model).__name__} has no routers"
+            fail(what, way_out="set algorithm.router_replay=false.")
         self.routed = RoutedExperts(self.model) if spec.returns_routing else None
-        if self.routed is not None:
-            if not self.routed.num_routed:
-                kind = type(self.model).__name__
-                what = f"{spec.name}: {kind} has no routers, or more than {MAX_EXPERTS} experts"
-                fail(what, way_out="set algorithm.router_replay=false.")
-            self.shape = replace(self.shape, num_routed=self.routed.num_routed)
+        self.shape = self._use_slots(spec)
         has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
         self.tokenizer: Any | None = (
             AutoTokenizer.from_pretrained(self.folder, local_files_only=True) if has_tokenizer else None
@@ -105,13 +89,8 @@ class LoadedModel:
         return TokenGrammars(self.tokenizer, self.vocab_size)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        assert self.tokenizer is not None, "requests with stop strings are refused without a tokenizer"
+        assert self.tokenizer is not None, "stop strings need a tokenizer"
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def free_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0])
-        return available_memory()
 
     def give_back(self) -> None:
         if self.device.type == "cuda":
@@ -136,37 +115,29 @@ class LoadedModel:
         if missing := sorted(loading["missing_keys"]):
             what = f"{spec.name}: the weights in {self.folder} lack {len(missing)} parameters: {missing[:3]}"
             fail(what, way_out="save the model again with save_pretrained.")
-        positions = getattr(model.config, "max_position_embeddings", None)
-        if positions is not None and spec.max_length > positions:
-            fail(
-                f"{spec.name}: prompt and completion may take {spec.max_length} tokens, the model has "
-                f"{positions} positions",
-                way_out="lower rollout.max_prompt_tokens or rollout.max_tokens.",
-            )
         return model.eval().requires_grad_(False)
 
     @torch.inference_mode()
-    def _probe(self, spec: EmbeddedSpec) -> tuple[Tensor, CacheShape]:
-        """Return the model's logits for probe_ids, then install our attention."""
+    def _own_logits(self) -> Tensor:
+        ids = torch.tensor([self.probe_ids], device=self.device)
+        return cast(Tensor, self.model(input_ids=ids, use_cache=False).logits[0].float())
+
+    @torch.inference_mode()
+    def _use_slots(self, spec: EmbeddedSpec) -> CacheShape:
+        """Install our attention and return the cache's shape."""
+        self.model.set_attn_implementation(NAME)
+        probe = ProbePass()
+        ids = torch.arange(4, device=self.device)[:, None]
         try:
-            ids = torch.tensor([self.probe_ids], device=self.device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
-            return logits, _probe_shape(self.model, spec.max_length, self.device)
-        except UnsupportedAttentionError as error:
-            kind = type(self.model).__name__
+            with in_force(probe, spec.max_length):
+                self.model(input_ids=ids, position_ids=ids, use_cache=False)
+        except ValueError as error:
             fail(
-                f"{spec.name}: the model in {self.folder} ({kind}) is not supported: {error}",
-                way_out="use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral "
-                "without a window, SmolLM2, ...).",
+                f"{spec.name}: {type(self.model).__name__} is not supported: {error}",
+                way_out="use a decoder-only model with plain causal attention, like Llama, Qwen3 or SmolLM2.",
             )
-
-
-def _device(spec: EmbeddedSpec) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if spec.device == "cuda" and not has_cuda:
-        what = f"{spec.name}: device=cuda, but torch {torch.__version__} sees no CUDA device"
-        fail(what, way_out="set placement.rollout=cpu, or auto.")
-    return torch.device(("cuda" if has_cuda else "cpu") if spec.device == "auto" else spec.device)
+        num_routed = 0 if self.routed is None else self.routed.take().shape[1]
+        return CacheShape(self.model.config.num_hidden_layers, *probe.shape, num_routed)
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -185,22 +156,6 @@ def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
     packed = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
     pieces = zip(packed.split_with_sizes([tensor.numel() for tensor in tensors]), tensors, strict=True)
     return [piece.to(tensor.dtype).view(tensor.shape).numpy() for piece, tensor in pieces]
-
-
-def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShape:
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedAttentionError("its forward takes no logits_to_keep")
-    model.set_attn_implementation(NAME)
-    probe = ProbePass()
-    ids = torch.zeros(4, 1, dtype=torch.long, device=device)
-    with in_force(probe, max_length):
-        model(input_ids=ids, position_ids=torch.arange(4, device=device)[:, None], use_cache=False)
-    num_layers, shapes = model.config.num_hidden_layers, set(probe.shapes.values())
-    if sorted(probe.shapes) != list(range(num_layers)) or len(shapes) != 1:
-        raise UnsupportedAttentionError(
-            f"its {num_layers} layers must use plain attention of one (kv_heads, head_dim): {probe.shapes}"
-        )
-    return CacheShape(num_layers, *shapes.pop())
 
 
 def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
@@ -344,26 +299,14 @@ def _cut_top_p(logits_NV: Tensor, cut: npt.NDArray[np.int64], top_ps: npt.NDArra
     return result
 
 
-def mask(matchers: Mapping[int, TokenMatcher], logits_NV: Tensor) -> dict[int, GrammarError]:
-    """Mask forbidden tokens in place. Return the rows whose grammar failed."""
-    allowed = dict[int, npt.NDArray[np.bool_]]()
-    failed = dict[int, GrammarError]()
-    for row, matcher in matchers.items():
-        try:
-            allowed[row] = matcher.allowed()
-        except GrammarError as error:
-            failed[row] = error
+def mask(allowed: Mapping[int, npt.NDArray[np.bool_]], logits_NV: Tensor) -> None:
+    """Mask forbidden tokens of these rows in place."""
     if allowed:
         index = to_device(np.array([*allowed]), logits_NV.device)
         allowed_MV = to_device(np.stack([*allowed.values()]), logits_NV.device)
         logits_NV[index] = logits_NV[index].masked_fill(~allowed_MV, float("-inf"))
-    return failed
 
 
 def grammar_refusal(request: SamplingRequest, error: GrammarError) -> Refused:
-    return Refused(
-        400,
-        f"request {request.request_id} has a grammar that cannot be followed: {error}",
-        rule="a grammar is llguidance's Lark text, within the limits of asyncrl/messages/token_grammars.py",
-        way_out="make the schema smaller or simpler.",
-    )
+    what = f"request {request.request_id} has a grammar that cannot be followed: {error}"
+    return Refused(400, what, way_out="make the schema smaller or simpler.")

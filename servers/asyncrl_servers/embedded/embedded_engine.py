@@ -15,21 +15,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.base.http import Refused, fail
+from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked
-from asyncrl.messages.engine_api import (
-    CommitRequest,
-    CommitResponse,
-    EngineHealth,
-    ScoreRequest,
-    ScoreResponse,
-    SleepRequest,
-    TransferStats,
-    WakeRequest,
-)
 from asyncrl.weights.adapters import routers_of
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import CudaCaptures, Runner, Scorer
+from asyncrl_servers.embedded.runner import DecodeGraphs, Runner, Scorer
 from asyncrl_servers.embedded.scheduler import Scheduler, Sequence
 from asyncrl_servers.engine_routes import Listener
 
@@ -63,8 +54,7 @@ class Engine:
         self._scorer = scorer
         self._scheduler = Scheduler(spec, runner, weights)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._committed: Future[CommitResponse]
-        self._kv_bytes = runner.cache.num_bytes
+        self._committed: Future[api.CommitResponse]
         self._streamed_s = self._decode_s = 0.0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine-loop", daemon=True)
@@ -79,26 +69,15 @@ class Engine:
         self._inbox.put(self._stop)
         self._thread.join()
 
-    @property
-    def num_queued(self) -> int:
-        return self._scheduler.num_queued
-
-    def health(self) -> EngineHealth:
+    def health(self) -> api.EngineHealth:
         scheduler = self._scheduler
-        return EngineHealth(
-            name=self.spec.name,
-            kind="embedded",
+        return api.EngineHealth(
             policy_version=self.weights.version,
-            slots=self.spec.slots,
-            max_length=self.spec.max_length,
             num_running=len(scheduler.rows) + len(scheduler.interrupted),
-            num_queued=self.num_queued,
+            num_queued=len(scheduler.queued),
             tokens_generated=scheduler.num_generated,
-            tokens_prefilled=scheduler.num_prefilled,
-            device=str(self.runner.loaded.device),
             decode_s=self._decode_s,
             asleep=self.weights.asleep,
-            graphs=self.runner.graphs.state if self.runner.graphs is not None else "",
         )
 
     def run(self, asked: Asked, listener: Listener) -> Sequence:
@@ -114,19 +93,19 @@ class Engine:
     def abort(self, runs: Iterable[Sequence]) -> None:
         self._inbox.put(partial(self._scheduler.abort, set(runs)))
 
-    def commit(self, request: CommitRequest) -> Future[CommitResponse]:
+    def commit(self, request: api.CommitRequest) -> Future[api.CommitResponse]:
         """Swap weights between decode steps. Raises Refused (409)."""
         return self._ask(partial(self._commit, request))
 
-    def sleep(self, request: SleepRequest) -> Future[TransferStats]:
-        """Interrupt requests and free these parts. Raises Refused (409)."""
-        return self._ask(lambda answer: answer.set_result(self._sleep(request)))
+    def sleep(self) -> Future[api.TransferStats]:
+        """Interrupt requests and free all memory."""
+        return self._ask(lambda answer: answer.set_result(self._sleep()))
 
-    def wake(self, request: WakeRequest) -> Future[TransferStats]:
-        """Allocate memory for these parts. Raises Refused (400, 409, 507)."""
+    def wake(self, request: api.WakeRequest) -> Future[api.TransferStats]:
+        """Allocate memory for these parts. Raises Refused (507)."""
         return self._ask(lambda answer: answer.set_result(self._wake(request)))
 
-    def score(self, request: ScoreRequest) -> Future[ScoreResponse]:
+    def score(self, request: api.ScoreRequest) -> Future[api.ScoreResponse]:
         """Needs a scorer. Raises Refused (400)."""
         assert self._scorer is not None
         return self._ask(partial(self._scorer.add, request))
@@ -182,55 +161,40 @@ class Engine:
         self._is_stopping = True
 
     @torch.inference_mode(False)  # other threads load chunks into these tensors
-    def _sleep(self, request: SleepRequest) -> TransferStats:
+    def _sleep(self) -> api.TransferStats:
         started_s = time.perf_counter()
-        num_bytes = 0
         self._scheduler.interrupt()
         if self.weights.swapping is not None:
             self._finish_commit()
-        parts = set(request.parts) - set(self.weights.asleep)
-        if "weights" in parts:
-            num_bytes += self.weights.free()
-        if "kv" in parts:
-            if not self.spec.stays:
-                num_bytes += self.runner.cache.num_bytes
-                self.runner.take_cache(slots=0)
-            self._scheduler.rows.forget_kept()
-            self.weights.set_asleep("kv")
+        self._scheduler.rows.forget_kept()
+        num_bytes = self.weights.free()
         if not self.spec.stays:
+            num_bytes += self.runner.cache.num_bytes
+            self.runner.take_cache(slots=0)
             if self.runner.graphs is not None:
                 self.runner.graphs.drop()
             self.runner.loaded.give_back()
-        return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
+        return api.TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
     @torch.inference_mode(False)
-    def _wake(self, request: WakeRequest) -> TransferStats:
+    def _wake(self, request: api.WakeRequest) -> api.TransferStats:
         started_s = time.perf_counter()
-        weights, runner = self.weights, self.runner
-        loaded = runner.loaded
-        sizes = {"weights": weights.num_bytes, "kv": self._kv_bytes}
-        asleep = [part for part in request.parts if part in weights.asleep]
-        num_bytes = 0 if self.spec.stays else sum(sizes[part] for part in asleep)
-        free = loaded.free_bytes()
+        num_bytes = 0
+        parts = set(request.parts) & set(self.weights.asleep)
         try:
-            if num_bytes > free:  # a CPU allocation can succeed without physical memory
-                raise RuntimeError(f"{num_bytes} bytes are needed, {free} are free on {loaded.device}")
-            if "weights" in asleep:
-                weights.take()
-            if "kv" in asleep:
+            if "weights" in parts:
+                num_bytes += self.weights.take()
+            if "kv" in parts:
                 if not self.spec.stays:
-                    runner.take_cache(runner.slots)
-                weights.set_awake("kv")
+                    self.runner.take_cache(self.runner.slots)
+                    num_bytes += self.runner.cache.num_bytes
+                self.weights.set_awake("kv")
         except RuntimeError as error:
-            raise Refused(
-                507,
-                f"{' and '.join(asleep)} cannot wake: {error}",
-                rule="waking takes as much free memory as sleeping freed",
-                way_out="have the trainer offload first, lower rollout.slots, or use a smaller model.",
-            ) from error
-        return TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
+            way_out = "lower rollout.slots, or use a smaller model."
+            raise Refused(507, f"{' and '.join(parts)} cannot wake: {error}", way_out=way_out) from error
+        return api.TransferStats(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
-    def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> None:
+    def _commit(self, request: api.CommitRequest, answer: Future[api.CommitResponse]) -> None:
         served = self.weights.begin_commit(request)
         if served is not None:
             self._scheduler.rows.forget_kept()  # chunks were loaded while the cache was awake
@@ -249,7 +213,7 @@ class Engine:
         scheduler.hand_over()  # the client works during the swap
         self.weights.swap()
         scheduler.weights_changed(request.version, rereads=request.interrupt == "keep")
-        answer = CommitResponse(
+        answer = api.CommitResponse(
             version=request.version,
             digest=self.weights.digest,
             pause_s=time.perf_counter() - started_s,
@@ -270,8 +234,8 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     check_same_model(runner, spec.name)
     if is_exact:
         check_determinism(runner, spec.name)
-    if loaded.device.type == "cuda":
-        runner.take_graphs(spec.slots, CudaCaptures)
+    if loaded.device.type == "cuda" and runner.plain is not None:
+        runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
     scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
     return Engine(spec, runner, Weights(loaded, spec), on_crash, scorer)
 
@@ -301,24 +265,18 @@ def check_determinism(runner: Runner, name: str) -> None:
     ids = [(5 * i + 1) % runner.loaded.vocab_size for i in range(total)]
     first = total - min(3, total - 1)
 
-    def logits(others: list[tuple[int, list[int], int]]) -> list[Tensor]:
-        """Of the last tokens, decoded in the slot after `others`."""
-        slot = len(others)
+    def logits(n: int) -> list[Tensor]:
+        """Of the last tokens in slot n - 1: decoded, then the last one read with all tokens and with half."""
+        slot = n - 1
+        others = [(other, ids[: 1 + other % min(4, total)], 0) for other in range(slot)]
         found = [runner.step([*others, (slot, ids[:first], 0)])[-1]]
-        return found + [_decoded(runner, slot + 1, ids[at], at + 1) for at in range(first, total)]
+        found += [_decoded(runner, n, ids[at], at + 1) for at in range(first, total)]
+        found.append(runner.step([(slot, ids, 0), *others])[0])
+        return [*found, runner.step([*others, (slot, ids, total // 2)])[-1]]
 
-    alone = logits([])
+    decoded = logits(1)[:-2]
     for n in sorted({1, min(2, slots), min(17, slots), slots}):
-        others = [(slot, ids[: 1 + slot % min(4, total)], 0) for slot in range(n - 1)]
-        beside = logits(others)
-        whole = runner.step([(n - 1, ids, 0), *others])[0]
-        runner.cache.copy_slot(n - 1, 0, total - 1)
-        copied = min(1, slots - 1)
-        runner.cache.copy_slot(0, copied, total - 1)
-        rest = (copied, ids, total // 2)
-        last = (np.array([ids[-1]]), np.array([total])) if slots > 1 else ()
-        joined = runner.step([rest], *last)
-        if not all(map(torch.equal, [*alone, *[alone[-1]] * (1 + len(joined))], [*beside, whole, *joined])):
+        if not all(map(torch.equal, logits(n), [*decoded, decoded[-1], decoded[-1]])):
             fail(
                 f"{name}: a sequence's logits change with {n - 1} others in the batch (dtype "
                 f"{runner.loaded.dtype}, {torch.get_num_threads()} threads)",

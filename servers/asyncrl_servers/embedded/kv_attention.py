@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +37,9 @@ Ints = npt.NDArray[np.int64]
 Ids = Sequence[int] | Ints
 ROUTED_TYPE = torch.int16
 """Type of cached expert numbers; its bytes are uint16."""
-MAX_EXPERTS = 2**15
 NO_INTS = np.zeros(0, np.int64)
 Part = tuple[int, Ids, int, int]
 """(slot, token ids, start, end)."""
-
-
-class UnsupportedAttentionError(Exception):
-    """The slot cache does not support the model's attention."""
 
 
 def padded_length(length: int) -> int:
@@ -90,15 +85,12 @@ class SlotCache:
 
 
 class RoutedExperts:
-    """Router hooks. `num_routed`: experts per token, 0 if they cannot be recorded."""
+    """Router hooks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._chosen: list[Tensor] = []
         """int64 [R, k] for each router."""
-        routers = routers_of(model)
-        is_small = all(len(router.weight) <= MAX_EXPERTS for router in routers)
-        self.num_routed = sum(int(router.top_k) for router in routers) if is_small else 0
-        for router in routers:
+        for router in routers_of(model):
             router.register_forward_hook(lambda _, inputs, found: self._chosen.append(found[2]))
 
     def take(self) -> Tensor:
@@ -208,17 +200,12 @@ def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
 
 @dataclass(slots=True)
 class ProbePass:
-    """Pass that only records each layer's shape."""
+    """Pass that only records the keys' shape: (kv_heads, head_dim)."""
 
-    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    shape: tuple[int, int] = (0, 0)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        if key.shape != value.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
-            raise UnsupportedAttentionError(
-                f"layer {layer} has queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
-                f"{tuple(value.shape)}"
-            )
-        self.shapes[layer] = (key.shape[1], key.shape[2])
+        self.shape = key.shape[1], key.shape[2]
         return torch.zeros_like(query)
 
 
@@ -245,13 +232,13 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend for transformers, with [1, heads, R, d] or [R, heads, 1, d]."""
-    layer = getattr(module, "layer_idx", None)
+    layer = cast(int, module.layer_idx)
     refused = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     window = kwargs.get("sliding_window")
     if window is not None and window < _local.max_length:
         refused.append(f"a sliding window of {window}, below max_length {_local.max_length}")
-    if refused or layer is None:
-        raise UnsupportedAttentionError(f"layer {layer} asks for {' and '.join(refused) or 'no layer_idx'}")
+    if refused:
+        raise ValueError(f"layer {layer} asks for {' and '.join(refused)}")
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if query.shape[0] == 1:
         rows = (states[0].transpose(0, 1) for states in (query, key, value))

@@ -78,8 +78,7 @@ class Weights(WeightState):
             return tensors
         if self._base is None:
             what = f"{request.path} has adapters, and the initial weights are no longer here"
-            rule = "a push of whole weights replaces the weights that adapters are merged over"
-            raise Refused(409, what, rule=rule, way_out="start the server again, or push whole weights.")
+            raise Refused(409, what, way_out="start the server again, or push whole weights.")
         return merge_adapters(tensors, self._base)
 
     def load(self, request: LoadChunkRequest) -> Arrived:
@@ -104,26 +103,23 @@ class Weights(WeightState):
         self.settle(request.version, request.digest)
 
     def free(self) -> int:
-        """Free all weights and return their bytes. With `stays` the memory remains."""
+        """Free all weights and return the parameters' bytes. With `stays` the memory remains."""
+        num_bytes = 0
         with self.lock:
-            held = [*self._parameters.values(), *(self._base or {}).values()]
-            held += self.staged.tensors.values() if self.staged else []
-            num_bytes = sum({tensor.data_ptr(): int(tensor.nbytes) for tensor in held}.values())
             self._base = None  # with `stays`, chunks overwrite it
-            self.set_asleep("weights")
-            if self._stays:
-                return 0
-            for parameter in self._parameters.values():
+            self.set_asleep()
+            for parameter in () if self._stays else self._parameters.values():
+                num_bytes += parameter.nbytes
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
-            return num_bytes
+        return num_bytes
 
-    def take(self) -> None:
-        """Allocate the memory of all weights."""
+    def take(self) -> int:
+        """Allocate the memory of all weights and return its bytes."""
         with self.lock:
-            if not self._stays:
-                for name, tensor in self._empty().items():
-                    self._parameters[name].data = tensor
+            for name, tensor in ({} if self._stays else self._empty()).items():
+                self._parameters[name].data = tensor
             self.set_awake("weights")
+            return 0 if self._stays else self.num_bytes
 
     def _received(self, request: PrepareRequest, member: GroupMember) -> dict[str, Tensor]:
         """Receive a broadcast. Raises Refused (409)."""
@@ -141,12 +137,7 @@ class Weights(WeightState):
             self._leave()  # other members may still be in it
             if not isinstance(error, GroupBroken):
                 raise
-            raise Refused(
-                409,
-                f"policy_version {request.version} was not received: {error}",
-                rule="weights are sent once, to all workers of all engines",
-                way_out="read the logs of the trainer and the engines.",
-            ) from error
+            raise Refused(409, f"policy_version {request.version} was not received: {error}") from error
         return tensors
 
     def _joined(self, member: GroupMember) -> WeightGroup:
@@ -173,13 +164,9 @@ class Weights(WeightState):
         missing = set() if is_part else kinds.keys() - found.keys()
         wrong = sorted(missing | {name for name, kind in found.items() if kinds.get(name) != kind})
         if wrong:
-            raise Refused(
-                409,
-                f"{place} does not fit the model in {len(wrong)} tensors, like {wrong[0]}, which is "
-                f"{found.get(wrong[0], 'missing')}; the model has {kinds.get(wrong[0], 'none')}",
-                rule="trainer and engine hold the same model in the same dtype, tied weights once",
-                way_out="set model.path and model.dtype to the same for both.",
-            )
+            what = f"{place} does not fit the model in {len(wrong)} tensors, like {wrong[0]}, which is "
+            what += f"{found.get(wrong[0], 'missing')}; the model has {kinds.get(wrong[0], 'none')}"
+            raise Refused(409, what, rule="trainer and engine hold the same model in the same dtype")
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -38,6 +38,7 @@ from asyncrl_servers.embedded.kv_attention import (
     padded_length,
 )
 
+log = logging.getLogger(__name__)
 PREFILL_ROWS = 1024
 """Maximum tokens per prefill call."""
 QUERY_CHUNK = 256
@@ -51,7 +52,6 @@ MIN_STEPS = 4
 MOST_GRAPHS = 64
 """Maximum number of captured layouts (LRU)."""
 
-log = logging.getLogger(__name__)
 Job = tuple[int, Ids, int]
 """(slot, token ids, number already in the slot)."""
 Cut = tuple[int, int, int]
@@ -68,17 +68,10 @@ class Runner:
         self.slots = slots
         self.max_length = max_length
         self.is_exact = is_exact
-        self._plain = PlainDecoder.of(loaded.model, max_length)
+        self.plain = PlainDecoder.of(loaded.model, max_length)
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
         self.graphs: DecodeGraphs | None = None
         self.take_cache(slots)
-
-    def take_graphs(self, most_rows: int, new_captures: Callable[[], CudaCaptures]) -> None:
-        """Use CUDA graphs for decode steps of up to `most_rows` rows. Unsuitable for exact mode and for
-        transformers' forward.
-        """
-        if self._plain is not None and not self.is_exact:
-            self.graphs = DecodeGraphs(self, self._plain, most_rows, new_captures)
 
     def take_cache(self, slots: int) -> None:
         """Allocate a new KV cache; 0 slots frees it."""
@@ -90,7 +83,7 @@ class Runner:
 
         Returns the next logits [n + jobs, V]. A call reads up to PREFILL_ROWS tokens.
         """
-        if self.graphs is not None and not jobs and not self.graphs.given_up:
+        if self.graphs is not None and not jobs:
             return self.graphs.step(last_ids, lengths)
         calls = cut_calls(jobs)
         logits = [self._step_call(last_ids, lengths, calls[0])]
@@ -159,8 +152,8 @@ class Runner:
         on_device = to_device(packed, device)
         ids_R, positions_R, flat_index = on_device[:rows], on_device[rows : 2 * rows], on_device[2 * rows :]
         pass_ = Pass(self.cache, stretches, flat_index, self.is_exact)
-        if self._plain is not None:
-            return self._plain.forward(pass_, ids_R, positions_R, keep)
+        if self.plain is not None:
+            return self.plain.forward(pass_, ids_R, positions_R, keep)
         # [R, 1] is faster, but logits_to_keep selects along the other axis.
         axis, options = (1, {}) if keep is None else (0, {"logits_to_keep": keep})
         with in_force(pass_, self.max_length):
@@ -191,64 +184,26 @@ def cut_calls(jobs: Sequence[Job]) -> list[list[Part]]:
     return calls
 
 
-class CudaCaptures:
-    """CUDA graphs that share a memory pool: a replay overwrites other graphs' results."""
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that replays `function`, which runs once before the capture, to initialize
-        libraries. Raises RuntimeError.
-        """
-        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-        self._stream.wait_stream(here)
-        try:
-            with torch.cuda.stream(self._stream):
-                function()
-            here.wait_stream(self._stream)
-            # Other threads may allocate memory during the capture.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                function()
-        finally:
-            torch.cuda.set_stream(here)  # a failed capture leaves its own stream
-        return graph.replay
-
-
 class DecodeGraphs:
-    """Decode steps as CUDA graphs.
+    """Decode steps of up to `most_rows` rows as CUDA graphs; not in exact mode.
 
     Moved weights or caches drop all graphs. Rows and lengths are padded so that layouts recur. A layout
     is captured after MIN_STEPS steps.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        decoder: PlainDecoder,
-        most_rows: int,
-        new_captures: Callable[[], CudaCaptures],
-    ) -> None:
+    def __init__(self, runner: Runner, decoder: PlainDecoder, most_rows: int) -> None:
         self._runner = runner
         self._decoder = decoder
         self._most_rows = most_rows
-        self._new_captures = new_captures
-        self._captures: CudaCaptures | None = None
         self._parameters = [*runner.loaded.model.parameters()]
         self._inputs = torch.zeros(3, most_rows, dtype=torch.int64, device=runner.loaded.device)
         """Per row: token id, position, and the source of its key."""
-        self._logits: Tensor | None = None
         self._addresses: list[int] = []
         self._num_steps = Counter[Layout]()
         self._replays: OrderedDict[Layout, Callable[[], None]] = OrderedDict()
-        self.given_up = ""
-
-    @property
-    def state(self) -> str:
-        return f"off: {self.given_up}" if self.given_up else "on"
+        self.is_refused = False
+        """A capture failed: steps go on without graphs."""
+        self.drop()
 
     def step(self, last_ids: Ints, lengths: Ints) -> Tensor:
         """Return logits [n, V]; the next step overwrites them."""
@@ -269,8 +224,29 @@ class DecodeGraphs:
     def drop(self) -> None:
         self._replays.clear()
         self._num_steps.clear()
-        self._captures = None
-        self._logits = None
+        self._logits: Tensor | None = None
+        self._capturing: tuple[Any, Any] | None = None
+        """Stream and memory of all graphs: a replay overwrites other graphs' results."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that replays `function`, which runs once before the capture, to initialize
+        libraries. Raises RuntimeError.
+        """
+        if self._capturing is None:
+            self._capturing = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        stream, pool = self._capturing
+        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(stream):
+                function()
+            here.wait_stream(stream)
+            # Other threads may allocate memory during the capture.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                function()
+        finally:
+            torch.cuda.set_stream(here)  # a failed capture leaves its own stream
+        return graph.replay
 
     def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
         """Padding rows repeat the first row's key; their slots may be in use."""
@@ -309,15 +285,15 @@ class DecodeGraphs:
         if len(self._num_steps) >= 16 * MOST_GRAPHS:
             self._num_steps.clear()
         self._num_steps[layout] += 1
-        if self._num_steps[layout] <= MIN_STEPS:
+        if self._num_steps[layout] <= MIN_STEPS or self.is_refused:
             return None
         try:
-            self._captures = self._captures or self._new_captures()
-            replay = self._captures.capture(partial(self._compute, layout, logits))
+            replay = self.capture(partial(self._compute, layout, logits))
         except RuntimeError as error:
-            self.given_up = f"a step of {layout[0]} rows cannot be captured: {error}"
+            self.is_refused = True
             self._replays.clear()
-            log.warning("decode steps go on without CUDA graphs: %s", self.given_up)
+            what = "decode steps go on without CUDA graphs: a step of %d rows cannot be captured: %s"
+            log.warning(what, layout[0], error)
             return None
         if len(self._replays) >= MOST_GRAPHS:
             self._replays.popitem(last=False)
@@ -340,16 +316,11 @@ class Scorer(Runner):
 
     def add(self, request: ScoreRequest, answer: Future[ScoreResponse]) -> None:
         """Raises Refused (400)."""
-        num_tokens, most = len(request.token_ids), self.max_length
-        if num_tokens > most or request.start >= num_tokens:
-            what = f"{num_tokens} tokens are to be scored from number {request.start} on"
-            rule = f"a text has {most} tokens at most, and start is one of its tokens"
-            raise Refused(400, what, rule=rule, way_out="raise rollout.max_prompt_tokens or max_tokens.")
         ids = np.asarray(request.token_ids, np.int64)
         is_unknown = ids.view(np.uint64) >= self.loaded.vocab_size  # negative ids too
         if is_unknown.any():
             rule = f"the model knows ids 0..{self.loaded.vocab_size - 1}"
-            raise Refused(400, f"token id {ids[is_unknown][0]} is to be scored", rule=rule)
+            raise Refused(400, f"token id {ids[is_unknown][0]} cannot be scored", rule=rule)
         self._waiting.append(ScoredText(ids, request, answer))
 
     def run(self) -> None:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked, Sampled, spans_of
 from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.stop_strings import StopWatch
@@ -24,8 +23,6 @@ from asyncrl_servers.engine_routes import Listener, Run, RunQueue, check_request
 
 MIN_COPIED = 32
 """Minimum prefix length worth copying in the cache."""
-MAX_WAVES = 4
-"""Maximum calls of one step, if prompts continue others of the step."""
 _HEAD = 64
 """Tokens of all rows that are compared at once."""
 
@@ -49,6 +46,8 @@ class Sequence(Run):
         self.token_ids = token_ids
         self.stop_watch = stop_watch
         self.matcher = matcher
+        self.allowed = None if matcher is None else matcher.allowed()
+        """Next tokens, bool [V]; None: all."""
         self.top_logprobs: list[TopLogprobs] = []
         self.num_told = len(token_ids)
         self.limit = len(token_ids) + self.request.max_tokens
@@ -82,7 +81,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def add(self, sequence: Sequence) -> int:
+    def add(self, sequence: Sequence) -> None:
         row, request, ids = len(self.sequences), sequence.request, sequence.token_ids
         self.sequences.append(sequence)
         self.token_ids[row, : len(ids)] = ids
@@ -91,7 +90,6 @@ class Rows:
         self.seeds[row] = request.seed
         self.temperatures[row] = request.temperature
         self.top_ps[row] = request.top_p
-        return row
 
     def keep(self, row: int) -> int:
         """Keep this row's tokens; return the kept row or -1."""
@@ -190,16 +188,12 @@ def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
 
 
 class Prefill(NamedTuple):
-    """Prefill of `ids` [T] in slot `row`, after copying `num_copied` tokens from slot `source`.
-
-    A source may be filled in the same step, in an earlier `wave`.
-    """
+    """Prefill of `ids` [T] in slot `row`, after copying `num_copied` tokens from slot `source`."""
 
     row: int
     ids: Ints
     source: int
     num_copied: int
-    wave: int
 
     @property
     def is_whole(self) -> bool:
@@ -220,7 +214,6 @@ class Scheduler(RunQueue[Sequence]):
         self._eos_ids = np.array(sorted(runner.loaded.eos_ids), np.int64)
         self.rows = Rows(spec.slots, spec.num_kept, spec.max_length)
         self.num_generated = 0
-        self.num_prefilled = 0
 
     @property
     def _num_free(self) -> int:
@@ -243,17 +236,14 @@ class Scheduler(RunQueue[Sequence]):
         resumed = token_ids[len(token_ids) - request.num_resumed :].tolist()
         stop_watch = matcher = None
         if request.stop:
-            if loaded.tokenizer is None:
-                what = f"request {request.request_id} has stop strings, but the model folder has no tokenizer"
-                raise Refused(400, what, way_out="save the tokenizer in the model folder.")
             stop_ids = [loaded.special_ids[text] for text in request.stop if text in loaded.special_ids]
             stop_watch = StopWatch(request.stop, loaded.decode, resumed, stop_ids)
-        if request.grammar is not None:
-            try:
+        try:
+            if request.grammar is not None:
                 matcher = loaded.grammars.begin(request.grammar, resumed)
-            except GrammarError as error:
-                raise grammar_refusal(request, error) from None
-        return Sequence(asked, listener, token_ids, stop_watch, matcher)
+            return Sequence(asked, listener, token_ids, stop_watch, matcher)
+        except GrammarError as error:
+            raise grammar_refusal(request, error) from None
 
     def abort(self, wanted: set[Sequence]) -> None:
         for row in reversed(range(len(self.rows))):
@@ -296,28 +286,22 @@ class Scheduler(RunQueue[Sequence]):
     def step(self) -> None:
         rows, runner, num_running = self.rows, self._runner, len(self.rows)
         reads = self._admit()
-        decoded = np.arange(num_running)
         lengths = rows.lengths[:num_running].copy()
-        last_ids = rows.token_ids[decoded, lengths - 1]
-        for wave in range(1 + max((one.wave for one in reads), default=0)):
-            now = [one for one in reads if one.wave == wave]
-            for one in now:
-                self.num_prefilled += len(one.ids) - one.num_copied
-                if one.num_copied:
-                    runner.cache.copy_slot(one.source, one.row, one.num_copied)
-            jobs = [(one.row, one.ids, one.num_copied) for one in now if not one.is_whole]
-            if wave == 0:
-                computed = runner.step(jobs, last_ids, lengths)
-                logits = [computed[:num_running]]
-                computed = computed[num_running:]
-            elif jobs:
-                computed = runner.step(jobs)
-            of_jobs = iter(computed)
-            for one in now:
-                first_V = rows.sequences[one.source].next_logits_V if one.is_whole else next(of_jobs).clone()
-                rows.sequences[one.row].next_logits_V = first_V
-        logits += [cast(Tensor, rows.sequences[one.row].next_logits_V)[None] for one in reads]
-        self._sample(torch.cat(logits) if reads else logits[0])
+        last_ids = rows.token_ids[np.arange(num_running), lengths - 1]
+        partial = [one for one in reads if not one.is_whole]
+        for one in partial:
+            if one.num_copied:
+                runner.cache.copy_slot(one.source, one.row, one.num_copied)
+        jobs = [(one.row, one.ids, one.num_copied) for one in partial]
+        computed = runner.step(jobs, last_ids, lengths)
+        for one, logits_V in zip(partial, computed[num_running:], strict=True):
+            rows.sequences[one.row].next_logits_V = logits_V.clone()
+        for one in reads:
+            if one.is_whole:
+                runner.cache.copy_slot(one.source, one.row, one.num_copied)
+                rows.sequences[one.row].next_logits_V = rows.sequences[one.source].next_logits_V
+        first = [cast(Tensor, rows.sequences[one.row].next_logits_V)[None] for one in reads]
+        self._sample(torch.cat([computed[:num_running], *first]) if reads else computed)
 
     def report_streams(self) -> None:
         for row, sequence in enumerate(self.rows.sequences):
@@ -325,7 +309,9 @@ class Scheduler(RunQueue[Sequence]):
                 self._report(row, "more")
 
     def _admit(self) -> list[Prefill]:
-        """Assign rows to queued sequences, sources before their users."""
+        """Assign rows to queued sequences. A prompt that continues another one of this step waits for the
+        next step.
+        """
         rows = self.rows
         if not self._may_admit:
             return []
@@ -336,30 +322,33 @@ class Scheduler(RunQueue[Sequence]):
         }
         standing = [*whole.values(), *rows.kept]
         reads = dict[int, Prefill]()
+        later = list[Sequence]()
         for sequence in sorted(taken, key=lambda one: len(one.token_ids)):
             ids = sequence.token_ids
-            key = ids.tobytes()
-            sequence.marks.append((len(ids), self._weights.version))
-            row = rows.add(sequence)
-            sequence.admitted_ids = key
+            key, row = ids.tobytes(), len(rows)
             if key in whole:
                 source, num_copied = whole[key], len(ids)
             else:
-                early = [one.row for one in reads.values() if one.wave < MAX_WAVES - 1]
-                source, num_copied = rows.common_prefix(ids, standing + early)
+                source, num_copied = rows.common_prefix(ids, [*standing, *reads])
                 if num_copied < MIN_COPIED:
                     source, num_copied = row, 0
+                elif source in reads:
+                    later.append(sequence)
+                    continue
                 rows.use_kept(source, num_copied)
                 whole[key] = row
-            wave = reads[source].wave + 1 if source in reads else 0
-            reads[row] = Prefill(row, ids, source, num_copied, wave)
+            sequence.marks.append((len(ids), self._weights.version))
+            sequence.admitted_ids = key
+            rows.add(sequence)
+            reads[row] = Prefill(row, ids, source, num_copied)
+        self.put_first(later)
         return list(reads.values())
 
     def _sample(self, logits_NV: Tensor) -> None:
         rows = self.rows
         running = slice(len(rows))
-        matchers = {row: one.matcher for row, one in enumerate(rows.sequences) if one.matcher is not None}
-        failed = mask(matchers, logits_NV)
+        allowed = {row: one.allowed for row, one in enumerate(rows.sequences) if one.allowed is not None}
+        mask(allowed, logits_NV)
         num_top = {row: num for row, one in enumerate(rows.sequences) if (num := one.request.top_logprobs)}
         token_ids, logprobs, top = sample(
             logits_NV,
@@ -372,17 +361,18 @@ class Scheduler(RunQueue[Sequence]):
         if not np.isfinite(logprobs).all():
             raise FloatingPointError(f"policy_version {self._weights.version} gives non-finite logits")
         rows.append(token_ids, logprobs, top)
-        for row, matcher in matchers.items():
-            try:
-                if row not in failed:
-                    matcher.take(int(token_ids[row]))
-            except GrammarError as error:
-                failed[row] = error
         self.num_generated += len(token_ids)
+        failed = dict[int, GrammarError]()
         is_stop = (token_ids[:, None] == self._eos_ids).any(1)
         for row, sequence in enumerate(rows.sequences):
             if sequence.stop_watch is not None and sequence.stop_watch.is_complete(int(token_ids[row])):
                 is_stop[row] = True
+            if sequence.matcher is not None:
+                try:
+                    sequence.matcher.take(int(token_ids[row]))
+                    sequence.allowed = sequence.matcher.allowed()
+                except GrammarError as error:
+                    failed[row] = error
         is_over = is_stop | (rows.lengths[running] >= rows.limits[running])
         is_over[[*failed]] = True
         for row in np.flatnonzero(is_over)[::-1].tolist():  # only rows above a removed row move

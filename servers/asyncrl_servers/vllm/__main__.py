@@ -10,11 +10,9 @@ import os
 import select
 import shutil
 import signal
-import sys
 import tempfile
-import threading
+import time
 from pathlib import Path
-from typing import Any, NoReturn
 
 import psutil
 
@@ -23,34 +21,20 @@ from asyncrl.base.message import SECRET_ENV
 from asyncrl_servers.engine_routes import read_spec
 from asyncrl_servers.vllm.arguments import VllmSpec, check_start, set_environment
 
-ORPHANED = 3
 GRACE_S = 5.0
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, _end_start)  # vLLM replaces it once it serves
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     scratch = Path(tempfile.mkdtemp(prefix="asyncrl-vllm-"))
     start_reaper(scratch)
-    is_orphaned = threading.Event()
 
     def end_all() -> None:
-        is_orphaned.set()
         os.kill(os.getpid(), signal.SIGTERM)  # vLLM shuts down in less than a second
-        threading.Event().wait(GRACE_S)  # then the reaper ends all
+        time.sleep(GRACE_S)  # then the reaper ends all
 
     die_with_parent(end_all)
-    try:
-        _serve(scratch)
-    except KeyboardInterrupt:
-        pass  # ended before it served
-    finally:
-        if is_orphaned.is_set():  # an interrupted start may have failed first
-            sys.exit(ORPHANED)
-
-
-def _serve(scratch: Path) -> None:
     spec, fd = read_spec(VllmSpec)
     secret = secret_of(SECRET_ENV)
     os.environ.pop(SECRET_ENV, None)  # vLLM's workers inherit the environment
@@ -97,10 +81,6 @@ def end_group(leader: int) -> None:
                     process.send_signal(number)
                     members.append(process)
         psutil.wait_procs(members, GRACE_S)
-
-
-def _end_start(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hmac
 import socket
-from typing import Any, NoReturn
+from typing import Any
 
 import uvloop
 from fastapi.responses import JSONResponse
@@ -14,7 +14,6 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.entrypoints.serve.dev.server_info import api_router as server_info
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from asyncrl.base.http import Refused
 from asyncrl.base.message import ErrorBody
 from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, can_fork, failure, is_cpu_build
 from asyncrl_servers.vllm.monkeypatches import patch_spawn
@@ -36,35 +35,17 @@ class BearerOnly:
         may_pass = bool(self.expected) and hmac.compare_digest(given, self.expected)
         if scope["type"] == "lifespan" or may_pass:
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
             rule = "internal servers answer only to the run that started them"
             body = ErrorBody(error="wrong or missing bearer token", rule=rule)
             await JSONResponse(body.model_dump(), status_code=401)(scope, receive, send)
 
 
-class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
-    def error(self, message: str) -> NoReturn:
-        way_out = "correct rollout.vllm (`vllm serve --help=all`)."
-        raise Refused(400, f"vLLM refuses its arguments: {message}", way_out=way_out)
-
-
-def parse_arguments(spec: VllmSpec) -> argparse.Namespace:
-    """Raises Refused."""
-    parser = make_arg_parser(_Parser())
-    args: argparse.Namespace = parser.parse_args(build_arguments(spec, is_cpu=is_cpu_build()))
-    try:
-        validate_parsed_serve_args(args)
-    except (TypeError, ValueError) as error:
-        parser.error(str(error))
-    return args
-
-
 def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
     """Serve until SIGTERM. Raises Refused if the engine cannot start or dies."""
     BearerOnly.expected = f"Bearer {secret}".encode()
-    args = parse_arguments(spec)
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(build_arguments(spec, is_cpu=is_cpu_build()))
+    validate_parsed_serve_args(args)
     listener = socket.socket(fileno=fd)
     args.host, args.port = listener.getsockname()[:2]
     server_info._get_system_env_info_cached = dict  # saves 2 s of pip and gcc

@@ -45,48 +45,32 @@ class VllmSpec(EngineSpec):
 _BLOCK_TOKENS = 128
 """vLLM's block size on CPU."""
 MIN_BYTES = 2**26
+_PREFILL_TOKENS = 8192
+"""Per step, on CPU."""
 
 
 def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int:
-    """Return the bytes for full slots plus one block; MIN_BYTES if the config lacks a value."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = config.get("text_config", config)
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        kv_heads = config.get("num_key_value_heads") or heads
-        floats = 2 * config["num_hidden_layers"] * kv_heads * head_dim
-    except (OSError, ValueError, KeyError, TypeError):
-        return MIN_BYTES
+    """Return the bytes for full slots plus one block."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    floats = 2 * config["num_hidden_layers"] * kv_heads * head_dim
     blocks = slots * -(-max_length // _BLOCK_TOKENS) + 1
     return max(MIN_BYTES, int(blocks * _BLOCK_TOKENS * floats * (4 if dtype == "float32" else 2)))
 
 
-SETTINGS = {
-    "model.path": ("model", "model_tag", "tokenizer"),
-    "model.dtype": ("dtype",),
-    "seed": ("seed",),
-    "rollout.vllm itself": ("config",),
-    "rollout.temperature": ("generation_config", "override_generation_config"),
-    "rollout.max_prompt_tokens and rollout.max_tokens": ("max_model_len",),
-    "rollout.slots": ("max_num_seqs",),
-    "rollout.ports": ("port",),
-    "rollout.num_engines": ("api_server_count", "headless", "data_parallel_size"),
-    "rollout.tensor_parallel": ("tensor_parallel_size",),
-    "weight_sync.transport": ("weight_transfer_config", "enable_lora"),
-    "trainer.lora.rank": ("max_lora_rank",),
-    "algorithm.router_replay": ("enable_return_routed_experts", "aux_output_config"),
-    "`vllm serve --help=all` in a shell": ("help",),
-    "nothing: the run and its trainer depend on it": (
-        *("served_model_name", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls", "max_loras"),
-        *("enable_scale_out", "tokens_only", "api_key", "middleware", "grpc"),
-        *("host", "uds", "root_path", "ssl_keyfile", "ssl_certfile"),
-        *("max_logprobs", "structured_outputs_config", "reasoning_parser", "reasoning_parser_plugin"),
-        *("disable_uvicorn_access_log", "disable_fastapi_docs"),
-    ),
-}
-ELSEWHERE = {name: setting for setting, names in SETTINGS.items() for name in names}
-"""Setting to use instead, by vLLM argument."""
+OWN = frozenset(
+    """model model_tag tokenizer skip_tokenizer_init served_model_name dtype seed config help
+    generation_config override_generation_config logprobs_mode max_logprobs structured_outputs_config
+    reasoning_parser reasoning_parser_plugin max_model_len max_num_seqs tensor_parallel_size
+    data_parallel_size api_server_count headless host port uds root_path ssl_keyfile ssl_certfile api_key
+    middleware grpc enable_scale_out tokens_only worker_extension_cls weight_transfer_config enable_lora
+    max_lora_rank max_loras enable_return_routed_experts aux_output_config disable_uvicorn_access_log
+    disable_fastapi_docs""".split()
+)
+"""vLLM's arguments that the run sets itself."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 KV_CACHE = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
@@ -96,11 +80,9 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
     """Raises Refused for arguments that the run sets itself; vLLM's parser refuses unknown ones."""
     given = {name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()}
     for name in given:
-        plain = name.partition(".")[0].removesuffix("+")
-        instead = ELSEWHERE.get(plain) or ELSEWHERE.get(plain.removeprefix("no_"))
-        if instead is not None:
-            what = f"rollout.vllm has {name}, which asyncrl sets by itself"
-            raise Refused(400, what, way_out=f"remove it; use {instead}.")
+        if name.partition(".")[0].removesuffix("+").removeprefix("no_") in OWN:
+            way_out = "remove it; docs/configuration.md has the settings of asyncrl."
+            raise Refused(400, f"rollout.vllm has {name}, which asyncrl sets by itself", way_out=way_out)
     folder = Path(spec.model_path)
     ours: dict[str, Any] = {
         "model": spec.model_path,
@@ -133,6 +115,9 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
     if is_cpu:
         executor = "asyncrl_servers.vllm.monkeypatches.CpuExecutor"
         defaults |= {"enforce_eager": True, "distributed_executor_backend": executor}
+        # vLLM 0.32's engine dies if a seeded prompt is split: CPU generators have no offset.
+        most = max(_PREFILL_TOKENS, spec.max_length)
+        defaults |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
         # By default vLLM takes 92 % of the machine's memory.
         if not given.keys() & KV_CACHE:
             num_bytes = kv_cache_bytes(folder, ours["dtype"], spec.slots, spec.max_length)
@@ -203,37 +188,20 @@ def can_fork(spec: VllmSpec) -> bool:
 
 
 _ERROR_LINE = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+|Worker proc \S+ died unexpectedly.*)")
-_POINTERS = (
-    "Engine core initialization failed",
-    "Failed core proc",
-    "WorkerProc initialization failed",
-    "See root cause",
-    "See stack trace",
-    "EngineDeadError",
-    "EngineCore encountered",
-    "Executor failed",
-    "RuntimeError: cancelled",  # it waited for a lost worker
-    "died unexpectedly (exit code: 0)",  # it was ended after reporting the cause
-)
-"""Messages that point to a cause in another log."""
 
 
 def failure(what: str, said: str) -> Refused:
-    """Use `said`, or the log's last error if `said` only points there."""
-    if not said or any(pointer in said for pointer in _POINTERS):
-        said = last_error(_own_log()) or said or "SIGKILL perhaps, often by the kernel when memory runs out"
+    """Name the first error of this process's log: `said` often only points there."""
+    said = first_error(_own_log()) or said or "SIGKILL perhaps, often by the kernel when memory runs out"
     way_out = "read this server's log, correct the cause, and start the run again."
     if "memory" in said.lower():
         way_out = "lower rollout.slots or rollout.vllm.kv_cache_memory_bytes, or free memory."
     return Refused(500, f"{what}: {' '.join(said.split())[:1500]}", way_out=way_out)
 
 
-def last_error(log: str) -> str:
-    for line in reversed(log.splitlines()):
-        found = _ERROR_LINE.search(line)
-        if found and " WARNING " not in line and not any(pointer in line for pointer in _POINTERS):
-            return found[1]
-    return ""
+def first_error(log: str) -> str:
+    found = (_ERROR_LINE.search(line) for line in log.splitlines() if " WARNING " not in line)
+    return next((line[1] for line in found if line), "")
 
 
 def _own_log() -> str:

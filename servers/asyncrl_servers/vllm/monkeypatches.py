@@ -54,7 +54,6 @@ def patch_grammars() -> None:
 
 
 def patch_worker() -> None:
-    patch_seeds()
     patch_compiled()
     patch_waits()
     patch_routing()
@@ -85,41 +84,6 @@ def patch_compiled() -> None:
     for module, name in patched:
         compiled = getattr(module, name)
         setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
-
-
-def patch_seeds() -> None:
-    """Undo a discarded draw by restoring the generator's state.
-
-    vLLM 0.32 calls Generator.set_offset after a partial prefill, which CPU generators lack. Remove it
-    once vLLM's CPU runner works without it.
-    """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
-
-    sample, keep_books = Runner._sample, Runner._bookkeeping_sync
-
-    def discarded(runner: Any) -> list[int]:
-        batch = runner.input_batch
-        found = np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0]
-        return [int(index) for index in found if int(index) in batch.generators]
-
-    def sample_and_restore(runner: Any, *args: Any, **named: Any) -> Any:
-        generators = runner.input_batch.generators
-        states = {index: generators[index].get_state() for index in discarded(runner)}
-        try:
-            return sample(runner, *args, **named)
-        finally:
-            for index, state in states.items():
-                generators[index].set_state(state)
-
-    def keep_books_without(runner: Any, *args: Any, **named: Any) -> Any:
-        generators = runner.input_batch.generators
-        held = {index: generators.pop(index) for index in discarded(runner)}
-        try:
-            return keep_books(runner, *args, **named)
-        finally:
-            generators.update(held)
-
-    Runner._sample, Runner._bookkeeping_sync = sample_and_restore, keep_books_without
 
 
 def patch_routing_check() -> None:

@@ -80,17 +80,14 @@ class Loader:
     def facts(self) -> dict[str, Any]:
         return {"vocab_size": self.worker.vllm_config.model_config.get_vocab_size()}
 
-    def drop(self) -> None:
-        self._staged = None
-
-    def stage(self, **fields: Any) -> dict[str, Any]:
+    def stage(self, *, is_new: bool, **fields: Any) -> dict[str, Any]:
         """Begin to stage a PrepareRequest's file, or report progress; call again until the state is `staged`.
         Raises Refused.
         """
-        request = PrepareRequest(**fields)
-        if self._staged is None or self._staged.request != request:
-            tensors = read_or_refuse(request.path)
-            self._staged = Staged(request, tensors)
+        if is_new:
+            self._staged = None
+            request = PrepareRequest(**fields)
+            self._staged = Staged(request, read_or_refuse(request.path))
             self._checked = self._staging.submit(self._check, self._staged)
         if not self._checked.done():
             return {"state": "staging"}
@@ -268,7 +265,6 @@ def _rpc(name: str) -> Callable[..., dict[str, Any]]:
 class WeightLoader:
     asyncrl_loader_class = Loader
     asyncrl_facts = _rpc("facts")
-    asyncrl_drop = _rpc("drop")
     asyncrl_stage = _rpc("stage")
     asyncrl_load = _rpc("load")
     asyncrl_load_chunk = _rpc("load_chunk")
