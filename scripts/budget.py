@@ -10,20 +10,13 @@ import ast
 import io
 import subprocess
 import sys
-import tokenize
 import tomllib
 from collections import Counter
 from pathlib import Path
+from tokenize import COMMENT, DEDENT, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
 
 ROOT = Path(__file__).parents[1]
-LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+LAYOUT = {COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER}
 
 
 def count_code(source: str) -> int:
@@ -38,7 +31,7 @@ def count_code(source: str) -> int:
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             num_packed += sum(len(to.elts) - 1 for to in node.targets if isinstance(to, ast.Tuple))
     lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT:
             lines.update(range(token.start[0], token.end[0] + 1))
     return len(lines - ignored) + num_packed

@@ -71,56 +71,33 @@ STYLES: Sequence[tuple[str, Any]] = (
 COLUMNS = ("sample/staleness_mean", *SEARCH_LINES, "rollouts", "tokens")
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run of `variant` with overrides of its config."""
-
-    variant: str
-    config: Path
-    seed: int
-    overrides: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Return the name of the run directory."""
-        return f"{self.variant}-seed{self.seed}"
-
-    @property
-    def settings(self) -> list[str]:
-        """Return all overrides."""
-        return [f"seed={self.seed}", *self.overrides, "observe.console=none", "observe.trackers=[]"]
-
-
-def plan(cases: Iterable[str], seeds: Iterable[int], root: Path) -> list[PlannedRun]:
-    """List the runs by seed. The teacher is the quickstart's model, trained first."""
-    teacher = PlannedRun("quickstart", ROOT / "configs" / "quickstart.yaml", 0)
-    cases = list(cases)
-    planned = [teacher] if set(cases) & set(NEEDS_TEACHER) else []
+def run_all(cases: Sequence[str], seeds: Iterable[int], root: Path) -> dict[tuple[str, int], Path]:
+    """Run what is not done yet; return the run directories. The teacher is the quickstart's model."""
+    teacher = ROOT / "configs" / "quickstart.yaml"
+    folders = {}
     for seed in seeds:
         for name in cases:
-            path = (f"teacher.path={root / teacher.name / 'final'}",) if name in NEEDS_TEACHER else ()
             case = CASES[name]
-            planned.append(PlannedRun(name, ROOT / case.config, seed, (*case.overrides, *path)))
-    return planned
+            path = ()
+            if name in NEEDS_TEACHER:
+                path = (f"teacher.path={run_once(root / 'quickstart-seed0', teacher, 0) / 'final'}",)
+            overrides = (*case.overrides, *path)
+            folders[name, seed] = run_once(root / f"{name}-seed{seed}", ROOT / case.config, seed, *overrides)
+    return folders
 
 
-def run_all(planned: Sequence[PlannedRun], root: Path) -> None:
-    for number, run in enumerate(planned, start=1):
-        folder = root / run.name
-        if not is_done(folder):
-            print(f"[{number}/{len(planned)}] {run.name}", flush=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            command = [sys.executable, "-m", "asyncrl.cli", "run", str(run.config), *run.settings]
-            subprocess.run([*command, "--run-dir", str(folder)], check=True)
+def run_once(folder: Path, config: Path, seed: int, *overrides: str) -> Path:
+    done = folder / "summary.json"
+    if not done.exists() or json.loads(done.read_text(encoding="utf-8"))["state"] != "done":
+        print(folder.name, flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), f"seed={seed}", *overrides]
+        quiet = ["observe.console=none", "observe.trackers=[]", "--run-dir", str(folder)]
+        subprocess.run([*command, *quiet], check=True)
+    return folder
 
 
-def is_done(folder: Path) -> bool:
-    """Return whether the run in `folder` ended well."""
-    path = folder / "summary.json"
-    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["state"] == "done"
-
-
-def read_run(run: PlannedRun, folder: Path) -> pd.DataFrame:
+def read_run(case: str, seed: int, folder: Path) -> pd.DataFrame:
     """Return a row per evaluation."""
     config = load_config(folder / "config.yaml")
     steps = pd.read_json(folder / "metrics.jsonl", lines=True)
@@ -130,7 +107,7 @@ def read_run(run: PlannedRun, folder: Path) -> pd.DataFrame:
         found = json.loads(line)
         last = int(found["policy_version"])
         since = steps[first:last]
-        row = {"case": run.variant, "seed": run.seed, "step": last, "time_s": found["time_s"]}
+        row = {"case": case, "seed": seed, "step": last, "time_s": found["time_s"]}
         row["held_out"] = found["eval/reward_mean"]
         row |= since.filter(items=COLUMNS).mean().to_dict()
         if len(since):
@@ -227,11 +204,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args()
-    planned = plan(options.only, options.seeds, options.runs_dir)
-    run_all(planned, options.runs_dir)
+    folders = run_all(options.only, options.seeds, options.runs_dir)
     path = options.out / "learning.csv"
     known = pd.read_csv(path) if path.exists() else pd.DataFrame({"case": []})
-    tables = [read_run(run, options.runs_dir / run.name) for run in planned if run.variant in CASES]
+    tables = [read_run(case, seed, folder) for (case, seed), folder in folders.items()]
     rows = pd.concat([known[~known["case"].isin(options.only)], *tables])
     rows = rows.sort_values("case", key=lambda names: names.map([*CASES].index), kind="stable")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -38,12 +38,11 @@ def open_browser() -> Iterator[webdriver.Chrome]:
         browser.quit()
 
 
-def look(browser: webdriver.Chrome, width: int, height: int, *, is_dark: bool = False) -> None:
+def look(browser: webdriver.Chrome, width: int, height: int) -> None:
     """Set the screen size in CSS pixels."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    media = {"prefers-color-scheme": "dark" if is_dark else "light", "prefers-reduced-motion": "reduce"}
-    features = [{"name": name, "value": value} for name, value in media.items()]
+    features = [{"name": "prefers-reduced-motion", "value": "reduce"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 

@@ -96,7 +96,7 @@ class Supervisor:
             was_node_gone = isinstance(lost, NodeLost)
             if lost is None:
                 since_s = clock()
-                lost = await self._until_lost(self._wait_unfit())
+                lost = await self._until_lost(asyncio.Event().wait())
                 self._worked_s += clock() - since_s
                 self._waits_since_s = None
             if lost is not None:
@@ -181,7 +181,7 @@ class Supervisor:
         await self._works_again()
         return None
 
-    async def _until_lost(self, work: Coroutine[Any, Any, None]) -> RoomError | None:
+    async def _until_lost(self, work: Coroutine[Any, Any, object]) -> RoomError | None:
         """Return the loss, or None when `work` ends. Raises other errors of `work`."""
         watching = [asyncio.ensure_future(one.watch(self.heartbeat_s)) for one in self._processes]
         working = [asyncio.ensure_future(self._raise_report()), asyncio.ensure_future(work)]
@@ -219,10 +219,6 @@ class Supervisor:
 
     async def _works_again(self) -> None:
         pass
-
-    async def _wait_unfit(self) -> None:
-        """Raise RoomError if processes answer but are unusable."""
-        await asyncio.Event().wait()
 
 
 def summary_of(lost: errors.AsyncrlError) -> str:

@@ -34,7 +34,8 @@ from asyncrl.observe.samples import ShownRollout, sample_text
 Kind = Literal["auto", "live", "plain", "none"]
 RECENT = slice(-20, None)
 LINE_EVERY_S = 5.0
-SAMPLE_EVERY_S = 60.0
+SAMPLE_EVERY_S = (20.0, 300.0)
+"""Periods of samples: in the first minute, and later."""
 MAX_SAMPLE_CHARS = 300
 BY_TASK = "reward/mean/"
 
@@ -96,7 +97,8 @@ class Console:
 
     def show_samples(self, samples: Sequence[ShownRollout]) -> None:
         now_s = time.monotonic()
-        if samples and now_s - self._sample_at_s >= SAMPLE_EVERY_S:
+        every_s = SAMPLE_EVERY_S[now_s - self._started_s >= 60.0]
+        if samples and now_s - self._sample_at_s >= every_s:
             self._sample_at_s = now_s
             text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
             encoding = self._rich.encoding  # of a terminal that may not know the model's characters

@@ -152,10 +152,7 @@ def vllm_config(bench: Bench, sections: Sections) -> dict[str, Any]:
     """Return a config of the 1.5B shape on the letters task, with these sections."""
     shape = {name: value for name, value in architecture(bench, "1.5B").items() if name != "vocab_size"}
     base: Sections = {
-        "model": {
-            "dtype": "bfloat16",
-            "scratch": {"characters": "abcdef0123456789 ", "architecture": shape},
-        },
+        "model": {"dtype": "bfloat16", "scratch": {"characters": "abcdef0123456789 ", "architecture": shape}},
         "task": {"python": "asyncrl.tasks.toy:Letters", "size": 1000, "reward_pool": "inline"},
         "rollout": {"engine": "vllm", "slots": 64, "max_prompt_tokens": 8, "max_tokens": 512},
         "trainer": {"num_groups": 8, "num_steps": NUM_STEPS, "learning_rate": 1e-5},

@@ -76,11 +76,7 @@ def _config(model: str, tokens: int, *, checkpointing: bool) -> RunConfig:
         {
             "model": {"path": model, "dtype": "bfloat16"},
             "task": {"python": "asyncrl.tasks.toy:Letters"},
-            "rollout": {
-                "group_size": GROUP_SIZE,
-                "max_prompt_tokens": PROMPT,
-                "max_tokens": tokens - PROMPT,
-            },
+            "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": PROMPT, "max_tokens": tokens - PROMPT},
             "trainer": trainer | {"num_groups": 1},
         }
     )
