@@ -26,7 +26,7 @@ from asyncrl.base.user_code import GRACE_S
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task
-from asyncrl.tasks.task import UserCodeFailed, as_reward
+from asyncrl.tasks.rewards import UserCodeFailed, as_reward
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
 

@@ -10,7 +10,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import PromptSource, TaskPrompts, build_task
-from asyncrl.tasks.sources import math_reward
+from asyncrl.tasks.rewards import math_reward
 from asyncrl.tasks.toy import Letters
 
 # reasoning-gym

@@ -28,13 +28,12 @@ from asyncrl.job.servers import KINDS
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
-from asyncrl.journal.schema import journal_path
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import SpecialTokens
-from asyncrl.observe.run_dir import read_evaluations
+from asyncrl.observe.run_dir import journal_path, read_evaluations
 from asyncrl.observe.run_numbers import by_evaluation
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 from asyncrl.rollouts.producers import Producers

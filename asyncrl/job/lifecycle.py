@@ -26,10 +26,10 @@ from asyncrl.base.files import clear_own_staging, run_lock, write_whole
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.journal.read import reading
-from asyncrl.journal.schema import journal_path
 from asyncrl.launch.launchers import Launcher
 from asyncrl.launch.supervise import Server, first_death
 from asyncrl.observe.console import outliving
+from asyncrl.observe.run_dir import journal_path
 
 logger = logging.getLogger("asyncrl.job.lifecycle")
 

@@ -23,11 +23,10 @@ from asyncrl.job.report import Reporter
 from asyncrl.job.trainer_recovery import load_batches
 from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
 from asyncrl.journal.read import ResumeState, reading
-from asyncrl.journal.schema import journal_path
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.observe.run_dir import SUMMARY_FILE, read_object
+from asyncrl.observe.run_dir import SUMMARY_FILE, journal_path, read_object
 
 if TYPE_CHECKING:
     from asyncrl.job.build import Components

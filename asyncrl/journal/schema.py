@@ -25,11 +25,6 @@ MOVE_ASIDE = (
 )
 
 
-def journal_path(run_dir: Path) -> Path:
-    """Every reader and writer of the journal takes its path from here."""
-    return run_dir / FILE_NAME
-
-
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 

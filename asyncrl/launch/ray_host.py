@@ -6,20 +6,16 @@ import asyncio
 import contextlib
 import os
 import subprocess
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-
-import aiohttp
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.launch import fork_server
 from asyncrl.launch.launchers import find_misfit
 from asyncrl.launch.machine import CudaDevice, Machine, child_environ, find_cuda_devices, this_machine
 from asyncrl.launch.processes import ChildProcess, ProcessSpec, free_port_at
 from asyncrl.messages.engine_api import FileRequest
+from asyncrl.weights.download import FetchedFiles
 
 RUNTIME_ENV = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
 """Ray's SIGKILL would leave weights in shared memory."""
@@ -81,61 +77,3 @@ class Host:
         await asyncio.to_thread(self._files.close)
         if fork_server.current is not None:
             fork_server.current.close()
-
-
-NUM_KEPT = 2
-RETRY_S = 0.5
-SILENT_S = 10.0
-"""Silence after which the trainer is lost."""
-CHUNK_BYTES = 2**22
-
-
-class FetchedFiles:
-    def __init__(self) -> None:
-        """Raises RoomError without space. Blocks."""
-        clear_stale_staging()
-        self.folder = new_staging_dir()
-        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        self._kept = defaultdict[str, list[Path]](list)
-
-    async def fetch(self, request: FileRequest) -> str:
-        """Return the local path. Raises OSError."""
-        async with self._locks[request.purpose]:
-            path = self.folder / f"{request.purpose}-{request.key}.safetensors"
-            kept = self._kept[request.purpose]
-            if path not in kept:
-                for old in kept[: len(kept) - NUM_KEPT + 1]:
-                    old.unlink(missing_ok=True)
-                    kept.remove(old)
-                try:
-                    await download(request, path)
-                except aiohttp.ClientResponseError as error:
-                    raise OSError(f"{request.url} answered {error.status} {error.message}") from error
-                kept.append(path)
-            return str(path)
-
-    def close(self) -> None:
-        remove_staging_dir(self.folder)
-
-
-async def download(request: FileRequest, path: Path) -> None:
-    """Raises ConnectionError after SILENT_S without data."""
-    clock = asyncio.get_running_loop().time
-    part = path.with_suffix(".part")
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S / 2, sock_read=SILENT_S)
-    headers = {"Authorization": f"Bearer {request.secret}", "Accept-Encoding": "identity"}
-    heard_s = clock()
-    async with aiohttp.ClientSession(raise_for_status=True, timeout=limits, headers=headers) as session:
-        while True:
-            try:
-                with part.open("wb") as file:
-                    async with session.get(request.url) as answer:
-                        async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
-                            await asyncio.to_thread(file.write, chunk)
-                            heard_s = clock()
-                break
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                if clock() - heard_s > SILENT_S:
-                    raise ConnectionError(f"{request.url} is silent: {error}") from error
-                await asyncio.sleep(RETRY_S)
-    part.rename(path)

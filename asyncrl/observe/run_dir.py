@@ -23,7 +23,7 @@ from asyncrl.base.errors import ConfigError, JournalError
 from asyncrl.base.files import cut_at, lines_from_end
 from asyncrl.config import RunConfig, load_config
 from asyncrl.journal.read import reading
-from asyncrl.journal.schema import journal_path
+from asyncrl.journal.schema import FILE_NAME as JOURNAL_FILE
 from asyncrl.observe.metrics import is_total
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ QUIET_S = 30.0
 T = TypeVar("T")
 State = Literal["starting", "running", "done", "failed", "interrupted", "crashed", "unknown"]
 OBJECT = TypeAdapter(dict[str, Any])
+
+
+def journal_path(run_dir: Path) -> Path:
+    return run_dir / JOURNAL_FILE
 
 
 def tell(problems: list[str], problem: str) -> None:

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from asyncrl.base.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt, task_of
-from asyncrl.tasks.task import Item, PromptTask, UserCodeFailed, as_messages, user_code
+from asyncrl.tasks.rewards import UserCodeFailed, user_code
+from asyncrl.tasks.task import Item, PromptTask, as_messages
 
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]

@@ -17,16 +17,9 @@ from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
+from asyncrl.tasks.rewards import RewardFunction, UserCodeFailed, call, call_async, no_reward, user_code
 from asyncrl.tasks.sources import build_score
-from asyncrl.tasks.task import (
-    PromptTask,
-    RewardFunction,
-    UserCodeFailed,
-    call,
-    call_async,
-    no_reward,
-    user_code,
-)
+from asyncrl.tasks.task import PromptTask
 
 logger = logging.getLogger(__name__)
 START_LIMIT_S = 120.0

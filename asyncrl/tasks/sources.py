@@ -6,23 +6,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from asyncrl.base.errors import ConfigError, install_extra
 from asyncrl.base.files import write_whole
-from asyncrl.base.user_code import check_call, load_function, load_object
+from asyncrl.base.user_code import check_call, load_object
 from asyncrl.config import EvalConfig, RunConfig, TaskConfig
 from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
-from asyncrl.tasks.task import Item, PromptTask, RewardFunction, RowTask, UserCodeFailed, no_reward, user_code
+from asyncrl.tasks.rewards import RewardFunction, UserCodeFailed, no_reward, reward_function, user_code
+from asyncrl.tasks.task import Item, PromptTask, RowTask
 
 LoadTaskset = Callable[[], Any]
 EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
@@ -39,7 +37,7 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
         return _python_task(config, config.python, seed)
     if config.reasoning_gym is not None:
         return GymTask(config.reasoning_gym, size=config.size, seed=seed, settings=config.args)
-    score = _reward_function(config)
+    score = reward_function(config)
     if config.dataset is not None:
         rows, place = read_dataset(config.dataset, config.split, config.args)
     else:
@@ -55,7 +53,7 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
 def build_score(config: TaskConfig, seed: int) -> RewardFunction:
     """Build only the score function."""
     if config.files is not None or config.dataset is not None or config.verifiers:
-        return _reward_function(config)
+        return reward_function(config)
     return build_task(config, seed).score
 
 
@@ -68,7 +66,7 @@ def look_at_task(
     if config.verifiers and load_taskset is not None:
         return None, f"verifiers {type(load_taskset()).__name__} (its tasks are read when the run starts)"
     if config.dataset is not None and not Path(config.dataset).exists():
-        _reward_function(config)
+        reward_function(config)
         return None, f"dataset {config.dataset}, split {config.split}; not checked: it is on the hub"
     task = build_task(config, seed)
     TaskPrompts(task, seed=seed, shuffle=config.shuffle)
@@ -140,20 +138,6 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
     check_call(task.prompt, (0,), {}, said=said, usage="prompt(index)")
     check_call(task.score, (None, ""), {}, said=said, usage="score(prompt, completion)")
     return task
-
-
-def _reward_function(config: TaskConfig) -> RewardFunction:
-    function: Any = math_reward
-    if config.reward not in ("math", None):
-        usage = "reward(prompt, completion, answer)"
-        function = load_function(config.reward, "task.reward", usage=usage, arguments=(None, "", None))
-
-    def score(prompt: Prompt, completion: str) -> Any:
-        if config.reward is None:
-            raise no_reward(prompt)
-        return function(prompt, completion, prompt.answer)
-
-    return score
 
 
 # ---- rows
@@ -319,45 +303,3 @@ def _verifiers_item(data: Any) -> Item:
         messages.append({"role": message["role"], "content": text})
     opening = {"role": "user", "content": "(the environment opens the conversation)"}
     return Item(messages or [opening], info={VERIFIERS_KEY: row})
-
-
-# ---- math
-
-
-def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
-    """Return 1.0 if the completion's answer equals `answer` (a number, expression or LaTeX), else 0.0. Raises
-    ValueError.
-
-    math-verify (https://github.com/huggingface/Math-Verify) limits time by signals, which need the main
-    thread, so the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math`
-    runs in processes by default.
-    """
-    from math_verify import parse, verify
-
-    gold = _gold(str(answer)) if answer is not None else ()
-    if not gold:
-        raise ValueError(f"math-verify cannot read the reference answer {answer!r}; correct that row")
-    return float(verify(list(gold), parse(completion, parsing_timeout=None), timeout_seconds=None))
-
-
-@lru_cache(maxsize=4096)
-def _gold(answer: str) -> tuple[Any, ...]:
-    """Parse the reference answer, after #### if any (GSM8K).
-
-    Without dollars, math-verify sees only the first number of LaTeX.
-    """
-    from math_verify import parse
-
-    # It warns that time limits are off.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    answer = answer.rpartition("####")[2].strip()
-    readings = [f"${answer}$", answer]
-    if any(mark in answer for mark in ("$", "\\boxed", "\\[", "\\(")):
-        readings = [answer]
-    elif "\\" not in answer and re.search(r"\b[A-Za-z]{2,}\b", answer):  # a sentence
-        readings.reverse()
-    for text in readings:
-        found = parse(text, parsing_timeout=None)
-        if any(not isinstance(reading, str) for reading in found):  # unparsed text is a str
-            return tuple(found)
-    return ()

@@ -1,28 +1,22 @@
-"""Tasks, and calls of their score."""
+"""Tasks and their prompts."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import numbers
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import xxhash
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from asyncrl.base.errors import ConfigError, RewardFailure
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.message import Message
-from asyncrl.base.user_code import raised
-from asyncrl.messages.records import LARGEST_NUMBER, Prompt
+from asyncrl.messages.records import Prompt
+from asyncrl.tasks.rewards import RewardFunction
 
 Content = str | Sequence[Mapping[str, str]]
 """Text of the user, or chat messages with `role` and `content`."""
-
-RewardFunction = Callable[[Prompt, str], float | Awaitable[float]]
-"""Depends only on prompt and text; runs in any thread or process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,54 +105,3 @@ class RowTask:
         info = dict(self.rows[index])
         content = info.pop(self.prompt_column)
         return Item(content, None if self.answer_column is None else info.pop(self.answer_column), info)
-
-
-class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned into a ConfigError
-    """Error or invalid return value of user code, as text. Picklable."""
-
-
-@contextlib.contextmanager
-def user_code(*passed: type[BaseException]) -> Iterator[None]:
-    """Turn exceptions of user code into UserCodeFailed, except those in `passed`."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, UserCodeFailed, *passed)):
-            raise
-        raise UserCodeFailed(raised(error)) from error
-
-
-def call(score: RewardFunction, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
-    """Return the reward, or an awaitable for call_async. Raises UserCodeFailed."""
-    with user_code():
-        value: Any = score(prompt, completion)
-        return value if isinstance(value, Awaitable) else as_reward(value)
-
-
-async def call_async(value: Awaitable[Any]) -> float:
-    """Raises UserCodeFailed; cancellation passes."""
-    with user_code(asyncio.CancelledError):
-        return as_reward(await value)
-
-
-def as_reward(value: Any) -> float:
-    """Convert a number, or an array or tensor with one element. Raises UserCodeFailed."""
-    number = value
-    if hasattr(value, "item"):
-        with contextlib.suppress(Exception):
-            number = value.item()
-    if not isinstance(number, numbers.Real):
-        hint = "; is a `return` missing?" if value is None else ""
-        raise UserCodeFailed(f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}")
-    reward = float(number)
-    if not abs(reward) <= LARGEST_NUMBER:
-        raise UserCodeFailed(f"returned {reward}; rewards are finite, and {LARGEST_NUMBER:g} at most")
-    return reward
-
-
-def no_reward(prompt: Prompt) -> RewardFailure:
-    return RewardFailure(
-        f"prompt {prompt.prompt_id}: no reward came with the rollout, and the task has no reward function",
-        rule="each rollout needs a reward from its harness, verifiers environment or task",
-        way_out="return a reward from the harness, or set task.reward.",
-    )

@@ -1,0 +1,124 @@
+"""Reward functions: the user's, the `math` reward, their calls, and what they may return."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import numbers
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+from asyncrl.base.errors import RewardFailure
+from asyncrl.base.user_code import load_function, raised
+from asyncrl.config import TaskConfig
+from asyncrl.messages.records import LARGEST_NUMBER, Prompt
+
+RewardFunction = Callable[[Prompt, str], float | Awaitable[float]]
+"""Depends only on prompt and text; runs in any thread or process."""
+
+
+def reward_function(config: TaskConfig) -> RewardFunction:
+    function: Any = math_reward
+    if config.reward not in ("math", None):
+        usage = "reward(prompt, completion, answer)"
+        function = load_function(config.reward, "task.reward", usage=usage, arguments=(None, "", None))
+
+    def score(prompt: Prompt, completion: str) -> Any:
+        if config.reward is None:
+            raise no_reward(prompt)
+        return function(prompt, completion, prompt.answer)
+
+    return score
+
+
+class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned into a ConfigError
+    """Error or invalid return value of user code, as text. Picklable."""
+
+
+@contextlib.contextmanager
+def user_code(*passed: type[BaseException]) -> Iterator[None]:
+    """Turn exceptions of user code into UserCodeFailed, except those in `passed`."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, UserCodeFailed, *passed)):
+            raise
+        raise UserCodeFailed(raised(error)) from error
+
+
+def call(score: RewardFunction, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
+    """Return the reward, or an awaitable for call_async. Raises UserCodeFailed."""
+    with user_code():
+        value: Any = score(prompt, completion)
+        return value if isinstance(value, Awaitable) else as_reward(value)
+
+
+async def call_async(value: Awaitable[Any]) -> float:
+    """Raises UserCodeFailed; cancellation passes."""
+    with user_code(asyncio.CancelledError):
+        return as_reward(await value)
+
+
+def as_reward(value: Any) -> float:
+    """Convert a number, or an array or tensor with one element. Raises UserCodeFailed."""
+    number = value
+    if hasattr(value, "item"):
+        with contextlib.suppress(Exception):
+            number = value.item()
+    if not isinstance(number, numbers.Real):
+        hint = "; is a `return` missing?" if value is None else ""
+        raise UserCodeFailed(f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}")
+    reward = float(number)
+    if not abs(reward) <= LARGEST_NUMBER:
+        raise UserCodeFailed(f"returned {reward}; rewards are finite, and {LARGEST_NUMBER:g} at most")
+    return reward
+
+
+def no_reward(prompt: Prompt) -> RewardFailure:
+    return RewardFailure(
+        f"prompt {prompt.prompt_id}: no reward came with the rollout, and the task has no reward function",
+        rule="each rollout needs a reward from its harness, verifiers environment or task",
+        way_out="return a reward from the harness, or set task.reward.",
+    )
+
+
+def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
+    """Return 1.0 if the completion's answer equals `answer` (a number, expression or LaTeX), else 0.0. Raises
+    ValueError.
+
+    math-verify (https://github.com/huggingface/Math-Verify) limits time by signals, which need the main
+    thread, so the scorer's limit applies. Evaluating 9^(9^9) would hold the interpreter for hours, so `math`
+    runs in processes by default.
+    """
+    from math_verify import parse, verify
+
+    gold = _gold(str(answer)) if answer is not None else ()
+    if not gold:
+        raise ValueError(f"math-verify cannot read the reference answer {answer!r}; correct that row")
+    return float(verify(list(gold), parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+
+@lru_cache(maxsize=4096)
+def _gold(answer: str) -> tuple[Any, ...]:
+    """Parse the reference answer, after #### if any (GSM8K).
+
+    Without dollars, math-verify sees only the first number of LaTeX.
+    """
+    from math_verify import parse
+
+    # It warns that time limits are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    answer = answer.rpartition("####")[2].strip()
+    readings = [f"${answer}$", answer]
+    if any(mark in answer for mark in ("$", "\\boxed", "\\[", "\\(")):
+        readings = [answer]
+    elif "\\" not in answer and re.search(r"\b[A-Za-z]{2,}\b", answer):  # a sentence
+        readings.reverse()
+    for text in readings:
+        found = parse(text, parsing_timeout=None)
+        if any(not isinstance(reading, str) for reading in found):  # unparsed text is a str
+            return tuple(found)
+    return ()
