@@ -30,7 +30,7 @@ from asyncrl.config import RolloutConfig
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.engine_python import find_python
+from asyncrl.launch.machine import find_python
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.trainer.random_init import make_character_tokenizer

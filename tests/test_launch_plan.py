@@ -15,15 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RolloutConfig
-from asyncrl.launch import engine_python
-from asyncrl.launch.engine_python import find_python
-from asyncrl.launch.machine import single_node
-from asyncrl.launch.model_shape import model_shape
+from asyncrl.launch.machine import find_python, single_node
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import (
     Memory,
     Plan,
     make_plan,
+    model_shape,
     plan_run,
     plan_text,
     refuse_over_capacity,
@@ -180,7 +178,7 @@ def test_vllms_python_is_named_or_found(tmp_path: Path, monkeypatch: pytest.Monk
         find_python(RolloutConfig(engine="vllm", vllm_python=str(without)))
     assert "make setup-vllm" in caught.value.way_out
     monkeypatch.setattr(sys, "executable", str(without))
-    monkeypatch.setattr(engine_python, "CHECKOUT", tmp_path)
+    monkeypatch.setattr("asyncrl.launch.machine.CHECKOUT", tmp_path)
     monkeypatch.delenv("VENV_VLLM", raising=False)
     (tmp_path / ".venv-vllm").symlink_to(python.parent.parent)
     auto = RolloutConfig(engine="vllm")

@@ -24,10 +24,9 @@ from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.engine_python import find_python
 from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import Launcher
-from asyncrl.launch.machine import LOOPBACK
+from asyncrl.launch.machine import LOOPBACK, find_python
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import Process, ProcessSpec

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from asyncrl.config import RunConfig
-from asyncrl.launch.model_shape import model_shape
-from asyncrl.launch.plan import size_text, trainer_memory
+from asyncrl.launch.plan import model_shape, size_text, trainer_memory
 from asyncrl.messages.trainer_api import pack_batch
 from gpu.models import Trainer, architecture, at_version, make_batch, make_folder, make_spec
 from gpu.rows import Bench
