@@ -35,12 +35,18 @@ IMPORTED = {
 collect_ignore = [file for package, files in IMPORTED.items() if find_spec(package) is None for file in files]
 
 
+LONGEST = {
+    f"test_{name}.py" for name in ("tutorial", "launchers", "job_agents", "distillation", "frameworks")
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that no worker is left with a long one at the end. Tests marked gpu are
-    skipped where torch sees no CUDA device. Those marked vllm see to it themselves: vllm_process.vllm_python.
+    """Files with slow tests first, the longest before the others, so that no worker is left with a long one
+    at the end. Tests marked gpu are skipped where torch sees no CUDA device. Those marked vllm see to it
+    themselves: vllm_process.vllm_python.
     """
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (item.path.name not in LONGEST, item.path not in long))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

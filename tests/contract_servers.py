@@ -119,6 +119,7 @@ def contract_vllm(house: House, folder: Path) -> Iterator[Server]:
     """Yield the vLLM of all tests."""
     weights = {name: one.numpy() for name, one in house.base.items()}
     server = Server("vllm", house.process, weights, folder, house=house)
+    house.is_foreign = True
     with server.runner as runner:
         caller = caller_of(server)
         server.client = VllmServer(caller, house.facts(), policy_version=house.version)

@@ -18,7 +18,5 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         with contract_server(kind, folder) as server:
             yield server
         return
-    house = request.getfixturevalue("house")
-    with contract_vllm(house, folder) as server:
+    with contract_vllm(request.getfixturevalue("house"), folder) as server:
         yield server
-    house.restore()

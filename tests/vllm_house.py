@@ -41,6 +41,8 @@ class House:
     tokenizer: Any
     model: Any
     version: int = 0
+    is_foreign: bool = False
+    """Other clients push weights of their own."""
     num_requests: int = 0
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -53,7 +55,12 @@ class House:
         canary_limit: float = CANARY_LIMIT,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """A story with a client of its own, on the weights that the story before left."""
+        """A story with a client of its own, on the weights that the story before left, or on the first ones
+        after other clients.
+        """
+        if self.is_foreign:
+            self.is_foreign = False
+            self._restore()
 
         async def within() -> None:
             caller = Caller("engine-0", self.process.url, SECRET)
@@ -69,9 +76,7 @@ class House:
 
         asyncio.run(within())
 
-    def restore(self) -> None:
-        """Push the first weights again, after other clients have pushed theirs."""
-
+    def _restore(self) -> None:
         async def story(server: VllmServer) -> None:
             manifest = self.stage(server.policy_version + 1, self.base)
             await server.commit(manifest.version, await server.prepare(manifest), "abort")

@@ -19,8 +19,6 @@ from copy import copy
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -45,6 +43,8 @@ def grammar_limits() -> Any:
     """Return limits per grammar: about 20 ms to read its regular expressions, 20 ms per mask, and 2 kB per
     lexer state.
     """
+    from llguidance import LLParserLimits
+
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
@@ -64,6 +64,8 @@ def _raise_for(error: str) -> None:
 
 def compile_grammar(tokens: Any, text: str) -> Any:
     """Raises GrammarError."""
+    from llguidance import LLMatcher
+
     compiled = LLMatcher(tokens, text, log_level=0, limits=grammar_limits())
     compiled.compute_bitmask()  # detects unsatisfiable and too costly grammars
     _raise_for(compiled.get_error())
@@ -75,6 +77,8 @@ class TokenGrammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         """`vocab_size`: number of logits. Raises GrammarError. Takes a second for a large vocabulary."""
+        from llguidance import LLTokenizer
+
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or tokenizer.eos_token_id is None:
             raise GrammarError(
@@ -165,6 +169,8 @@ def main() -> None:
 
 
 def _check(text: str) -> None:
+    from llguidance import LLMatcher
+
     try:
         why = LLMatcher.validate_grammar(text, None, limits=grammar_limits())
     except BaseException as error:  # llguidance's panic is no Exception

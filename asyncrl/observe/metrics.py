@@ -1,4 +1,6 @@
-"""Declare every metric once, and measure batches. docs/metrics.md is written from GAUGES."""
+"""Declare every metric once, and measure batches. trainer/step_metrics.py measures optimizer steps.
+docs/metrics.md is written from GAUGES.
+"""
 
 from __future__ import annotations
 
