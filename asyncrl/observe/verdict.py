@@ -258,6 +258,8 @@ def _speed(steps: Steps, config: RunConfig, shares: Mapping[str, float], bottlen
         what = "Work between steps" if bottleneck == "other" else bottleneck.capitalize()
         yield f"{what} set the pace: {shares[bottleneck]:.0%} of the time."
         yield _advice(bottleneck, steps, config)
+        if bottleneck == "training" and shares["other"] > BALANCED_WAIT_SHARE:
+            yield f"Work between steps took {shares['other']:.0%}. {_advice('other', steps, config)}"
     yield from _slow_kernels(steps, config)
     yield from _losses(steps, config)
 
@@ -279,7 +281,7 @@ def _advice(bottleneck: str, steps: Steps, config: RunConfig) -> str:
     return {
         "stragglers": f"Set buffer.on_overdue=mask, which never waits for a straggler, or raise {bound}.",
         "publishing": f"Raise {bound}: a push takes {steps.mean('perf/weight_sync_s') or 0.0:.2g} s.",
-        "training": f"Only a faster trainer would help (placement.trainer={config.placement.trainer}).",
+        "training": f"A faster trainer would help (placement.trainer={config.placement.trainer}).",
         "handovers": f"{larger} handovers.",
         "other": f"{larger} pauses for the journal and samples.",
     }[bottleneck]
