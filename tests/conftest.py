@@ -35,9 +35,7 @@ IMPORTED = {
 collect_ignore = [file for package, files in IMPORTED.items() if find_spec(package) is None for file in files]
 
 
-LONGEST = {
-    f"test_{name}.py" for name in ("tutorial", "launchers", "job_agents", "distillation", "frameworks")
-}
+LONGEST = {f"test_{name}.py" for name in ("launchers", "job_agents", "distillation", "frameworks")}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
