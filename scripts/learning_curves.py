@@ -72,7 +72,7 @@ COLUMNS = ("sample/staleness_mean", *SEARCH_LINES, "rollouts", "tokens")
 
 
 def run_all(cases: Sequence[str], seeds: Iterable[int], root: Path) -> dict[tuple[str, int], Path]:
-    """Run what is not done yet; return the run directories. The teacher is the quickstart's model."""
+    """Run the unfinished cases; return the run directories. The teacher is the quickstart's model."""
     teacher = ROOT / "configs" / "quickstart.yaml"
     folders = {}
     for seed in seeds:

@@ -120,13 +120,6 @@ def check_model_type(model_type: Any, source: str) -> None:
             raise ConfigError(what, way_out="name a known one, like qwen3.")
 
 
-def hub_source(folder: Path) -> tuple[str, str] | None:
-    """Return (hub id, commit) of a hub cache folder."""
-    kind, *parts = folder.parent.parent.name.split("--")
-    is_cached = folder.parent.name == "snapshots" and kind == "models" and parts
-    return ("/".join(parts), folder.name) if is_cached else None
-
-
 def _find_given(name: str, key: str) -> Path | None:
     path = Path(name).expanduser()
     if path.is_dir():
