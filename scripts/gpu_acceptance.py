@@ -8,8 +8,8 @@
        distances between packed and plain passes in bfloat16
     3  longer sequences; TRL on the same batch
     4  handovers by files, the agent, more weight pushes
-    5  nccl to the embedded engine (two devices); vLLM: nccl, sleep, tensor parallel, batch invariance, async
-       against sync (vLLM and two devices)
+    5  one device: async against colocated runs; two devices: nccl to the embedded engine; vLLM: nccl, sleep,
+       tensor parallel, batch invariance, async against sync
 
 A part ends within 9 minutes and uses no network. The first lines name card, driver, versions, whether layers
 are compiled, and the attention kernel. BELOW marks a figure below its estimate for an H100; such a row does

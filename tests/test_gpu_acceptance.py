@@ -8,13 +8,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gpu_acceptance
 import pytest
 import torch
+from gpu.jobs import CASES, ON_ONE_DEVICE, REPO, job_config, on_one_device
 from gpu.rows import BASE, MARK, ROWS, Bench, Row
+from gpu.turns import config_text
+
+from asyncrl.config import RunConfig
+from asyncrl.config.load import load_config
+from asyncrl.launch.machine import described_nodes
+from asyncrl.launch.plan import make_plan, resolve_auto
 
 SCRIPT = Path(gpu_acceptance.__file__)
 OF_TWO_KINDS = ["trl", "agent"]
@@ -46,6 +54,29 @@ def test_rows_run_on_a_cpu(bench: Bench, name: str, capsys: pytest.CaptureFixtur
     told = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
     assert told
     assert [one for one in told if one["ok"] is False] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_runs_of_a_case_are_placed_on_its_devices(bench: Bench, case: str) -> None:
+    num_devices = 1 if case in ON_ONE_DEVICE else 2
+    nodes = described_nodes(f"{num_devices}x80GB", 16, "128GB")
+    assert nodes is not None
+    for sections in CASES[case].values():
+        config = RunConfig.model_validate(job_config(replace(bench, is_tiny=False), None, sections))
+        plan = make_plan(resolve_auto(config, nodes)[0], nodes)
+        devices = {one.device for one in plan.processes if one.side in ("trainer", "engine")}
+        assert devices == {f"cuda:{number}" for number in range(num_devices)}
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_configs_of_colocated_rows_are_valid(bench: Bench, place: str, tmp_path: Path) -> None:
+    on_device = replace(bench, device=place)
+    for name in ("quickstart", "agent"):
+        load_config(REPO / "configs" / f"{name}.yaml", on_one_device(on_device))
+    for way in ("ipc", "shm"):
+        path = tmp_path / f"{way}.yaml"
+        path.write_text(config_text(on_device, tmp_path, way))
+        load_config(path)
 
 
 # ---- the script

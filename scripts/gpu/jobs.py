@@ -16,7 +16,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.load import load_config
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import make_plan, resolve_auto
-from gpu.models import architecture
+from gpu.models import architecture, make_folder
 from gpu.rows import Bench, NotRunError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -55,12 +55,18 @@ def run_job(
     return steps
 
 
-def learns(bench: Bench, config: str) -> None:
-    """Train a shipped config, colocated, and plot its reward."""
-    device = "cuda" if bench.device == "cuda" else "cpu"
-    overrides = [f"placement={{trainer: {device}, rollout: trainer}}", "buffer.max_staleness=0"]
+def on_one_device(bench: Bench) -> list[str]:
+    """Return the overrides of a colocated run."""
+    overrides = [f"placement={{trainer: {bench.place}, rollout: trainer}}", "buffer.max_staleness=0"]
+    overrides += [] if bench.device == "cpu" else ["model.dtype=bfloat16"]  # float32 is not packed on CUDA
     if bench.is_tiny:
         overrides += ["trainer.num_steps=2", "trainer.num_groups=2", "rollout.slots=16"]
+    return overrides
+
+
+def learns(bench: Bench, config: str) -> None:
+    """Train a shipped config, colocated, and plot its reward."""
+    overrides = on_one_device(bench)
     limit_s = bench.limit_s - GRACE_S - 20.0
     if limit_s < MIN_RUN_S:
         raise NotRunError(f"no time: {limit_s:.0f} s remain")
@@ -106,7 +112,7 @@ def _plot(bench: Bench, steps: list[Line], config: str) -> None:
     bench.tell("reward against seconds", path.name)
 
 
-# ---- part 5
+# ---- several runs of one config, each with other sections
 
 APART = {"trainer": 0, "rollout": 1}
 TURNS = {"trainer": 0, "rollout": "trainer"}
@@ -144,15 +150,29 @@ CASES: dict[str, dict[str, Sections]] = {
         for slots in (64, 16)
     },
     "async-against-sync": {f"max_staleness={staleness}": _apart(staleness) for staleness in (4, 0)},
+    "one-device": {
+        name: {
+            "placement": {"trainer": 0, "rollout": rollout, "share": share},
+            "buffer": {"max_staleness": staleness},
+            "rollout": {"engine": "embedded", "max_tokens": 256, "group_size": 8, "slots": 64},
+        }
+        for name, rollout, share, staleness in (
+            ("async, share 0.35", 0, 0.35, 2),
+            ("colocated, both resident", "trainer", "auto", 0),
+            ("colocated, offloaded", "trainer", None, 0),
+        )
+    },
 }
 """Config sections of the runs of each row, by name."""
+ON_ONE_DEVICE = ("sleep", "one-device")
 
 
-def vllm_config(bench: Bench, sections: Sections) -> dict[str, Any]:
-    """Return a config of the 1.5B shape on the letters task, with these sections."""
+def job_config(bench: Bench, model: Path | None, sections: Sections) -> dict[str, Any]:
+    """Return a config on the letters task with these sections. `model`: None: the 1.5B shape."""
     shape = {name: value for name, value in architecture(bench, "1.5B").items() if name != "vocab_size"}
+    scratch = {"scratch": {"characters": "abcdef0123456789 ", "architecture": shape}}
     base: Sections = {
-        "model": {"dtype": "bfloat16", "scratch": {"characters": "abcdef0123456789 ", "architecture": shape}},
+        "model": {"dtype": "bfloat16", **({"path": str(model)} if model else scratch)},
         "task": {"python": "asyncrl.tasks.toy:Letters", "size": 1000, "reward_pool": "inline"},
         "rollout": {"engine": "vllm", "slots": 64, "max_prompt_tokens": 8, "max_tokens": 512},
         "trainer": {"num_groups": 8, "num_steps": NUM_STEPS, "learning_rate": 1e-5},
@@ -162,22 +182,26 @@ def vllm_config(bench: Bench, sections: Sections) -> dict[str, Any]:
     return {"seed": 0, **{name: base.get(name, {}) | sections.get(name, {}) for name in names}}
 
 
-def with_vllm(bench: Bench, case: str) -> None:
+def in_cases(bench: Bench, case: str) -> None:
+    """Execute the runs of a case, and print their speeds."""
     import torch
     from common import has_vllm
 
     runs = CASES[case]
     engines = {sections.get("rollout", {}).get("engine", "vllm") for sections in runs.values()}
     lacking = [] if has_vllm() or "vllm" not in engines else ["vLLM"]
-    lacking += ["two CUDA devices"] if torch.cuda.device_count() < 2 else []
+    num_devices = 1 if case in ON_ONE_DEVICE else 2
+    lacking += [f"{num_devices} CUDA devices"] if torch.cuda.device_count() < num_devices else []
     if lacking:
         raise NotRunError(f"needs {' and '.join(lacking)}")
+    model = make_folder(bench, "0.6B") if case == "one-device" else None
     tokens = []
     for number, (name, sections) in enumerate(runs.items()):
         config = bench.folder / f"{case}-{number}.yaml"
-        config.write_text(yaml.safe_dump(vllm_config(bench, sections)), encoding="utf-8")
-        limit_s = bench.limit_s / len(runs) - GRACE_S
-        steps = run_job(bench, config, config.stem, [], limit_s=limit_s)
+        config.write_text(yaml.safe_dump(job_config(bench, model, sections)), encoding="utf-8")
+        limit_s = (bench.limit_s - GRACE_S) / len(runs)
+        must_end = case != "one-device"
+        steps = run_job(bench, config, config.stem, [], limit_s=limit_s, must_end=must_end)
         _tell_run(bench, name, steps[2:] or steps)
         tell_memory(bench, load_config(config), steps)
         tokens.append(_tokens(bench.folder / config.stem / "trained.jsonl"))

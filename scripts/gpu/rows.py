@@ -20,7 +20,7 @@ BASE = (
     "accelerate peft"
 ).split()
 """Packages of every row."""
-GATEWAY = ("fastapi", "starlette", "uvicorn", "httptools", "llguidance")
+GATEWAY = ("fastapi", "opentelemetry", "starlette", "uvicorn", "httptools", "llguidance")
 
 
 def say(**told: Any) -> None:
@@ -70,10 +70,10 @@ ROWS = (
     Row(1, "turns-ipc", "turns.handover", {"way": "ipc"}),
     Row(1, "quickstart", "jobs.learns", {"config": "quickstart"}),
     Row(2, "tests", "correct.marked_tests", needs=("pytest", "hypothesis")),
-    Row(2, "losses", "correct.all_losses", gib=0.1),
-    Row(2, "head", "correct.head", gib=1.5),
-    Row(2, "weights", "correct.against_cpu", {"trainer": {}}, gib=13.0),
-    Row(2, "lora", "correct.against_cpu", {"trainer": {"lora": {"rank": 16}}}, gib=5.0),
+    Row(2, "losses", "correct.all_losses", gib=1.2),
+    Row(2, "head", "correct.head", gib=1.3),
+    Row(2, "weights", "correct.against_cpu", {"trainer": {}}, gib=5.1),
+    Row(2, "lora", "correct.against_cpu", {"trainer": {"lora": {"rank": 16}}}, gib=3.2),
     Row(2, "distances-0.5B", "correct.distances", {"shape": "0.5B"}, gib=4.0),
     Row(2, "distances-7B", "correct.distances", {"shape": "7B"}, gib=20.0),
     _speed(3, "0.6B", 65_536, (10_100, 0.27), f"{PRIME_RL} 10,100 tok/s, 26.8 %"),
@@ -84,12 +84,13 @@ ROWS = (
     Row(4, "0.6B-shm", "pushes.by_file", {"shape": "0.6B"}),
     Row(4, "4B-shm", "pushes.by_file", {"shape": "4B"}),
     Row(4, "4B-ipc", "pushes.by_chunks", {"shape": "4B"}),
-    Row(5, "nccl", "jobs.with_vllm", {"case": "nccl"}, needs=("vllm",)),
-    Row(5, "nccl-embedded", "jobs.with_vllm", {"case": "nccl-embedded"}),
-    Row(5, "sleep", "jobs.with_vllm", {"case": "sleep"}, needs=("vllm",)),
-    Row(5, "tensor-parallel", "jobs.with_vllm", {"case": "tensor-parallel"}, needs=("vllm",)),
-    Row(5, "batch-invariance", "jobs.with_vllm", {"case": "batch-invariance"}, needs=("vllm",)),
-    Row(5, "async-against-sync", "jobs.with_vllm", {"case": "async-against-sync"}, needs=("vllm",)),
+    Row(5, "one-device", "jobs.in_cases", {"case": "one-device"}),
+    Row(5, "nccl", "jobs.in_cases", {"case": "nccl"}, needs=("vllm",)),
+    Row(5, "nccl-embedded", "jobs.in_cases", {"case": "nccl-embedded"}),
+    Row(5, "sleep", "jobs.in_cases", {"case": "sleep"}, needs=("vllm",)),
+    Row(5, "tensor-parallel", "jobs.in_cases", {"case": "tensor-parallel"}, needs=("vllm",)),
+    Row(5, "batch-invariance", "jobs.in_cases", {"case": "batch-invariance"}, needs=("vllm",)),
+    Row(5, "async-against-sync", "jobs.in_cases", {"case": "async-against-sync"}, needs=("vllm",)),
 )
 
 
@@ -108,6 +109,11 @@ class Bench:
     models: Path
     out: Path
     limit_s: float
+
+    @property
+    def place(self) -> str:
+        """Placement of a run on the device."""
+        return "0" if self.device == "cuda" else "cpu"
 
     def tell(self, what: str, value: str, *, against: str = "", ok: bool | None = None) -> None:
         """Print a result. `against`: comparison; `ok`: None without a limit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -21,9 +22,20 @@ rollout: {{group_size: 8, slots: 16, max_tokens: 64, max_prompt_tokens: 32}}
 buffer: {{max_staleness: 0}}
 trainer: {{num_groups: 4, num_steps: {num_steps}, learning_rate: 1.0e-5}}
 weight_sync: {{transport: {transport}}}
-placement: {{trainer: {device}, rollout: trainer, share: null}}
+placement: {{trainer: {place}, rollout: trainer, share: null}}
 checkpoint: {{every: null}}
 """
+
+
+def config_text(bench: Bench, model: Path, way: str) -> str:
+    is_cuda = bench.device == "cuda"
+    return CONFIG.format(
+        model=model,
+        dtype="bfloat16" if is_cuda else "float32",
+        num_steps=3 if bench.is_tiny else 20,
+        transport=way if is_cuda else "shm",
+        place=bench.place,
+    )
 
 
 def handover(bench: Bench, way: str) -> None:
@@ -33,15 +45,7 @@ def handover(bench: Bench, way: str) -> None:
     is_cuda = bench.device == "cuda"
     model = make_folder(bench, "0.6B")
     config = bench.folder / "turns.yaml"
-    config.write_text(
-        CONFIG.format(
-            model=model,
-            dtype="bfloat16" if is_cuda else "float32",
-            num_steps=3 if bench.is_tiny else 20,
-            transport=way if is_cuda else "shm",
-            device=bench.device,
-        )
-    )
+    config.write_text(config_text(bench, model, way))
     loaded = load_config(config)
     if is_cuda:
         shared = chunk_devices(loaded, place(loaded, single_node()))
