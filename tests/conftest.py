@@ -29,7 +29,6 @@ settings.load_profile("ci" if os.environ.get("CI") else "whatever the machine do
 IMPORTED = {
     "ray": ["test_several_hosts.py"],
     "selenium": ["test_page_in_browser.py"],
-    "verifiers": ["guessing_env_for_test.py", "test_harness_verifiers.py"],
 }
 """Files that import a package of the extra dev. Their tests are marked slow or extras."""
 collect_ignore = [file for package, files in IMPORTED.items() if find_spec(package) is None for file in files]

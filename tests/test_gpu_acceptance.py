@@ -25,7 +25,7 @@ from asyncrl.launch.machine import described_nodes
 from asyncrl.launch.plan import make_plan, resolve_auto
 
 SCRIPT = Path(gpu_acceptance.__file__)
-OF_TWO_KINDS = ["trl", "agent"]
+OF_TWO_KINDS = [pytest.param("trl", marks=pytest.mark.long), "agent"]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_processes
 import psutil
 import pytest
 
@@ -145,16 +146,16 @@ def test_a_fork_that_fails_is_tried_once_more(
     assert failures == []
 
 
+@pytest.mark.xdist_group("forks")
 def test_preloaded_modules_start_no_thread_and_open_no_device() -> None:
     assert all(importlib.util.find_spec(name) for name in PRELOADED)
-    with contextlib.closing(ForkServer()) as server:
-        with Path(os.devnull).open("r+b") as nowhere:
-            env = dict(os.environ)
-            server.start("asyncrl_servers.simulated", ["--help"], env, [nowhere.fileno()] * 3)
-        process = psutil.Process(server.pid)
-        assert process.num_threads() == 1
-        opened = {str(link.readlink()) for link in Path(f"/proc/{server.pid}/fd").iterdir()}
-        assert "/dev/nvidia-uvm" not in opened
+    assert {*PRELOADED} <= {*forked_processes.MODULES}
+    server = forked_processes.warm_parent()
+    with Path(os.devnull).open("r+b") as nowhere:
+        server.start("asyncrl_servers.simulated", ["--help"], dict(os.environ), [nowhere.fileno()] * 3)
+    assert psutil.Process(server.pid).num_threads() == 1
+    opened = {str(link.readlink()) for link in Path(f"/proc/{server.pid}/fd").iterdir()}
+    assert "/dev/nvidia-uvm" not in opened
 
 
 def test_group_member_has_time_to_clean_up_after_its_leader(
