@@ -81,7 +81,7 @@ fuzz: setup
 	$(BIN)/python scripts/fuzz.py
 
 ROUNDS := 20
-FAULTS := tests/test_several_hosts.py tests/test_launchers.py tests/test_job_vllm.py
+FAULTS := tests/test_several_hosts.py tests/test_job_vllm.py
 
 # It ends at the first failure, whose output has its seed: repeat it with ASYNCRL_TEST_SEED=.
 faults: setup

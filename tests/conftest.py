@@ -34,7 +34,7 @@ IMPORTED = {
 collect_ignore = [file for package, files in IMPORTED.items() if find_spec(package) is None for file in files]
 
 
-LONGEST = {f"test_{name}.py" for name in ("launchers", "job_agents", "distillation", "frameworks")}
+LONGEST = [f"test_{name}.py" for name in ("several_hosts", "job_resume", "frameworks", "tutorial", "job_agents")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     themselves: vllm_process.vllm_python.
     """
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name not in LONGEST, item.path not in long))
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (rank.get(item.path.name, len(rank)), item.path not in long))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

@@ -1,15 +1,20 @@
-"""Starts processes of a run for tests, as forks of one that has imported all of them."""
+"""Starts processes of a run for tests, as forks of one that has imported all of them. The fork server of such
+a run is a fork of the run.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import contextlib
 import functools
 import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping
-from multiprocessing import forkserver
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +22,7 @@ from unittest.mock import patch
 import held_task
 
 from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV
-from asyncrl.launch.fork_server import KEY_ENV, PRELOADED, ForkServer
+from asyncrl.launch.fork_server import KEY_ENV, PRELOADED, ForkServer, set_title
 
 MODULES = (
     *PRELOADED,
@@ -93,10 +98,36 @@ def main() -> None:
 @functools.cache
 def warm_parent() -> ForkServer:
     """Return the process that all are forked from. It may also be fork_server.current."""
-    with patch.dict(os.environ, _ENVIRONMENT, clear=True):
+    with patch.dict(os.environ, _ENVIRONMENT | {IS_PARENT: "1"}, clear=True):
         server = ForkServer(MODULES)
     atexit.register(server.close)
     return server
+
+
+IS_PARENT = "ASYNCRL_TEST_IS_PARENT"
+_spawn = util.spawnv_passfds
+
+
+def _fork_or_spawn(path: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
+    """Fork the fork server of a run before the run has threads: it imports nothing again."""
+    code = arguments[-1]
+    is_early = threading.active_count() == 1 and asyncio._get_running_loop() is None
+    if "forkserver import main" not in code or not is_early:
+        return _spawn(path, arguments, passed)
+    if pid := os.fork():
+        return pid
+    try:
+        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *passed}:
+            with contextlib.suppress(OSError):  # the fd of the listing
+                os.close(fd)
+        set_title(arguments)
+        exec(code, {})
+    finally:
+        os._exit(0)
+
+
+if os.environ.pop(IS_PARENT, None):
+    util.spawnv_passfds = _fork_or_spawn
 
 
 _PATHS = filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])

@@ -191,7 +191,7 @@ class _Child(NamedTuple):
         paths = self.env.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:0] = [path for path in paths if path and path not in sys.path]
         sys.argv = [self.module, *self.arguments]
-        _set_title([sys.executable, "-m", *sys.argv])
+        set_title([sys.executable, "-m", *sys.argv])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # torch always starts at one seed
         main = importlib.import_module(self.module)
@@ -217,7 +217,7 @@ def _take_files(numbers: Sequence[int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
 
-def _set_title(command: Sequence[str]) -> None:
+def set_title(command: Sequence[str]) -> None:
     stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     start = int(stat[45])
     size = int(stat[46]) - start
