@@ -26,7 +26,7 @@ from vllm_process import vllm_process
 from asyncrl.base.http import Refused
 from asyncrl.engines.pool import RoutedTokens
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
+from asyncrl.journal.schema import decode_trajectory, encode_trajectory
 from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
     NO_EXPERT,

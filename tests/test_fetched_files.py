@@ -18,9 +18,8 @@ from asyncrl.base.errors import EngineLost, NodeLost, RoomError, WeightsLost
 from asyncrl.base.http import Caller
 from asyncrl.messages.engine_api import FileRequest
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.sync.push import NodeFiles
+from asyncrl.sync.push import NUM_KEPT, FetchedFiles, NodeFiles
 from asyncrl.weights import download
-from asyncrl.weights.download import NUM_KEPT, FetchedFiles
 
 SECRET = "a secret of this run"
 SIZE = 3_000_001

@@ -21,10 +21,9 @@ from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts
 from asyncrl.job.check import check_everything, find_teacher
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
-from asyncrl.job.fleet import Fleet
 from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.scale import EngineScale, EngineSupervisor, read_wanted
-from asyncrl.job.servers import KINDS
+from asyncrl.job.servers import KINDS, Fleet
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal

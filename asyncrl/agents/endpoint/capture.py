@@ -21,7 +21,7 @@ from asyncrl.agents.endpoint.prefix_match import (
     Recorded,
     answer_forms,
 )
-from asyncrl.agents.endpoint.reasoning import THINKING, Marks
+from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import (
     Completion,

@@ -15,7 +15,6 @@ from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
-from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, opens_thought
 from asyncrl.agents.endpoint.requests import (
     NO_RETRY,
     AnyRequest,
@@ -28,7 +27,7 @@ from asyncrl.agents.endpoint.requests import (
     too_long,
 )
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
-from asyncrl.agents.endpoint.tool_formats import ToolFormat
+from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, opens_thought
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import SamplingRequest

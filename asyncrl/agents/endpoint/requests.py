@@ -214,6 +214,23 @@ def _tool_choice(value: Any) -> str:
     raise wrong("it must be none, auto, required, or name a function")
 
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Newest(dict[Key, Value]):
+    """A dict that forgets its oldest key when it has more than `most`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self.most:
+            del self[next(iter(self))]
+
+
 # ---- calls
 
 Stops = Annotated[

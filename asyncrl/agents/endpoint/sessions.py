@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING
 from asyncrl.agents.endpoint.answers import Answer, Kind
 from asyncrl.agents.endpoint.capture import Capture, PromptPlan
 from asyncrl.agents.endpoint.dialects import Kept, KeptAnswers
-from asyncrl.agents.endpoint.newest import Newest
 from asyncrl.agents.endpoint.prefix_match import Messages
-from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
+from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError, Newest
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
-    from asyncrl.agents.endpoint.listener import Connection
+    from asyncrl.agents.endpoint.gateway import Connection
 
 MAX_CONCURRENT_CALLS = 16
 """Answers of one rollout sampled at once."""
