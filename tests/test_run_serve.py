@@ -15,7 +15,7 @@ from rollout_cases import virtual
 
 from asyncrl.agents.endpoint.work_queue import RolloutQueue, WorkerRecord
 from asyncrl.base.errors import EngineError, RoomError
-from asyncrl.base.message import WORKER_KEY_ENV
+from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.job import agent_runtime
 from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime
 from asyncrl.job.serve import UserKey

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.base.errors import EngineError, EngineLost, ErrorBody, RequestRefused
 from asyncrl.base.http import CallLost, CallRefused
-from asyncrl.base.message import ErrorBody
 from asyncrl.engines.engine import refused
 from asyncrl.engines.link import OnChunk, SegmentCheck
 from asyncrl.engines.vllm_process import (

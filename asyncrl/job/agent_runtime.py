@@ -14,8 +14,7 @@ from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RoomError
 from asyncrl.base.files import write_whole
-from asyncrl.base.http import Caller
-from asyncrl.base.message import WORKER_KEY_ENV
+from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool

@@ -22,7 +22,8 @@ from asyncrl.job.check import check_everything, find_teacher
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.lifecycle import Lifecycle, run_id
-from asyncrl.job.scale import EngineScale, EngineSupervisor, read_wanted
+from asyncrl.job.live_settings import read_wanted
+from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.servers import KINDS, Fleet
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import Checkpoints

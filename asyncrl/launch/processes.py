@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
-from asyncrl.base.errors import RoomError
-from asyncrl.base.message import SECRET_ENV, find_fatal
+from asyncrl.base.errors import RoomError, find_fatal
+from asyncrl.base.http import SECRET_ENV
 from asyncrl.launch import fork_server
 from asyncrl.launch.machine import LOOPBACK
 

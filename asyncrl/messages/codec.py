@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.base.message import ErrorBody
+from asyncrl.base.errors import ErrorBody
 from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.records import SamplingRequest, TopLogprobs, VersionSpan
 

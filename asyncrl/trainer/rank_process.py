@@ -26,8 +26,9 @@ from pydantic import BaseModel
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, ErrorBody, fatal_line
 from asyncrl.base.http import (
+    SECRET_ENV,
     Refused,
     add_route,
     child_arguments,
@@ -39,7 +40,6 @@ from asyncrl.base.http import (
     secret_of,
     serve,
 )
-from asyncrl.base.message import SECRET_ENV, ErrorBody, fatal_line
 from asyncrl.messages import trainer_api as api
 from asyncrl.trainer.build_model import resolve_device
 from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind

@@ -36,7 +36,7 @@ from asyncrl.trainer.state import Progress, TrainerState, save_folder
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN
 from asyncrl.weights import export as exports
-from asyncrl.weights.adapters import AdapterTransport
+from asyncrl.weights.export import AdapterTransport
 from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_pieces

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages.records import SamplingRequest, TopLogprobs
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
-from asyncrl.weights.adapters import routers_of
+from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import NAME, CacheShape, Pass, ProbePass, RoutedExperts, in_force
 from asyncrl_servers.engine_routes import EngineSpec, uniform_draws

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.base.http import Refused, die_with_parent, fail, secret_of
-from asyncrl.base.message import SECRET_ENV
+from asyncrl.base.http import SECRET_ENV, Refused, die_with_parent, fail, secret_of
 from asyncrl_servers.engine_routes import read_spec
 from asyncrl_servers.vllm.arguments import (
     VllmSpec,

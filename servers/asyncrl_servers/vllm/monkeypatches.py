@@ -26,7 +26,7 @@ from vllm.v1.structured_output.backend_guidance import (
     serialize_guidance_grammar,
 )
 
-from asyncrl.base.message import ErrorBody
+from asyncrl.base.errors import ErrorBody
 from asyncrl.messages.token_grammars import compile_grammar
 
 
