@@ -71,6 +71,8 @@ def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
     args.host, args.port = listener.getsockname()[:2]
     server_info._get_system_env_info_cached = dict  # saves 2 s of pip and gcc
     if can_fork(spec):
+        import asyncrl_servers.vllm.worker_extension  # noqa: F401  (for forked processes)
+
         patch_spawn(listener)
     try:
         has_died = uvloop.run(_run(args, listener))

@@ -149,8 +149,6 @@ def patch_spawn(listener: socket.socket) -> None:
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
-    import asyncrl_servers.vllm.worker_extension  # noqa: F401
-
     def after_fork() -> None:
         listener.close()  # a dead server must refuse connections
         signal.set_wakeup_fd(-1)  # else signals to the engine wake the API's event loop
