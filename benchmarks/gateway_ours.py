@@ -83,7 +83,6 @@ async def run(model_path: str, engine_url: str, fd_port: int) -> None:
     caller = Caller("engine-0", engine_url, secret_of(SECRET_ENV))
     rules = CallRules(
         model_name="policy",
-        temperature=1.0,
         max_tokens=MAX_TOKENS,
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         max_length=MAX_TOKENS + MAX_PROMPT_TOKENS,

@@ -133,8 +133,7 @@ class EngineRoute:
             request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
             prompt_ids=planned.prompt_ids,
             max_tokens=min(asked.max_tokens or rules.max_tokens, rules.max_tokens, room),
-            temperature=rules.temperature if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
+            **(rules.sampling.parameters | asked.sampling),
             stop=stop,
             seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
             route_key=session.route_key,
@@ -151,7 +150,7 @@ class EngineRoute:
             answer=answer,
             request=request,
             is_streamed=asked.stream,
-            is_trained=asked.temperature is None and asked.top_p is None,
+            is_trained=not asked.sampling,
         )
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:

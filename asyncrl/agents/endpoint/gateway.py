@@ -34,6 +34,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
+from asyncrl.messages.records import SamplingParameters
 from asyncrl.messages.work import ChatTokenizer
 
 MAX_BODY_BYTES = 2**22
@@ -101,10 +102,10 @@ class Gateway:
         return app
 
     def add_route(
-        self, engine: EnginePool, *, temperature: float, seed_of: SeedOf, on_broken: OnBroken
+        self, engine: EnginePool, *, sampling: SamplingParameters, seed_of: SeedOf, on_broken: OnBroken
     ) -> EngineRoute:
         """Return a host of another engine's sessions, which stats() excludes."""
-        rules = replace(self._route.rules, temperature=temperature, on_sampling_override="use_config")
+        rules = replace(self._route.rules, sampling=sampling, on_sampling_override="use_config")
         return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
 
     def bind(self) -> str:

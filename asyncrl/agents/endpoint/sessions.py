@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.agents.endpoint.answers import Answer, Kind
 from asyncrl.agents.endpoint.capture import Capture, PromptPlan
@@ -24,7 +24,6 @@ from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionS
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
-    from asyncrl.agents.endpoint.gateway import Connection
 
 MAX_CONCURRENT_CALLS = 16
 """Answers of one rollout sampled at once."""
@@ -34,6 +33,10 @@ NUM_RETRIED = 16
 FREE_SHARE = 10
 """Refused calls and counted chats, per call of max_calls."""
 CLIENT_GONE = 499
+
+
+class Client(Protocol):
+    on_lost: Callable[[], None]
 
 
 def session_ended(reason: str) -> ApiError:
@@ -229,7 +232,7 @@ class GatewaySession:
         return tuple(replace(branch, is_truncated=True) for branch in rollout)
 
     @asynccontextmanager
-    async def in_hand(self, connection: Connection) -> AsyncIterator[None]:
+    async def in_hand(self, connection: Client) -> AsyncIterator[None]:
         """Count refusals. Raise ApiError in the block when the session ends (410) or its client leaves."""
         ended = self._until_end(lambda reason: client_gone() if reason is None else session_ended(reason))
         try:
