@@ -58,7 +58,7 @@ def draw(
     logits: torch.Tensor, position: int = 0, temperature: float = 1.0, top_p: float = 1.0
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """A token a row, of seeds 0, 1, ..."""
-    sampling = np.full(len(logits), (temperature, top_p), [("temperature", float), ("top_p", float)])
+    sampling = np.array([(temperature, top_p)] * len(logits), [("temperature", float), ("top_p", float)])
     seeds, positions = np.arange(len(logits), dtype=np.uint64), np.full(len(logits), position)
     return sample(logits, sampling, seeds, positions)[:2]
 
