@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.errors import ConfigError, ErrorBody, fatal_line
+from asyncrl.base.host import LOG_FORMAT
 from asyncrl.base.http import (
     SECRET_ENV,
     Refused,
@@ -242,7 +243,7 @@ def main() -> None:
     die_with_parent(orphaned)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     disable_progress_bar()
     try:
         if spec.rank == 0 or not spec.store:
