@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import held_task
 
-from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV
+from asyncrl.base.http import SECRET_ENV, WORKER_KEY_ENV
 from asyncrl.launch.fork_server import KEY_ENV, PRELOADED, ForkServer, set_title
 
 MODULES = (

@@ -28,10 +28,13 @@ import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from asyncrl.base.message import SECRET_ENV, ErrorBody, fatal_line
+from asyncrl.base.errors import ErrorBody, fatal_line
 from asyncrl.base.waits import within
 
 log = logging.getLogger("asyncrl.base.http")
+SECRET_ENV = "ASYNCRL_SECRET"
+WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
+"""Environment variable with the worker key, since command lines are public."""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.base.errors import RoomError, without_train
-from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV
+from asyncrl.base.http import SECRET_ENV, WORKER_KEY_ENV
 from asyncrl.base.waits import uncut
 
 KEY_ENV = "ASYNCRL_VLLM_KEY"
