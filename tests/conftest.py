@@ -34,7 +34,7 @@ IMPORTED = {
 collect_ignore = [file for package, files in IMPORTED.items() if find_spec(package) is None for file in files]
 
 
-LONGEST = [f"test_{name}.py" for name in ("several_hosts", "job_resume", "frameworks", "tutorial", "job_agents")]
+LONGEST = ["test_several_hosts.py", "test_job_resume.py", "test_frameworks.py", "test_tutorial.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

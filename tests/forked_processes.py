@@ -117,8 +117,8 @@ def _fork_or_spawn(path: bytes, arguments: Sequence[str], passed: Sequence[int])
     if pid := os.fork():
         return pid
     try:
-        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *passed}:
-            with contextlib.suppress(OSError):  # the fd of the listing
+        for fd in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {0, 1, 2, *passed}:
+            with contextlib.suppress(OSError):  # that of the listing
                 os.close(fd)
         set_title(arguments)
         exec(code, {})
