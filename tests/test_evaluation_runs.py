@@ -22,7 +22,8 @@ from rollout_cases import one_token, single_turn, virtual
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.records import Prompt, SamplingParameters
+from asyncrl.messages.records import Prompt
+from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 
