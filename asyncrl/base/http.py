@@ -16,6 +16,7 @@ import hmac
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -289,6 +290,9 @@ def json_answer(body: BaseModel, status: int = 200) -> web.Response:
 
 def serve(app: web.Application, fd: int, *, handles_signals: bool = True) -> None:
     """Serve on the inherited socket, until SIGTERM with `handles_signals`."""
+    # each connection is an open file
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     web.run_app(
         app,
         sock=socket.socket(fileno=fd),

@@ -11,6 +11,9 @@ SECRET_ENV = "ASYNCRL_SECRET"
 
 WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
 """Environment variable with the worker key, since command lines are public."""
+VLLM_KEY_ENV = "ASYNCRL_VLLM_KEY"
+NEVER_INHERITED = (VLLM_KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
+"""Secrets that children get through standard input: /proc shows environments."""
 
 
 class Message(BaseModel):

@@ -18,13 +18,13 @@ from typing import Any, TypeAlias
 
 from asyncrl.base.files import LOCK
 from asyncrl.base.http import Caller
+from asyncrl.base.message import VLLM_KEY_ENV
 from asyncrl.config import RunConfig
 from asyncrl.config.trainer_algorithm import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import Launcher
 from asyncrl.launch.machine import LOOPBACK, find_python
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
@@ -160,7 +160,7 @@ class Servers:
                 self._engine(f"engine-{number}", devices, fraction_of(number))
                 for number, devices in enumerate(self.placement.engines)
             ]
-        key = os.environ.get(KEY_ENV, "")
+        key = os.environ.get(VLLM_KEY_ENV, "")
         servers = list[Server]()
         for number, url in enumerate(urls):
             child = Process(f"engine-{number}", f"the log of {url}", url.rstrip("/"))
