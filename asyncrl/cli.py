@@ -251,7 +251,7 @@ def scale(
 
     `asyncrl status` shows the progress. The number survives a resume.
     """
-    from asyncrl.job.scale import scale_run
+    from asyncrl.job.live_settings import scale_run
 
     typer.echo(scale_run(run_dir, engines))
 

@@ -13,8 +13,7 @@ from aiohttp import web
 from engine_replies import ask
 from pydantic_core import from_json
 
-from asyncrl.base.http import child_arguments, die_with_parent, json_answer, secret_of, serve
-from asyncrl.base.message import SECRET_ENV
+from asyncrl.base.http import SECRET_ENV, child_arguments, die_with_parent, json_answer, secret_of, serve
 from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.engine_routes import engine_routes

@@ -21,8 +21,7 @@ from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RoomError
-from asyncrl.base.http import Caller, child_arguments, die_with_parent, secret_of
-from asyncrl.base.message import SECRET_ENV
+from asyncrl.base.http import SECRET_ENV, Caller, child_arguments, die_with_parent, secret_of
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
@@ -84,7 +83,6 @@ async def run(model_path: str, engine_url: str, fd_port: int) -> None:
     caller = Caller("engine-0", engine_url, secret_of(SECRET_ENV))
     rules = CallRules(
         model_name="policy",
-        temperature=1.0,
         max_tokens=MAX_TOKENS,
         max_prompt_tokens=MAX_PROMPT_TOKENS,
         max_length=MAX_TOKENS + MAX_PROMPT_TOKENS,

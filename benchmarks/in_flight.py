@@ -210,7 +210,6 @@ class Controller:
             run_seed=0,
             max_tokens=MAX_TOKENS,
             max_prompt_tokens=64,
-            temperature=1.0,
         )
         self.producers = Producers(
             sink=self.buffer,

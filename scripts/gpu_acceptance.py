@@ -4,8 +4,7 @@
 
     1  the most valuable rows: optimizer steps of 0.6B and 4B (tokens/s, MFU, peak memory against the plan),
        a push by ipc, handovers of a colocated run, the quickstart
-    2  tests marked gpu; losses, head, packed forward and backward, and LoRA against float32 on the CPU;
-       distances between packed and plain passes in bfloat16
+    2  tests marked gpu; losses, head, packed forward and backward, and LoRA against float32 on the CPU
     3  longer sequences; TRL on the same batch
     4  handovers by files, the agent, more weight pushes
     5  one device: async against colocated runs; two devices: nccl to the embedded engine; vLLM: nccl, sleep,

@@ -15,7 +15,7 @@ from typing import Any
 
 from forked_processes import popen
 
-from asyncrl.base.message import SECRET_ENV
+from asyncrl.base.http import SECRET_ENV
 
 SECRET = "a secret for tests"
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from asyncrl.base.errors import NodeLost, RoomError
+from asyncrl.base.errors import ErrorBody, NodeLost, RoomError
 from asyncrl.base.http import Answer, Caller, CallLost, CallRefused
-from asyncrl.base.message import ErrorBody
 from asyncrl.launch.processes import Process
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.trainer_api import ExportResponse, TrainerHealth, TrainResponse, unpack_batch

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import held_task
 
-from asyncrl.base.message import NEVER_INHERITED
+from asyncrl.base.http import NEVER_INHERITED
 from asyncrl.launch.fork_server import PRELOADED, ForkServer, run
 
 MODULES = (

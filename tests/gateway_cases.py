@@ -123,7 +123,7 @@ class ScriptedEngine:
         return (*self.tokenizer.encode(text), self.end)
 
 
-RULES = CallRules("policy", 1.0, max_tokens=400, max_prompt_tokens=2000, max_length=2400, vocab_size=258)
+RULES = CallRules("policy", max_tokens=400, max_prompt_tokens=2000, max_length=2400, vocab_size=258)
 
 
 @dataclass

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from asyncrl.base.http import child_arguments, die_with_parent, fail, make_app, secret_of, serve
-from asyncrl.base.message import SECRET_ENV
+from asyncrl.base.http import SECRET_ENV, child_arguments, die_with_parent, fail, make_app, secret_of, serve
 
 
 async def probe(request: web.Request) -> web.Response:

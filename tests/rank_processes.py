@@ -17,8 +17,7 @@ from forked_processes import popen
 from pydantic import BaseModel
 from trainer_cases import make_spec
 
-from asyncrl.base.http import Caller
-from asyncrl.base.message import SECRET_ENV
+from asyncrl.base.http import SECRET_ENV, Caller
 from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,

@@ -84,7 +84,7 @@ class FakeSink:
 
 
 def single_turn(engine: Any, scorer: Any = None, **settings: Any) -> SingleTurn:
-    values = {"run_seed": 0, "max_tokens": 50, "max_prompt_tokens": 16, "temperature": 1.0} | settings
+    values = {"run_seed": 0, "max_tokens": 50, "max_prompt_tokens": 16} | settings
     return SingleTurn(engine, cast(Any, FakeTokenizer()), scorer or FakeScorer(), **values)
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.base.errors import ErrorBody
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused
-from asyncrl.base.message import ErrorBody
 
 LINES = [b"data: one", b"", b"data: " + b"x" * 70_000, b"data: [DONE]"]
 WHOLE = b"".join(line + b"\n" for line in LINES)

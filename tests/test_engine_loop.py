@@ -58,10 +58,9 @@ def draw(
     logits: torch.Tensor, position: int = 0, temperature: float = 1.0, top_p: float = 1.0
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """A token a row, of seeds 0, 1, ..."""
-    num = len(logits)
-    temperatures, top_ps = np.full(num, temperature, np.float32), np.full(num, top_p)
-    seeds, positions = np.arange(num, dtype=np.uint64), np.full(num, position)
-    return sample(logits, temperatures, top_ps, seeds, positions)[:2]
+    sampling = np.array([(temperature, top_p)] * len(logits), [("temperature", float), ("top_p", float)])
+    seeds, positions = np.arange(len(logits), dtype=np.uint64), np.full(len(logits), position)
+    return sample(logits, sampling, seeds, positions)[:2]
 
 
 def test_tokens_come_as_often_as_the_tempered_distribution_says() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_moe
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.base.message import ErrorBody, find_fatal
+from asyncrl.base.errors import ErrorBody, find_fatal
 from asyncrl.job.servers import KINDS
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node

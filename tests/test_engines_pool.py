@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import virtual
 
-from asyncrl.base.errors import EngineError, EngineLost
-from asyncrl.base.message import ErrorBody
+from asyncrl.base.errors import EngineError, EngineLost, ErrorBody
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages import codec

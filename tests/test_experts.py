@@ -26,7 +26,7 @@ from vllm_process import vllm_process
 from asyncrl.base.http import Refused
 from asyncrl.engines.pool import RoutedTokens
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
+from asyncrl.journal.schema import decode_trajectory, encode_trajectory
 from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
     NO_EXPERT,
@@ -40,8 +40,7 @@ from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportRespons
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
-from asyncrl.weights.adapters import routers_of
-from asyncrl.weights.export import Exported, TrainerEnd, named_weights
+from asyncrl.weights.export import Exported, TrainerEnd, named_weights, routers_of
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine

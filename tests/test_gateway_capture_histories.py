@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
-from asyncrl.agents.endpoint.reasoning import THINKING, split_thought
+from asyncrl.agents.endpoint.tool_formats import THINKING, split_thought
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 

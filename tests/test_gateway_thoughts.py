@@ -10,7 +10,7 @@ from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_l
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.reasoning import ReasoningSplitter
+from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter
 
 MARKS = ("<think>", "</think>")
 

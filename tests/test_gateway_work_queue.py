@@ -18,9 +18,8 @@ from starlette.requests import Request
 
 from asyncrl.agents.endpoint.requests import ApiError
 from asyncrl.agents.endpoint.work_queue import RolloutQueue
-from asyncrl.base.errors import RolloutFailure
+from asyncrl.base.errors import ErrorBody, RolloutFailure
 from asyncrl.base.http import Refused
-from asyncrl.base.message import ErrorBody
 from asyncrl.config import Outcomes
 from asyncrl.messages import work as shapes
 from asyncrl.messages.records import Outcome

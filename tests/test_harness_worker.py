@@ -17,8 +17,7 @@ from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.harness import AnyTask, build_harness
 from asyncrl.agents.worker import Worker, WorkerSpec
 from asyncrl.base.errors import ConfigError, RolloutFailure, RoomError
-from asyncrl.base.http import Caller
-from asyncrl.base.message import WORKER_KEY_ENV
+from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.config import GeneratorConfig
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.work import WorkerHealth

@@ -14,7 +14,7 @@ import pytest
 from agents_for_test import BODIES, WAYS
 from job_runs import ROOT, environment, read_lines, run, start, variant, wait_until, write_config
 
-from asyncrl.base.message import WORKER_KEY_ENV
+from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.journal.read import read_batch, reading
 from asyncrl.observe.show import render_inspect
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

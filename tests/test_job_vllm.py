@@ -27,7 +27,7 @@ from job_runs import (
 )
 from vllm_process import vllm_python
 
-from asyncrl.base.message import VLLM_KEY_ENV
+from asyncrl.base.http import VLLM_KEY_ENV
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 CONFIG = ROOT / "configs" / "quickstart-vllm.yaml"

@@ -35,7 +35,7 @@ from journal_cases import (
 from asyncrl.base.errors import JournalError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, batch_story, group_story, read_resume, run_story
-from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
+from asyncrl.journal.schema import decode_trajectory, encode_trajectory
 from asyncrl.messages.records import Credit, GrammarSpan, GroupId, Trajectory, VersionSpan
 
 NUM_GROUPS = 30

@@ -23,6 +23,7 @@ from asyncrl.messages.records import (
     Outcome,
     Prompt,
     Rollout,
+    SamplingParameters,
     SamplingRequest,
     VersionSpan,
     Work,
@@ -77,7 +78,7 @@ async def test_single_turn_records_every_token() -> None:
     engine = FakeEngine(tokens=lambda _: 3)
     scorer = FakeScorer(lambda _, text: 0.5 if text == "zzz" else 0.0, latency_s=5.0)
     engine.policy_version = 9
-    generator = single_turn(engine, scorer, run_seed=3, temperature=0.7)
+    generator = single_turn(engine, scorer, run_seed=3, sampling=SamplingParameters(temperature=0.7))
     score = await generator.sample(RolloutAttempt("g4/r1", GroupId(4), PROMPT, 1))
     assert asyncio.get_running_loop().time() == 1.0, "a slow reward is not part of sampling"
     (trajectory,) = await score()

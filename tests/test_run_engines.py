@@ -23,8 +23,8 @@ from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Disaggregated
+from asyncrl.job.live_settings import WANTED_FILE, read_wanted, scale_run, write_wanted
 from asyncrl.job.resume import changed_keys
-from asyncrl.job.scale import WANTED_FILE, read_wanted, scale_run, write_wanted
 from asyncrl.messages.records import Completion, SamplingRequest
 
 

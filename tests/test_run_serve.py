@@ -15,10 +15,11 @@ from rollout_cases import virtual
 
 from asyncrl.agents.endpoint.work_queue import RolloutQueue, WorkerRecord
 from asyncrl.base.errors import EngineError, RoomError
-from asyncrl.base.message import WORKER_KEY_ENV
+from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.job import agent_runtime
 from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime
 from asyncrl.job.serve import UserKey
+from asyncrl.messages.records import SamplingParameters
 from asyncrl.rollouts.rollout import RolloutRecorder
 
 
@@ -94,7 +95,7 @@ async def test_evaluation_calls_use_their_own_engine() -> None:
     other, broken = ScriptedEngine(lambda _: "other"), list[RoomError]()
     async with gateway_world() as world:
         values: Any = {"seed_of": lambda *_: 7, "on_broken": broken.append}
-        host = world.gateway.add_route(other, temperature=0.0, **values)
+        host = world.gateway.add_route(other, sampling=SamplingParameters(temperature=0.0), **values)
         session = host.open_nowait("eval", prompt_id="0/1", sample_index=0, attempt=0, route_key="x")
         before = world.gateway.stats()
         headers = {"Authorization": f"Bearer {session.key}"}

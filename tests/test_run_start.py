@@ -15,7 +15,7 @@ from fakes import FakeTrainer
 from launch_cases import make_python
 from rollout_cases import virtual
 
-from asyncrl.base.message import VLLM_KEY_ENV
+from asyncrl.base.http import VLLM_KEY_ENV
 from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated

@@ -24,7 +24,7 @@ from asyncrl.trainer.fused import fuse
 from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step import TrainStep
-from asyncrl.weights.adapters import routers_of
+from asyncrl.weights.export import routers_of
 
 SIZES = {
     "hidden_size": 64,

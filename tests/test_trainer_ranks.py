@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoModelForCausalLM
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.http import CallRefused
-from asyncrl.base.message import find_fatal
 from asyncrl.messages.trainer_api import (
     BatchArrays,
     BatchHeader,

@@ -15,8 +15,8 @@ from engine_in_process import make_qwen3
 from vllm_house import House
 from vllm_process import SECRET, VllmProcess, vllm_process
 
+from asyncrl.base.errors import find_fatal
 from asyncrl.base.http import Refused
-from asyncrl.base.message import find_fatal
 from asyncrl_servers.vllm import arguments as vllm_arguments
 from asyncrl_servers.vllm.arguments import OWN, VllmSpec, build_arguments, first_error
 

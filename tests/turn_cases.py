@@ -16,9 +16,8 @@ from fake_engine import FakeEngineServer
 from fake_server import FakeProcess, FakeTrainerServer
 from pydantic import BaseModel
 
-from asyncrl.base.errors import EngineLost, RoomError
+from asyncrl.base.errors import EngineLost, ErrorBody, RoomError
 from asyncrl.base.http import CallRefused
-from asyncrl.base.message import ErrorBody
 from asyncrl.base.waits import TimedSpan, listen_to_spans
 from asyncrl.config import SupervisionConfig
 from asyncrl.config.rollout_buffer import EngineRange

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from engine_processes import SECRET, EngineProcess
 
-from asyncrl.base.message import SECRET_ENV
+from asyncrl.base.http import SECRET_ENV
 from asyncrl.launch.processes import group_members
 
 ROOT = Path(__file__).parent.parent

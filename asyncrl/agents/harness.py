@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTimeout
-from asyncrl.base.message import ErrorBody
+from asyncrl.base.errors import AsyncrlError, ConfigError, ErrorBody, RolloutFailure, RolloutTimeout
 from asyncrl.base.user_code import UserCalls, load_function, message_of
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_gateway import kind_of

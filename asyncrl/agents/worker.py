@@ -24,9 +24,11 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
-from asyncrl.base.errors import ConfigError, RoomError
-from asyncrl.base.host import hide_memory
+from asyncrl.base.errors import ConfigError, ErrorBody, Message, RoomError, fatal_line
+from asyncrl.base.host import LOG_FORMAT, hide_memory
 from asyncrl.base.http import (
+    SECRET_ENV,
+    WORKER_KEY_ENV,
     Caller,
     CallLost,
     CallRefused,
@@ -36,7 +38,6 @@ from asyncrl.base.http import (
     make_app,
     secret_of,
 )
-from asyncrl.base.message import SECRET_ENV, WORKER_KEY_ENV, ErrorBody, Message, fatal_line
 from asyncrl.base.user_code import cancel_remaining
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_gateway import HARNESSES
@@ -270,7 +271,7 @@ async def _serve_health(harness: Harness, fd: int) -> None:
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 

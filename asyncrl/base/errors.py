@@ -1,4 +1,4 @@
-"""Every error that asyncrl raises on purpose.
+"""Every error that asyncrl raises on purpose, and the body that carries one to another process.
 
 AsyncrlError                the failure with its values, the rule, the way out
 ├── ConfigError             a setting is wrong; raised before anything starts (exit code 2)
@@ -25,7 +25,10 @@ WouldWait                   an x_nowait call would have to wait
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
 
 
 def install_extra(name: str) -> str:
@@ -155,3 +158,32 @@ def first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     return cause
+
+
+class Message(BaseModel):
+    """Frozen message; refuses unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ErrorBody(Message):
+    """Body of every error answer."""
+
+    error: str
+    rule: str = ""
+    way_out: str = ""
+
+
+FATAL_PREFIX = "asyncrl-error: "
+"""Prefix of a failing child's ErrorBody as JSON, on one log line."""
+
+
+def fatal_line(error: ErrorBody) -> str:
+    return FATAL_PREFIX + error.model_dump_json()
+
+
+def find_fatal(log: str) -> ErrorBody | None:
+    lines = [line for line in log.splitlines() if line.startswith(FATAL_PREFIX)]
+    with contextlib.suppress(ValueError, IndexError):
+        return ErrorBody.model_validate_json(lines[-1].removeprefix(FATAL_PREFIX))
+    return None

@@ -1,4 +1,4 @@
-"""Memory and cores of this process."""
+"""Memory, cores and log format of a process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 

@@ -29,10 +29,16 @@ import aiohttp
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from asyncrl.base.message import SECRET_ENV, ErrorBody, fatal_line
+from asyncrl.base.errors import ErrorBody, fatal_line
 from asyncrl.base.waits import within
 
 log = logging.getLogger("asyncrl.base.http")
+SECRET_ENV = "ASYNCRL_SECRET"
+WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
+"""Environment variable with the worker key, since command lines are public."""
+VLLM_KEY_ENV = "ASYNCRL_VLLM_KEY"
+NEVER_INHERITED = (VLLM_KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
+"""Secrets, which children get through standard input: /proc shows environments."""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 

@@ -1,5 +1,8 @@
 """The settings of a run."""
 
+from asyncrl.config.checkpoint_journal_supervision_observe import CheckpointConfig as CheckpointConfig
+from asyncrl.config.checkpoint_journal_supervision_observe import ObserveConfig as ObserveConfig
+from asyncrl.config.checkpoint_journal_supervision_observe import SupervisionConfig as SupervisionConfig
 from asyncrl.config.generator_gateway import GatewayConfig as GatewayConfig
 from asyncrl.config.generator_gateway import GeneratorConfig as GeneratorConfig
 from asyncrl.config.generator_gateway import OnOverflow as OnOverflow
@@ -13,10 +16,7 @@ from asyncrl.config.model_task_eval import TaskConfig as TaskConfig
 from asyncrl.config.placement_sync import PlacementConfig as PlacementConfig
 from asyncrl.config.rollout_buffer import BufferConfig as BufferConfig
 from asyncrl.config.rollout_buffer import RolloutConfig as RolloutConfig
-from asyncrl.config.run_config import CheckpointConfig as CheckpointConfig
-from asyncrl.config.run_config import ObserveConfig as ObserveConfig
 from asyncrl.config.run_config import RunConfig as RunConfig
-from asyncrl.config.run_config import SupervisionConfig as SupervisionConfig
 from asyncrl.config.trainer_algorithm import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.trainer_algorithm import LoraConfig as LoraConfig
 from asyncrl.config.trainer_algorithm import TrainerConfig as TrainerConfig

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from asyncrl.config.fields import DType, FrozenConfig, Name, tag_of
+from asyncrl.messages.records import SamplingParameters
 
 
 class ScratchConfig(FrozenConfig):
@@ -173,6 +174,10 @@ class EvalConfig(FrozenConfig):
     """Samples that are decoded at once."""
     timeout_s: float = Field(default=1800.0, gt=0)
     """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported."""
+
+    @property
+    def sampling(self) -> SamplingParameters:
+        return SamplingParameters(temperature=self.temperature)
 
     @property
     def called(self) -> str:

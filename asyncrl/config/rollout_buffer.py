@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.engine_api import LatencyModel
+from asyncrl.messages.records import SamplingParameters
 
 OnOverdue = Literal["wait", "mask", "drop"]
 EngineKind = Literal["embedded", "vllm", "simulated"]
@@ -133,6 +134,10 @@ class RolloutConfig(FrozenConfig):
     CPU without experts, and for vLLM on CUDA at buffer.max_staleness=0; else false)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of each engine server (auto = a quarter of the cores)."""
+
+    @property
+    def sampling(self) -> SamplingParameters:
+        return SamplingParameters(temperature=self.temperature)
 
     @property
     def facts(self) -> EngineCapabilities:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
-from asyncrl.base.errors import ConfigError, EngineError
+from asyncrl.base.errors import ConfigError, EngineError, ErrorBody
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
-from asyncrl.base.message import ErrorBody
 from asyncrl.engines.engine import CallScope
 from asyncrl.messages.engine_api import EnginePart
 from asyncrl.messages.stop_strings import Decode

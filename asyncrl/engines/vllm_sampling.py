@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.base.errors import EngineError, EngineLost, ErrorBody, RequestRefused
 from asyncrl.base.http import CallLost, CallRefused
-from asyncrl.base.message import ErrorBody
 from asyncrl.engines.engine import refused
 from asyncrl.engines.link import OnChunk, SegmentCheck
 from asyncrl.engines.vllm_process import (
@@ -145,9 +144,8 @@ class Segment:
         place = f"{request.seed}|{len(request.prompt_ids)}".encode()
         special = requirements.special_ids
         sampling: dict[str, Any] = {
+            **request.parameters,
             "max_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
             "seed": int.from_bytes(hashlib.sha256(place).digest()[:8], "big") >> 1,
             "stop": [text for text in request.stop if text],
             "stop_token_ids": [

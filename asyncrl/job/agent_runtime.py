@@ -14,14 +14,14 @@ from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RoomError
 from asyncrl.base.files import write_whole
-from asyncrl.base.http import Caller
-from asyncrl.base.message import WORKER_KEY_ENV
+from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.base.waits import waiting
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all, summary_of
+from asyncrl.messages.records import SamplingParameters
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.rollout import Generator, HarnessGenerator, SingleTurn, derive_seed
@@ -89,7 +89,7 @@ def make_gateway(
     )
     rules = CallRules(
         model_name=model_name(config),
-        temperature=rollout.temperature,
+        sampling=rollout.sampling,
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_length,
@@ -203,7 +203,9 @@ def make_generator(
     tokenizer: HFChatTokenizer,
     scorers: Scorers,
     agents: AgentRuntime | None,
+    sampling: SamplingParameters | None = None,
 ) -> Generator:
+    """Return the generator of a run; `sampling` None: its own parameters."""
     if agents is not None:
         return HarnessGenerator(agents.gateway, agents.queue, scorers, config.generator.on_overflow)
     return SingleTurn(
@@ -213,6 +215,6 @@ def make_generator(
         run_seed=config.seed,
         max_tokens=config.rollout.max_tokens,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
-        temperature=config.rollout.temperature,
+        sampling=sampling or config.rollout.sampling,
         stop=tuple(config.generator.stop),
     )

@@ -21,16 +21,17 @@ from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts
 from asyncrl.job.check import check_everything, find_teacher
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
-from asyncrl.job.fleet import Fleet
 from asyncrl.job.lifecycle import Lifecycle, run_id
-from asyncrl.job.scale import EngineScale, EngineSupervisor, read_wanted
-from asyncrl.job.servers import KINDS
+from asyncrl.job.live_settings import read_wanted
+from asyncrl.job.scale import EngineScale, EngineSupervisor
+from asyncrl.job.servers import KINDS, Fleet
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.processes import run_module
+from asyncrl.messages.records import SamplingParameters
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.observe.run_dir import journal_path, read_evaluations
@@ -215,14 +216,13 @@ def _make_evaluation(
     for line in earlier.get(config.best_eval or "", []):
         checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
 
-    def generator_of(temperature: float, scorers: Scorers, broken: list[RoomError]) -> Generator:
+    def generator_of(sampling: SamplingParameters, scorers: Scorers, broken: list[RoomError]) -> Generator:
         if harnessing is None or not config.evaluates_agent:
-            rollout = config.rollout.model_copy(update={"temperature": temperature})
-            sampling = config.model_copy(update={"seed": EVAL_SEED, "rollout": rollout})
-            return make_generator(sampling, engine, tokenizer, scorers, None)
+            seeded = config.model_copy(update={"seed": EVAL_SEED})
+            return make_generator(seeded, engine, tokenizer, scorers, None, sampling)
         host = harnessing.gateway.add_route(
             engine,
-            temperature=temperature,
+            sampling=sampling,
             seed_of=lambda prompt, index, attempt, call: derive_seed(EVAL_SEED, prompt, index, call, attempt),
             on_broken=broken.append,
         )
@@ -236,7 +236,7 @@ def _make_evaluation(
         life.closes("eval rewards", scorers.aclose)
         sets.append(
             HeldOut(
-                generator=generator_of(settings.temperature, scorers, broken),
+                generator=generator_of(settings.sampling, scorers, broken),
                 prompts=prompts,
                 samples=settings.samples,
                 slots=settings.slots,

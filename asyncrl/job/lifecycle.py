@@ -23,6 +23,7 @@ from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
+from asyncrl.base.host import LOG_FORMAT
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.journal.read import reading
@@ -296,7 +297,7 @@ def logging_to(folder: Path) -> Iterator[None]:
     handler = logging.FileHandler(folder / "logs" / "controller.log", encoding="utf-8")
     # a full disk must not hide the error being reported
     handler.handleError = lambda record: None  # type: ignore[method-assign]
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
     root = logging.getLogger("asyncrl")
     root.addHandler(handler)
     root.setLevel(logging.INFO)

@@ -23,8 +23,14 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 from asyncrl.base.errors import JournalError
 from asyncrl.base.waits import waiting
 from asyncrl.journal.read import ResumeState, read_resume
-from asyncrl.journal.schema import DISK_ERRORS, EPOCH, cannot_use, open_to_write
-from asyncrl.journal.tokens import encode_partial, encode_trajectory
+from asyncrl.journal.schema import (
+    DISK_ERRORS,
+    EPOCH,
+    cannot_use,
+    encode_partial,
+    encode_trajectory,
+    open_to_write,
+)
 from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Rollout, Ticket
 
 Args = ParamSpec("Args")

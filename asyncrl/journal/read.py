@@ -13,8 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.base.errors import JournalError
-from asyncrl.journal.schema import DISK_ERRORS, EPOCH, MOVE_ASIDE, cannot_use, connect, damaged
-from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
+from asyncrl.journal.schema import (
+    DISK_ERRORS,
+    EPOCH,
+    MOVE_ASIDE,
+    cannot_use,
+    connect,
+    damaged,
+    failures_of,
+    partials_of,
+    rollouts_of,
+)
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, UnfinishedGroup, task_of
 
 MAX_EVENTS = 1000

@@ -20,7 +20,7 @@ from multiprocessing import connection, context, forkserver, resource_tracker
 from pathlib import Path
 
 from asyncrl.base.errors import without_train
-from asyncrl.base.message import NEVER_INHERITED
+from asyncrl.base.http import NEVER_INHERITED
 from asyncrl.base.waits import uncut
 
 PRELOADED = (

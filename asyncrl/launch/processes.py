@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from asyncrl.base.errors import RoomError
-from asyncrl.base.message import NEVER_INHERITED, SECRET_ENV, find_fatal
+from asyncrl.base.errors import RoomError, find_fatal
+from asyncrl.base.http import NEVER_INHERITED, SECRET_ENV
 from asyncrl.launch import fork_server
 from asyncrl.launch.machine import LOOPBACK
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.base.message import ErrorBody
+from asyncrl.base.errors import ErrorBody
 from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import SamplingRequest, TopLogprobs, VersionSpan
+from asyncrl.messages.records import SAMPLING_PARAMETERS, SamplingRequest, TopLogprobs, VersionSpan
 
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
 """Event after sampled tokens. interrupted: by a weight update; resume or abort follows."""
@@ -100,7 +100,7 @@ def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
     return int(status), ErrorBody.model_validate(body)
 
 
-_PLAIN = "request_id max_tokens num_resumed temperature top_p stop seed top_logprobs".split()
+_PLAIN = [*SAMPLING_PARAMETERS, *"request_id max_tokens num_resumed stop seed top_logprobs".split()]
 _plain = attrgetter(*_PLAIN)
 
 

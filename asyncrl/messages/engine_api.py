@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from asyncrl.base.message import Message
+from asyncrl.base.errors import Message
 from asyncrl.messages.records import TopLogprobs, VersionSpan
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]

@@ -6,7 +6,7 @@ Positions in a trajectory count from its first prompt token, in a completion fro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 
 from pydantic import ConfigDict, Field
@@ -93,8 +93,25 @@ def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
     return {gauge: sum(counts.values())} | {f"{gauge}/{name}": num for name, num in counts.items() if name}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParameters:
+    """The distribution of each token. The link, vLLM's requests and the embedded engine's rows follow these
+    fields.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
+
+
+SAMPLING_PARAMETERS = tuple(one.name for one in fields(SamplingParameters))
+
+
 @dataclass(frozen=True, slots=True)
-class SamplingRequest:
+class SamplingRequest(SamplingParameters):
     """Sample at most `max_tokens` tokens after the prompt ids, int [P].
 
     The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
@@ -106,8 +123,6 @@ class SamplingRequest:
     request_id: str
     prompt_ids: Sequence[int] | npt.NDArray[np.int32]
     max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int = 0
     route_key: str = ""

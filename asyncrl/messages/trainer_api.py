@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from asyncrl.base.message import Message
+from asyncrl.base.errors import Message
 from asyncrl.messages.engine_api import ChunkBody, GroupMember, WeightKind, WeightsBody
 from asyncrl.messages.records import Credit
 

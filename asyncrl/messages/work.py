@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from pydantic import ConfigDict, Field
 
-from asyncrl.base.message import ErrorBody, Message
+from asyncrl.base.errors import ErrorBody, Message
 from asyncrl.messages.records import Outcome, Rollout, Work
 
 MAX_WAIT_S = 20.0

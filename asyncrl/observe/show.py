@@ -23,7 +23,7 @@ from rich.text import Text
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.journal.read import batch_story, group_story, run_story
-from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
+from asyncrl.journal.schema import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import Prompt
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.console import metric_rows

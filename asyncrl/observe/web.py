@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from asyncrl import __version__
-from asyncrl.agents.endpoint.listener import AppServer
+from asyncrl.agents.endpoint.gateway import AppServer
 from asyncrl.base.errors import AsyncrlError, ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config import ObserveConfig

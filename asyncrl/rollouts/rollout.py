@@ -28,6 +28,7 @@ from asyncrl.messages.records import (
     Outcome,
     Prompt,
     Rollout,
+    SamplingParameters,
     SamplingRequest,
     Trajectory,
     VersionSpan,
@@ -300,7 +301,7 @@ class SingleTurn:
     run_seed: int
     max_tokens: int
     max_prompt_tokens: int
-    temperature: float
+    sampling: SamplingParameters = SamplingParameters()
     stop: tuple[str, ...] = ()
     _known_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Token ids of recent prompts, so that a group's requests share one object."""
@@ -336,7 +337,7 @@ class SingleTurn:
                 request_id=f"{attempt.rollout_id}/t0/a{attempt.attempt}",
                 prompt_ids=prompt_ids,
                 max_tokens=self.max_tokens,
-                temperature=self.temperature,
+                **self.sampling.parameters,
                 stop=self.stop,
                 seed=derive_seed(self.run_seed, prompt.seed_id, index, 0, attempt.attempt),
                 route_key=f"g{attempt.group_id}",

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 import xxhash
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from asyncrl.base.errors import ConfigError
-from asyncrl.base.message import Message
+from asyncrl.base.errors import ConfigError, Message
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.rewards import RewardFunction
 

@@ -30,7 +30,7 @@ from asyncrl.trainer.optimizer import MasterWeights, cast_model
 from asyncrl.trainer.policy import ForwardPlan, Policy, find_plan, probe_model
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.weights.adapters import routers_of
+from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl.weights.tensor_files import float32_names
 

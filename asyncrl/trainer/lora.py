@@ -20,8 +20,7 @@ from torch.nn import functional
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import open_as, whole_folder
 from asyncrl.config import LoraConfig
-from asyncrl.weights.adapters import linear_parameters, merge
-from asyncrl.weights.export import in_export_dtype, named_weights, whole_here
+from asyncrl.weights.export import in_export_dtype, linear_parameters, merge, named_weights, whole_here
 from asyncrl.weights.tensor_files import SCALE, adapted_modules, float32_names
 
 ADAPTER = "default"

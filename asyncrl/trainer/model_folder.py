@@ -15,9 +15,8 @@ import xxhash
 from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.files import write_whole
-from asyncrl.base.message import find_fatal
 from asyncrl.config import RunConfig
 
 MAKE_TIMEOUT_S = 300.0

@@ -1,4 +1,4 @@
-"""Optimizer, learning rate schedule and master weights."""
+"""Optimizer, learning rate schedule, gradient clipping and master weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config import TrainerConfig
 from asyncrl.weights.tensor_files import float32_names
@@ -37,6 +38,13 @@ def learning_rate_at(config: TrainerConfig, step: int) -> float:
     progress = min(past_warmup / length, 1.0)
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
+
+
+def clip_gradient(weights: Iterable[Tensor], max_norm: float | None) -> float:
+    """Clip the gradient to `max_norm`; return its norm before."""
+    norm = torch.nn.utils.clip_grad_norm_(list(weights), math.inf if max_norm is None else max_norm)
+    whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return float(whole)
 
 
 class MasterWeights:

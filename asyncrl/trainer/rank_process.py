@@ -26,8 +26,10 @@ from pydantic import BaseModel
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, ErrorBody, fatal_line
+from asyncrl.base.host import LOG_FORMAT
 from asyncrl.base.http import (
+    SECRET_ENV,
     Refused,
     add_route,
     child_arguments,
@@ -39,7 +41,6 @@ from asyncrl.base.http import (
     secret_of,
     serve,
 )
-from asyncrl.base.message import SECRET_ENV, ErrorBody, fatal_line
 from asyncrl.messages import trainer_api as api
 from asyncrl.trainer.build_model import resolve_device
 from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
@@ -242,7 +243,7 @@ def main() -> None:
     die_with_parent(orphaned)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     disable_progress_bar()
     try:
         if spec.rank == 0 or not spec.store:

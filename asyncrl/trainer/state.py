@@ -41,12 +41,12 @@ from asyncrl.trainer.offload import HostMemory, local_of
 from asyncrl.trainer.optimizer import MasterWeights
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.weights.adapters import merge
 from asyncrl.weights.export import (
     LazyWeights,
     after_what_was_begun,
     entries_of,
     in_export_dtype,
+    merge,
     named_weights,
 )
 from asyncrl.weights.ipc import lay_out, views

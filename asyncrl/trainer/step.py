@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages import trainer_api as api
@@ -29,14 +28,14 @@ from asyncrl.trainer import objective, packing, step_metrics
 from asyncrl.trainer.build_model import TrainedModel, load_tokenizer, reshard
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
 from asyncrl.trainer.offload import Offload
-from asyncrl.trainer.optimizer import learning_rate_at, make_optimizer
+from asyncrl.trainer.optimizer import clip_gradient, learning_rate_at, make_optimizer
 from asyncrl.trainer.policy import Policy, Scores
 from asyncrl.trainer.ranks import ONE_RANK, Ranks
 from asyncrl.trainer.state import Progress, TrainerState, save_folder
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN
 from asyncrl.weights import export as exports
-from asyncrl.weights.adapters import AdapterTransport
+from asyncrl.weights.export import AdapterTransport
 from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_pieces
@@ -221,7 +220,8 @@ class TrainStep(TrainedModel):
             if is_first:  # later steps start from other weights than the samples
                 sums.gap = self._check_gap(batch, chosen, sums)
             self._meter.enter("optimizer")
-            grad_norm = self._clip_gradient()
+            norm = clip_gradient(self.masters.named.values(), self.spec.trainer.max_grad_norm)
+            grad_norm = float(self.ranks.gather(norm)[0])
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
                 self._skip(batch, f"loss {sums.loss} and gradient norm {grad_norm}")
             else:
@@ -282,13 +282,6 @@ class TrainStep(TrainedModel):
         if fault := step_metrics.gap_fault(gaps, step_metrics.GAP_WARNING):
             log.warning("step %d: %s; %s", batch.header.version + 1, fault, step_metrics.GAP_ADVICE)
         return step_metrics.gap_metrics(gaps)
-
-    def _clip_gradient(self) -> float:
-        limit = self.spec.trainer.max_grad_norm
-        weights = list(self.masters.named.values())
-        norm = torch.nn.utils.clip_grad_norm_(weights, math.inf if limit is None else limit)
-        whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return float(self.ranks.gather(float(whole))[0])
 
     def _refused(self, batch: BatchNumbers, error: str, rule: str, way_out: str) -> Refused:
         what = f"{_name(batch)} gave {error}; policy_version stays {self.policy_version}"

@@ -1,4 +1,4 @@
-"""Part 1: a device computes the same as a CPU in float32, up to the rounding of bfloat16."""
+"""Part 2: a device computes the same as a CPU in float32, up to the rounding of bfloat16."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.registry import RECIPES
-from asyncrl.job.servers import CANARY_LIMITS, CANARY_TOKENS
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.fused import missing_for_compiling
 from asyncrl.trainer.objective import BatchNumbers, Objective
-from asyncrl.trainer.packing import Costs, micro_batches, pack_texts
-from asyncrl.trainer.policy import Policy, find_plan, head_scores, probe_model
+from asyncrl.trainer.packing import Costs, micro_batches
+from asyncrl.trainer.policy import head_scores
 from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_metrics import GAP_WARNING
-from gpu.models import Trainer, architecture, make_batch, make_folder, make_model, make_spec
+from gpu.models import Trainer, architecture, make_batch, make_folder, make_spec
 from gpu.rows import Bench
 
 REPO = Path(__file__).resolve().parents[2]
@@ -182,41 +181,3 @@ def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dic
     step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
     grads = {name: master.grad for name, master in step.masters.named.items()}
     return {name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None}
-
-
-@torch.no_grad()
-def distances(bench: Bench, shape: str) -> None:
-    """Compare the trainer's packed pass with the model's own pass in bfloat16, and both with float32."""
-    model, device = make_model(bench, shape), torch.device(bench.device)
-    plan = find_plan(probe_model(model.config, device, torch.bfloat16))
-    for what, found_plan in (("small", plan), ("whole", find_plan(model))):
-        text = "packed" if found_plan.is_packed else found_plan.reason
-        bench.tell(f"plan by the {what} model", text, ok=found_plan.is_packed)
-    ids = np.random.default_rng(0).integers(0, architecture(bench, shape)["vocab_size"], CANARY_TOKENS)
-    ids_1T = torch.from_numpy(ids).to(device)[None]
-
-    def plain() -> tuple[Tensor, Tensor]:
-        output = model(input_ids=ids_1T, use_cache=False, output_hidden_states=True)
-        logprob_TV = torch.log_softmax(output.logits[0, :-1].float(), -1)
-        return output.hidden_states[-1][0].float(), logprob_TV.gather(-1, ids_1T[0, 1:, None])[:, 0]
-
-    plain_TD, plain_T = plain()
-    policy = Policy(model, plan)
-    packed_T = _packed_logprobs(policy, ids, device)
-    model.float()
-    exact_T = _packed_logprobs(policy, ids, device)
-    model.set_attn_implementation("sdpa")
-    exact_TD, _ = plain()
-    bench.tell("hidden states, bfloat16 against float32", f"{distance(plain_TD, exact_TD):.4f}")
-    pairs = {
-        "packed against plain": (packed_T, plain_T),
-        "packed against float32": (packed_T, exact_T),
-        "plain against float32": (plain_T, exact_T),
-    }
-    for what, (one_T, other_T) in pairs.items():
-        gap = float((one_T - other_T).abs().mean())
-        bench.check(f"canary: {what}, mean nats", gap, CANARY_LIMITS["bfloat16"])
-
-
-def _packed_logprobs(policy: Policy, ids: np.ndarray, device: torch.device) -> Tensor:
-    return policy(pack_texts([ids], device)).logprob_M

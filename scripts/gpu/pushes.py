@@ -1,4 +1,4 @@
-"""Part 4: weight pushes to an embedded engine on the trainer's device, and their pauses."""
+"""Parts 1 and 4: weight pushes to an embedded engine on the trainer's device, and their pauses."""
 
 from __future__ import annotations
 

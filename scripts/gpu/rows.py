@@ -74,8 +74,6 @@ ROWS = (
     Row(2, "head", "correct.head", gib=1.3),
     Row(2, "weights", "correct.against_cpu", {"trainer": {}}, gib=5.1),
     Row(2, "lora", "correct.against_cpu", {"trainer": {"lora": {"rank": 16}}}, gib=3.2),
-    Row(2, "distances-0.5B", "correct.distances", {"shape": "0.5B"}, gib=4.0),
-    Row(2, "distances-7B", "correct.distances", {"shape": "7B"}, gib=20.0),
     _speed(3, "0.6B", 65_536, (10_100, 0.27), f"{PRIME_RL} 10,100 tok/s, 26.8 %"),
     Row(3, "trl", "training.beside_trl", needs=("trl", "datasets")),
     _speed(3, "0.6B", 65_536, (8_100, 0.21), f"{PRIME_RL} 10,100 tok/s, 26.8 %", checkpointing=True),

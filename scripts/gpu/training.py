@@ -1,4 +1,4 @@
-"""Part 2: speed of optimizer steps, and their memory against the plan."""
+"""Parts 1 and 3: speed of optimizer steps, and their memory against the plan."""
 
 from __future__ import annotations
 

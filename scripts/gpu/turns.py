@@ -1,4 +1,4 @@
-"""Part 3: the cost of trainer and embedded engine colocated on one device."""
+"""Parts 1 and 4: the cost of trainer and embedded engine colocated on one device."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from aiohttp import WSMsgType, web
 from pydantic import BaseModel, Field
 
-from asyncrl.base.http import Refused, add_route, child_arguments, make_app, secret_of, serve
-from asyncrl.base.message import SECRET_ENV, Message
+from asyncrl.base.errors import Message
+from asyncrl.base.http import SECRET_ENV, Refused, add_route, child_arguments, make_app, secret_of, serve
 from asyncrl.messages import codec
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked, Sampled

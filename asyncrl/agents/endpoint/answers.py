@@ -7,8 +7,7 @@ from dataclasses import InitVar, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, overlap
-from asyncrl.agents.endpoint.tool_formats import ToolFormat, Tools
+from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, Tools, overlap
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatTokenizer
 

@@ -21,9 +21,10 @@ from asyncrl.agents.endpoint.prefix_match import (
     Recorded,
     answer_forms,
 )
-from asyncrl.agents.endpoint.reasoning import THINKING, Marks
+from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import (
+    SAMPLING_PARAMETERS,
     Completion,
     Credit,
     GrammarSpan,
@@ -240,7 +241,7 @@ class Capture:
         paths = [node.path() for node in trained if node not in inner]
         if not paths:
             what = f"the harness ended with {len(nodes)} completions and not one sampled token to train on"
-            rule = "calls that set temperature or top_p are not trained"
+            rule = f"calls that set {' or '.join(SAMPLING_PARAMETERS)} are not trained"
             raise RolloutFailure(what, rule=rule, way_out="let it call the model with its session's key.")
         owners: dict[ChatNode, int] = {}
         for branch, path in enumerate(paths):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.newest import Newest
-from asyncrl.agents.endpoint.requests import ApiError, shown
+from asyncrl.agents.endpoint.requests import ApiError, Newest, shown
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Kind

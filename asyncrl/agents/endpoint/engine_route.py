@@ -15,7 +15,6 @@ from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
-from asyncrl.agents.endpoint.reasoning import ReasoningSplitter, opens_thought
 from asyncrl.agents.endpoint.requests import (
     NO_RETRY,
     AnyRequest,
@@ -28,7 +27,7 @@ from asyncrl.agents.endpoint.requests import (
     too_long,
 )
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
-from asyncrl.agents.endpoint.tool_formats import ToolFormat
+from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, opens_thought
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import SamplingRequest
@@ -134,8 +133,7 @@ class EngineRoute:
             request_id=f"{session.rollout_id}/a{session.attempt}/c{planned.number}",
             prompt_ids=planned.prompt_ids,
             max_tokens=min(asked.max_tokens or rules.max_tokens, rules.max_tokens, room),
-            temperature=rules.temperature if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
+            **(rules.sampling.parameters | asked.sampling),
             stop=stop,
             seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
             route_key=session.route_key,
@@ -152,7 +150,7 @@ class EngineRoute:
             answer=answer,
             request=request,
             is_streamed=asked.stream,
-            is_trained=asked.temperature is None and asked.top_p is None,
+            is_trained=not asked.sampling,
         )
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:

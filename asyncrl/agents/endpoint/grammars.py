@@ -9,10 +9,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.newest import Newest
-from asyncrl.agents.endpoint.reasoning import opens_thought
-from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest, invalid
-from asyncrl.agents.endpoint.tool_formats import ToolFormat
+from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest, Newest, invalid
+from asyncrl.agents.endpoint.tool_formats import ToolFormat, opens_thought
 from asyncrl.messages.token_grammars import GrammarError, check_grammar
 from asyncrl.messages.work import ChatTokenizer
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.agents.endpoint.reasoning import Marks, close_thought, split_thought
+from asyncrl.agents.endpoint.tool_formats import Marks, close_thought, split_thought
 from asyncrl.messages.work import ChatTokenizer, new_hash
 
 if TYPE_CHECKING:

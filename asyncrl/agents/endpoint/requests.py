@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError, from_json, to_json
 from typing_extensions import TypedDict
 
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
+from asyncrl.messages.records import SAMPLING_PARAMETERS, SamplingParameters
 
 log = logging.getLogger(__name__)
 
@@ -197,11 +198,11 @@ class CallRules:
     """Settings of all calls; lengths in tokens."""
 
     model_name: str
-    temperature: float
     max_tokens: int
     max_prompt_tokens: int
     max_length: int
     vocab_size: int
+    sampling: SamplingParameters = SamplingParameters()
     on_sampling_override: Literal["use_config", "honour"] = "use_config"
 
 
@@ -212,6 +213,23 @@ def _tool_choice(value: Any) -> str:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return f"function:{name}"
     raise wrong("it must be none, auto, required, or name a function")
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Newest(dict[Key, Value]):
+    """A dict that forgets its oldest key when it has more than `most`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self.most:
+            del self[next(iter(self))]
 
 
 # ---- calls
@@ -248,7 +266,7 @@ class CallParameters(BaseModel):
 
 
 class CallRequest(CallParameters):
-    """A call to sample; `temperature` and `top_p` None: the run's."""
+    """A call to sample; sampling parameters None: the run's."""
 
     param: ClassVar[str]
 
@@ -257,6 +275,12 @@ class CallRequest(CallParameters):
     stream_options: dict[str, Any] = {}
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Return the parameters that differ from the run's."""
+        given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def has_one_call(self) -> bool:
@@ -359,11 +383,11 @@ class RequestReader:
             raise refused(error) from None
 
     def _settle_sampling(self, asked: CallRequest) -> None:
-        """Settle temperature and top_p (None: the run's)."""
+        """Settle the sampling parameters (None: the run's)."""
         if asked.temperature == 0 or asked.top_p == 0 or (asked.temperature or 1) < LOWEST_TEMPERATURE:
             asked.temperature = 0.0  # greedy
             asked.top_p = None
-        for name, fixed in (("temperature", self._rules.temperature), ("top_p", 1.0)):
+        for name, fixed in self._rules.sampling.parameters.items():
             value = getattr(asked, name)
             if value in (None, fixed) or self._rules.on_sampling_override == "use_config":
                 setattr(asked, name, None)

@@ -11,21 +11,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.agents.endpoint.answers import Answer, Kind
 from asyncrl.agents.endpoint.capture import Capture, PromptPlan
 from asyncrl.agents.endpoint.dialects import Kept, KeptAnswers
-from asyncrl.agents.endpoint.newest import Newest
 from asyncrl.agents.endpoint.prefix_match import Messages
-from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
+from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError, Newest
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
-    from asyncrl.agents.endpoint.listener import Connection
 
 MAX_CONCURRENT_CALLS = 16
 """Answers of one rollout sampled at once."""
@@ -35,6 +33,10 @@ NUM_RETRIED = 16
 FREE_SHARE = 10
 """Refused calls and counted chats, per call of max_calls."""
 CLIENT_GONE = 499
+
+
+class Client(Protocol):
+    on_lost: Callable[[], None]
 
 
 def session_ended(reason: str) -> ApiError:
@@ -230,7 +232,7 @@ class GatewaySession:
         return tuple(replace(branch, is_truncated=True) for branch in rollout)
 
     @asynccontextmanager
-    async def in_hand(self, connection: Connection) -> AsyncIterator[None]:
+    async def in_hand(self, connection: Client) -> AsyncIterator[None]:
         """Count refusals. Raise ApiError in the block when the session ends (410) or its client leaves."""
         ended = self._until_end(lambda reason: client_gone() if reason is None else session_ended(reason))
         try:

@@ -19,9 +19,8 @@ from starlette.responses import Response
 from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.requests import ApiError, invalid
 from asyncrl.agents.harness import OUTCOME, first_fault
-from asyncrl.base.errors import PromptUnusable, RolloutFailure
+from asyncrl.base.errors import Message, PromptUnusable, RolloutFailure
 from asyncrl.base.http import Refused
-from asyncrl.base.message import Message
 from asyncrl.base.waits import waiting
 from asyncrl.config import Outcomes
 from asyncrl.messages import work as wire

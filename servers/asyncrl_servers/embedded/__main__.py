@@ -7,8 +7,8 @@ import os
 import sys
 import traceback
 
+from asyncrl.base.errors import ErrorBody, fatal_line
 from asyncrl.base.http import die_with_parent
-from asyncrl.base.message import ErrorBody, fatal_line
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import build_engine

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages.records import SamplingRequest, TopLogprobs
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
-from asyncrl.weights.adapters import routers_of
+from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import NAME, CacheShape, Pass, ProbePass, RoutedExperts, in_force
 from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
@@ -243,8 +243,7 @@ Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, TopLogpr
 
 def sample(
     logits_NV: Tensor,
-    temperatures: npt.NDArray[np.float32],
-    top_ps: npt.NDArray[np.float64],
+    sampling: npt.NDArray[np.void],
     seeds: npt.NDArray[np.uint64],
     positions: npt.NDArray[np.int64],
     num_top: Mapping[int, int] | None = None,
@@ -252,10 +251,13 @@ def sample(
     """Draw a token per row: ids int64 [N], logprobs float32 [N] in nats, and by row the `num_top` likeliest
     tokens.
 
-    Inverts the cumulative distribution in token-id order, in float64. Temperature 0 is greedy.
+    `sampling` [N] has a field for each of SAMPLING_PARAMETERS; temperature 0 is greedy. Inverts the
+    cumulative distribution in token-id order, in float64.
     """
     device = logits_NV.device
     logits_NV = logits_NV.float()
+    temperatures = sampling["temperature"].astype(np.float32)
+    top_ps = sampling["top_p"]
     if (temperatures != 1.0).any():
         divisors = np.where(temperatures == 0.0, np.float32(1.0), temperatures)
         logits_NV = logits_NV / to_device(divisors, device)[:, None]

@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked
-from asyncrl.weights.adapters import routers_of
+from asyncrl.weights.export import routers_of
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import DecodeGraphs, Runner, Scorer

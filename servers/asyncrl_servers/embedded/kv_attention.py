@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from asyncrl.weights.adapters import routers_of
+from asyncrl.weights.export import routers_of
 
 NAME = "asyncrl_slots"
 LENGTH_STEP = 32

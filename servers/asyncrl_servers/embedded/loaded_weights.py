@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import GroupMember, LoadChunkRequest, Loaded, PrepareRequest
-from asyncrl.weights.adapters import merge_adapters
+from asyncrl.weights.export import merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import GroupBroken, WeightGroup
 from asyncrl.weights.tensor_files import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.messages.codec import Asked, Sampled, spans_of
-from asyncrl.messages.records import TopLogprobs
+from asyncrl.messages.records import SAMPLING_PARAMETERS, TopLogprobs
 from asyncrl.messages.stop_strings import StopWatch
 from asyncrl.messages.token_grammars import GrammarError, TokenMatcher
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, grammar_refusal, mask, sample
@@ -74,8 +74,7 @@ class Rows:
         """Tokens including the prompt; the newest is not cached yet."""
         self.limits = np.zeros(slots, np.int64)
         self.seeds = np.zeros(slots, np.uint64)
-        self.temperatures = np.zeros(slots, np.float32)
-        self.top_ps = np.zeros(slots)
+        self.sampling = np.zeros(slots, [(name, np.float64) for name in SAMPLING_PARAMETERS])
         self.kept = OrderedDict.fromkeys(range(slots, num_rows))
 
     def __len__(self) -> int:
@@ -88,8 +87,7 @@ class Rows:
         self.lengths[row] = len(ids)
         self.limits[row] = sequence.limit
         self.seeds[row] = request.seed
-        self.temperatures[row] = request.temperature
-        self.top_ps[row] = request.top_p
+        self.sampling[row] = tuple(request.parameters.values())
 
     def keep(self, row: int) -> int:
         """Keep this row's tokens; return the kept row or -1."""
@@ -114,7 +112,7 @@ class Rows:
         self.sequences[target] = self.sequences[source]
         self.token_ids[target, :length] = self.token_ids[source, :length]
         self.logprobs[target, :length] = self.logprobs[source, :length]
-        for column in (self.limits, self.seeds, self.temperatures, self.top_ps):
+        for column in (self.limits, self.seeds, self.sampling):
             column[target] = column[source]
 
     def append(
@@ -352,8 +350,7 @@ class Scheduler(RunQueue[Sequence]):
         num_top = {row: num for row, one in enumerate(rows.sequences) if (num := one.request.top_logprobs)}
         token_ids, logprobs, top = sample(
             logits_NV,
-            rows.temperatures[running],
-            rows.top_ps[running],
+            rows.sampling[running],
             rows.seeds[running],
             rows.lengths[running],
             num_top,

@@ -1,25 +1,34 @@
-"""`python -m asyncrl_servers.vllm --spec FILE --fd N`: one vLLM server.
+"""`python -m asyncrl_servers.vllm --spec FILE --fd N`: vLLM's OpenAI server with our arguments and socket.
 
 vLLM's workers outlive a killed API server, so a forked process ends the group after the leader.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import select
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
-from asyncrl.base.http import Refused, die_with_parent, fail, secret_of
-from asyncrl.base.message import SECRET_ENV
+from asyncrl.base.http import SECRET_ENV, Refused, die_with_parent, fail, secret_of
 from asyncrl_servers.engine_routes import read_spec
-from asyncrl_servers.vllm.arguments import VllmSpec, check_start, set_environment
+from asyncrl_servers.vllm.arguments import (
+    VllmSpec,
+    build_arguments,
+    can_fork,
+    check_start,
+    failure,
+    is_cpu_build,
+    set_environment,
+)
 
 GRACE_S = 5.0
 
@@ -41,11 +50,51 @@ def main() -> None:
     try:
         check_start(spec)
         set_environment(spec, scratch)
-        from asyncrl_servers.vllm.api_server import serve_vllm
-
         serve_vllm(spec, fd, secret)
     except Refused as refusal:
         fail(refusal.body.error, rule=refusal.body.rule, way_out=refusal.body.way_out)
+
+
+def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
+    """Serve until SIGTERM. Raises Refused if the engine cannot start or dies. Imports vLLM."""
+    import uvloop
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.dev.server_info import api_router as server_info
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from asyncrl_servers.vllm.monkeypatches import BearerOnly, patch_spawn
+
+    BearerOnly.expected = f"Bearer {secret}".encode()
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(build_arguments(spec, is_cpu=is_cpu_build()))
+    validate_parsed_serve_args(args)
+    listener = socket.socket(fileno=fd)
+    args.host, args.port = listener.getsockname()[:2]
+    server_info._get_system_env_info_cached = dict  # saves 2 s of pip and gcc
+    if can_fork(spec):
+        import asyncrl_servers.vllm.worker_extension  # noqa: F401  (for forked processes)
+
+        patch_spawn(listener)
+    try:
+        has_died = uvloop.run(_run(args, listener))
+    except Exception as error:
+        what = f"{spec.name}: vLLM cannot start with {spec.model_path}"
+        raise failure(what, f"{type(error).__name__}: {error}") from error
+    if has_died:
+        raise failure(f"{spec.name}: vLLM's engine died", "")
+
+
+async def _run(args: argparse.Namespace, listener: socket.socket) -> bool:
+    """Serve like vLLM's run_server_worker; return whether the engine died."""
+    from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
+
+    try:
+        async with build_async_engine_client(args) as engine:
+            ending = await build_and_serve(engine, f"http://{args.host}:{args.port}", listener, args)
+        await ending
+    finally:
+        listener.close()
+    # vLLM 0.32: serve_http returns this if the HTTP server stopped by itself.
+    return bool(ending.__name__ == "dummy_shutdown")
 
 
 def start_reaper(scratch: Path) -> None:

@@ -100,7 +100,7 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
         "enable_scale_out": True,
         "worker_extension_cls": spec.worker_extension,
         "tensor_parallel_size": spec.tensor_parallel,
-        "middleware": "asyncrl_servers.vllm.api_server.BearerOnly",
+        "middleware": "asyncrl_servers.vllm.monkeypatches.BearerOnly",
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
     }

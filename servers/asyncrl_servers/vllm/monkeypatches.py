@@ -1,10 +1,11 @@
-"""Monkeypatches of vLLM: resumable grammars within our limits, and its CPU engine.
+"""Monkeypatches of vLLM: resumable grammars within our limits, its CPU engine, and the bearer check.
 
 vLLM imports it in the engine's process, as a reasoning-parser plugin and for CpuExecutor.
 """
 
 from __future__ import annotations
 
+import hmac
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from fastapi.responses import JSONResponse
 from vllm.platforms import current_platform
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.structured_output import StructuredOutputManager
@@ -24,6 +26,7 @@ from vllm.v1.structured_output.backend_guidance import (
     serialize_guidance_grammar,
 )
 
+from asyncrl.base.errors import ErrorBody
 from asyncrl.messages.token_grammars import compile_grammar
 
 
@@ -146,8 +149,6 @@ def patch_spawn(listener: socket.socket) -> None:
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
-    import asyncrl_servers.vllm.worker_extension  # noqa: F401
-
     def after_fork() -> None:
         listener.close()  # a dead server must refuse connections
         signal.set_wakeup_fd(-1)  # else signals to the engine wake the API's event loop
@@ -166,3 +167,25 @@ if current_platform.is_cpu():
 
 class CpuExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """vLLM's worker-process executor, with patched waits."""
+
+
+class BearerOnly:
+    """Middleware that checks the bearer token on every route. vLLM's --api-key leaves /pause and
+    /collective_rpc open, and shows in argv.
+    """
+
+    expected = b""
+    """Required header; nothing passes while it is empty."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        may_pass = bool(self.expected) and hmac.compare_digest(given, self.expected)
+        if scope["type"] == "lifespan" or may_pass:
+            await self._app(scope, receive, send)
+        else:
+            rule = "internal servers answer only to the run that started them"
+            body = ErrorBody(error="wrong or missing bearer token", rule=rule)
+            await JSONResponse(body.model_dump(), status_code=401)(scope, receive, send)

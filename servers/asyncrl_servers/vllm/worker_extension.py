@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import LoadChunkRequest, PrepareRequest
-from asyncrl.weights.adapters import write_peft
+from asyncrl.weights.export import write_peft
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import WeightGroup
 from asyncrl.weights.tensor_files import digest_and_size, read_or_refuse

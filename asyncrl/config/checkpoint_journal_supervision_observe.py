@@ -1,0 +1,96 @@
+"""Sections `checkpoint`, `journal`, `supervision` and `observe`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from asyncrl.config.fields import FrozenConfig
+
+
+class CheckpointConfig(FrozenConfig):
+    """Checkpoints of the run."""
+
+    every: PositiveInt | None = 50
+    """Batches between two checkpoints (none = none; a resumed run then trains the journaled batches again).
+    """
+    keep_last: int = Field(default=2, ge=1)
+    """Number of newest checkpoints to keep."""
+    keep_every: PositiveInt | None = None
+    """Keep checkpoints at multiples of this number of batches forever (none = off)."""
+    keep_best: bool | str = False
+    """Also keep the checkpoint with the best eval/reward_mean: true for the first evaluation, or a name
+    (needs `eval` with the same `every` or a multiple of it)."""
+
+    @model_validator(mode="after")
+    def _multiples_exist(self) -> Self:
+        if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
+            raise ValueError(f"keep_every={self.keep_every} is not a multiple of every={self.every}")
+        return self
+
+
+class JournalConfig(FrozenConfig):
+    """The journal, journal.sqlite."""
+
+    keep: Literal["checkpoint", "all"] = "checkpoint"
+    """Keep tokens of trained batches since the oldest checkpoint, or always."""
+
+
+class SupervisionConfig(FrozenConfig):
+    """Restarts of processes, and reports of hangs."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts of each engine, trainer or worker within an hour of work (0 = the run ends at once)."""
+    backoff_s: float = Field(default=1.0, ge=0)
+    """Delay of a process's first restart, in seconds; doubled each time, 30 at most."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """Timeout for a process's first answer, in seconds, after reading its model (vLLM: three times
+    longer)."""
+    watchdog_s: float = Field(default=900.0, gt=0)
+    """Seconds without progress until the run reports who waits for whom, with stacks in the log."""
+    on_stuck: Literal["warn", "restart", "fail"] = "warn"
+    """Reaction to that: keep waiting, restart the engines, or end the run (which can be resumed)."""
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+class ObserveConfig(FrozenConfig):
+    """Output of the run: files, trackers, console, status port."""
+
+    console: Literal["auto", "live", "plain", "none"] = "auto"
+    """live: a table that updates; plain: a line every few seconds; auto = live on a terminal, else plain. A
+    full pipe loses lines."""
+    trackers: list[str] = ["tensorboard"]
+    """Trackers: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio (each with the extra of its
+    name), or `module:Class` (docs/monitoring.md) ([] = none)."""
+    tracker_args: dict[str, dict[str, Any]] = {}
+    """Keyword arguments of each tracker by its name, such as {wandb: {project: letters}}
+    (docs/monitoring.md)."""
+    status_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of /metrics, for Prometheus, and /status (none = off; 0 = any free one, in status.json).
+    RUN_DIR/status.key has the bearer token."""
+    status_host: str = "127.0.0.1"
+    """Address of the status port (0.0.0.0 = all of this machine, without TLS)."""
+    samples_per_step: int = Field(default=3, ge=0, le=100)
+    """Rollouts per batch in samples.jsonl: the best, the worst, and random ones (0 = none). Long files lose
+    their oldest parts."""
+    readable_by: Literal["owner", "group", "all"] = "owner"
+    """Readers of the run directory, which contains the config, the logs and every conversation."""
+    heartbeat_s: float = Field(default=60.0, gt=0)
+    """Timeout without a heartbeat, in seconds, until an engine, trainer or worker is restarted. Without the
+    eval engine the run continues."""
+
+    @model_validator(mode="after")
+    def _trackers_are_known(self) -> Self:
+        for name in self.trackers:
+            if name not in TRACKERS and ":" not in name:
+                raise ValueError(f"trackers has {name!r}; there are {', '.join(TRACKERS)}, and module:Class")
+        if unused := [name for name in self.tracker_args if name not in self.trackers]:
+            raise ValueError(f"tracker_args has {unused[0]}, but trackers does not; add or remove it")
+        return self
+
+    @property
+    def dir_mode(self) -> int:
+        return {"owner": 0o700, "group": 0o750, "all": 0o755}[self.readable_by]
