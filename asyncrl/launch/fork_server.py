@@ -49,7 +49,8 @@ def run(module: str, arguments: Sequence[str], env: Mapping[str, str], files: Se
     os.setsid()
     gc.freeze()  # keep shared pages unwritten
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    os.set_inheritable(resource_tracker.getfd(), False)  # type: ignore[arg-type]
+    os.close(resource_tracker._resource_tracker._fd)  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
     numbers = (0, 1, 2, *files[3:])
     for fd, number in zip(forkserver.get_inherited_fds() or (), numbers, strict=True):
         os.dup2(fd, number)
@@ -62,9 +63,8 @@ def run(module: str, arguments: Sequence[str], env: Mapping[str, str], files: Se
     sys.argv = [module, *arguments]
     title = "\0".join([sys.executable, "-m", *sys.argv])
     stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    address = int(stat[45])
-    size = int(stat[46]) - address
-    ctypes.memmove(address, os.fsencode(title)[: size - 1].ljust(size, b"\0"), size)
+    start, end = map(int, stat[45:47])
+    ctypes.memmove(start, os.fsencode(title)[: end - start - 1].ljust(end - start, b"\0"), end - start)
     importlib.import_module("numpy").random.seed()  # torch always starts at one seed
     importlib.import_module(module).main()
 
