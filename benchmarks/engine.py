@@ -126,7 +126,7 @@ async def time_pool(pool: EnginePool, lengths: list[int], concurrency: int, seed
     async def one(index: int, length: int) -> int:
         prompt = tuple(generator.integers(1, VOCAB, PROMPT_LENGTH).tolist())
         async with limit:
-            request = SamplingRequest(f"{seed}-{index}", prompt, length, 1.0, seed=index)
+            request = SamplingRequest(f"{seed}-{index}", prompt, length, seed=index)
             return len((await pool.generate(request)).token_ids)
 
     started = time.perf_counter()

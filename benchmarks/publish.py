@@ -52,7 +52,7 @@ async def keep_generating(pool: EnginePool, number: int) -> None:
     turn = 0
     while True:
         await pool.generate(
-            SamplingRequest(f"load-{number}-{turn}", tuple(range(number, number + 16)), 200, 1.0, seed=turn)
+            SamplingRequest(f"load-{number}-{turn}", tuple(range(number, number + 16)), 200, seed=turn)
         )
         turn += 1
 

@@ -23,9 +23,9 @@ import pytest
 from job_runs import all_gone
 
 from asyncrl.base.errors import ConfigError, RoomError
-from asyncrl.launch.launchers import Launcher, opened
+from asyncrl.launch.launchers import opened
 from asyncrl.launch.machine import Node
-from asyncrl.launch.processes import Process, ProcessSpec
+from asyncrl.launch.processes import Launcher, Process, ProcessSpec
 
 SECRET, OTHER = "the s3cret of its server", "an0ther s3cret"
 LIMIT_S = 60.0

@@ -78,7 +78,7 @@ def test_every_token_has_its_version_through_three_publishes(house: House, inter
                     more.set()
 
                 name, prompt = f"{interrupt} {seed} {turn}", (10, 11, 12 + seed)
-                request = SamplingRequest(name, prompt, max_tokens, 1.0, seed=100 * turn + seed)
+                request = SamplingRequest(name, prompt, max_tokens, seed=100 * turn + seed)
                 done[seed, turn] = await pool.generate(request, on_tokens=on_tokens if seed % 2 else None)
                 turn += 1
 

@@ -95,7 +95,7 @@ async def test_every_token_has_the_version_it_says(
 
     async def one(index: int, start: int, max_tokens: int, is_streamed: bool) -> Completion:
         await asyncio.sleep(start * DECODE_S)
-        asked = SamplingRequest(f"{index}", PROMPT, max_tokens, 1.0, seed=index)
+        asked = SamplingRequest(f"{index}", PROMPT, max_tokens, seed=index)
         return await pool.generate(asked, on_tokens=told[index].extend if is_streamed else None)
 
     async def abort_at(step: int) -> None:

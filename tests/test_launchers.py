@@ -21,7 +21,8 @@ from ray_cluster import FRUGAL, ray_cluster
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.launch import fork_server
-from asyncrl.launch.launchers import LocalLauncher, find_misfit, opened, own_versions
+from asyncrl.launch.launchers import LocalLauncher, opened
+from asyncrl.launch.machine import find_misfit, own_versions
 
 pytestmark = pytest.mark.timeout(900)  # all stories, on a machine that is slow
 

@@ -27,7 +27,7 @@ from asyncrl.base.host import LOG_FORMAT
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.journal.read import reading
-from asyncrl.launch.launchers import Launcher
+from asyncrl.launch.processes import Launcher
 from asyncrl.launch.supervise import Server, first_death
 from asyncrl.observe.console import outliving
 from asyncrl.observe.run_dir import journal_path

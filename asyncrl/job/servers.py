@@ -32,11 +32,10 @@ from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
-from asyncrl.launch.launchers import Launcher
 from asyncrl.launch.machine import LOOPBACK, find_python
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
-from asyncrl.launch.processes import Process, ProcessSpec
+from asyncrl.launch.processes import Launcher, Process, ProcessSpec
 from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth

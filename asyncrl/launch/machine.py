@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -181,3 +183,35 @@ def has_package(python: Path, package: str) -> bool:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         return not subprocess.run(asking, env=environ, capture_output=True, timeout=ASK_TIMEOUT_S).returncode
     return False
+
+
+def own_versions() -> dict[str, str]:
+    versions = {"asyncrl": asyncrl.__version__, "python": platform.python_version()}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["torch"] = importlib.metadata.version("torch")
+    return versions
+
+
+def find_misfit(name: str, files: Mapping[str, str], versions: Mapping[str, str]) -> ConfigError | None:
+    """Compare this node with the controller's versions, and `files` with their contents ("": any). Blocks."""
+    if unseen := [path for path, text in files.items() if not _holds(Path(path), text)]:
+        return ConfigError(
+            f"the node {name} does not see {', '.join(unseen)}, or sees another file there",
+            rule="every node reads the run directory, the model, model.chat_template and "
+            "weight_sync.disk_dir at the path that the controller uses",
+            way_out="put them on a file system that all nodes mount (--run-dir, model.path).",
+        )
+    if (here := own_versions()) != versions:
+        return ConfigError(
+            f"the node {name} has {here}, and the controller's node has {versions}",
+            rule="all nodes of a run use the same versions",
+            way_out="install the same packages on all nodes.",
+        )
+    return None
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return text in path.read_text(encoding="utf-8", errors="replace") if text else path.is_file()
+    except OSError:
+        return False

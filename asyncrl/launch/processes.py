@@ -23,7 +23,8 @@ import psutil
 from asyncrl.base.errors import RoomError, find_fatal
 from asyncrl.base.http import NEVER_INHERITED, SECRET_ENV
 from asyncrl.launch import fork_server
-from asyncrl.launch.machine import LOOPBACK
+from asyncrl.launch.machine import LOOPBACK, Node
+from asyncrl.messages.engine_api import FileRequest
 
 logger = logging.getLogger("asyncrl.launch.processes")
 
@@ -223,6 +224,34 @@ class ChildProcess(Process):
     def dump_stacks_nowait(self) -> None:
         if self._process is not None and self._process.returncode is None:
             os.kill(self._process.pid, STACKS)
+
+
+class Launcher:
+    """Starts the processes of a run.
+
+    Life: created -> hold() reserves devices -> process(), repeatedly -> aclose() releases them -> close().
+        Creation and close() run outside the event loop.
+    """
+
+    nodes: tuple[Node, ...] = ()
+    """The controller's is first."""
+
+    async def hold(self, parts: Mapping[int, Sequence[str]], files: Mapping[str, str]) -> None:
+        """Reserve devices by node; all nodes see `files`. Raises ConfigError or RoomError."""
+
+    def process(self, node: int, spec: ProcessSpec) -> Process:
+        raise NotImplementedError
+
+    async def free_port(self, node: int) -> int:
+        raise NotImplementedError
+
+    async def fetch(self, node: int, request: FileRequest, timeout_s: float) -> str:
+        """Return the local path of downloaded weights. Raises RoomError."""
+        raise NotImplementedError
+
+    async def aclose(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def import_folder(folder: Path) -> Path:

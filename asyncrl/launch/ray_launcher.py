@@ -26,12 +26,21 @@ from asyncrl.base.errors import ConfigError, NodeLost, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import ONE_THREAD
-from asyncrl.launch.launchers import Launcher, find_misfit, own_versions
-from asyncrl.launch.machine import CudaDevice, Machine, Node, child_environ, find_cuda_devices, this_machine
+from asyncrl.launch.machine import (
+    CudaDevice,
+    Machine,
+    Node,
+    child_environ,
+    find_cuda_devices,
+    find_misfit,
+    own_versions,
+    this_machine,
+)
 from asyncrl.launch.processes import (
     GROUP_TIMEOUT_S,
     KILL_TIMEOUT_S,
     ChildProcess,
+    Launcher,
     Process,
     ProcessSpec,
     free_port_at,
