@@ -200,7 +200,7 @@ def report(
 
     Each RUN_DIR gets a trace.json for https://ui.perfetto.dev.
     """
-    from asyncrl.observe.page import write_report
+    from asyncrl.observe.report_page import write_report
 
     for line in write_report(run_dirs or [_or_newest(None)], out):
         typer.echo(line)

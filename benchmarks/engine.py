@@ -34,7 +34,7 @@ from engine_replies import ask
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 

@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.base.http import Refused
 from asyncrl.messages.codec import Asked, Sampled, response, spans_of
 from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 
 
 class Reply(Future[GenerateResponse]):

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from asyncrl.base.http import SECRET_ENV, child_arguments, die_with_parent, json_answer, secret_of, serve
 from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl_servers.engine_routes import engine_routes
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 

@@ -49,7 +49,7 @@ from asyncrl.job.lifecycle import rare_collections
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.messages.engine_api import EngineHealth, GenerateResponse
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.run_dir import Recorder
@@ -264,7 +264,7 @@ class Controller:
             self.recorder.record_step({"step": batch.version + 1, **measured})
 
     async def report_status(self) -> None:
-        """Once a second, as job/loop.py and job/report.py do."""
+        """Once a second, as job/loop.py and job/reporter.py do."""
 
         async def none() -> Any:
             return ()

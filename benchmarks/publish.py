@@ -36,7 +36,7 @@ from asyncrl.base.http import Caller
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.engine_api import Interrupt
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.weights.export import export_weights, named_weights
 
 SLOTS = 8

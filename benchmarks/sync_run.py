@@ -30,7 +30,8 @@ from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
-from asyncrl.messages.records import Batch, Completion, Prompt, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.messages.work import answer_text
 from asyncrl.observe.metrics import batch_metrics

@@ -63,7 +63,7 @@ def save(png: bytes, name: str) -> None:
 
 def main(run_dirs: list[Path]) -> None:
     """Save the top of the report of these runs."""
-    from asyncrl.observe.page import make_page, render
+    from asyncrl.observe.report_page import make_page, render
 
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:

@@ -12,7 +12,7 @@ from engine_replies import ask
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.messages.engine_api import CommitRequest, GenerateResponse, PrepareRequest
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine

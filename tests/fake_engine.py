@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from asyncrl.base.http import CallLost, CallRefused, Refused
 from asyncrl.messages import codec, engine_api
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl_servers.engine_routes import ServedLink
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedRun, SimulatedSpec, SimulatedWeights
 

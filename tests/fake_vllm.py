@@ -23,7 +23,8 @@ from asyncrl.base.http import Answer, CallGarbled, CallLost
 from asyncrl.engines.vllm_process import GENERATE, GRAMMARS, VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import GenerateResponse, Interrupt
-from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.messages.records import Completion
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
 
 DECODE_S, TRANSIT_S = 0.01, 0.004

@@ -14,15 +14,8 @@ from typing import Any, Literal
 from fake_engine import END_TOKEN
 
 from asyncrl.base.errors import RewardFailure
-from asyncrl.messages.records import (
-    Batch,
-    Completion,
-    GroupId,
-    Prompt,
-    SamplingRequest,
-    Ticket,
-    VersionSpan,
-)
+from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Ticket, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 
 

@@ -21,7 +21,8 @@ from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RoomError
 from asyncrl.config import GatewayConfig
-from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Completion, Outcome, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.testing.virtual_time import run_virtual
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]

@@ -12,7 +12,7 @@ from engine_in_process import answered, make_qwen3, make_request, running_engine
 from engine_replies import ask
 
 from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl_servers.embedded.embedded_engine import Engine
 
 ODD = {"vocab_size": 53, "hidden_size": 60, "intermediate_size": 101}

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.http import Refused
 from asyncrl.messages import token_grammars
 from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.messages.engine_api import CommitRequest, GenerateResponse, PrepareRequest, WakeRequest
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl_servers.embedded import scheduler
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 

@@ -13,7 +13,7 @@ from rollout_cases import virtual
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.testing.virtual_time import all_blocked
 
 TOKENS = st.lists(st.tuples(st.integers(-1, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=6)

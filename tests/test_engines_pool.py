@@ -17,7 +17,8 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages import codec
 from asyncrl.messages.engine_api import Interrupt
-from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Completion, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.testing.virtual_time import all_blocked
 

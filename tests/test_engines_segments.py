@@ -14,7 +14,8 @@ from asyncrl.base.errors import EngineError
 from asyncrl.engines.link import SegmentCheck
 from asyncrl.engines.pool import Charge, Router, SegmentJoin
 from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Completion, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 
 PARTIAL = Completion(
     (11, 12, 13), (-1.0, -2.0, -3.0), (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)), num_interruptions=2

@@ -14,7 +14,8 @@ from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import GenerateResponse, Interrupt
-from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.messages.records import Completion
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]

@@ -25,7 +25,8 @@ from asyncrl.base.errors import EngineError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
-from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.messages.records import Completion
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportChunkResponse
 from asyncrl.testing.virtual_time import all_blocked
 

@@ -22,7 +22,7 @@ from rollout_cases import one_token, single_turn, virtual
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.records import Prompt, SamplingParameters
+from asyncrl.messages.records import Prompt
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 
@@ -165,8 +165,7 @@ async def test_run_ends_and_keeps_no_file_whatever_the_engine_does(
 
 
 def make_held_out(engine: Any, scorer: Any = None, prompts: Any = None, **values: Any) -> HeldOut:
-    sampling = SamplingParameters(temperature=0.5)
-    generator = single_turn(engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8, sampling=sampling)
+    generator = single_turn(engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8)
     return HeldOut(generator=generator, prompts=prompts or PROMPTS[:4], samples=2, slots=3, **values)
 
 

@@ -35,7 +35,8 @@ from asyncrl.messages.engine_api import (
     Interrupt,
     PrepareRequest,
 )
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.step import TrainStep

@@ -18,8 +18,9 @@ from asyncrl.base.errors import EngineLost, NodeLost, RoomError, WeightsLost
 from asyncrl.base.http import Caller
 from asyncrl.messages.engine_api import FileRequest
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.sync import push
-from asyncrl.sync.push import NUM_KEPT, FetchedFiles, NodeFiles
+from asyncrl.sync.push import NodeFiles
+from asyncrl.weights import download
+from asyncrl.weights.download import NUM_KEPT, FetchedFiles
 
 SECRET = "a secret of this run"
 SIZE = 3_000_001
@@ -87,8 +88,8 @@ def test_engines_of_a_node_share_one_download(tmp_path: Path) -> None:
 def test_broken_download_is_repeated_and_a_lost_one_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push, "SILENT_S", 0.5)
-    monkeypatch.setattr(push, "RETRY_S", 0.01)
+    monkeypatch.setattr(download, "SILENT_S", 0.5)
+    monkeypatch.setattr(download, "RETRY_S", 0.01)
 
     async def story() -> None:
         trainer = TrainerNode(tmp_path, breaks=2)

@@ -19,7 +19,8 @@ from gateway_cases import ScriptedEngine, gateway_world, in_loop
 from test_gateway_capture_matrix import renderers
 from transformers import AutoTokenizer
 
-from asyncrl.messages.records import Outcome, SamplingRequest
+from asyncrl.messages.records import Outcome
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 

@@ -14,7 +14,8 @@ from asyncrl.agents.endpoint.capture import ChatNode
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
 from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewayCall, GatewaySession
 from asyncrl.base.errors import ConfigError, RolloutFailure
-from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Completion, Outcome, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 
 SESSIONS = "asyncrl.agents.endpoint.sessions"
 

@@ -22,16 +22,8 @@ from trainer_cases import make_spec as make_trainer_spec
 from asyncrl.agents.endpoint.grammars import grammar_of, prefill_of
 from asyncrl.agents.endpoint.requests import ApiError, RequestReader
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
-from asyncrl.messages.records import (
-    Batch,
-    Completion,
-    Group,
-    GroupId,
-    Outcome,
-    Prompt,
-    SamplingRequest,
-    VersionSpan,
-)
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Outcome, Prompt, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

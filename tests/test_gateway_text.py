@@ -12,7 +12,7 @@ from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, save
 from transformers import AutoTokenizer
 
 from asyncrl.agents.endpoint.answers import AnswerText
-from asyncrl.messages.stop_strings import StopWatch
+from asyncrl.messages.sampling import StopWatch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 MARKER = "<tool_call>"

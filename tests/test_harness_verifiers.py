@@ -23,7 +23,8 @@ from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import VerifiersHarness, load_taskset
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.config import GeneratorConfig
-from asyncrl.messages.records import Rollout, SamplingRequest
+from asyncrl.messages.records import Rollout
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.tasks.sources import VerifiersTask
 
 pytestmark = pytest.mark.extras

@@ -23,7 +23,7 @@ from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yam
 from asyncrl.job import loop as job
 from asyncrl.job.lifecycle import Lifecycle, locked_run_dir
 from asyncrl.job.loop import Job, run_job
-from asyncrl.job.report import Reporter
+from asyncrl.job.reporter import Reporter
 from asyncrl.job.resume import ResumePoint
 from asyncrl.job.serve import serve_gateway
 from asyncrl.journal.journal import Journal

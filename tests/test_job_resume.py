@@ -44,7 +44,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from asyncrl.config import load_config
 from asyncrl.messages.records import Completion
-from asyncrl.observe.page import view_run
+from asyncrl.observe.report_page import view_run
 from asyncrl.observe.timeline import read_timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -17,7 +17,7 @@ from asyncrl.base.files import run_lock
 from asyncrl.base.waits import TimedSpan
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal import schema
-from asyncrl.observe.page import STATIC, make_page, render, view_run, without_secrets, write_report
+from asyncrl.observe.report_page import STATIC, make_page, render, view_run, without_secrets, write_report
 from asyncrl.observe.run_dir import TIMELINE_FILE, Recorder, append_lines
 from asyncrl.observe.timeline import Row, TimelineWriter, read_timeline, timeline_view, trace_of
 

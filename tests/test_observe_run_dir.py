@@ -254,7 +254,7 @@ def test_the_story_of_a_group_joins_journal_and_record(run_dir: Path) -> None:
 
 def test_reading_a_run_imports_no_torch(run_dir: Path) -> None:
     script = "import sys; from asyncrl.observe.show import render_inspect; render_inspect(sys.argv[1]);"
-    script += "from asyncrl.observe.page import view_run; view_run(sys.argv[1]);"
+    script += "from asyncrl.observe.report_page import view_run; view_run(sys.argv[1]);"
     script += "import asyncrl.job.run_export; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script, str(run_dir)], check=True)
 

@@ -13,7 +13,7 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from test_observe_page import HOSTILE, make_run, page_of
 
-from asyncrl.observe.page import render
+from asyncrl.observe.report_page import render
 
 pytestmark = pytest.mark.slow
 

@@ -16,15 +16,8 @@ from hypothesis import strategies as st
 from rollout_cases import FakeSink, make_producers, one_token, single_turn, virtual
 
 from asyncrl.base.errors import TaskError
-from asyncrl.messages.records import (
-    Completion,
-    GroupId,
-    Prompt,
-    SamplingRequest,
-    Ticket,
-    UnfinishedGroup,
-    VersionSpan,
-)
+from asyncrl.messages.records import Completion, GroupId, Prompt, Ticket, UnfinishedGroup, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 

@@ -17,17 +17,8 @@ from rollout_cases import one_token, scored, single_turn, virtual
 
 from asyncrl.base.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import (
-    Completion,
-    GroupId,
-    Outcome,
-    Prompt,
-    Rollout,
-    SamplingParameters,
-    SamplingRequest,
-    VersionSpan,
-    Work,
-)
+from asyncrl.messages.records import Completion, GroupId, Outcome, Prompt, Rollout, VersionSpan, Work
+from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
 from asyncrl.rollouts.rollout import (
     FailedRollout,
     HarnessGenerator,

@@ -25,7 +25,8 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.live_settings import WANTED_FILE, read_wanted, scale_run, write_wanted
 from asyncrl.job.resume import changed_keys
-from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.messages.records import Completion
+from asyncrl.messages.sampling import SamplingRequest
 
 
 async def undisturbed(request: SamplingRequest) -> Completion:

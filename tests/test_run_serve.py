@@ -19,7 +19,7 @@ from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.job import agent_runtime
 from asyncrl.job.agent_runtime import GOODBYE_S, AgentRuntime
 from asyncrl.job.serve import UserKey
-from asyncrl.messages.records import SamplingParameters
+from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.rollouts.rollout import RolloutRecorder
 
 

@@ -29,7 +29,8 @@ from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.engine_api import TransferStats
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import (
     ExportChunkRequest,
     ExportChunkResponse,

@@ -22,7 +22,7 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 from asyncrl.base.http import Caller
 from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import Canary, ExportResponse
 from asyncrl.trainer.random_init import make_character_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from asyncrl.config.fields import DType, FrozenConfig, Name, tag_of
-from asyncrl.messages.records import SamplingParameters
+from asyncrl.messages.sampling import SamplingParameters
 
 
 class ScratchConfig(FrozenConfig):

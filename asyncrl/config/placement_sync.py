@@ -1,7 +1,7 @@
 """Sections `placement` and `weight_sync`; what each transport needs of engine, placement and settings.
 
 A new transport is a line in TRANSPORTS, rules in refuse_transport, and its ends in
-asyncrl/weights/export.py, loaded_weights.py (embedded) and asyncrl/engines/vllm_weights.py.
+asyncrl/weights/export.py, loaded_weights.py (embedded) and asyncrl/engines/vllm_server.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.engine_api import LatencyModel
-from asyncrl.messages.records import SamplingParameters
+from asyncrl.messages.sampling import SamplingParameters
 
 OnOverdue = Literal["wait", "mask", "drop"]
 EngineKind = Literal["embedded", "vllm", "simulated"]

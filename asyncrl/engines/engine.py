@@ -17,7 +17,8 @@ from asyncrl.base.waits import waiting
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.link import LOGPROB_SLACK, Link, OnChunk, OnInterrupted, OpenRequest, SegmentCheck
 from asyncrl.messages import engine_api as api
-from asyncrl.messages.records import Rollout, SamplingRequest, Trajectory
+from asyncrl.messages.records import Rollout, Trajectory
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 

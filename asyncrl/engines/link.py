@@ -13,7 +13,7 @@ from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused, FrameS
 from asyncrl.base.waits import loop_turn
 from asyncrl.messages import codec
 from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 
 OnChunk = Callable[[GenerateResponse], None] | None
 OnInterrupted = Callable[[GenerateResponse], bool] | None

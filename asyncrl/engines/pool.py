@@ -14,7 +14,8 @@ from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import NO_EXPERT, GenerateResponse
-from asyncrl.messages.records import Completion, SamplingRequest, TopLogprobs, VersionSpan
+from asyncrl.messages.records import Completion, TopLogprobs, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 
 DRAIN_TIMEOUT_S = 30.0
 _UNKNOWN = NO_EXPERT.to_bytes(2, "little")

@@ -18,7 +18,7 @@ from asyncrl.base.errors import ConfigError, EngineError, ErrorBody
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.engines.engine import CallScope
 from asyncrl.messages.engine_api import EnginePart
-from asyncrl.messages.stop_strings import Decode
+from asyncrl.messages.sampling import Decode
 
 if TYPE_CHECKING:
     from asyncrl.engines.vllm_sampling import Segment

@@ -31,8 +31,8 @@ from asyncrl.engines.vllm_process import (
 )
 from asyncrl.messages.codec import request_fault
 from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import SamplingRequest, TopLogprobs, VersionSpan
-from asyncrl.messages.stop_strings import Decode, StopWatch
+from asyncrl.messages.records import TopLogprobs, VersionSpan
+from asyncrl.messages.sampling import Decode, SamplingRequest, StopWatch
 
 _NO_LOGPROB = -9999.0
 _MIN_TEMPERATURE = 0.01

@@ -21,7 +21,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
 from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all, summary_of
-from asyncrl.messages.records import SamplingParameters
+from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.rollouts.rollout import Generator, HarnessGenerator, SingleTurn, derive_seed

@@ -31,7 +31,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.processes import run_module
-from asyncrl.messages.records import SamplingParameters
+from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.observe.metrics import SpecialTokens
 from asyncrl.observe.run_dir import journal_path, read_evaluations
@@ -54,7 +54,7 @@ from asyncrl.tasks.task import RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 
 if TYPE_CHECKING:
-    from asyncrl.job.report import Reporter
+    from asyncrl.job.reporter import Reporter
     from asyncrl.job.resume import ResumePoint
 
 logger = logging.getLogger("asyncrl.job.build")

@@ -29,7 +29,7 @@ from asyncrl.job.lifecycle import (
     run_again,
     run_id,
 )
-from asyncrl.job.report import Reporter, processes, reported
+from asyncrl.job.reporter import Reporter, processes, reported
 from asyncrl.job.resume import ResumePoint, find_resume, restore, settle_saved
 from asyncrl.journal.checkpoint_folders import set_aside
 from asyncrl.launch.launchers import opened

@@ -19,7 +19,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.config.rollout_buffer import ENGINES
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import has_begun, run_again
-from asyncrl.job.report import Reporter
+from asyncrl.job.reporter import Reporter
 from asyncrl.job.trainer_recovery import load_batches
 from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
 from asyncrl.journal.read import ResumeState, reading

@@ -46,7 +46,7 @@ from asyncrl.launch.processes import (
     free_port_at,
 )
 from asyncrl.messages.engine_api import FileRequest
-from asyncrl.sync.push import FetchedFiles
+from asyncrl.weights.download import FetchedFiles
 
 logger = logging.getLogger("asyncrl.launch.ray_launcher")
 

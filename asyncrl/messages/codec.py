@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from asyncrl.base.errors import ErrorBody
 from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import SAMPLING_PARAMETERS, SamplingRequest, TopLogprobs, VersionSpan
+from asyncrl.messages.records import TopLogprobs, VersionSpan
+from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingRequest
 
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
 """Event after sampled tokens. interrupted: by a weight update; resume or abort follows."""

@@ -6,7 +6,7 @@ Positions in a trajectory count from its first prompt token, in a completion fro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 
 from pydantic import ConfigDict, Field
@@ -91,45 +91,6 @@ def task_of(prompt_id: str) -> str:
 def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
     """Return the sum of counts, and gauge/TASK of several tasks."""
     return {gauge: sum(counts.values())} | {f"{gauge}/{name}": num for name, num in counts.items() if name}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParameters:
-    """The distribution of each token. The link, vLLM's requests and the embedded engine's rows follow these
-    fields.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
-
-
-SAMPLING_PARAMETERS = tuple(one.name for one in fields(SamplingParameters))
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRequest(SamplingParameters):
-    """Sample at most `max_tokens` tokens after the prompt ids, int [P].
-
-    The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
-    grammar. Each draw depends only on (`seed`, absolute position). Only the pool reads `route_key`, which
-    keeps requests with a common prompt on one engine, and `after`, the last span of the previous turn,
-    whose engine has the conversation in its cache.
-    """
-
-    request_id: str
-    prompt_ids: Sequence[int] | npt.NDArray[np.int32]
-    max_tokens: int
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    route_key: str = ""
-    after: VersionSpan | None = None
-    grammar: str | None = None
-    top_logprobs: int = 0
-    num_resumed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

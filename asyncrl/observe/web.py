@@ -31,7 +31,7 @@ from asyncrl.base.errors import AsyncrlError, ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config import ObserveConfig
 from asyncrl.observe.metrics import GAUGES, Gauge, gauge_of
-from asyncrl.observe.page import make_page, render
+from asyncrl.observe.report_page import make_page, render
 from asyncrl.observe.run_dir import STATUS_FILE
 
 MAX_CONNECTIONS = 64

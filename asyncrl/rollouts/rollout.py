@@ -28,12 +28,11 @@ from asyncrl.messages.records import (
     Outcome,
     Prompt,
     Rollout,
-    SamplingParameters,
-    SamplingRequest,
     Trajectory,
     VersionSpan,
     Work,
 )
+from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
 from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue, answer_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers

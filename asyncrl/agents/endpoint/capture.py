@@ -24,7 +24,6 @@ from asyncrl.agents.endpoint.prefix_match import (
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import (
-    SAMPLING_PARAMETERS,
     Completion,
     Credit,
     GrammarSpan,
@@ -33,6 +32,7 @@ from asyncrl.messages.records import (
     Trajectory,
     VersionSpan,
 )
+from asyncrl.messages.sampling import SAMPLING_PARAMETERS
 from asyncrl.messages.work import ChatTokenizer, answer_text
 
 

@@ -30,7 +30,7 @@ from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessio
 from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, opens_thought
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.records import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.work import ChatTokenizer
 
 Value = TypeVar("Value")

@@ -34,7 +34,7 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.records import SamplingParameters
+from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.work import ChatTokenizer
 
 MAX_BODY_BYTES = 2**22

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError, from_json, to_json
 from typing_extensions import TypedDict
 
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
-from asyncrl.messages.records import SAMPLING_PARAMETERS, SamplingParameters
+from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingParameters
 
 log = logging.getLogger(__name__)
 

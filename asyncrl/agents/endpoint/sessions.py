@@ -20,7 +20,8 @@ from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError, Newest
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
-from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Outcome, Rollout, VersionSpan
+from asyncrl.messages.sampling import SamplingRequest
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute

@@ -18,7 +18,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.base.http import Refused, fail
-from asyncrl.messages.records import SamplingRequest, TopLogprobs
+from asyncrl.messages.records import TopLogprobs
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory

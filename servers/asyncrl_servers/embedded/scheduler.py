@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.messages.codec import Asked, Sampled, spans_of
-from asyncrl.messages.records import SAMPLING_PARAMETERS, TopLogprobs
-from asyncrl.messages.stop_strings import StopWatch
+from asyncrl.messages.records import TopLogprobs
+from asyncrl.messages.sampling import SAMPLING_PARAMETERS, StopWatch
 from asyncrl.messages.token_grammars import GrammarError, TokenMatcher
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, grammar_refusal, mask, sample
 from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints

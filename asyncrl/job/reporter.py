@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from asyncrl.job.build import Components
     from asyncrl.observe.web import WebServer
 
-logger = logging.getLogger("asyncrl.job.report")
+logger = logging.getLogger("asyncrl.job.reporter")
 
 TRACKER_CLOSE_S = 30.0
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned")

@@ -1,0 +1,71 @@
+"""Download of weights from the trainer's node to another node, once for all its engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+
+import aiohttp
+
+from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
+from asyncrl.messages.engine_api import FileRequest
+
+NUM_KEPT = 2
+RETRY_S = 0.5
+SILENT_S = 10.0
+"""Silence after which the trainer is lost."""
+CHUNK_BYTES = 2**22
+
+
+class FetchedFiles:
+    """A node's files: each is downloaded once, and the newest of each purpose stay."""
+
+    def __init__(self) -> None:
+        """Raises RoomError without space. Blocks."""
+        clear_stale_staging()
+        self.folder = new_staging_dir()
+        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._kept = defaultdict[str, list[Path]](list)
+
+    async def fetch(self, request: FileRequest) -> str:
+        """Return the local path. Raises OSError."""
+        async with self._locks[request.purpose]:
+            path = self.folder / f"{request.purpose}-{request.key}.safetensors"
+            kept = self._kept[request.purpose]
+            if path not in kept:
+                for old in kept[: len(kept) - NUM_KEPT + 1]:
+                    old.unlink(missing_ok=True)
+                    kept.remove(old)
+                try:
+                    await download(request, path)
+                except aiohttp.ClientResponseError as error:
+                    raise OSError(f"{request.url} answered {error.status} {error.message}") from error
+                kept.append(path)
+            return str(path)
+
+    def close(self) -> None:
+        remove_staging_dir(self.folder)
+
+
+async def download(request: FileRequest, path: Path) -> None:
+    """Raises ConnectionError after SILENT_S without data."""
+    clock = asyncio.get_running_loop().time
+    part = path.with_suffix(".part")
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=SILENT_S / 2, sock_read=SILENT_S)
+    headers = {"Authorization": f"Bearer {request.secret}", "Accept-Encoding": "identity"}
+    heard_s = clock()
+    async with aiohttp.ClientSession(raise_for_status=True, timeout=limits, headers=headers) as session:
+        while True:
+            try:
+                with part.open("wb") as file:
+                    async with session.get(request.url) as answer:
+                        async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
+                            await asyncio.to_thread(file.write, chunk)
+                            heard_s = clock()
+                break
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                if clock() - heard_s > SILENT_S:
+                    raise ConnectionError(f"{request.url} is silent: {error}") from error
+                await asyncio.sleep(RETRY_S)
+    part.rename(path)
