@@ -15,14 +15,15 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, util
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import held_task
 
-from asyncrl.base.http import SECRET_ENV, WORKER_KEY_ENV
-from asyncrl.launch.fork_server import KEY_ENV, PRELOADED, ForkServer, set_title
+from asyncrl.base.http import NEVER_INHERITED
+from asyncrl.launch.fork_server import PRELOADED, ForkServer, run, set_title
 
 MODULES = (
     *PRELOADED,
@@ -39,10 +40,8 @@ _READ_WHEN_ASKED = {
     "OMP_NUM_THREADS",
     "HF_HUB_OFFLINE",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it itself, when it is imported
-    SECRET_ENV,
+    *NEVER_INHERITED,
     held_task.RUN_DIR,
-    WORKER_KEY_ENV,
-    KEY_ENV,
 }
 """Variables that no library reads when it is imported, or that all tests have at the same value."""
 
@@ -71,7 +70,10 @@ class _Forked(subprocess.Popen[Any]):
         pass_fds, cwd, env, pipes = *options[3:6], options[9:15]
         module, *arguments = args[2:] if cwd is None else [__name__, str(cwd), *args[2:]]
         streams = [fd if fd >= 0 else number for number, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
-        self.pid, self._status = warm_parent().start(module, arguments, env, [*streams, *pass_fds])
+        files = [*streams, *pass_fds]
+        target = warm_parent().modules[module]
+        child = ForkServerProcess(target=run, args=(target, arguments, env, files))
+        self.pid, self._status = warm_parent().start(child, files)
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
@@ -83,8 +85,8 @@ class _Forked(subprocess.Popen[Any]):
     def _try_wait(self, wait_flags):  # type: ignore[no-untyped-def]
         if wait_flags == os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
             return 0, 0
-        code = forkserver.read_signed(self._status)
-        os.close(self._status)
+        code = forkserver.read_signed(self._status.fileno())
+        self._status.close()
         return self.pid, -code if code < 0 else code << 8
 
 

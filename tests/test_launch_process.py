@@ -11,15 +11,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import forked_processes
 import psutil
 import pytest
 
 from asyncrl.base import files as staging
-from asyncrl.base.errors import RoomError
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import PRELOADED, ForkServer
 from asyncrl.launch.processes import ChildProcess, ProcessSpec, group_members, start_process
@@ -40,6 +39,9 @@ signal.pause()
 PROBE = """
 import json, os, random, sys, time
 from pathlib import Path
+def open_files():
+    names = os.listdir("/proc/self/fd")
+    return sorted(int(name) for name in names if os.path.exists(f"/proc/self/fd/{name}"))
 def main():
     end = sys.argv[1] if len(sys.argv) > 1 else ""
     if end == "sleep":
@@ -49,7 +51,7 @@ def main():
     print(json.dumps({
         "environ": dict(os.environ), "random": random.random(),
         "session": os.getsid(0), "threads": len(os.listdir("/proc/self/task")),
-        "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],
+        "inherited": [fd for fd in open_files() if os.get_inheritable(fd)], "files": len(open_files()),
         "command": Path("/proc/self/cmdline").read_bytes().decode().strip(chr(0)).split(chr(0)),
         "block": Path("/proc/self/environ").read_text(),
     }))
@@ -106,55 +108,46 @@ def test_forked_child_equals_one_that_python_m_starts(
     monkeypatch.setattr(fork_server, "current", None)
     assert asyncio.run(probed(tmp_path / "started", env={"MORE": "of it"})) == 0
     started = json.loads((tmp_path / "started").read_text())
-    for key in ("environ", "threads", "descriptors", "command"):
+    for key in ("environ", "threads", "inherited", "command"):
         assert one[key] == started[key], key
+    assert one["files"] == other["files"] == started["files"] + 3, "those of multiprocessing"
     assert one["environ"]["LATER"] == "than the server"
     for key in ("session", "random"):
         assert one[key] != other[key], key
     assert "s3cret" not in str(one)
 
 
-def test_killed_fork_server_ends_its_children_and_is_replaced(probe: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("probe")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_fork_server_ends_its_children_and_others_start_plainly(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story() -> None:
         with (tmp_path / "sleeping").open("w+b") as file:
             child = await start_process(MODULE, ["sleep"], files=[file.fileno()] * 3)
-        first = probe.pid
-        os.kill(first, signal.SIGKILL)
+        server = psutil.Process(child.pid).parent()
+        server.send_signal(number)
+        await asyncio.to_thread(os.waitid, os.P_PID, server.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        monkeypatch.setattr(fork_server, "TIMEOUT_S", 0.0)
+        assert await probed(tmp_path / "log", "5") == 5
         await child.wait()
         assert child.returncode == -signal.SIGKILL
-        # the kernel may still report it as running
-        await asyncio.to_thread(os.waitid, os.P_PID, first, os.WEXITED | os.WNOWAIT)
-        assert await probed(tmp_path / "log", "5") == 5
-        assert probe.pid != first
 
     asyncio.run(story())
-
-
-def test_a_fork_that_fails_is_tried_once_more(
-    probe: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = probe.start
-    failures = [RoomError("fork server", "it died before it forked")]
-
-    def dies_first(*arguments: Any) -> tuple[int, int]:
-        if failures:
-            raise failures.pop()
-        return start(*arguments)
-
-    monkeypatch.setattr(probe, "start", dies_first)
-    assert asyncio.run(probed(tmp_path / "log", "5")) == 5
-    assert failures == []
 
 
 @pytest.mark.xdist_group("forks")
 def test_preloaded_modules_start_no_thread_and_open_no_device() -> None:
     assert all(importlib.util.find_spec(name) for name in PRELOADED)
     assert {*PRELOADED} <= {*forked_processes.MODULES}
-    server = forked_processes.warm_parent()
     with Path(os.devnull).open("r+b") as nowhere:
-        server.start("asyncrl_servers.simulated", ["--help"], dict(os.environ), [nowhere.fileno()] * 3)
-    assert psutil.Process(server.pid).num_threads() == 1
-    opened = {str(link.readlink()) for link in Path(f"/proc/{server.pid}/fd").iterdir()}
+        files = [nowhere.fileno()] * 3
+        arguments = ("asyncrl_servers.simulated", ["--help"], dict(os.environ), files)
+        child = ForkServerProcess(target=fork_server.run, args=arguments)
+        pid, _ = forked_processes.warm_parent().start(child, files)
+    process = psutil.Process(pid).parent()
+    assert process.num_threads() == 1
+    opened = {str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()}
     assert "/dev/nvidia-uvm" not in opened
 
 

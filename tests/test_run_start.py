@@ -15,12 +15,12 @@ from fakes import FakeTrainer
 from launch_cases import make_python
 from rollout_cases import virtual
 
+from asyncrl.base.http import VLLM_KEY_ENV
 from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.job.servers import KINDS, Servers
 from asyncrl.launch import launchers
-from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
 from asyncrl.launch.placement import NodeDevice, place
@@ -137,7 +137,7 @@ def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
 async def test_rollout_urls_use_the_environment_key_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(KEY_ENV, "their key")
+    monkeypatch.setenv(VLLM_KEY_ENV, "their key")
     urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000']"]
     (engine,) = maker(tmp_path, VLLM, *urls).engines()
     assert type(engine.child) is Process

@@ -16,6 +16,7 @@ import hmac
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -35,6 +36,9 @@ log = logging.getLogger("asyncrl.base.http")
 SECRET_ENV = "ASYNCRL_SECRET"
 WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
 """Environment variable with the worker key, since command lines are public."""
+VLLM_KEY_ENV = "ASYNCRL_VLLM_KEY"
+NEVER_INHERITED = (VLLM_KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
+"""Secrets, which children get through standard input: /proc shows environments."""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -292,6 +296,9 @@ def json_answer(body: BaseModel, status: int = 200) -> web.Response:
 
 def serve(app: web.Application, fd: int, *, handles_signals: bool = True) -> None:
     """Serve on the inherited socket, until SIGTERM with `handles_signals`."""
+    # each connection is an open file
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     web.run_app(
         app,
         sock=socket.socket(fileno=fd),

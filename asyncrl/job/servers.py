@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.base.files import LOCK
-from asyncrl.base.http import Caller
+from asyncrl.base.http import VLLM_KEY_ENV, Caller
 from asyncrl.base.waits import within
 from asyncrl.config import RunConfig
 from asyncrl.config.placement_sync import fetches_files
@@ -32,7 +32,6 @@ from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
-from asyncrl.launch.fork_server import KEY_ENV
 from asyncrl.launch.machine import LOOPBACK, find_python
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
@@ -168,7 +167,7 @@ class Servers:
                 self._engine(f"engine-{number}", devices, fraction_of(number))
                 for number, devices in enumerate(self.placement.engines)
             ]
-        key = os.environ.get(KEY_ENV, "")
+        key = os.environ.get(VLLM_KEY_ENV, "")
         servers = list[Server]()
         for number, url in enumerate(urls):
             child = Process(f"engine-{number}", f"the log of {url}", url.rstrip("/"))

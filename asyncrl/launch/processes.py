@@ -14,13 +14,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files as files_of
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from asyncrl.base.errors import RoomError, find_fatal
-from asyncrl.base.http import SECRET_ENV
+from asyncrl.base.http import NEVER_INHERITED, SECRET_ENV
 from asyncrl.launch import fork_server
 from asyncrl.launch.machine import LOOPBACK, Node
 from asyncrl.messages.engine_api import FileRequest
@@ -289,10 +290,14 @@ async def start_process(
     The first three `files` become standard streams; `env` is added to ours.
     """
     environ = {**({} if python else fork_server.ONE_THREAD), **os.environ, **(env or {})}
-    environ = {name: value for name, value in environ.items() if name not in fork_server.NEVER_INHERITED}
+    environ = {name: value for name, value in environ.items() if name not in NEVER_INHERITED}
     server = fork_server.current
-    if python is None and server is not None and server.has(module):
-        return await server.fork(module, arguments, environ, files)
+    if python is None and server is not None and module in server.modules:
+        child = ForkServerProcess(
+            target=fork_server.run, args=(server.modules[module], arguments, environ, files)
+        )
+        with contextlib.suppress(EOFError, OSError):  # the server has died
+            return await server.fork(child, [*files])
     return await asyncio.create_subprocess_exec(
         str(python or sys.executable),
         "-m",
