@@ -20,6 +20,9 @@ BIN := .venv/bin
 QUICK := not slow and not vllm and not gpu and not extras
 # A file's tests share what they start, and wait more than they compute; conftest.py has the order of the files.
 BY_FILE := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+# Only files with such tests are imported to collect them.
+OF_RUNS := $(shell grep -lE 'mark\.(slow|extras|gpu)' tests/test_*.py)
+OF_VLLM := $(shell grep -lE 'mark\.vllm|contract_servers' tests/test_*.py)
 
 setup:
 	@bash scripts/setup.sh
@@ -36,17 +39,17 @@ quickstart:
 
 test:
 	@bash scripts/setup.sh test
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m "$(QUICK)"
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "$(QUICK)"
 
 # The two parts at once: each waits more than it works.
 test-slow: setup
 	$(MAKE) -j2 test-runs test-vllm
 
 test-runs:
-	$(BY_FILE) -m "not ($(QUICK)) and not vllm and not long"
+	$(BY_FILE) -m "not ($(QUICK)) and not vllm and not long" $(OF_RUNS)
 
 test-vllm:
-	$(BIN)/python -m pytest -q -m "vllm and not long" --durations=10
+	$(BIN)/python -m pytest -q -m "vllm and not long" --durations=10 $(OF_VLLM)
 
 # vLLM's beside all others: its tests wait for one server after the other.
 test-all: setup
@@ -78,7 +81,7 @@ fuzz: setup
 	$(BIN)/python scripts/fuzz.py
 
 ROUNDS := 20
-FAULTS := tests/test_several_hosts.py tests/test_launchers.py tests/test_job_vllm.py
+FAULTS := tests/test_several_hosts.py tests/test_job_vllm.py
 
 # It ends at the first failure, whose output has its seed: repeat it with ASYNCRL_TEST_SEED=.
 faults: setup

@@ -29,13 +29,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "whatever the machine do
 IMPORTED = {
     "ray": ["test_several_hosts.py"],
     "selenium": ["test_page_in_browser.py"],
-    "verifiers": ["guessing_env_for_test.py", "test_harness_verifiers.py"],
 }
 """Files that import a package of the extra dev. Their tests are marked slow or extras."""
 collect_ignore = [file for package, files in IMPORTED.items() if find_spec(package) is None for file in files]
 
 
-LONGEST = {f"test_{name}.py" for name in ("launchers", "job_agents", "distillation", "frameworks")}
+LONGEST = ["test_several_hosts.py", "test_job_resume.py", "test_frameworks.py", "test_tutorial.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     themselves: vllm_process.vllm_python.
     """
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name not in LONGEST, item.path not in long))
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (rank.get(item.path.name, len(rank)), item.path not in long))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

@@ -1,15 +1,20 @@
-"""Starts processes of a run for tests, as forks of one that has imported all of them."""
+"""Starts processes of a run for tests, as forks of one that has imported all of them. The fork server of such
+a run is a fork of the run.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import contextlib
 import functools
 import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping
-from multiprocessing import forkserver
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,7 @@ from unittest.mock import patch
 import held_task
 
 from asyncrl.base.http import NEVER_INHERITED
-from asyncrl.launch.fork_server import PRELOADED, ForkServer, run
+from asyncrl.launch.fork_server import PRELOADED, ForkServer, run, set_title
 
 MODULES = (
     *PRELOADED,
@@ -95,10 +100,36 @@ def main() -> None:
 @functools.cache
 def warm_parent() -> ForkServer:
     """Return the process that all are forked from. It may also be fork_server.current."""
-    with patch.dict(os.environ, _ENVIRONMENT, clear=True):
+    with patch.dict(os.environ, _ENVIRONMENT | {IS_PARENT: "1"}, clear=True):
         server = ForkServer(MODULES)
     atexit.register(server.close)
     return server
+
+
+IS_PARENT = "ASYNCRL_TEST_IS_PARENT"
+_spawn = util.spawnv_passfds
+
+
+def _fork_or_spawn(path: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
+    """Fork the fork server of a run before the run has threads: it imports nothing again."""
+    code = arguments[-1]
+    is_early = threading.active_count() == 1 and asyncio._get_running_loop() is None
+    if "forkserver import main" not in code or not is_early:
+        return _spawn(path, arguments, passed)
+    if pid := os.fork():
+        return pid
+    try:
+        for fd in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {0, 1, 2, *passed}:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.close(fd)
+        set_title("\0".join(map(os.fsdecode, arguments)))
+        exec(code, {})
+    finally:
+        os._exit(0)
+
+
+if os.environ.pop(IS_PARENT, None):
+    util.spawnv_passfds = _fork_or_spawn
 
 
 _PATHS = filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])

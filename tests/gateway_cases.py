@@ -8,10 +8,9 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import anthropic
 import openai
 from starlette.routing import BaseRoute
 
@@ -24,6 +23,9 @@ from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, Outcome, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.testing.virtual_time import run_virtual
+
+if TYPE_CHECKING:
+    import anthropic
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 START, END, NAMES = 256, 257, {256: "<|start|>", 257: "<|end|>"}
@@ -250,6 +252,8 @@ class Talk:
 @asynccontextmanager
 async def talking(*answers: str, engine: Any = None, **config: Any) -> AsyncIterator[Talk]:
     """Open a gateway whose model gives these answers, the last one from then on."""
+    import anthropic  # costs seconds
+
     left = list(answers or ["Hello there."])
     engine = engine or ScriptedEngine(lambda _: left.pop(0) if len(left) > 1 else left[0])
     async with gateway_world(engine, **config) as world:

@@ -1,4 +1,4 @@
-"""The contract of launchers, as stories that are run on each node of each launcher (test_launchers.py).
+"""The contract of launchers, as stories that are run on each node of each launcher.
 
 As a program this is the controller of a run, on two hosts with Ray.
 """
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -193,6 +194,18 @@ RAY_STORIES = [
     process_sees_only_its_devices,
     lost_node_is_named,
 ]
+
+
+def killed(controller: subprocess.Popen[str], folder: Path) -> dict[str, str]:
+    """Kill the controller once it has a process; return the stories that it told."""
+    with controller:
+        seen = json.loads(next(line for line in controller.stdout if line.startswith("{")))
+        processes = [psutil.Process(pid) for pid in seen["processes"] if pid != controller.pid]
+        controller.kill()
+    assert all_gone(processes)
+    assert (folder / "killed.cleared").exists()
+    told: dict[str, str] = seen["told"]
+    return told
 
 
 async def outcome(story: Story, stage: Stage) -> str:

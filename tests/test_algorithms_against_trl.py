@@ -18,11 +18,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from trainer_cases import batch_of, changed, make_spec
-from trl.rewards import get_soft_overlong_punishment
-from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.rloo_config import RLOOConfig
-from trl.trainer.rloo_trainer import RLOOTrainer
 
 from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.messages.trainer_api import BatchArrays
@@ -30,6 +25,7 @@ from asyncrl.trainer.objective import BatchNumbers, Objective
 from asyncrl.trainer.packing import Costs, micro_batches
 from asyncrl.trainer.ranks import ONE_RANK
 
+pytestmark = pytest.mark.xdist_group("trl")  # its import costs seconds: one process
 MAX_TOKENS = 8
 GROUP_SIZE = 3
 DAPO = {"loss_type": "dapo"}
@@ -156,12 +152,14 @@ def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
     return loss, {name: float(value) for name, value in stats.items()}, torch.from_numpy(advantage_B)
 
 
-def trl_loss(sampled: Sampled, *, trainer: Any = GRPOTrainer, **changes: Any) -> Answer:
+def trl_loss(sampled: Sampled, *, is_rloo: bool = False, **changes: Any) -> Answer:
     """Compute the loss of TRL's trainer with these attributes changed."""
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
     lists, texts = [[1] * length for length in sampled.lengths], ["c"] * len(sampled.lengths)
     behaviour = [part.tolist() for part in sampled.behaviour_M.split(sampled.lengths)]
     generated: Any = (lists, lists, None, texts, behaviour, {}, None, None)
-    if trainer is RLOOTrainer:
+    if is_rloo:
         generated = (lists, lists, texts)
     logprob_M = sampled.proximal_M
 
@@ -173,7 +171,7 @@ def trl_loss(sampled: Sampled, *, trainer: Any = GRPOTrainer, **changes: Any) ->
 
     defaults = {field.name: field.default for config in (RLOOConfig, GRPOConfig) for field in fields(config)}
     of_run = {"steps_per_generation": 1, "per_device_train_batch_size": len(lists)}
-    made = object.__new__(trainer)
+    made: Any = object.__new__(RLOOTrainer if is_rloo else GRPOTrainer)
     vars(made).update(defaults)
     vars(made).update(
         args=SimpleNamespace(**{**defaults, **of_run, **changes}),
@@ -249,7 +247,7 @@ def test_advantages_match_trl() -> None:
         ({"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": "k1"}, {"beta": 0.3}),
     ):
         _, _, ours_B = our_loss(sampled, advantage="rloo", **ours)
-        _, _, theirs_B = trl_loss(sampled, trainer=RLOOTrainer, **{"beta": 0.0, **theirs})
+        _, _, theirs_B = trl_loss(sampled, is_rloo=True, **{"beta": 0.0, **theirs})
         assert_close(ours_B, theirs_B)
     for name, scale_rewards in (("grpo_sample", "group"), ("lite_ppo", "batch"), ("dr_grpo", "none")):
         _, _, ours_B = our_loss(sampled, advantage=name)
@@ -261,6 +259,8 @@ def test_advantages_match_trl() -> None:
 
 
 def test_length_penalty_matches_trl() -> None:
+    from trl.rewards import get_soft_overlong_punishment
+
     lengths = [0, 1, 79, 80, 81, 90, 99, 100, 101, 500]
     for overlong_tokens in (1, 20):
         theirs = get_soft_overlong_punishment(100, overlong_tokens)([[0] * length for length in lengths])

@@ -28,6 +28,7 @@ from engine_contract import (
 from asyncrl.engines.engine import EngineClient
 
 pytest_plugins = ["engine_under_test"]
+pytestmark = pytest.mark.xdist_group("forks")  # one process imports what they fork
 
 
 @contract

@@ -17,6 +17,8 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
 from asyncrl.messages.engine_api import EngineHealth
 
+pytestmark = pytest.mark.xdist_group("forks")  # one process imports what they fork
+
 
 @pytest.mark.parametrize("kind", OURS)
 def test_server_needs_the_secret_and_ends_with_its_parent(kind: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import gpu_acceptance
 import pytest
 import torch
 from gpu.jobs import CASES, ON_ONE_DEVICE, REPO, job_config, on_one_device
-from gpu.rows import BASE, MARK, ROWS, Bench, Row
+from gpu.rows import MARK, ROWS, Bench, Row
 from gpu.turns import config_text
 
 from asyncrl.config import RunConfig
@@ -25,7 +24,6 @@ from asyncrl.launch.machine import described_nodes
 from asyncrl.launch.plan import make_plan, resolve_auto
 
 SCRIPT = Path(gpu_acceptance.__file__)
-OF_TWO_KINDS = ["trl", "agent"]
 
 
 @pytest.fixture
@@ -108,20 +106,9 @@ def test_what_breaks_is_told_and_the_other_rows_still_run(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", OF_TWO_KINDS)
-def test_rows_need_no_package_that_they_do_not_name(tmp_path: Path, name: str) -> None:
-    """Rows of two kinds, in processes that see only the packages of --need."""
-    (row,) = (row for row in ROWS if row.name == name)
-    assert row.missing() == []
-    packages = " ".join([*BASE, *row.needs])
-    hidden = Path(__file__).with_name("only_named_packages")
-    command = [sys.executable, str(SCRIPT), "--part", str(row.part), "--row", name, "--tiny"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        env={**os.environ, "ONLY_PACKAGES": packages, "PYTHONPATH": str(hidden)},
-        capture_output=True,
-        text=True,
-    )
+def test_row_of_a_real_run_ends_well_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--part", "4", "--row", "agent", "--tiny", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import guessing_env_for_test
 import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world, in_loop
-from verifiers.v1.runtimes.base import _LIVE
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.endpoint.sessions import GatewaySession
@@ -37,7 +35,14 @@ LOCAL = {"agent": {"runtime": {"type": "subprocess"}}}
 def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLE)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    guessing_env_for_test.started.clear()
+    started().clear()
+
+
+def started() -> list[str]:
+    """Return the list to which the environment adds its starts and stops."""
+    import guessing_env_for_test  # costs seconds, which only the process of these tests pays
+
+    return guessing_env_for_test.started
 
 
 def harness_of(name: str, args: Mapping[str, Any]) -> VerifiersHarness:
@@ -126,9 +131,9 @@ async def test_rollouts_share_servers_that_end_with_the_last() -> None:
         assert [outcome.reward for outcome in await asyncio.gather(*runs)] == [1.0] * 6
         sampled = [session.rollout(0, Outcome(), 0.0)[0].num_sampled for session in sessions]
         assert sampled == [2, 4, 6, 8, 10, 12]
-        assert guessing_env_for_test.started == ["start", "stop"]
+        assert started() == ["start", "stop"]
         await run(world, harness, tasks[0])
-        assert guessing_env_for_test.started == ["start", "stop"] * 2
+        assert started() == ["start", "stop"] * 2
 
 
 @in_loop
@@ -143,7 +148,9 @@ async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
         with pytest.raises(asyncio.CancelledError):
             await running
         assert harness.num_users == 0
-        assert guessing_env_for_test.started == ["start", "stop"]
+        assert started() == ["start", "stop"]
+        from verifiers.v1.runtimes.base import _LIVE
+
         assert all(runtime.stopped for runtime in _LIVE)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert all(re.search("run_asgi|engine_route", repr(task)) for task in left), "of the gateway"
@@ -159,7 +166,7 @@ def test_environment_failure_hides_the_key() -> None:
         with pytest.raises(RolloutFailure, match=said) as failure:
             play(name, index, answer, args, max_prompt_tokens=most)
         assert "/s/" not in str(failure.value)
-    assert guessing_env_for_test.started == ["start", "stop"] * 2
+    assert started() == ["start", "stop"] * 2
 
 
 def test_untrainable_episode_ends_the_worker() -> None:

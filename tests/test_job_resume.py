@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -126,6 +127,23 @@ def test_finished_run_leaves_whole_files(whole: Path, on_policy: Path) -> None:
     assert events.Tags()["tensors"] == ["samples"]
     assert (whole / "final" / "config.json").is_file()
     assert (whole / "checkpoints" / f"step_{NUM_STEPS}" / "manifest.json").is_file()
+
+
+def test_the_timeline_of_a_real_run_agrees_with_its_metrics(whole: Path) -> None:
+    view = view_run(whole)
+    lanes = [lane for lane in view["timeline"]["lanes"] if not lane.startswith("engine")]  # some had no pause
+    expected = ["trainer", "weight sync", "checkpoints", "evaluations", "restarts"]
+    assert (view["problems"], lanes) == ([], expected)
+    assert view["gauges"].keys() == view["curves"].keys(), "every metric is declared"
+    by_step = defaultdict[int, dict[str, float]](lambda: defaultdict(float))
+    for row in read_timeline(whole, []):
+        if row.lane == "trainer" and row.kind not in ("copy", "record"):
+            by_step[row.number][row.kind] += row.seconds
+    for step in read_lines(whole / "metrics.jsonl"):
+        spans = by_step[step["step"] - 1]
+        assert spans["wait for generation"] == pytest.approx(step["perf/wait_generation_s"], abs=1e-4)
+        assert step["perf/train_s"] - 1e-4 <= spans["train"]
+        assert sum(spans.values()) <= step["perf/step_s"] + 1e-3
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import forked_processes
 import psutil
 import pytest
 from job_runs import is_fork_server
@@ -136,20 +137,20 @@ def test_lost_fork_server_ends_its_children_and_others_start_plainly(
     asyncio.run(story())
 
 
+@pytest.mark.xdist_group("forks")
 def test_preloaded_modules_start_no_thread_and_open_no_device() -> None:
     assert all(importlib.util.find_spec(name) for name in PRELOADED)
-    others = psutil.Process().children()
-    with contextlib.closing(ForkServer()) as server:
-        new = [child for child in psutil.Process().children() if child not in others]
-        (process,) = filter(is_fork_server, new)
-        with Path(os.devnull).open("r+b") as nowhere:
-            files = [nowhere.fileno()] * 3
-            arguments = ("asyncrl_servers.simulated", ["--help"], dict(os.environ), files)
-            server.start(ForkServerProcess(target=fork_server.run, args=arguments), files)
-        assert process.num_threads() == 1
-        for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # those of the fork are being closed
-                assert str(link.readlink()) != "/dev/nvidia-uvm"
+    assert {*PRELOADED} <= {*forked_processes.MODULES}
+    with Path(os.devnull).open("r+b") as nowhere:
+        files = [nowhere.fileno()] * 3
+        arguments = ("asyncrl_servers.simulated", ["--help"], dict(os.environ), files)
+        child = ForkServerProcess(target=fork_server.run, args=arguments)
+        forked_processes.warm_parent().start(child, files)
+    (process,) = filter(is_fork_server, psutil.Process().children())
+    assert process.num_threads() == 1
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # those of the fork are being closed
+            assert str(link.readlink()) != "/dev/nvidia-uvm"
 
 
 def test_group_member_has_time_to_clean_up_after_its_leader(

@@ -1,10 +1,9 @@
-"""Launchers: this machine, and Ray on two hosts of a network, keep one contract."""
+"""The launcher of this machine keeps the contract of launchers; test_several_hosts.py has Ray's."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -12,12 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import launcher_contract
-import network_hosts
-import psutil
 import pytest
-from job_runs import all_gone
-from launcher_contract import OTHER, SECRET, STORIES, Stage
-from ray_cluster import FRUGAL, ray_cluster
+from launcher_contract import STORIES, Stage, killed
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.launch import fork_server
@@ -52,42 +47,11 @@ def test_local_launcher_keeps_the_contract(
     asyncio.run(STORIES[story](Stage(launcher, node, 0, tmp_path)))  # type: ignore[arg-type]
 
 
-def killed(controller: subprocess.Popen[str], folder: Path) -> dict[str, str]:
-    """Kill the controller once it has a process; return the stories that it told."""
-    with controller:
-        seen = json.loads(next(line for line in controller.stdout if line.startswith("{")))
-        processes = [psutil.Process(pid) for pid in seen["processes"] if pid != controller.pid]
-        controller.kill()
-    assert all_gone(processes)
-    assert (folder / "killed.cleared").exists()
-    told: dict[str, str] = seen["told"]
-    return told
-
-
 def test_local_child_ends_with_a_killed_controller(tmp_path: Path) -> None:
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, launcher_contract.__file__, "local", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": paths}
     killed(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True), tmp_path)
-
-
-@pytest.mark.slow
-def test_ray_keeps_the_contract_and_names_what_is_lost(tmp_path: Path) -> None:
-    if reason := network_hosts.reason_for_none():
-        pytest.skip(reason)
-    with network_hosts.network(2) as hosts:
-        options = {0: ["--num-cpus=2"], 1: ["--num-cpus=3", "--num-gpus=2"]}
-        with ray_cluster(hosts, options) as address:
-            command = [sys.executable, launcher_contract.__file__, f"ray:{address}", str(tmp_path)]
-            told = killed(hosts[0].start(command, env=FRUGAL, stdout=subprocess.PIPE, text=True), tmp_path)
-        for host in hosts:
-            host.kill()  # it would remove files that are read below
-        logs = [path for host in hosts for path in (host.folder / "tmp").rglob("*") if path.is_file()]
-        texts = [path.read_bytes() for path in logs]
-    assert {name: why for name, why in told.items() if why} == {}
-    assert texts, "Ray writes logs"
-    for secret in (SECRET, OTHER):
-        assert not any(secret.encode() in text for text in texts)
 
 
 @pytest.mark.extras

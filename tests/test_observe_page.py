@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from job_runs import read_lines
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import run_lock
@@ -213,25 +211,6 @@ def test_a_report_writes_only_the_page_and_the_trace(tmp_path: Path) -> None:
     assert len(embedded((tmp_path / "both.html").read_text())["runs"]) == 2
     with pytest.raises(ConfigError, match="--out"):
         [*write_report(runs, tmp_path / "no" / "such.html")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_timeline_of_a_real_run_agrees_with_its_metrics(whole: Path) -> None:
-    view = view_run(whole)
-    lanes = [lane for lane in view["timeline"]["lanes"] if not lane.startswith("engine")]  # some had no pause
-    expected = ["trainer", "weight sync", "checkpoints", "evaluations", "restarts"]
-    assert (view["problems"], lanes) == ([], expected)
-    assert view["gauges"].keys() == view["curves"].keys(), "every metric is declared"
-    by_step = defaultdict[int, dict[str, float]](lambda: defaultdict(float))
-    for row in read_timeline(whole, []):
-        if row.lane == "trainer" and row.kind not in ("copy", "record"):
-            by_step[row.number][row.kind] += row.seconds
-    for step in read_lines(whole / "metrics.jsonl"):
-        spans = by_step[step["step"] - 1]
-        assert spans["wait for generation"] == pytest.approx(step["perf/wait_generation_s"], abs=1e-4)
-        assert step["perf/train_s"] - 1e-4 <= spans["train"]
-        assert sum(spans.values()) <= step["perf/step_s"] + 1e-3
 
 
 def test_the_page_uses_no_network_and_no_raw_html() -> None:

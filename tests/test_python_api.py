@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+import os
 import re
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +17,11 @@ import yaml
 from job_runs import environment, write_config
 
 import asyncrl
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import CallbackError, ConfigError
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SCRIPT, READING = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-
-IN_A_LOOP = """
-import asyncio, json, os, signal, sys
-import asyncrl
-from asyncrl.base.errors import CallbackError
-
-def interrupt(step, metrics):
-    if step == 2:
-        os.kill(os.getpid(), signal.SIGINT)
-
-def fail(step, metrics):
-    raise KeyError("no room")
-
-async def main():
-    arguments = json.loads(sys.argv[1]), ["observe.console=none"]
-    stopped = asyncrl.run(*arguments, run_dir=sys.argv[2], on_step=interrupt)
-    try:
-        await asyncio.to_thread(asyncrl.run, *arguments, run_dir=sys.argv[2], on_step=fail)
-    except CallbackError as error:
-        print(json.dumps([stopped.state, stopped.steps["step"], str(error), repr(error.error)]))
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
 
 
 def ran(arguments: list[str], folder: Path) -> str:
@@ -76,12 +55,24 @@ def test_python_page_runs_and_reads(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_in_an_event_loop_is_interrupted_and_a_callback_may_raise(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(IN_A_LOOP)
     config = yaml.safe_load(write_config(tmp_path, trainer={"num_steps": 100_000}).read_text())
-    arguments = [sys.executable, "script.py", json.dumps(config), str(tmp_path / "run")]
-    state, steps, text, error = json.loads(ran(arguments, tmp_path).splitlines()[-1])
-    assert (state, steps[:2], error) == ("interrupted", [1, 2], "KeyError('no room')")
-    assert text.startswith("on_step of asyncrl.run raised KeyError: 'no room'")
+    run = partial(asyncrl.run, config, ["observe.console=none"], run_dir=tmp_path / "run")
+
+    def interrupt(step: int, metrics: object) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def fail(step: int, metrics: object) -> None:
+        raise KeyError("no room")
+
+    async def main() -> None:
+        stopped = run(on_step=interrupt)
+        assert (stopped.state, stopped.steps["step"][:2]) == ("interrupted", [1, 2])
+        with pytest.raises(CallbackError, match="^on_step of asyncrl.run raised KeyError") as caught:
+            await asyncio.to_thread(run, on_step=fail)
+        assert repr(caught.value.error) == "KeyError('no room')"
+
+    asyncio.run(main())
 
 
 async def _async(step: int, metrics: object) -> None: ...

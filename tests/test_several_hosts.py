@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import launcher_contract
 import network_hosts
 import pytest
 from crash_fuzz import differences, fuzz_config, promise_of
 from job_runs import engine_events, run, wait_for_more_steps, wait_for_steps, wait_until, write_config
-from ray_cluster import ray_cluster, start_ray, start_run
+from launcher_contract import OTHER, SECRET
+from ray_cluster import FRUGAL, ray_cluster, start_ray, start_run
 from resume_checker import read_evidence, violations
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -25,18 +30,28 @@ def needs_hosts() -> None:
         pytest.skip(reason)
 
 
-def test_two_hosts_equal_one_bit_for_bit(tmp_path: Path) -> None:
+Cluster = tuple[list[network_hosts.Host], str]
+
+
+@pytest.fixture(scope="module")
+def cluster(needs_hosts: None) -> Iterator[Cluster]:
+    """Two hosts with Ray and its address. The last test of this file kills the second one's raylet."""
+    options = {0: ["--num-cpus=3"], 1: ["--num-cpus=3", "--num-gpus=2"]}
+    with network_hosts.network(2) as hosts, ray_cluster(hosts, options) as address:
+        yield hosts, address
+
+
+def test_two_hosts_equal_one_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
     config = write_config(tmp_path, trainer={"num_steps": 3, "world_size": 2}, rollout={"num_engines": 2})
     here = run(config, tmp_path / "one", timeout_s=RUN_S)
     assert here.returncode == 0, here.stderr
-    with network_hosts.network(2) as hosts:
-        with ray_cluster(hosts, dict.fromkeys((0, 1), ["--num-cpus=3"])) as address:
-            overrides = [f"launcher=ray:{address}", OVER_BOTH, "--run-dir", "two"]
-            process = start_run(hosts[0], config, *overrides, cwd=tmp_path)
-            output, _ = process.communicate(timeout=RUN_S)
-            assert process.returncode == 0, output
-            assert [line for host in hosts[1:] for line in host.commands() if "asyncrl" in line] == []
-            assert min(host.sent_bytes() for host in hosts[1:]) > 0
+    hosts, address = cluster
+    overrides = [f"launcher=ray:{address}", OVER_BOTH, "--run-dir", "two"]
+    process = start_run(hosts[0], config, *overrides, cwd=tmp_path)
+    output, _ = process.communicate(timeout=RUN_S)
+    assert process.returncode == 0, output
+    assert [line for line in hosts[1].commands() if "asyncrl" in line] == []
+    assert hosts[1].sent_bytes() > 0
     assert differences(tmp_path / "one", tmp_path / "two", of_metrics=False) == []
     logs = [path for path in (tmp_path / "two" / "logs").glob("*.log") if path.stat().st_size]
     assert {path.stem for path in logs} >= {"engine-0", "engine-1", "trainer-0", "trainer-1"}
@@ -71,3 +86,18 @@ def test_run_continues_when_a_host_is_killed_and_returns(tmp_path: Path) -> None
     assert f"the node {hosts[1].address} ({hosts[1].address})" in log
     assert "restarting engine-1, once its node is back; the run continues without it" in log
     assert violations(read_evidence(run_dir), promise_of(config)) == []
+
+
+def test_ray_keeps_the_contract_of_launchers_and_names_what_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    hosts, address = cluster
+    command = [sys.executable, launcher_contract.__file__, f"ray:{address}", str(tmp_path)]
+    controller = hosts[0].start(command, env=FRUGAL, stdout=subprocess.PIPE, text=True)
+    told = launcher_contract.killed(controller, tmp_path)
+    for host in hosts:
+        host.kill()  # it would remove files that are read below
+    logs = [path for host in hosts for path in (host.folder / "tmp").rglob("*") if path.is_file()]
+    texts = [path.read_bytes() for path in logs]
+    assert {name: why for name, why in told.items() if why} == {}
+    assert texts, "Ray writes logs"
+    for secret in (SECRET, OTHER):
+        assert not any(secret.encode() in text for text in texts)
