@@ -122,7 +122,7 @@ def _fork_or_spawn(path: bytes, arguments: Sequence[str], passed: Sequence[int])
         for fd in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {0, 1, 2, *passed}:
             with contextlib.suppress(OSError):  # that of the listing
                 os.close(fd)
-        set_title([*map(os.fsdecode, arguments)])
+        set_title("\0".join(map(os.fsdecode, arguments)))
         exec(code, {})
     finally:
         os._exit(0)

@@ -61,16 +61,15 @@ def run(module: str, arguments: Sequence[str], env: Mapping[str, str], files: Se
     os.environ.update(env)
     sys.path[:0] = env.get("PYTHONPATH", "").split(os.pathsep)
     sys.argv = [module, *arguments]
-    set_title([sys.executable, "-m", *sys.argv])
+    set_title("\0".join([sys.executable, "-m", *sys.argv]))
     importlib.import_module("numpy").random.seed()  # torch always starts at one seed
     importlib.import_module(module).main()
 
 
-def set_title(command: Sequence[str]) -> None:
-    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    start, end = map(int, stat[45:47])
-    title = os.fsencode("\0".join(command))
-    ctypes.memmove(start, title[: end - start - 1].ljust(end - start, b"\0"), end - start)
+def set_title(title: str) -> None:
+    """Replace the command line, whose arguments end in null characters."""
+    start, end = map(int, Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[45:47])
+    ctypes.memmove(start, os.fsencode(title)[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
 class ForkedProcess:
