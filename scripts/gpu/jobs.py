@@ -1,4 +1,4 @@
-"""Runs of `asyncrl run`: two shipped configs on one device, and vLLM on two devices (part 5)."""
+"""Runs of `asyncrl run`: shipped configs on one device, and one config with other sections (part 5)."""
 
 from __future__ import annotations
 
