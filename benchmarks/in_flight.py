@@ -206,7 +206,7 @@ class Controller:
         generator = SingleTurn(
             self.pool,
             tokenizer,
-            Scorers({"": task}, {"": config}, seed=0),
+            Scorers({"": task}, {"": config}, tokenizer, seed=0),
             run_seed=0,
             max_tokens=MAX_TOKENS,
             max_prompt_tokens=64,

@@ -125,10 +125,10 @@ class FakeScorer:
     def of(self, prompt: Prompt) -> FakeScorer:
         return self
 
-    async def score(self, prompt: Prompt, completion: str) -> float:
+    async def score(self, prompt: Prompt, sampled: Completion) -> float:
         """The reward, or RewardFailure."""
         await asyncio.sleep(self.latency_s)
-        reward = self._reward(prompt, completion)
+        reward = self._reward(prompt, FakeTokenizer().decode(sampled.token_ids))
         if isinstance(reward, str):
             raise RewardFailure(f"the reward of {prompt.prompt_id} failed: {reward}")
         return reward

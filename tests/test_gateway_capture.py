@@ -82,14 +82,16 @@ def test_unrenderable_chat_is_a_value_error() -> None:
             plan(Play().capture, [message])
 
 
-def test_last_text_belongs_to_the_call_planned_last() -> None:
+def test_last_completion_belongs_to_the_call_planned_last() -> None:
     play = Play()
     with pytest.raises(RolloutFailure, match="without a completion"):
-        play.capture.last_text(shows_special=True)
+        play.capture.last_completion()
     first, second = plan(play.capture, [user("a")]), plan(play.capture, [user("b")])
     play.answer(second, f"late{END}")
     play.answer(first, f"early{END}")
-    assert play.capture.last_text(shows_special=True) == "late"
+    last = play.capture.last_completion()
+    assert play.renderer.decode(last.token_ids) == "late"
+    assert len(last.behaviour_logprobs) == len(last.token_ids)
 
 
 # ---- forms of an answer

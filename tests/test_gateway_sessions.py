@@ -248,7 +248,6 @@ async def test_agent_gets_the_special_tokens_of_its_task(shows_special: bool, co
         status, answer = await world.ask_other(session)
         message = answer["choices"][0]["message"]
         assert (status, message["content"]) == (200, content)
-        assert session.last_text() == content
         headers = {"Authorization": f"Bearer {session.key}"}
         await world.post({"messages": [*HI, message, *HI]}, headers=headers)
         stats = world.gateway.stats()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeEngine, FakeScorer
+from fakes import FakeEngine, FakeScorer, FakeTokenizer
 from journal_cases import admit, make_partial, make_prompt, with_journal
 from rollout_cases import one_token, scored, single_turn, virtual
 
@@ -224,8 +224,8 @@ class FakeHost:
     def of(self, prompt: Prompt) -> FakeHost:
         return self
 
-    async def score(self, prompt: Prompt, completion: str) -> float:
-        self.log.append(f"scored {completion!r}")
+    async def score(self, prompt: Prompt, sampled: Completion) -> float:
+        self.log.append(f"scored {FakeTokenizer().decode(sampled.token_ids)!r}")
         return 0.25
 
     def open_nowait(self, rollout_id: str, *, attempt: int, **about: Any) -> FakeHost:
@@ -238,8 +238,8 @@ class FakeHost:
     def while_open(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def last_text(self) -> str:
-        return self._text or ""
+    def last_completion(self) -> Completion:
+        return Completion(tuple(map(ord, self._text or "")))
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
         if self._text is None:

@@ -19,15 +19,17 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from fakes import FakeTokenizer
 from rollout_cases import virtual
 
 from asyncrl.base.errors import RewardFailure, RolloutFailure
 from asyncrl.base.user_code import GRACE_S
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import Completion, Prompt
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.rewards import UserCodeFailed, as_reward
 
+TOKENIZER: Any = FakeTokenizer()
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
 
 
@@ -35,7 +37,12 @@ def make_scorer(function: Any, pool: str = "inline", *, warn: Any = print, **set
     """A scorer in the thread or inline pool."""
     given = {"python": "x:y", "reward_pool": pool, "reward_timeout_s": 10.0} | settings
     config = TaskConfig.model_validate(given)
-    return TaskScorer(SimpleNamespace(score=function), config, seed=0, warn=warn)  # type: ignore[arg-type]
+    task: Any = SimpleNamespace(score=function)
+    return TaskScorer(task, config, TOKENIZER, seed=0, warn=warn)
+
+
+def sampled(text: str) -> Completion:
+    return Completion(tuple(map(ord, text)), (-0.5,) * len(text))
 
 
 class Stop(BaseException):
@@ -60,7 +67,7 @@ RAISES: list[tuple[Any, str]] = [
 async def test_raised_error_of_a_reward_is_a_failure(pool: str, function: Any, words: str) -> None:
     said = rf"the reward of prompt 0/7 raised {words}(.|\n)*'an answer'"
     with pytest.raises(RewardFailure, match=said):
-        await make_scorer(function, pool).score(PROMPT, "an answer")
+        await make_scorer(function, pool).score(PROMPT, sampled("an answer"))
 
 
 @pytest.mark.parametrize("value", [1, False, 0.25, np.float32(0.25), np.bool_(True), np.array([0.5])])
@@ -83,11 +90,11 @@ async def test_async_rewards_run_together_within_the_limit() -> None:
         return 0.5
 
     scorer = make_scorer(waits, "inline", reward_workers=1)
-    assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(100))) == [0.5] * 100
+    assert await asyncio.gather(*(scorer.score(PROMPT, sampled("")) for _ in range(100))) == [0.5] * 100
     assert asyncio.get_running_loop().time() == 5.0
     scorer = make_scorer(waits, "inline", reward_timeout_s=4.0)
     with pytest.raises(RewardFailure, match=r"did not return within 4.0 s .task.reward_timeout_s."):
-        await scorer.score(PROMPT, "")
+        await scorer.score(PROMPT, sampled(""))
 
 
 @pytest.mark.asyncio
@@ -104,7 +111,7 @@ async def test_threads_run_at_most_reward_workers_at_once() -> None:
         return float(goes_on)
 
     scorer = make_scorer(counts, "thread", reward_workers=3)
-    assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(12))) == [1.0] * 12
+    assert await asyncio.gather(*(scorer.score(PROMPT, sampled("")) for _ in range(12))) == [1.0] * 12
 
 
 @pytest.mark.asyncio
@@ -116,8 +123,8 @@ async def test_hung_thread_costs_its_own_rollout_alone() -> None:
 
     scorer = make_scorer(hangs_on_x, "thread", reward_workers=2, reward_timeout_s=3.0)
     with pytest.raises(RewardFailure, match="did not return within"):
-        await scorer.score(PROMPT, "x")
-    assert await asyncio.gather(*(scorer.score(PROMPT, "y") for _ in range(5))) == [1.0] * 5
+        await scorer.score(PROMPT, sampled("x"))
+    assert await asyncio.gather(*(scorer.score(PROMPT, sampled("y")) for _ in range(5))) == [1.0] * 5
     assert scorer.num_abandoned == 1
     gate.set()
 
@@ -132,6 +139,7 @@ REWARDS = """
         if completion == "torch": return "torch" in sys.modules
         if completion == "pid": return os.getpid()
         return 1.0
+    def sure(prompt, completion, answer, sampled): return sum(sampled.behaviour_logprobs)
 """
 
 
@@ -148,7 +156,19 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def process_scorer(name: str, **settings: Any) -> AbstractAsyncContextManager[TaskScorer]:
     config = TaskConfig(files=["rows.jsonl"], reward=name, reward_pool="process", **settings)
-    return aclosing(TaskScorer(build_task(config, 0), config, seed=0))
+    return aclosing(TaskScorer(build_task(config, 0), config, TOKENIZER, seed=0))
+
+
+@pytest.mark.asyncio
+async def test_reward_sees_the_logprobs_that_it_asks_for(rewards: Path) -> None:
+    def longest(prompt: Prompt, completion: str, *, sampled: Completion) -> float:
+        return float(len(sampled.token_ids))
+
+    assert await make_scorer(longest).score(PROMPT, sampled("four")) == 4.0
+    for pool in ("thread", "inline"):
+        config = TaskConfig(files=["rows.jsonl"], reward="rewards_here:sure", reward_pool=pool)
+        scorer = TaskScorer(build_task(config, 0), config, TOKENIZER, seed=0)
+        assert await scorer.score(PROMPT, sampled("four")) == -2.0
 
 
 MOODS = {"die": "ended its process .exit code 7.", "raise": "raised KeyError"}
@@ -158,17 +178,19 @@ MOODS = {"die": "ended its process .exit code 7.", "raise": "raised KeyError"}
 @pytest.mark.asyncio
 async def test_processes_survive_whatever_the_reward_does(rewards: Path) -> None:
     async with process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=60.0) as scorer:
-        assert await scorer.score(PROMPT, "fine") == 1.0
-        assert await scorer.score(PROMPT, "torch") == 0.0, "torch was loaded into a reward process"
+        assert await scorer.score(PROMPT, sampled("fine")) == 1.0
+        assert await scorer.score(PROMPT, sampled("torch")) == 0.0, "torch was loaded into a reward process"
         words = [*MOODS, "fine"]
-        calls = (scorer.score(PROMPT, word) for word in words)
+        calls = (scorer.score(PROMPT, sampled(word)) for word in words)
         *found, last = await asyncio.gather(*calls, return_exceptions=True)
         for error, word in zip(found, words, strict=False):
             with pytest.raises(RewardFailure, match=MOODS[word]):
                 raise error  # type: ignore[misc]
         assert last == 1.0
+    async with process_scorer("rewards_here:sure", reward_workers=1) as scorer:
+        assert await scorer.score(PROMPT, sampled("four")) == -2.0
     async with process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=1.0) as scorer:
-        calls = (scorer.score(PROMPT, "hang") for _ in range(3))
+        calls = (scorer.score(PROMPT, sampled("hang")) for _ in range(3))
         for error in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(error, BaseException)
             with pytest.raises(RewardFailure, match=r"did not return within 1.0 s"):
@@ -189,20 +211,22 @@ async def test_score_that_no_process_can_build_is_a_failure(rewards: Path, modul
     async with process_scorer("rewards_here:moody", reward_workers=1) as scorer:
         (rewards / "rewards_here.py").write_text(module)
         with pytest.raises(RewardFailure, match=words):
-            await scorer.score(PROMPT, "x")
+            await scorer.score(PROMPT, sampled("x"))
     assert multiprocessing.active_children() == []
 
 
 KILLED_RUN = """
     import asyncio, os, signal
+    from types import SimpleNamespace
     from asyncrl.base.user_code import cancel_remaining
     from asyncrl.config import TaskConfig
-    from asyncrl.messages.records import Prompt
+    from asyncrl.messages.records import Completion, Prompt
     from asyncrl.tasks import TaskScorer, build_task
     async def main():
         config = TaskConfig(files=["rows.jsonl"], reward="rewards_here:moody", reward_pool="process")
-        scorer = TaskScorer(build_task(config, 0), config, seed=0)
-        print(int(await scorer.score(Prompt("0/0", ()), "pid")), flush=True)
+        tokenizer = SimpleNamespace(end_ids=(), decode=lambda ids, **_: "".join(map(chr, ids)))
+        scorer = TaskScorer(build_task(config, 0), config, tokenizer, seed=0)
+        print(int(await scorer.score(Prompt("0/0", ()), Completion(tuple(map(ord, "pid"))))), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     if __name__ == "__main__":
         asyncio.run(cancel_remaining(main()))
@@ -229,7 +253,7 @@ async def test_call_that_cancels_itself_is_a_failure() -> None:
         return 1.0
 
     with pytest.raises(RolloutFailure, match="the reward function x:y raised CancelledError"):
-        await make_scorer(cancels_its_task).score(PROMPT, "")
+        await make_scorer(cancels_its_task).score(PROMPT, sampled(""))
     assert not asyncio.current_task().cancelling(), "nobody cancelled its caller"  # type: ignore[union-attr]
 
 
@@ -245,13 +269,15 @@ async def test_abandoned_calls_are_named_once() -> None:
 
     told: list[str] = []
     scorer = make_scorer(swallows_until_the_gate_opens, warn=told.append)
-    found = await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(3)), return_exceptions=True)
+    found = await asyncio.gather(
+        *(scorer.score(PROMPT, sampled("")) for _ in range(3)), return_exceptions=True
+    )
     assert {type(error) for error in found} == {RewardFailure}
     assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
     (warning,) = told
     assert "x:y" in warning
     gate.set()
-    assert await scorer.score(PROMPT, "") == 1.0
+    assert await scorer.score(PROMPT, sampled("")) == 1.0
     assert scorer.num_abandoned == 3, "so far"
 
 

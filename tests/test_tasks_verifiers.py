@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import FakeTokenizer
 
 from asyncrl.agents.verifiers import load_taskset
 from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import Completion, Prompt
 from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
 from asyncrl.tasks.sources import look_at_task
 from asyncrl.tasks.task import PromptTask
@@ -62,5 +63,6 @@ def test_checking_a_config_reads_no_tasks() -> None:
 def test_reward_that_nobody_gives_is_a_failure() -> None:
     task, config = task_of(), TaskConfig(verifiers=True)
     (prompt,) = prompts_of(task, 1)
+    tokenizer: Any = FakeTokenizer()
     with pytest.raises(RewardFailure, match=f"prompt {prompt.prompt_id}: no reward came with the rollout"):
-        asyncio.run(TaskScorer(task, config, seed=0).score(prompt, "a completion"))
+        asyncio.run(TaskScorer(task, config, tokenizer, seed=0).score(prompt, Completion()))

@@ -22,7 +22,7 @@ from asyncrl.job.check import check_everything, find_teacher
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.lifecycle import Lifecycle, run_id
-from asyncrl.job.live_settings import read_wanted
+from asyncrl.job.live_settings import ENGINES, read_wanted
 from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.servers import KINDS, Fleet
 from asyncrl.job.trainer_recovery import SupervisedTrainer
@@ -97,11 +97,11 @@ async def build(
     digests = {name: task.digest for name, task in pinned.items() if isinstance(task, RowTask)}
     data_pin = DataPin(life.run_dir, digests, is_free=point is not None and point.may_change_data)
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
-    scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=life.log.warn)
-    life.closes("rewards", scorer.aclose)
     is_free = point is not None and point.may_change_model
     model_pin = ModelPin(life.run_dir, config.model.source, is_free=is_free)
     model_path, tokenizer = await prepare_model(life, model_pin.revision)
+    scorer = Scorers(tasks, config.tasks, tokenizer, seed=config.seed, warn=life.log.warn)
+    life.closes("rewards", scorer.aclose)
 
     async def wait_for_devices() -> None:
         await scheduler.wait_room_for_trainer()
@@ -112,7 +112,7 @@ async def build(
     await servers.hold(staging_dir)
     checkpoints = Checkpoints(life.run_dir, config.checkpoint)
     fleet = Fleet(life, servers, tokenizer, staging_dir, journal, checkpoints, wait_for_devices)
-    num_engines = read_wanted(life.run_dir, rollout.engine_range) or rollout.engine_range.min
+    num_engines = read_wanted(life.run_dir, ENGINES, rollout.engine_range) or rollout.engine_range.min
     hash_model = asyncio.to_thread(model_pin.read, model_path)
     if point is None:
         await asyncio.gather(fleet.start(num_engines), hash_model)
@@ -232,7 +232,7 @@ def _make_evaluation(
     for name, settings in config.evals.items():
         task, prompts = eval_tasks[name]
         broken = list[RoomError]()
-        scorers = Scorers({name: task}, {name: settings.task}, seed=EVAL_SEED, warn=life.log.warn)
+        scorers = Scorers({name: task}, {name: settings.task}, tokenizer, seed=EVAL_SEED, warn=life.log.warn)
         life.closes("eval rewards", scorers.aclose)
         sets.append(
             HeldOut(

@@ -1,46 +1,75 @@
-"""Settings that change during a run: RUN_DIR/wanted.json has their values by key, so far only `engines`."""
+"""Settings that change during a run: RUN_DIR/wanted.json has their values by name. The part that follows a
+setting reads its value with read_wanted.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
+from asyncrl.config import RunConfig
 from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.job.lifecycle import run_again
 from asyncrl.observe.run_dir import read_config
 
 WANTED_FILE = "wanted.json"
-KEY = "engines"
+ENGINES = "engines"
 
 
-def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:
+class LiveSetting(NamedTuple):
+    """`range_of`: limits that the config key `key` sets for the run; `rule` is their reason."""
+
+    key: str
+    range_of: Callable[[RunConfig], EngineRange]
+    rule: str
+
+
+LIVE = {
+    ENGINES: LiveSetting(
+        "rollout.num_engines",
+        lambda config: config.rollout.engine_range,
+        "memory is planned for this range",
+    )
+}
+
+
+def read_wanted(run_dir: Path, name: str, limits: EngineRange) -> int | None:
     """Return the number in RUN_DIR/wanted.json, if there is one in range."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        num = int(json.loads((run_dir / WANTED_FILE).read_text(encoding="utf-8"))[KEY])
-        if limits.min <= num <= limits.max:
-            return num
-    return None
+    num = _read_all(run_dir).get(name)
+    return num if isinstance(num, int) and limits.min <= num <= limits.max else None
 
 
-def write_wanted(run_dir: Path, num: int) -> None:
-    write_whole(run_dir / WANTED_FILE, json.dumps({KEY: num}) + "\n")
+def write_wanted(run_dir: Path, name: str, num: int) -> None:
+    write_whole(run_dir / WANTED_FILE, json.dumps(_read_all(run_dir) | {name: num}) + "\n")
+
+
+def _read_all(run_dir: Path) -> dict[str, object]:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads((run_dir / WANTED_FILE).read_text(encoding="utf-8")))
+    return {}
 
 
 def scale_run(run_dir: Path, asked: str) -> str:
-    """Ask a run for `engines=N`; return an answer for the user. Raises ConfigError."""
+    """Ask a run for NAME=N; return an answer for the user. Raises ConfigError."""
     name, _, text = asked.partition("=")
-    num = int(text) if name == KEY and text.isdecimal() else 0
-    limits = read_config(run_dir).rollout.engine_range
+    if name not in LIVE:
+        known = ", ".join(f"{known}=N" for known in LIVE)
+        raise ConfigError(f"{asked!r} is not {known}", way_out="correct the name.")
+    key, range_of, rule = LIVE[name]
+    limits = range_of(read_config(run_dir))
+    num = int(text) if text.isdecimal() else 0
     if not limits.min <= num <= limits.max:
-        wide = f"rollout.num_engines={{min: 1, max: {max(num, limits.max)}}}"
-        again = run_again(run_dir, wide, "--allow-change", "rollout.num_engines")
+        wide = f"{key}={{min: 1, max: {max(num, limits.max)}}}"
+        again = run_again(run_dir, wide, "--allow-change", key)
         raise ConfigError(
-            f"{asked!r} is not {KEY}=N within rollout.num_engines={{min: {limits.min}, max: {limits.max}}}",
-            rule="memory is planned for this range",
+            f"{asked!r} is not {name}=N within {key}={{min: {limits.min}, max: {limits.max}}}",
+            rule=rule,
             way_out=f"choose a number in it; or stop the run, and resume it with another range: `{again}`.",
         )
-    write_wanted(run_dir, num)
-    return f"asked for {num} engines; `asyncrl status {run_dir}` shows their progress"
+    write_wanted(run_dir, name, num)
+    return f"asked for {num} {name}; `asyncrl status {run_dir}` shows their progress"

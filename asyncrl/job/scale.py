@@ -16,7 +16,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
 from asyncrl.job.lifecycle import RunLog
-from asyncrl.job.live_settings import read_wanted, write_wanted
+from asyncrl.job.live_settings import ENGINES, read_wanted, write_wanted
 from asyncrl.launch.supervise import NO_LOSS, Server, Supervision, Supervisor, summary_of
 from asyncrl.rollouts.producers import Spawn
 
@@ -141,7 +141,7 @@ class EngineScale:
         """Start and park engines as RUN_DIR/wanted.json asks."""
         while True:
             await asyncio.sleep(LOOK_PERIOD_S)
-            wanted = read_wanted(self.run_dir, self.range) or self.wanted
+            wanted = read_wanted(self.run_dir, ENGINES, self.range) or self.wanted
             if wanted != self.wanted:
                 self.log.info(f"scaling from {self.wanted} to {wanted} engines")
                 self.wanted = wanted
@@ -166,7 +166,7 @@ class EngineScale:
             num = self.engines.index(engine)
             if num < self.wanted:
                 self.log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
-                write_wanted(self.run_dir, num)
+                write_wanted(self.run_dir, ENGINES, num)
                 self.wanted = num
             await engine.park()
             self._watching.pop(engine.name, None)

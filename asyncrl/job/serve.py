@@ -226,7 +226,7 @@ async def _try_agent(
 ) -> int:
     config = life.config
     feed = make_prompt_source(config, tasks)
-    scorer = Scorers(tasks, config.tasks, seed=config.seed, warn=life.log.warn)
+    scorer = Scorers(tasks, config.tasks, recorder.tokenizer, seed=config.seed, warn=life.log.warn)
     life.closes("rewards", scorer.aclose)
     harnessing = None
     if config.generator.is_harness:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from pydantic import ConfigDict, Field
 
 from asyncrl.base.errors import ErrorBody, Message
-from asyncrl.messages.records import Outcome, Rollout, Work
+from asyncrl.messages.records import Completion, Outcome, Rollout, Work
 
 MAX_WAIT_S = 20.0
 
@@ -127,7 +127,7 @@ class RolloutSession(Protocol):
         """Raise RolloutFailure in the block if another component ends the session."""
         ...
 
-    def last_text(self) -> str:
+    def last_completion(self) -> Completion:
         """Raises RolloutFailure if there is no completion."""
         ...
 

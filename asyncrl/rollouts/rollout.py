@@ -33,7 +33,7 @@ from asyncrl.messages.records import (
     Work,
 )
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
-from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue, answer_text
+from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import Scorers
 
@@ -348,10 +348,7 @@ class SingleTurn:
         attempt.seen = lambda: (make_trajectory(index, prompt_ids, completion, 0.0),)
 
         async def score() -> Rollout:
-            scorer = self.scorers.of(prompt)
-            ids = completion.token_ids
-            text = answer_text(self.tokenizer, ids, shows_special=scorer.shows_special)
-            reward = await scorer.score(prompt, text)
+            reward = await self.scorers.of(prompt).score(prompt, completion)
             return (make_trajectory(index, prompt_ids, completion, reward),)
 
         return score
@@ -425,7 +422,7 @@ class HarnessGenerator:
         async def score() -> Rollout:
             reward = 0.0 if is_cut and not scorer.has_score else own_reward(outcome)
             if reward is None:
-                reward = await scorer.score(prompt, session.last_text())
+                reward = await scorer.score(prompt, session.last_completion())
             return session.rollout(index, outcome, reward)
 
         return score

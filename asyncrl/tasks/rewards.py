@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import numbers
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 from asyncrl.base.errors import RewardFailure
-from asyncrl.base.user_code import load_function, raised
+from asyncrl.base.user_code import check_call, load_object, raised
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import LARGEST_NUMBER, Prompt
+from asyncrl.messages.records import LARGEST_NUMBER, Completion, Prompt
 
-RewardFunction = Callable[[Prompt, str], float | Awaitable[float]]
-"""Depends only on prompt and text; runs in any thread or process."""
+RewardFunction = Callable[..., float | Awaitable[float]]
+"""Called with the prompt, the completion's text, and what optional() adds; runs in any thread or process."""
 
 
 def reward_function(config: TaskConfig) -> RewardFunction:
     function: Any = math_reward
     if config.reward not in ("math", None):
-        usage = "reward(prompt, completion, answer)"
-        function = load_function(config.reward, "task.reward", usage=usage, arguments=(None, "", None))
+        function = load_object(config.reward, "task.reward")
+        said, usage = f"task.reward={config.reward}", "reward(prompt, completion, answer)"
+        check_call(function, (None, "", None), optional(function, None), said=said, usage=usage)
 
-    def score(prompt: Prompt, completion: str) -> Any:
+    def score(prompt: Prompt, completion: str, sampled: Completion | None = None) -> Any:
         if config.reward is None:
             raise no_reward(prompt)
-        return function(prompt, completion, prompt.answer)
+        return function(prompt, completion, prompt.answer, **optional(function, sampled))
 
     return score
 
@@ -49,10 +51,19 @@ def user_code(*passed: type[BaseException]) -> Iterator[None]:
         raise UserCodeFailed(raised(error)) from error
 
 
-def call(score: RewardFunction, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
+def optional(function: Any, sampled: Completion | None) -> Mapping[str, Any]:
+    """Return the arguments that the function may ask for by name: `sampled`, the ids and logprobs."""
+    try:
+        names = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # not callable, or a builtin
+        return {}
+    return {"sampled": sampled} if "sampled" in names else {}
+
+
+def call(score: RewardFunction, prompt: Prompt, text: str, sampled: Completion) -> float | Awaitable[Any]:
     """Return the reward, or an awaitable for call_async. Raises UserCodeFailed."""
     with user_code():
-        value: Any = score(prompt, completion)
+        value: Any = score(prompt, text, **optional(score, sampled))
         return value if isinstance(value, Awaitable) else as_reward(value)
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +17,8 @@ from asyncrl.base.errors import RewardFailure
 from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import Completion, Prompt
+from asyncrl.messages.work import ChatTokenizer, answer_text
 from asyncrl.tasks.rewards import RewardFunction, UserCodeFailed, call, call_async, no_reward, user_code
 from asyncrl.tasks.sources import build_score
 from asyncrl.tasks.task import PromptTask
@@ -32,12 +34,14 @@ class Scorers:
         self,
         tasks: Mapping[str, PromptTask],
         settings: Mapping[str, TaskConfig],
+        tokenizer: ChatTokenizer,
         *,
         seed: int,
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self._scorers = {
-            name: TaskScorer(task, settings[name], seed=seed, warn=warn) for name, task in tasks.items()
+            name: TaskScorer(task, settings[name], tokenizer, seed=seed, warn=warn)
+            for name, task in tasks.items()
         }
 
     def of(self, prompt: Prompt) -> TaskScorer:
@@ -60,10 +64,17 @@ class TaskScorer:
     """
 
     def __init__(
-        self, task: PromptTask, config: TaskConfig, *, seed: int, warn: Callable[[str], None] = logger.warning
+        self,
+        task: PromptTask,
+        config: TaskConfig,
+        tokenizer: ChatTokenizer,
+        *,
+        seed: int,
+        warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self.has_score = config.has_score
         self.shows_special = config.special_tokens == "visible"
+        self._text_of = partial(answer_text, tokenizer, shows_special=self.shows_special)
         self._score = task.score
         self._is_inline = config.reward_pool == "inline"
         self._free = asyncio.Semaphore(config.reward_workers)
@@ -83,36 +94,37 @@ class TaskScorer:
     def num_abandoned(self) -> int:
         return self._calls.num_abandoned
 
-    async def score(self, prompt: Prompt, completion: str) -> float:
+    async def score(self, prompt: Prompt, sampled: Completion) -> float:
         """Raises RewardFailure (data), or TaskError (ends the run)."""
         if not self.has_score:
             raise no_reward(prompt)
+        text = self._text_of(sampled.token_ids)
         try:
             with waiting("their rewards", on="the reward function"):
                 if self._processes is not None:
                     async with self._free:
-                        return await self._processes.run(prompt, completion)
+                        return await self._processes.run(prompt, text, replace(sampled, routing=b""))
                 if self._is_inline:
-                    reward = call(self._score, prompt, completion)
+                    reward = call(self._score, prompt, text, sampled)
                 else:
-                    reward = await self._call_in_thread(prompt, completion)
+                    reward = await self._call_in_thread(prompt, text, sampled)
                 if isinstance(reward, float):
                     return reward
                 async with self._within_limit():
                     return await self._calls.run(call_async(reward))
         except UserCodeFailed as failure:
             what = f"the reward of prompt {prompt.prompt_id} {failure}"
-            way_out = f"correct the reward function; the completion began {completion[:80]!r}."
+            way_out = f"correct the reward function; the completion began {text[:80]!r}."
             raise RewardFailure(what, rule="a reward is one finite number", way_out=way_out) from failure
 
     async def aclose(self) -> None:
         if self._processes is not None:
             await self._processes.end()
 
-    async def _call_in_thread(self, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
+    async def _call_in_thread(self, prompt: Prompt, text: str, sampled: Completion) -> float | Awaitable[Any]:
         async with self._free:
             loop = asyncio.get_running_loop()
-            called = loop.run_in_executor(None, call, self._score, prompt, completion)
+            called = loop.run_in_executor(None, call, self._score, prompt, text, sampled)
             try:
                 async with self._within_limit():
                     return await asyncio.shield(called)
@@ -148,7 +160,7 @@ class ProcessPool:
             context=multiprocessing.get_context("spawn"),
         )
 
-    async def run(self, prompt: Prompt, completion: str) -> float:
+    async def run(self, prompt: Prompt, text: str, sampled: Completion) -> float:
         """Raises UserCodeFailed."""
         from pebble import ProcessExpired
 
@@ -157,7 +169,7 @@ class ProcessPool:
         late = partial(UserCodeFailed, f"did not start in a process within {START_LIMIT_S} s")
         try:
             async with within(timeout_s + START_LIMIT_S, late):
-                future = pool.schedule(_work, args=(prompt, completion), timeout=timeout_s)
+                future = pool.schedule(_work, args=(prompt, text, sampled), timeout=timeout_s)
                 return cast(float, await asyncio.wrap_future(future))
         except TimeoutError:
             raise _too_slow(self._config) from None
@@ -195,9 +207,9 @@ def _die_with_parent() -> None:
         os._exit(3)
 
 
-def _work(prompt: Prompt, completion: str) -> float:
+def _work(prompt: Prompt, text: str, sampled: Completion) -> float:
     with user_code():
         if isinstance(_built, BaseException):
             raise _built
-        reward = call(_built, prompt, completion)
+        reward = call(_built, prompt, text, sampled)
         return reward if isinstance(reward, float) else asyncio.run(call_async(reward))

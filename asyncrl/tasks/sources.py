@@ -19,7 +19,14 @@ from asyncrl.config.run_config import key_of
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
-from asyncrl.tasks.rewards import RewardFunction, UserCodeFailed, no_reward, reward_function, user_code
+from asyncrl.tasks.rewards import (
+    RewardFunction,
+    UserCodeFailed,
+    no_reward,
+    optional,
+    reward_function,
+    user_code,
+)
 from asyncrl.tasks.task import Item, PromptTask, RowTask
 
 LoadTaskset = Callable[[], Any]
@@ -136,7 +143,8 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
         rule = "a task has __len__(), prompt(index) and score(prompt, completion)"
         raise ConfigError(what, rule=rule, way_out="add it; examples/my_task.py shows one.")
     check_call(task.prompt, (0,), {}, said=said, usage="prompt(index)")
-    check_call(task.score, (None, ""), {}, said=said, usage="score(prompt, completion)")
+    usage = "score(prompt, completion)"
+    check_call(task.score, (None, ""), optional(task.score, None), said=said, usage=usage)
     return task
 
 

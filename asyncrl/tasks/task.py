@@ -38,7 +38,10 @@ class PromptTask(Protocol):
         ...
 
     def score(self, prompt: Prompt, completion: str) -> float | Awaitable[float]:
-        """Return the reward; may be `async def`. An exception fails the rollout."""
+        """Return the reward; may be `async def`. An exception fails the rollout.
+
+        An additional parameter `sampled` receives the Completion with token ids and logprobs.
+        """
         ...
 
 

@@ -222,12 +222,19 @@ class Capture:
         forms = answer_forms(message, shown, self._thinking) if match else ()
         self._recorded.add(node, [match.chain.key_with(form) for form in forms] if match else ())
 
-    def last_text(self, *, shows_special: bool) -> str:
+    def last_completion(self) -> Completion:
+        """Return the completion of the call that was planned last. Raises RolloutFailure."""
         if not self._nodes:
             way_out = "let it call the model with its session's key, or return a reward."
             raise RolloutFailure("the harness ended without a completion or a reward", way_out=way_out)
         last = max(self._nodes.values(), key=lambda node: node.order)
-        return answer_text(self._tokenizer, last.sampled_ids.tolist(), shows_special=shows_special)
+        return Completion(
+            token_ids=tuple(last.sampled_ids.tolist()),
+            behaviour_logprobs=tuple(last.logprobs.tolist()),
+            version_spans=last.version_spans,
+            finish_reason="length" if last.is_truncated else "stop",
+            num_interruptions=last.num_interruptions,
+        )
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
         """Return the branches, ordered by ids. A sampled token has its loss in the first branch that contains

@@ -20,7 +20,7 @@ from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError, Newest
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
-from asyncrl.messages.records import Outcome, Rollout, VersionSpan
+from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 
 if TYPE_CHECKING:
@@ -219,9 +219,9 @@ class GatewaySession:
     def num_completions(self) -> int:
         return self.capture.num_completions
 
-    def last_text(self) -> str:
+    def last_completion(self) -> Completion:
         """Raises RolloutFailure if there is none."""
-        return self.capture.last_text(shows_special=self.shows_special)
+        return self.capture.last_completion()
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
         """Return all branches, truncated if a limit stopped them. Raises RolloutFailure."""
