@@ -209,10 +209,12 @@ class Loader:
         return missing
 
     def repack_tied(self) -> None:
-        """Repack an output layer that shares the embedding's weight."""
+        """Repack an output layer that shares the embedding's weight: the load packs only the embedding."""
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-        for layer in self.model.modules():
+        for name, layer in self.model.named_modules():
+            if name in self._owners:
+                continue
             weight = getattr(layer, "weight", None)
             is_matrix = isinstance(weight, Tensor) and weight.numel() > 0 and weight.dim() == 2
             if hasattr(layer, "cpu_linear") and is_matrix:
