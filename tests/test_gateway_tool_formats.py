@@ -217,6 +217,12 @@ def test_shown_pieces_are_a_prefix_of_the_content(name: str, data: st.DataObject
         assert content.startswith(shown)
 
 
+def test_thought_whose_mark_is_half_there_is_not_shown() -> None:
+    tool_format = find_tool_format("gpt_oss", "")
+    thought = "".join(tool_format.thinking)
+    assert {tool_format.show(thought[:cut])[0] for cut in range(len(thought) + 1)} == {""}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_long_nonsense_is_read_in_time(name: str) -> None:
     tool_format, raw = find_tool_format(name, ""), RAW[name]

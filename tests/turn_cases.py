@@ -24,7 +24,6 @@ from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Colocated
-from asyncrl.job.lifecycle import RunLog
 from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
@@ -37,6 +36,7 @@ from asyncrl.messages.trainer_api import (
     ExportResponse,
     OffloadRequest,
 )
+from asyncrl.observe.console import RunLog
 from asyncrl.sync.push import at_once
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -11,6 +11,8 @@ from asyncrl.config.fields import FrozenConfig
 
 class CheckpointConfig(FrozenConfig):
     """Checkpoints of the run."""
+
+    free_keys: ClassVar = "*"
 
     every: PositiveInt | None = 50
     """Batches between two checkpoints (none = none; a resumed run then trains the journaled batches again).
@@ -33,12 +35,16 @@ class CheckpointConfig(FrozenConfig):
 class JournalConfig(FrozenConfig):
     """The journal, journal.sqlite."""
 
+    free_keys: ClassVar = ("keep",)
+
     keep: Literal["checkpoint", "all"] = "checkpoint"
     """Keep tokens of trained batches since the oldest checkpoint, or always."""
 
 
 class SupervisionConfig(FrozenConfig):
     """Restarts of processes, and reports of hangs."""
+
+    free_keys: ClassVar = "*"
 
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of each engine, trainer or worker within an hour of work (0 = the run ends at once)."""
@@ -58,6 +64,8 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 class ObserveConfig(FrozenConfig):
     """Output of the run: files, trackers, console, status port."""
+
+    free_keys: ClassVar = "*"
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a table that updates; plain: a line every few seconds; auto = live on a terminal, else plain. A

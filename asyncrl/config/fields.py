@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Collection
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,6 +14,8 @@ class FrozenConfig(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
     )
+    free_keys: ClassVar[Collection[str]] = ()
+    """Keys that change no computed value, so that a resume accepts any (`*` = all)."""
 
     @model_validator(mode="before")
     @classmethod

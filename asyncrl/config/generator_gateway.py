@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -40,6 +40,8 @@ def kind_of(config: GeneratorConfig) -> HarnessKind | None:
 
 class GeneratorConfig(FrozenConfig):
     """Program of a rollout: `python`, `command`, `verifiers` or `remote` (none of these = one completion)."""
+
+    free_keys: ClassVar = ("workers", "concurrency")
 
     python: str | None = None
     """`module:function` of an agent: async (task, session) -> reward, Outcome, or None for the task's
@@ -114,6 +116,8 @@ class GeneratorConfig(FrozenConfig):
 
 class GatewayConfig(FrozenConfig):
     """The OpenAI-compatible endpoint for harnesses and `asyncrl serve gateway`."""
+
+    free_keys: ClassVar = ("host", "port", "public_url", "max_calls", "lease_timeout_s")
 
     host: str = "127.0.0.1"
     """Address to listen on. Any address but 127.0.0.1 admits other machines with keys."""

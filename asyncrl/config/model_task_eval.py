@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -25,6 +25,8 @@ class ScratchConfig(FrozenConfig):
 
 class ModelConfig(FrozenConfig):
     """The trained model: `path` or `scratch`."""
+
+    free_keys: ClassVar = ("path", "revision")  # its files must match the ModelPin
 
     path: str | None = None
     """Hugging Face folder or hub id of a causal language model with a chat template."""
@@ -57,6 +59,8 @@ class TaskConfig(FrozenConfig):
     """Prompts and rewards, by `python`, `files`, `dataset`, `reasoning_gym` or `verifiers`. A list of
     sections gives several tasks.
     """
+
+    free_keys: ClassVar = ("reward_pool", "reward_workers", "reward_timeout_s", "digest")
 
     name: Name | None = None
     """Task name in prompt ids, metrics and overrides (none = from its source)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
@@ -56,6 +56,8 @@ def is_cpu(devices: Devices) -> bool:
 
 class PlacementConfig(FrozenConfig):
     """Devices of each side. Equal CUDA devices, or rollout: trainer, mean colocation (docs/colocation.md)."""
+
+    free_keys: ClassVar = "*"
 
     trainer: Devices = "auto"
     """Devices of the trainer: cpu, a CUDA device number, a list [0, 1], a range 0-3, all, or {nodes: 2,
@@ -120,6 +122,8 @@ TRANSPORTS: dict[TransportName, TransportCapabilities] = {
 
 class WeightSyncConfig(FrozenConfig):
     """Pushes of new weights to the engines."""
+
+    free_keys: ClassVar = ("timeout_s", "chunk_bytes", "disk_dir", "canary_limit")
 
     transport: Literal["auto"] | TransportName = "auto"
     """auto = disk if disk_dir is given; nccl if every side has CUDA devices of its own; ipc if they are

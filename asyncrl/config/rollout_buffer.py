@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -93,6 +93,11 @@ class EngineRange(FrozenConfig):
 
 class RolloutConfig(FrozenConfig):
     """Sampling of completions, and the engine servers."""
+
+    free_keys: ClassVar = (
+        *("timeout_s", "slots", "max_failed_groups", "max_requeues"),
+        *(name for engine in ENGINES.values() for name in engine.free_settings),
+    )
 
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one prompt, scored against each other."""

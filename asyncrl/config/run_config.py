@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,8 @@ MAX_CYCLE = 10_000
 
 class RunConfig(FrozenConfig):
     """All settings of a run."""
+
+    free_keys: ClassVar = ("launcher",)
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of random weights, the shuffle and every sampled token."""

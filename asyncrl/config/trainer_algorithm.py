@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -29,6 +29,11 @@ class LoraConfig(FrozenConfig):
 
 class TrainerConfig(FrozenConfig):
     """The optimizer steps."""
+
+    free_keys: ClassVar = (
+        *("world_size", "micro_batch_tokens", "gradient_checkpointing", "cpu_offload", "compile"),
+        *("timeout_s", "logprob_gap_limit"),
+    )
 
     num_groups: int = Field(default=8, ge=1)
     """Groups per batch. Each batch makes one policy_version."""
@@ -71,6 +76,11 @@ class TrainerConfig(FrozenConfig):
     warn at 0.05)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of the trainer (auto = the cores that the engines leave)."""
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Return the bytes per trained parameter of its gradient and of AdamW's two moments, in float32."""
+        return 12
 
     @property
     def kept_activations(self) -> float:

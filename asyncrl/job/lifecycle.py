@@ -23,57 +23,19 @@ from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
-from asyncrl.base.host import LOG_FORMAT
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.journal.read import reading
 from asyncrl.launch.processes import Launcher
 from asyncrl.launch.supervise import Server, first_death
-from asyncrl.observe.console import outliving
-from asyncrl.observe.run_dir import journal_path
+from asyncrl.observe.console import RunLog
+from asyncrl.observe.run_dir import LOG_FILE, journal_path
 
 logger = logging.getLogger("asyncrl.job.lifecycle")
 
 CLOSE_TIMEOUT_S = 15.0
 FEW_FILES = 256
-MAX_WARNINGS = 100
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class RunLog:
-    """Messages to the user, also in logs/controller.log."""
-
-    def __init__(
-        self,
-        write: Callable[[str], None] = lambda text: print(text, file=outliving()),
-        show_activity: Callable[[str], None] | None = None,
-    ) -> None:
-        self.print_secret = write
-        """Print a line with a key; do not log it."""
-        self._show_activity = show_activity or (lambda text: self.info(f"{text} ..."))
-        self.current_activity = ""
-        self.warnings: list[str] = []
-        """At most MAX_WARNINGS; the log file has all."""
-        self._warned = set[str]()
-
-    def info(self, text: str) -> None:
-        logger.info("%s", text)
-        self.print_secret(text)
-
-    def activity(self, text: str) -> None:
-        self.current_activity = text
-        self._show_activity(text)
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-        del self.warnings[MAX_WARNINGS:]
-        logger.warning("%s", text)
-        self.print_secret(f"WARNING: {text}")
-
-    def warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            self.warn(text)
 
 
 @dataclass(eq=False)
@@ -121,6 +83,8 @@ class Lifecycle:
         try:
             try:
                 code = await self._live(live)
+                if self.signal is not None:  # it has stopped early
+                    code = 128 + self.signal
             except asyncio.CancelledError:
                 if self.signal is None:
                     raise
@@ -186,7 +150,7 @@ class Lifecycle:
             what = f"cannot use the run directory {self.run_dir}: {error}"
             error = RoomError("controller", what, way_out="free space on its disk, then start again.")
         elif not isinstance(error, AsyncrlError):
-            log_path = self.run_dir / "logs" / "controller.log"
+            log_path = self.run_dir / LOG_FILE
             what = f"internal error {type(error).__name__}: {error}"
             error = RoomError("controller", what, way_out=f"report it with the traceback in {log_path}.")
         logger.error("ended by %s", error, exc_info=error)
@@ -290,24 +254,6 @@ def rare_collections() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
-
-
-@contextlib.contextmanager
-def logging_to(folder: Path) -> Iterator[None]:
-    handler = logging.FileHandler(folder / "logs" / "controller.log", encoding="utf-8")
-    # a full disk must not hide the error being reported
-    handler.handleError = lambda record: None  # type: ignore[method-assign]
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
-    root = logging.getLogger("asyncrl")
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    root.propagate = False
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        with contextlib.suppress(OSError):
-            handler.close()
 
 
 def refuse_few_files(config: RunConfig) -> None:

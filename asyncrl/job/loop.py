@@ -22,7 +22,6 @@ from asyncrl.job.build import Components, build
 from asyncrl.job.lifecycle import (
     Lifecycle,
     locked_run_dir,
-    logging_to,
     new_run_dir,
     rare_collections,
     refuse_few_files,
@@ -36,7 +35,9 @@ from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.plan import TEACHER, plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.messages.records import Batch, UnfinishedGroup
+from asyncrl.observe.console import logging_to
 from asyncrl.observe.metrics import batch_metrics
+from asyncrl.observe.run_dir import LOG_FILE
 from asyncrl.observe.trackers import Callbacks, check_trackers
 from asyncrl.observe.watchdog import Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
@@ -137,7 +138,7 @@ class Job:
         await self._start_services(run, unfinished)
         await self._train_loop(run)
         await self._end(run)
-        return 0 if life.signal is None else 128 + life.signal
+        return 0
 
     def _start_guards(self, run: Components) -> None:
         watchdog = self._make_watchdog(run)
@@ -150,7 +151,7 @@ class Job:
             self.life.spawn(teacher.run(), name="watch teacher")
 
     def _make_watchdog(self, run: Components) -> Watchdog:
-        log_path = self.life.run_dir / "logs" / "controller.log"
+        log_path = self.life.run_dir / LOG_FILE
         command = run_again(self.life.run_dir, "--resume", "must")
 
         async def ask_children() -> dict[str, bool]:
@@ -259,7 +260,7 @@ class Job:
             stopping.cancel()
 
     async def _end(self, run: Components) -> None:
-        is_interrupted = self.life.signal is not None
+        is_interrupted = self.life.stop.is_set()
         self.life.can_stop = is_interrupted  # else a signal cancels from here
         has_evaluation = run.evaluation is not None and not is_interrupted
         self.life.cancel_tasks(all_but=GUARDS + EVALUATING if has_evaluation else GUARDS)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import listen_to_spans, note_span
 from asyncrl.config import RunConfig
-from asyncrl.job.lifecycle import RunLog, run_again, run_id
+from asyncrl.job.lifecycle import run_again, run_id
 from asyncrl.journal.checkpoint_folders import sync_records
 from asyncrl.launch.plan import TEACHER
 from asyncrl.launch.supervise import Server
@@ -23,7 +23,7 @@ from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.messages.trainer_api import TrainerHealth, TrainResponse
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.observe.console import Console
+from asyncrl.observe.console import Console, RunLog
 from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total
 from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
 from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several

@@ -16,7 +16,6 @@ from asyncrl.base.errors import CheckpointDamaged, ConfigError
 from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
-from asyncrl.config.rollout_buffer import ENGINES
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import has_begun, run_again
 from asyncrl.job.reporter import Reporter
@@ -32,24 +31,6 @@ if TYPE_CHECKING:
     from asyncrl.job.build import Components
 
 logger = logging.getLogger("asyncrl.job.resume")
-
-FREE_KEYS = {
-    *"""
-    launcher observe checkpoint journal supervision placement
-    trainer.num_steps trainer.timeout_s trainer.world_size trainer.micro_batch_tokens trainer.compile
-    trainer.gradient_checkpointing trainer.cpu_offload trainer.logprob_gap_limit
-    rollout.timeout_s rollout.slots rollout.max_failed_groups rollout.max_requeues
-    weight_sync.timeout_s weight_sync.chunk_bytes weight_sync.disk_dir
-    weight_sync.canary_limit task.reward_pool task.reward_workers task.reward_timeout_s task.digest
-    generator.workers generator.concurrency
-    gateway.host gateway.port gateway.public_url gateway.max_calls
-    gateway.lease_timeout_s model.path model.revision
-    """.split(),
-    *(f"rollout.{name}" for engine in ENGINES.values() for name in engine.free_settings),
-}
-"""Sections and keys that change no computed value. With a constant schedule, trainer.num_steps only sets the
-end. The files of the model must match its ModelPin.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +142,10 @@ def _is_free(key: str, values: tuple[Any, Any], config: RunConfig) -> bool:
         return "lora" not in values
     if key == "trainer.num_steps":  # another schedule uses it in every learning rate
         return config.trainer.schedule == "constant"
-    section = key.partition(".")[0]  # seed, task.KEY or task.NAME.KEY
-    return section in FREE_KEYS or f"{section}.{key.rpartition('.')[2]}" in FREE_KEYS
+    section, _, name = key.partition(".")  # seed, task.KEY or task.NAME.KEY
+    part = getattr(config, section, None) if name else config
+    free = getattr(part[0] if isinstance(part, list) else part, "free_keys", ())
+    return "*" in free or key.rpartition(".")[2] in free
 
 
 def _is_named(key: str, allowed: Collection[str]) -> bool:

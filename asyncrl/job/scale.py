@@ -15,9 +15,9 @@ from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
-from asyncrl.job.lifecycle import RunLog
 from asyncrl.job.live_settings import ENGINES, read_wanted, write_wanted
 from asyncrl.launch.supervise import NO_LOSS, Server, Supervision, Supervisor, summary_of
+from asyncrl.observe.console import RunLog
 from asyncrl.rollouts.producers import Spawn
 
 LOOK_PERIOD_S = 1.0

@@ -24,13 +24,14 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_gateway, make_generator, model_name, num_rollouts
 from asyncrl.job.build import prepare_model
 from asyncrl.job.check import check_everything
-from asyncrl.job.lifecycle import Lifecycle, RunLog, locked_run_dir, logging_to, new_run_dir, refuse_few_files
+from asyncrl.job.lifecycle import Lifecycle, locked_run_dir, new_run_dir, refuse_few_files
 from asyncrl.job.servers import KINDS, Servers
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.supervise import Supervision, start_all
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
+from asyncrl.observe.console import RunLog, logging_to
 from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several
 from asyncrl.rollouts.rollout import (

@@ -17,6 +17,7 @@ from asyncrl.journal.schema import (
     DISK_ERRORS,
     EPOCH,
     MOVE_ASIDE,
+    WITHOUT_IT,
     cannot_use,
     connect,
     damaged,
@@ -198,8 +199,7 @@ def _deleted(version: int) -> JournalError:
     return JournalError(
         f"the tokens of batch {version} were deleted",
         rule="journal.keep=checkpoint keeps tokens back to the oldest of the kept checkpoints",
-        way_out="restore a newer checkpoint (damaged_step_N as step_N), or move journal.sqlite* out of the "
-        "run directory and resume from the newest whole checkpoint.",
+        way_out=f"restore a newer checkpoint (damaged_step_N as step_N), or {WITHOUT_IT}",
     )
 
 

@@ -28,10 +28,8 @@ EPOCH = "epoch/"
 BUSY_S = 10.0
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """UnicodeDecodeError occurs if a flipped byte corrupts SQLite's message."""
-MOVE_ASIDE = (
-    "restore journal.sqlite and its -wal file from a copy; or move journal.sqlite* out of the run directory "
-    "and resume from the newest whole checkpoint."
-)
+WITHOUT_IT = "move journal.sqlite* out of the run directory and resume from the newest whole checkpoint."
+MOVE_ASIDE = f"restore journal.sqlite and its -wal file from a copy; or {WITHOUT_IT}"
 
 
 TABLES = """

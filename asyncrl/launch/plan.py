@@ -175,7 +175,9 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
     copied = num - shape.vocab * shape.hidden if trainer.keeps_merged else 0
     if config.algorithm.kl_coefficient > 0 and lora is None:  # a reference model
         copied = num
-    part = Memory(parameters, optimizer=12 * trained, copies=item * copied).split(trainer.world_size)
+    part = Memory(parameters, optimizer=trainer.optimizer_bytes * trained, copies=item * copied).split(
+        trainer.world_size
+    )
     sent = num * item if rank == 0 and config.weight_sync.facts.is_collective else 0
     kind = device.partition(":")[0]
     tokens = trainer.micro_batch_tokens

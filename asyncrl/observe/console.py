@@ -1,4 +1,4 @@
-"""Console of a run: a live panel on a terminal, else plain lines.
+"""Console and log of a run: a live panel on a terminal, else plain lines; logs/controller.log.
 
 Unread standard output (a closed pipe, a full disk) does not stop a run.
 """
@@ -14,8 +14,9 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, TextIO, cast
 
@@ -27,7 +28,9 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from asyncrl.base.host import LOG_FORMAT
 from asyncrl.observe import run_numbers as numbers
+from asyncrl.observe.run_dir import LOG_FILE
 from asyncrl.observe.run_numbers import Steps, recent, time_shares, waiting_share
 from asyncrl.observe.samples import ShownRollout, sample_text
 
@@ -37,6 +40,7 @@ LINE_EVERY_S = 5.0
 SAMPLE_EVERY_S = (20.0, 300.0)
 """Periods of samples: in the first minute, and later."""
 MAX_SAMPLE_CHARS = 300
+MAX_WARNINGS = 100
 BY_TASK = "reward/mean/"
 
 
@@ -257,3 +261,58 @@ class _Outliving:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+class RunLog:
+    """Messages to the user, also in logs/controller.log."""
+
+    def __init__(
+        self,
+        write: Callable[[str], None] = lambda text: print(text, file=outliving()),
+        show_activity: Callable[[str], None] | None = None,
+    ) -> None:
+        self.print_secret = write
+        """Print a line with a key; do not log it."""
+        self._show_activity = show_activity or (lambda text: self.info(f"{text} ..."))
+        self.current_activity = ""
+        self.warnings: list[str] = []
+        """At most MAX_WARNINGS; the log file has all."""
+        self._warned = set[str]()
+
+    def info(self, text: str) -> None:
+        logger.info("%s", text)
+        self.print_secret(text)
+
+    def activity(self, text: str) -> None:
+        self.current_activity = text
+        self._show_activity(text)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+        del self.warnings[MAX_WARNINGS:]
+        logger.warning("%s", text)
+        self.print_secret(f"WARNING: {text}")
+
+    def warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.warn(text)
+
+
+@contextlib.contextmanager
+def logging_to(folder: Path) -> Iterator[None]:
+    """Write the log of the run to logs/controller.log."""
+    handler = logging.FileHandler(folder / LOG_FILE, encoding="utf-8")
+    # a full disk must not hide the error being reported
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    root = logging.getLogger("asyncrl")
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()

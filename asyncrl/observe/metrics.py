@@ -1,5 +1,6 @@
-"""Declare every metric once, and measure batches. trainer/step_metrics.py measures optimizer steps.
-docs/metrics.md is written from GAUGES.
+"""Declare every metric once, and measure batches. Other numbers come from the gauges() of their owners, which
+job/reporter.py collects, and of optimizer steps from trainer/step_metrics.py. docs/metrics.md is written from
+GAUGES.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ TRAINED_FILE = "trained.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 TRACE_FILE = "trace.json"
 LOCK_FILE = "run.lock"
+LOG_FILE = "logs/controller.log"
 REPORT_FILE = "report.html"
 EVAL_PREFIX = "eval/"
 MAX_PROBLEMS = 100
@@ -156,7 +157,7 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     if is_held:
         return reported, seen
     if host == here and is_held is False:
-        return "crashed", f"{seen} and is gone; see {folder / 'logs' / 'controller.log'}"
+        return "crashed", f"{seen} and is gone; see {folder / LOG_FILE}"
     state: State = "unknown" if age_s > QUIET_S else reported
     return state, f"{seen}; {here} cannot check it, so run `asyncrl status {folder}` on that host"
 

@@ -17,7 +17,9 @@ from asyncrl.base.user_code import check_call, load_object, raised
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import LARGEST_NUMBER, Completion, Prompt
 
-RewardFunction = Callable[..., float | Awaitable[float]]
+Reward = float
+"""Return value of a reward function."""
+RewardFunction = Callable[..., Reward | Awaitable[Reward]]
 """Called with the prompt, the completion's text, and what optional() adds; runs in any thread or process."""
 
 
@@ -60,20 +62,20 @@ def optional(function: Any, sampled: Completion | None) -> Mapping[str, Any]:
     return {"sampled": sampled} if "sampled" in names else {}
 
 
-def call(score: RewardFunction, prompt: Prompt, text: str, sampled: Completion) -> float | Awaitable[Any]:
+def call(score: RewardFunction, prompt: Prompt, text: str, sampled: Completion) -> Reward | Awaitable[Any]:
     """Return the reward, or an awaitable for call_async. Raises UserCodeFailed."""
     with user_code():
         value: Any = score(prompt, text, **optional(score, sampled))
         return value if isinstance(value, Awaitable) else as_reward(value)
 
 
-async def call_async(value: Awaitable[Any]) -> float:
+async def call_async(value: Awaitable[Any]) -> Reward:
     """Raises UserCodeFailed; cancellation passes."""
     with user_code(asyncio.CancelledError):
         return as_reward(await value)
 
 
-def as_reward(value: Any) -> float:
+def as_reward(value: Any) -> Reward:
     """Convert a number, or an array or tensor with one element. Raises UserCodeFailed."""
     number = value
     if hasattr(value, "item"):

@@ -19,7 +19,15 @@ from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt
 from asyncrl.messages.work import ChatTokenizer, answer_text
-from asyncrl.tasks.rewards import RewardFunction, UserCodeFailed, call, call_async, no_reward, user_code
+from asyncrl.tasks.rewards import (
+    Reward,
+    RewardFunction,
+    UserCodeFailed,
+    call,
+    call_async,
+    no_reward,
+    user_code,
+)
 from asyncrl.tasks.sources import build_score
 from asyncrl.tasks.task import PromptTask
 
@@ -94,7 +102,7 @@ class TaskScorer:
     def num_abandoned(self) -> int:
         return self._calls.num_abandoned
 
-    async def score(self, prompt: Prompt, sampled: Completion) -> float:
+    async def score(self, prompt: Prompt, sampled: Completion) -> Reward:
         """Raises RewardFailure (data), or TaskError (ends the run)."""
         if not self.has_score:
             raise no_reward(prompt)
@@ -108,7 +116,7 @@ class TaskScorer:
                     reward = call(self._score, prompt, text, sampled)
                 else:
                     reward = await self._call_in_thread(prompt, text, sampled)
-                if isinstance(reward, float):
+                if not isinstance(reward, Awaitable):
                     return reward
                 async with self._within_limit():
                     return await self._calls.run(call_async(reward))
@@ -121,7 +129,9 @@ class TaskScorer:
         if self._processes is not None:
             await self._processes.end()
 
-    async def _call_in_thread(self, prompt: Prompt, text: str, sampled: Completion) -> float | Awaitable[Any]:
+    async def _call_in_thread(
+        self, prompt: Prompt, text: str, sampled: Completion
+    ) -> Reward | Awaitable[Any]:
         async with self._free:
             loop = asyncio.get_running_loop()
             called = loop.run_in_executor(None, call, self._score, prompt, text, sampled)
@@ -160,7 +170,7 @@ class ProcessPool:
             context=multiprocessing.get_context("spawn"),
         )
 
-    async def run(self, prompt: Prompt, text: str, sampled: Completion) -> float:
+    async def run(self, prompt: Prompt, text: str, sampled: Completion) -> Reward:
         """Raises UserCodeFailed."""
         from pebble import ProcessExpired
 
@@ -170,7 +180,7 @@ class ProcessPool:
         try:
             async with within(timeout_s + START_LIMIT_S, late):
                 future = pool.schedule(_work, args=(prompt, text, sampled), timeout=timeout_s)
-                return cast(float, await asyncio.wrap_future(future))
+                return cast(Reward, await asyncio.wrap_future(future))
         except TimeoutError:
             raise _too_slow(self._config) from None
         except ProcessExpired as error:
@@ -207,9 +217,9 @@ def _die_with_parent() -> None:
         os._exit(3)
 
 
-def _work(prompt: Prompt, text: str, sampled: Completion) -> float:
+def _work(prompt: Prompt, text: str, sampled: Completion) -> Reward:
     with user_code():
         if isinstance(_built, BaseException):
             raise _built
         reward = call(_built, prompt, text, sampled)
-        return reward if isinstance(reward, float) else asyncio.run(call_async(reward))
+        return asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from asyncrl.base.errors import ConfigError, Message
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.rewards import RewardFunction
+from asyncrl.tasks.rewards import Reward, RewardFunction
 
 Content = str | Sequence[Mapping[str, str]]
 """Text of the user, or chat messages with `role` and `content`."""
@@ -37,7 +37,7 @@ class PromptTask(Protocol):
         """Return the prompt at `index` (0 .. len - 1), always the same."""
         ...
 
-    def score(self, prompt: Prompt, completion: str) -> float | Awaitable[float]:
+    def score(self, prompt: Prompt, completion: str) -> Reward | Awaitable[Reward]:
         """Return the reward; may be `async def`. An exception fails the rollout.
 
         An additional parameter `sampled` receives the Completion with token ids and logprobs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -14,11 +14,11 @@ from asyncrl.config import TrainerConfig
 from asyncrl.weights.tensor_files import float32_names
 
 
-def make_optimizer(weights: Mapping[str, Tensor], config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return fused AdamW with weight decay on matrices only. `weights`: float32, by parameter name."""
+def make_optimizer(masters: MasterWeights, config: TrainerConfig) -> torch.optim.Optimizer:
+    """Return fused AdamW with weight decay on matrices only."""
     matrices = list[Tensor]()
     others = list[Tensor]()
-    for weight in weights.values():
+    for weight in masters.named.values():
         (matrices if weight.ndim >= 2 else others).append(weight)
     decayed = {"params": matrices, "weight_decay": config.weight_decay}
     groups = [group for group in (decayed, {"params": others, "weight_decay": 0.0}) if group["params"]]

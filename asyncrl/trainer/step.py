@@ -94,7 +94,7 @@ class TrainStep(TrainedModel):
         self._objective = Objective(spec)
         super().__init__(spec, ranks, needs_reference=self._objective.needs_reference)
         self._vocab_size = self.policy.model.get_input_embeddings().num_embeddings
-        self._optimizer = make_optimizer(self.masters.named, spec.trainer)
+        self._optimizer = make_optimizer(self.masters, spec.trainer)
         cuda = torch.cuda if self.device.type == "cuda" else None
         self._meter = step_metrics.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
         self._state = TrainerState(self.masters, self._optimizer, ranks, spec, self.device)

@@ -293,8 +293,12 @@ class ToolFormat:
         begun = _compiled(self.head).search(text, start, partial=True)
         end = begun.start() if begun else len(text)
         pieces: list[str] = []
-        for found in _compiled(self.noise).finditer(text, start, end, partial=True) if self.noise else ():
-            if found.end() == end:  # it may continue
+        noise = _compiled(self.noise)
+        for found in noise.finditer(text, start, end, partial=True) if self.noise else ():
+            begin = found.start() if text[: found.start()].strip() else 0  # white space may belong to it
+            is_mark = found[0] in self.marks
+            if found.end() == end or (is_mark and noise.fullmatch(text, begin, end, partial=True)):
+                # it may continue
                 end = found.start()
                 break
             pieces.append(text[start : found.start()].rstrip())
