@@ -78,6 +78,11 @@ class TrainerConfig(FrozenConfig):
     """CPU threads of the trainer (auto = the cores that the engines leave)."""
 
     @property
+    def rate_needs_end(self) -> bool:
+        """Return whether learning rates depend on num_steps."""
+        return self.schedule != "constant"
+
+    @property
     def optimizer_bytes(self) -> int:
         """Return the bytes per trained parameter of its gradient and of AdamW's two moments, in float32."""
         return 12

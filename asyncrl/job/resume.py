@@ -140,8 +140,8 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
 def _is_free(key: str, values: tuple[Any, Any], config: RunConfig) -> bool:
     if key == "weight_sync.transport":  # with lora, vLLM computes with unmerged adapters
         return "lora" not in values
-    if key == "trainer.num_steps":  # another schedule uses it in every learning rate
-        return config.trainer.schedule == "constant"
+    if key == "trainer.num_steps":
+        return not config.trainer.rate_needs_end
     section, _, name = key.partition(".")  # seed, task.KEY or task.NAME.KEY
     part = getattr(config, section, None) if name else config
     free = getattr(part[0] if isinstance(part, list) else part, "free_keys", ())

@@ -28,7 +28,7 @@ EPOCH = "epoch/"
 BUSY_S = 10.0
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """UnicodeDecodeError occurs if a flipped byte corrupts SQLite's message."""
-WITHOUT_IT = "move journal.sqlite* out of the run directory and resume from the newest whole checkpoint."
+WITHOUT_IT = "move journal.sqlite* away and resume from the newest whole checkpoint."
 MOVE_ASIDE = f"restore journal.sqlite and its -wal file from a copy; or {WITHOUT_IT}"
 
 
