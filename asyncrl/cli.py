@@ -245,15 +245,15 @@ def export(
 @app.command()
 def scale(
     run_dir: NamedRun,
-    engines: Annotated[str, Argument(metavar="engines=N", help="Number of engines from now on.")],
+    asked: Annotated[str, Argument(metavar="NAME=N", help="engines=N: the number of engines from now on.")],
 ) -> None:
-    """Change the number of engines of a running job, within rollout.num_engines={min: 1, max: 8}.
+    """Change a live setting of a running job, such as engines=3 within rollout.num_engines={min: 1, max: 8}.
 
     `asyncrl status` shows the progress. The number survives a resume.
     """
     from asyncrl.job.live_settings import scale_run
 
-    typer.echo(scale_run(run_dir, engines))
+    typer.echo(scale_run(run_dir, asked))
 
 
 @app.command()

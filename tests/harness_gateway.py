@@ -18,7 +18,7 @@ from gateway_cases import ScriptedEngine, gateway_world
 
 from asyncrl.agents import Harness
 from asyncrl.agents.command import MARK_ENV
-from asyncrl.agents.endpoint.work_queue import RolloutQueue
+from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.agents.worker import Worker
 from asyncrl.base.http import Caller
 from asyncrl.messages.records import Outcome, Prompt, Work

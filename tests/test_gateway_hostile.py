@@ -11,7 +11,7 @@ import pytest
 from gateway_cases import ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, until
 
 from asyncrl.agents.endpoint.engine_route import LONG_TEXT
-from asyncrl.agents.endpoint.work_queue import RolloutQueue
+from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.messages.records import Outcome
 
 GATEWAY = "asyncrl.agents.endpoint.gateway"

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from starlette.requests import Request
 
 from asyncrl.agents.endpoint.requests import ApiError
-from asyncrl.agents.endpoint.work_queue import RolloutQueue
+from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.base.errors import ErrorBody, RolloutFailure
 from asyncrl.base.http import Refused
 from asyncrl.config import Outcomes

@@ -7,6 +7,7 @@ import contextlib
 import shlex
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.live_settings import ENGINES, WANTED_FILE, read_wanted, scale_run, write_wanted
+from asyncrl.job.live_settings import ENGINES, WANTED_FILE, follow_live, read_wanted, scale_run, write_wanted
 from asyncrl.job.resume import changed_keys
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
@@ -85,7 +86,10 @@ class House(EngineRooms):
         self.folder = folder
         self.spawn(self.publisher.run(), name="publisher")
         if start is not None:
+            config: Any = SimpleNamespace(rollout=SimpleNamespace(engine_range=self.scale.range))
+            run: Any = SimpleNamespace(scale=self.scale)
             self.spawn(self.scale.follow(), name="scale")
+            self.spawn(follow_live(folder, config, run), name="live settings")
 
     @property
     def states(self) -> list[str]:
@@ -211,7 +215,7 @@ def test_deaths_and_scaling_lose_or_double_no_token_and_serve_none_old(
             await asyncio.sleep(gap_s)
             fake = house.fakes[where % num_engines]
             if what == "scale":
-                house.scale.wanted = where % num_engines + 1
+                house.scale.want_nowait(where % num_engines + 1)
             elif what in ("die", "freeze"):
                 getattr(fake, what)()
             elif what == "step":

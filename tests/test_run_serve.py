@@ -13,7 +13,7 @@ import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world
 from rollout_cases import virtual
 
-from asyncrl.agents.endpoint.work_queue import RolloutQueue, WorkerRecord
+from asyncrl.agents.work_queue import RolloutQueue, WorkerRecord
 from asyncrl.base.errors import EngineError, RoomError
 from asyncrl.base.http import WORKER_KEY_ENV
 from asyncrl.job import agent_runtime

@@ -129,6 +129,7 @@ def test_record_says_which_tokens_carried_loss_at_which_version(make_step: MakeS
     same = first.model_dump(include={"group_id", "prompt_id", "sample_index", "branch", "reward"})
     assert line["trajectories"][0] == same | {
         "num_tokens": length,
+        "num_sampled": int(arrays.loss_mask[: first.end].sum()),
         "num_loss_tokens": length - 6,
         "tokens_sha": hashlib.sha256(arrays.token_ids[: first.end].tobytes()).hexdigest()[:16],
         "spans": [[6, 8, 5], [8, length, 6]],

@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a batch: one number per sample, shared by its tokens.
+"""Advantages from the rewards of a batch: one number per sample, shared by its tokens; their check.
 
 Functions take `reward_B` float32, finite, and `group_B` int64 (0 to num_groups - 1), and return float32
 [B]. If all compared rewards are equal, the advantage is exactly 0. Standard deviations are of the
@@ -7,13 +7,30 @@ population, except in grpo_sample and lite_ppo.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.losses import sequence_sum
+from asyncrl.base.errors import ConfigError
+from asyncrl.config import AlgorithmConfig
 
 EPSILON = 1e-4
 """Added to the standard deviation, in units of reward, so that pure noise stays small."""
+
+
+def checked_advantages(given: Any, reward_B: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Return what an advantage function gave, as float32 [B]. Raises ConfigError."""
+    is_one_each = isinstance(given, Tensor) and given.shape == reward_B.shape
+    if not (is_one_each and torch.isfinite(given).all()):
+        raise ConfigError(
+            f"algorithm.advantage={config.advantage} returned {given}",
+            rule="it returns a finite float32 tensor, one advantage a reward",
+            way_out="correct the function, or set algorithm.advantage=grpo.",
+        )
+    advantage_B: Tensor = given.detach().float()
+    return advantage_B
 
 
 def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:

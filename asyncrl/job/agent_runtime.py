@@ -30,7 +30,7 @@ from asyncrl.tasks.scorer import Scorers
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.gateway import Gateway
-    from asyncrl.agents.endpoint.work_queue import RolloutQueue
+    from asyncrl.agents.work_queue import RolloutQueue
 
 GOODBYE_S = 5.0
 """Limit on waiting for remote workers after a run."""
@@ -71,7 +71,7 @@ def make_gateway(
 ) -> tuple[Gateway, RolloutQueue]:
     """Build the gateway, not open yet, and the work queue."""
     from asyncrl.agents.endpoint.gateway import Gateway
-    from asyncrl.agents.endpoint.work_queue import RolloutQueue
+    from asyncrl.agents.work_queue import RolloutQueue
 
     config, seed, rollout = life.config, life.config.seed, life.config.rollout
     override = config.gateway.on_sampling_override

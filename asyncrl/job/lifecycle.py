@@ -25,11 +25,10 @@ from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomEr
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
-from asyncrl.journal.read import reading
 from asyncrl.launch.processes import Launcher
 from asyncrl.launch.supervise import Server, first_death
 from asyncrl.observe.console import RunLog
-from asyncrl.observe.run_dir import LOG_FILE, journal_path
+from asyncrl.observe.run_dir import LOG_FILE
 
 logger = logging.getLogger("asyncrl.job.lifecycle")
 
@@ -215,17 +214,6 @@ def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
         raise ConfigError(what, way_out="choose another --run-dir.") from error
     with run_lock(folder / "run.lock"):
         yield
-
-
-def has_begun(run_dir: Path) -> bool:
-    """Return whether a group was admitted or a checkpoint made."""
-    if any((run_dir / "checkpoints").glob("step_*")):
-        return True
-    journal = journal_path(run_dir)
-    if not journal.exists():
-        return (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0
-    with reading(journal) as connection:
-        return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
 
 
 def run_id(run_dir: Path) -> str:

@@ -1,14 +1,13 @@
-"""Settings that change during a run: RUN_DIR/wanted.json has their values by name. The part that follows a
-setting reads its value with read_wanted.
-"""
+"""Settings that change during a run: RUN_DIR/wanted.json has their values by name."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
@@ -17,16 +16,23 @@ from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.job.lifecycle import run_again
 from asyncrl.observe.run_dir import read_config
 
+if TYPE_CHECKING:
+    from asyncrl.job.build import Components
+
+LOOK_PERIOD_S = 1.0
 WANTED_FILE = "wanted.json"
 ENGINES = "engines"
 
 
 class LiveSetting(NamedTuple):
-    """`range_of`: limits that the config key `key` sets for the run; `rule` is their reason."""
+    """`range_of`: limits that the config key `key` sets for the run; `rule` is their reason. `apply` brings a
+    value to the part that follows it.
+    """
 
     key: str
     range_of: Callable[[RunConfig], EngineRange]
     rule: str
+    apply: Callable[[Components, int], None]
 
 
 LIVE = {
@@ -34,8 +40,18 @@ LIVE = {
         "rollout.num_engines",
         lambda config: config.rollout.engine_range,
         "memory is planned for this range",
+        lambda run, num: run.scale.want_nowait(num),
     )
 }
+
+
+async def follow_live(run_dir: Path, config: RunConfig, run: Components) -> None:
+    """Apply the values in RUN_DIR/wanted.json, each second."""
+    while True:
+        await asyncio.sleep(LOOK_PERIOD_S)
+        for name, setting in LIVE.items():
+            if (num := read_wanted(run_dir, name, setting.range_of(config))) is not None:
+                setting.apply(run, num)
 
 
 def read_wanted(run_dir: Path, name: str, limits: EngineRange) -> int | None:
@@ -60,7 +76,7 @@ def scale_run(run_dir: Path, asked: str) -> str:
     if name not in LIVE:
         known = ", ".join(f"{known}=N" for known in LIVE)
         raise ConfigError(f"{asked!r} is not {known}", way_out="correct the name.")
-    key, range_of, rule = LIVE[name]
+    key, range_of, rule, _ = LIVE[name]
     limits = range_of(read_config(run_dir))
     num = int(text) if text.isdecimal() else 0
     if not limits.min <= num <= limits.max:

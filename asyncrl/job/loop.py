@@ -28,6 +28,7 @@ from asyncrl.job.lifecycle import (
     run_again,
     run_id,
 )
+from asyncrl.job.live_settings import follow_live
 from asyncrl.job.reporter import Reporter, processes, reported
 from asyncrl.job.resume import ResumePoint, find_resume, restore, settle_saved
 from asyncrl.journal.checkpoint_folders import set_aside
@@ -220,6 +221,7 @@ class Job:
         self.life.spawn(run.producers.run(), name="producers")
         if not run.scale.is_fixed:
             self.life.spawn(run.scale.follow(), name="scale")
+        self.life.spawn(follow_live(self.life.run_dir, self.life.config, run), name="live settings")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
         await self.life.stop.wait()

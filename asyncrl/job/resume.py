@@ -17,7 +17,7 @@ from asyncrl.base.files import settle_folder
 from asyncrl.base.waits import span
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.run_config import key_of
-from asyncrl.job.lifecycle import has_begun, run_again
+from asyncrl.job.lifecycle import run_again
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.trainer_recovery import load_batches
 from asyncrl.journal.checkpoint_folders import Checkpoints, Whole
@@ -56,6 +56,17 @@ def settle_saved(folder: Path) -> bool:
     for saved in ("final", "model") if is_ours else ():
         settle_folder(folder / saved)
     return is_ours
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Return whether a group was admitted or a checkpoint made."""
+    if any((run_dir / "checkpoints").glob("step_*")):
+        return True
+    journal = journal_path(run_dir)
+    if not journal.exists():
+        return (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0
+    with reading(journal) as connection:
+        return connection.execute("SELECT 1 FROM groups LIMIT 1").fetchone() is not None
 
 
 def find_resume(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass
@@ -15,12 +16,10 @@ from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
-from asyncrl.job.live_settings import ENGINES, read_wanted, write_wanted
+from asyncrl.job.live_settings import ENGINES, LOOK_PERIOD_S, write_wanted
 from asyncrl.launch.supervise import NO_LOSS, Server, Supervision, Supervisor, summary_of
 from asyncrl.observe.console import RunLog
 from asyncrl.rollouts.producers import Spawn
-
-LOOK_PERIOD_S = 1.0
 
 
 class EngineSupervisor(Supervisor):
@@ -116,6 +115,7 @@ class EngineScale:
     def __post_init__(self) -> None:
         self.is_fixed = self.range.min == self.range.max
         self._watching = dict[str, asyncio.Task[None]]()
+        self._changed = asyncio.Event()
         for engine in self.engines[self.wanted :]:
             engine.park_nowait()
 
@@ -137,16 +137,21 @@ class EngineScale:
                 engine.state = "starting" if engine.state else ""
                 self._watching[engine.name] = self.spawn(self._watch(engine), name=f"watch {engine.name}")
 
+    def want_nowait(self, num: int) -> None:
+        if num != self.wanted:
+            self.log.info(f"scaling from {self.wanted} to {num} engines")
+            self.wanted = num
+            self._changed.set()
+
     async def follow(self) -> None:
-        """Start and park engines as RUN_DIR/wanted.json asks."""
+        """Start and park engines until `wanted` work."""
         while True:
-            await asyncio.sleep(LOOK_PERIOD_S)
-            wanted = read_wanted(self.run_dir, ENGINES, self.range) or self.wanted
-            if wanted != self.wanted:
-                self.log.info(f"scaling from {self.wanted} to {wanted} engines")
-                self.wanted = wanted
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_PERIOD_S):
+                    await self._changed.wait()
+            self._changed.clear()
             self.watch_nowait()
-            for engine in reversed(self.engines[wanted:]):
+            for engine in reversed(self.engines[self.wanted :]):
                 if engine.state == "parked":
                     continue
                 if (task := self._watching.pop(engine.name, None)) is not None:

@@ -96,8 +96,8 @@ class RunRecord:
     @cached_property
     def trained(self) -> Table:
         """One row per trained trajectory: step, group_id, prompt_id, sample_index, branch, reward,
-        num_tokens, num_loss_tokens, tokens_sha, staleness (None without a token in the loss) and spans
-        ([start, end, version] of the tokens in the loss).
+        num_tokens, num_sampled, num_loss_tokens, tokens_sha, staleness (None without a token in the loss)
+        and spans ([start, end, version] of the tokens in the loss).
         """
         record = TrainedRecord(self.run_dir, self.problems, self.config.buffer.max_staleness)
         return table_of(record.trajectories())
@@ -133,6 +133,7 @@ class Entry(TypedDict):
     branch: int
     reward: float
     num_tokens: int
+    num_sampled: NotRequired[int]
     num_loss_tokens: int
     tokens_sha: NotRequired[str]
     spans: list[tuple[int, int, int]]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms import losses
-from asyncrl.algorithms.advantages import overlong_penalty
+from asyncrl.algorithms.advantages import checked_advantages, overlong_penalty
 from asyncrl.algorithms.registry import WHOLE_BATCH, WITHIN_RATIO, importance_cap, resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
@@ -157,15 +157,9 @@ class Objective:
             policy_M, reference_M, unit_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
             penalty_B = losses.kl_reward_penalty(policy_M, reference_M, unit_M, len(reward_B))
             reward_B = reward_B - settings.kl_coefficient * penalty_B
-        advantage_B = self._advantage(reward_B, torch.tensor(groups, dtype=torch.int64))
-        is_one_each = isinstance(advantage_B, Tensor) and advantage_B.shape == reward_B.shape
-        if not (is_one_each and bool(torch.isfinite(advantage_B).all())):
-            raise ConfigError(
-                f"algorithm.advantage={settings.advantage} returned {advantage_B}",
-                rule="it returns a finite float32 tensor, one advantage a reward",
-                way_out="correct the function, or set algorithm.advantage=grpo.",
-            )
-        advantage_N: Float32N = advantage_B.detach().float().numpy()[unit_N]
+        given = self._advantage(reward_B, torch.tensor(groups, dtype=torch.int64))
+        advantage_B = checked_advantages(given, reward_B, settings)
+        advantage_N: Float32N = advantage_B.numpy()[unit_N]
         return advantage_N if settings.distill_weight == 0 else self._taught(batch, advantage_N)
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:

@@ -2,8 +2,8 @@
 
 trained.jsonl has one JSON line per step: `version` (the batch turned it into version + 1), `min_version`,
 `loss` (null if all steps were skipped), `num_loss_tokens`, and for each trajectory its ids, reward,
-`num_tokens`, `num_loss_tokens`, `tokens_sha` (16 hex digits of the sha256 of its int32 token ids) and
-`spans`: [start, end, version] of loss tokens.
+`num_tokens`, `num_sampled`, `num_loss_tokens`, `tokens_sha` (16 hex digits of the sha256 of its int32 token
+ids) and `spans`: [start, end, version] of loss tokens.
 
 A line {"restored": v} voids earlier lines of version v and above.
 """
@@ -208,6 +208,7 @@ def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss
             entry.model_dump(include={"group_id", "prompt_id", "sample_index", "branch", "reward"})
             | {
                 "num_tokens": entry.end - entry.start,
+                "num_sampled": int(arrays.loss_mask[part].sum()),
                 "num_loss_tokens": int(has_loss[part].sum()),
                 "tokens_sha": hashlib.sha256(arrays.token_ids[part].astype("<i4").tobytes()).hexdigest()[:16],
                 "spans": loss_spans(has_loss[part], arrays.versions[part]),
