@@ -42,6 +42,7 @@ from asyncrl.base.http import Caller
 from asyncrl.base.waits import computed
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
+from asyncrl.config.rollout_buffer import RolloutConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool
@@ -216,10 +217,8 @@ class Controller:
             source=PromptSource(TaskPrompts(task, seed=0, shuffle=True)),
             runner=RolloutRunner(generator, timeout_s=3600.0, retries=0),
             spawn=spawn,
-            group_size=GROUP,
+            config=RolloutConfig(group_size=GROUP),
             capacity=self.num,
-            max_failed_groups=16,
-            max_requeues=3,
             journal=journal,
         )
         self.trainer = Trainer(StandIn(self.folder))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from typing import Any, cast
 from fakes import FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
 
 from asyncrl.base.errors import WouldWait
+from asyncrl.config.rollout_buffer import RolloutConfig
 from asyncrl.messages.records import (
     Completion,
     Finished,
@@ -100,13 +101,17 @@ def scored(rollout: Rollout) -> Score:
 def make_producers(
     sink: Any, spawn: Any, generator: Generator, *, source: Any = None, journal: Any = None, **settings: Any
 ) -> Producers:
-    values = {"group_size": 2, "capacity": 8, "max_failed_groups": 3, "max_requeues": 3} | settings
+    values = {"group_size": 2, "max_failed_groups": 3} | settings
     limits = {"timeout_s": values.pop("timeout_s", 100.0), "retries": values.pop("retries", 0)}
+    others = {name: values.pop(name) for name in ("on_failed",) if name in values}
+    capacity = values.pop("capacity", 8)
     return Producers(
         sink=sink,
         source=source or FakeSource(),
         runner=RolloutRunner(generator, **limits),
         spawn=spawn,
         journal=journal or MemoryJournal(),
-        **values,
+        capacity=capacity,
+        config=RolloutConfig(**values),
+        **others,
     )

@@ -20,7 +20,6 @@ from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_
 
 from asyncrl.base.errors import ConfigError, EngineLost
 from asyncrl.config import SupervisionConfig, load_config
-from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Disaggregated
@@ -182,7 +181,7 @@ def test_new_engine_that_fails_to_start_ends_no_run(tmp_path: Path) -> None:
         await asyncio.sleep(10 * START_S)
         assert house.states == ["up", "parked", "parked"]
         assert "the run continues with 1 of 2 engines" in house.lines[-1]
-        assert read_wanted(house.folder, ENGINES, house.scale.range) == 1
+        assert read_wanted(house.folder, ENGINES, house.scale.range.numbers) == 1
         house.processes[1].fails_to_start = 1
         write_wanted(house.folder, ENGINES, 2)
         await asyncio.sleep(10 * START_S)
@@ -250,7 +249,7 @@ def test_deaths_and_scaling_lose_or_double_no_token_and_serve_none_old(
 
 
 def test_run_resumes_with_the_wanted_number_if_it_is_valid(tmp_path: Path) -> None:
-    limits = EngineRange(min=1, max=3)
+    limits = range(1, 4)
     assert read_wanted(tmp_path, ENGINES, limits) is None
     for text in ("4 engines", '{"engines": 9}', '{"engines": "2"}', "[1]"):
         (tmp_path / WANTED_FILE).write_text(text)

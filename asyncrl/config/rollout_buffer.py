@@ -84,6 +84,10 @@ class EngineRange(FrozenConfig):
     max: int = Field(ge=1)
     """Maximum number of engines, used to plan devices, memory and threads."""
 
+    @property
+    def numbers(self) -> range:
+        return range(self.min, self.max + 1)
+
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
         if self.min > self.max:

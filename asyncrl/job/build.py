@@ -112,7 +112,7 @@ async def build(
     await servers.hold(staging_dir)
     checkpoints = Checkpoints(life.run_dir, config.checkpoint)
     fleet = Fleet(life, servers, tokenizer, staging_dir, journal, checkpoints, wait_for_devices)
-    num_engines = read_wanted(life.run_dir, ENGINES, rollout.engine_range) or rollout.engine_range.min
+    num_engines = read_wanted(life.run_dir, ENGINES, rollout.engine_range.numbers) or rollout.engine_range.min
     hash_model = asyncio.to_thread(model_pin.read, model_path)
     if point is None:
         await asyncio.gather(fleet.start(num_engines), hash_model)
@@ -140,10 +140,8 @@ async def build(
         source=feed,
         runner=RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
         spawn=life.spawn,
-        group_size=rollout.group_size,
+        config=rollout,
         capacity=num_rollouts(config, num_engines),
-        max_failed_groups=rollout.max_failed_groups,
-        max_requeues=rollout.max_requeues,
         journal=journal,
         on_failed=partial(reporter.rollout_failed, tokenizer),
     )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import write_whole
 from asyncrl.config import RunConfig
-from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.job.lifecycle import run_again
 from asyncrl.observe.run_dir import read_config
 
@@ -25,22 +24,24 @@ ENGINES = "engines"
 
 
 class LiveSetting(NamedTuple):
-    """`range_of`: limits that the config key `key` sets for the run; `rule` is their reason. `apply` brings a
-    value to the part that follows it.
+    """`range_of`: values that the config key `key` allows the run; `rule` is the reason. `apply` brings a
+    value to the part that follows it. `wider` writes the key so that it allows a value.
     """
 
     key: str
-    range_of: Callable[[RunConfig], EngineRange]
+    range_of: Callable[[RunConfig], range]
     rule: str
     apply: Callable[[Components, int], None]
+    wider: Callable[[int], str] = str
 
 
 LIVE = {
     ENGINES: LiveSetting(
         "rollout.num_engines",
-        lambda config: config.rollout.engine_range,
+        lambda config: config.rollout.engine_range.numbers,
         "memory is planned for this range",
         lambda run, num: run.scale.want_nowait(num),
+        lambda num: f"{{min: 1, max: {num}}}",
     )
 }
 
@@ -54,10 +55,10 @@ async def follow_live(run_dir: Path, config: RunConfig, run: Components) -> None
                 setting.apply(run, num)
 
 
-def read_wanted(run_dir: Path, name: str, limits: EngineRange) -> int | None:
+def read_wanted(run_dir: Path, name: str, allowed: range) -> int | None:
     """Return the number in RUN_DIR/wanted.json, if there is one in range."""
     num = _read_all(run_dir).get(name)
-    return num if isinstance(num, int) and limits.min <= num <= limits.max else None
+    return num if isinstance(num, int) and num in allowed else None
 
 
 def write_wanted(run_dir: Path, name: str, num: int) -> None:
@@ -76,16 +77,17 @@ def scale_run(run_dir: Path, asked: str) -> str:
     if name not in LIVE:
         known = ", ".join(f"{known}=N" for known in LIVE)
         raise ConfigError(f"{asked!r} is not {known}", way_out="correct the name.")
-    key, range_of, rule, _ = LIVE[name]
-    limits = range_of(read_config(run_dir))
+    setting = LIVE[name]
+    allowed = setting.range_of(read_config(run_dir))
     num = int(text) if text.isdecimal() else 0
-    if not limits.min <= num <= limits.max:
-        wide = f"{key}={{min: 1, max: {max(num, limits.max)}}}"
-        again = run_again(run_dir, wide, "--allow-change", key)
+    if num not in allowed:
+        wider = setting.wider(max(num, allowed[-1]))
+        again = run_again(run_dir, f"{setting.key}={wider}", "--allow-change", setting.key)
         raise ConfigError(
-            f"{asked!r} is not {name}=N within {key}={{min: {limits.min}, max: {limits.max}}}",
-            rule=rule,
-            way_out=f"choose a number in it; or stop the run, and resume it with another range: `{again}`.",
+            f"{asked!r} is not {name}=N with N from {allowed[0]} to {allowed[-1]} ({setting.key})",
+            rule=setting.rule,
+            way_out=f"choose such a number; or stop the run, and resume it with another {setting.key}: "
+            f"`{again}`.",
         )
     write_wanted(run_dir, name, num)
     return f"asked for {num} {name}; `asyncrl status {run_dir}` shows their progress"

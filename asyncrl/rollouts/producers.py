@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from asyncrl.base.errors import TaskError, WouldWait
 from asyncrl.buffer.buffer import Buffer
+from asyncrl.config.rollout_buffer import RolloutConfig
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Group, GroupId, Prompt, Rollout, Ticket, UnfinishedGroup, by_task
 from asyncrl.rollouts.rollout import (
@@ -94,10 +95,8 @@ class Producers:
     source: PromptSource
     runner: RolloutRunner
     spawn: Spawn
-    group_size: int
+    config: RolloutConfig
     capacity: InitVar[int]
-    max_failed_groups: int
-    max_requeues: int
     journal: Journal
     on_failed: OnFailed = lambda *_: None
     last_failure: str = field(default="", init=False)
@@ -159,7 +158,7 @@ class Producers:
         group_id = ticket.group_id
         rollouts = dict(unfinished.rollouts)
         failures = dict(unfinished.failures)
-        group = RunningGroup(ticket, unfinished.prompt, self.group_size, rollouts, failures)
+        group = RunningGroup(ticket, unfinished.prompt, self.config.group_size, rollouts, failures)
         self._groups[group_id] = group
         for index in group.to_run:
             name = f"g{group_id}/r{index}"
@@ -259,9 +258,9 @@ class Producers:
         again = self._end_unused(group_id, "failed", prompt, reason, may_succeed=may_succeed)
         if again is not None:
             self._set_aside.append((start_version, again))
-        if self._failed_in_a_row >= self.max_failed_groups:
+        if self._failed_in_a_row >= self.config.max_failed_groups:
             what = f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}"
-            rule = f"rollout.max_failed_groups={self.max_failed_groups} in a row end the run"
+            rule = f"rollout.max_failed_groups={self.config.max_failed_groups} in a row end the run"
             way_out = "correct what the last failure names, then start again."
             raise TaskError(self.name, what, rule=rule, way_out=way_out)
         self.sink.fail_nowait(group_id)
@@ -278,7 +277,7 @@ class Producers:
         """Return the prompt, or None if it is given up."""
         again = None
         num_requeued = None
-        if may_succeed and prompt.num_requeued < self.max_requeues:
+        if may_succeed and prompt.num_requeued < self.config.max_requeues:
             num_requeued = prompt.num_requeued + 1
             again = replace(prompt, num_requeued=num_requeued)
         else:

@@ -49,7 +49,7 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
         rows, place = read_dataset(config.dataset, config.split, config.args)
     else:
         rows, place = read_files(config.files or [], config.args)
-    task = RowTask(rows, place, score, config.prompt_column, config.answer_column)
+    task = RowTask(rows, place, score, config)
     if config.digest not in (None, task.digest):
         what = f"task.digest={config.digest}, and the data have the digest {task.digest}"
         way_out = f"put the data back, or set task.digest={task.digest}."

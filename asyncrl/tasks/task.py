@@ -11,6 +11,7 @@ import xxhash
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from asyncrl.base.errors import ConfigError, Message
+from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.rewards import Reward, RewardFunction
 
@@ -83,20 +84,20 @@ class RowTask:
     rows: Sequence[Mapping[str, Any]]
     place: Callable[[int], str]
     score: RewardFunction
-    prompt_column: str
-    answer_column: str | None
+    config: TaskConfig
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
         digest = xxhash.xxh3_128()
+        prompt_column = self.config.prompt_column
         for index, row in enumerate(self.rows):
             place = self.place(index)
-            for column in (self.prompt_column, self.answer_column):
+            for column in (prompt_column, self.config.answer_column):
                 if column is not None and column not in row:
                     what = f"{place} has no column {column}; its columns are {', '.join(map(str, row))}"
                     way_out = "set task.prompt_column and task.answer_column (or none) to two of them."
                     raise ConfigError(what, way_out=way_out)
-            as_messages(row[self.prompt_column], f"{place}, column {self.prompt_column}")
+            as_messages(row[prompt_column], f"{place}, column {prompt_column}")
             digest.update(json.dumps(row, default=str).encode())
         self.digest = f"xxh3:{digest.hexdigest()}"
 
@@ -105,5 +106,5 @@ class RowTask:
 
     def prompt(self, index: int) -> Item:
         info = dict(self.rows[index])
-        content = info.pop(self.prompt_column)
-        return Item(content, None if self.answer_column is None else info.pop(self.answer_column), info)
+        content, answer_column = info.pop(self.config.prompt_column), self.config.answer_column
+        return Item(content, None if answer_column is None else info.pop(answer_column), info)

@@ -76,9 +76,9 @@ class Gateway:
         """`on_broken` ends the run."""
         self._config = config
         self._model = rules.model_name
-        self._sessions = Sessions(config)
+        self.sessions = Sessions(config)
         self._refused = Counter[int]()
-        self._route = EngineRoute(self._sessions, engine, tokenizer, tool_format, rules, seed_of, on_broken)
+        self._route = EngineRoute(self.sessions, engine, tokenizer, tool_format, rules, seed_of, on_broken)
         self.open_nowait = self._route.open_nowait
         self._socket: socket.socket | None = None
         self.listener = AppServer(
@@ -132,7 +132,7 @@ class Gateway:
         return url
 
     async def aclose(self) -> None:
-        self._sessions.end_all_nowait("the run has ended")
+        self.sessions.end_all_nowait("the run has ended")
         await self.listener.aclose()
         if self._socket is not None:
             self._socket.close()
@@ -173,7 +173,7 @@ class Gateway:
         return answer
 
     async def _answer(self, dialect: Dialect, request: Request, reply: _Reply) -> None:
-        session = self._sessions.find(shown_key(request))
+        session = self.sessions.find(shown_key(request))
         try:
             async with session.in_hand(request.scope["connection"]):
                 await self._complete(session, dialect, request, reply)
@@ -211,13 +211,13 @@ class Gateway:
         await reply.write(rest, is_last=True, is_stream=asked.stream)
 
     async def _count(self, request: Request) -> Response:
-        session = self._sessions.find(shown_key(request))
+        session = self.sessions.find(shown_key(request))
         async with session.in_hand(request.scope["connection"]):
             body = await read_body(request, MAX_BODY_BYTES)
             return JSONResponse({"input_tokens": await session.route.count(session, MESSAGES, body)})
 
     async def _models(self, request: Request) -> Response:
-        self._sessions.find(shown_key(request))
+        self.sessions.find(shown_key(request))
         return JSONResponse(model_body(self._model, request.path_params.get("model")))
 
 
