@@ -253,7 +253,14 @@ def _place_of(prompt_id: str) -> tuple[int, int, str]:
 def make_rota(shares: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return (task, number of its draw) for a cycle of tasks, each as often as its share.
 
-    Draw k of a task with share s is due at (k + 1/2) / s of the cycle.
+    Draw k of a task with share s lies between k / s and (k + 1) / s of the cycle; the earliest end is next.
+    So each task stays within one draw of its share (Pfair, https://doi.org/10.1007/BF01940883).
     """
-    due = sorted(((2 * k + 1) / share, name, k) for name, share in shares.items() for k in range(share))
-    return [(name, k) for _, name, k in due]
+    size, rota = sum(shares.values()), list[tuple[str, int]]()
+    drawn = dict.fromkeys(shares, 0)
+    for place in range(size):
+        begun = [name for name, share in shares.items() if drawn[name] * size < (place + 1) * share]
+        name = min(begun, key=lambda name: -(-(drawn[name] + 1) * size // shares[name]))
+        rota.append((name, drawn[name]))
+        drawn[name] += 1
+    return rota
