@@ -245,7 +245,7 @@ def export(
 @app.command()
 def scale(
     run_dir: NamedRun,
-    asked: Annotated[str, Argument(metavar="NAME=N", help="engines=N: the number of engines from now on.")],
+    asked: Annotated[str, Argument(metavar="NAME=N", help="A live setting, such as engines=3.")],
 ) -> None:
     """Change a live setting of a running job, such as engines=3 within rollout.num_engines={min: 1, max: 8}.
 

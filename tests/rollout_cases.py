@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+import math
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
 from fakes import FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
 
 from asyncrl.base.errors import WouldWait
+from asyncrl.config import EvalConfig
 from asyncrl.config.rollout_buffer import RolloutConfig
 from asyncrl.messages.records import (
     Completion,
@@ -20,6 +22,7 @@ from asyncrl.messages.records import (
     Ticket,
     VersionSpan,
 )
+from asyncrl.rollouts.evaluation import HeldOut
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import Generator, RolloutRunner, Score, SingleTurn, make_trajectory
 from asyncrl.testing.virtual_time import run_virtual
@@ -96,6 +99,14 @@ def scored(rollout: Rollout) -> Score:
         return rollout
 
     return score
+
+
+def make_held_out(generator: Any, prompts: Sequence[Any], **values: Any) -> HeldOut:
+    """An evaluation; `values` are fields of HeldOut, and keys of its config."""
+    keys = values.keys() & (EvalConfig.model_fields.keys() - {"name"})
+    given = {"samples": 2, "slots": 4, "every": 1, "timeout_s": math.inf}
+    config = EvalConfig.model_construct(**given | {key: values.pop(key) for key in keys})
+    return HeldOut(generator=generator, prompts=prompts, config=config, **values)
 
 
 def make_producers(

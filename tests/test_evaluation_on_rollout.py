@@ -12,14 +12,14 @@ from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_cases import single_turn
+from rollout_cases import make_held_out, single_turn
 from turn_cases import EngineRooms, play
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.colocate import Disaggregated
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.messages.trainer_api import ExportResponse
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation
 
 PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
 ONCE_S = 3 * 10 * 0.1
@@ -56,9 +56,9 @@ class Apart(EngineRooms):
             wait_released=lambda: self.evaluation.wait_released(),
         )
         generator = single_turn(self.pool.counted_apart(), max_tokens=10)
-        limits: Any = {"samples": 2, "slots": 4, "every": every, "last": last, "timeout_s": timeout_s}
+        limits: Any = {"every": every, "last": last, "timeout_s": timeout_s}
         self.evaluation = Evaluation(
-            [HeldOut(generator=generator, prompts=PROMPTS, **limits)],
+            [make_held_out(generator, PROMPTS, **limits)],
             None,
             Path(),
             on_result=self.results.append,

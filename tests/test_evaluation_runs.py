@@ -18,7 +18,7 @@ from fake_engine import FakeEngineServer
 from fakes import FakeEngine, FakeScorer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from rollout_cases import one_token, single_turn, virtual
+from rollout_cases import make_held_out, one_token, single_turn, virtual
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
@@ -52,15 +52,7 @@ class House:
         schedule: Any = {"last": last, "at_start": at_start, "timeout_s": timeout_s}
         self.evaluation = Evaluation(
             [
-                HeldOut(
-                    generator=generator,
-                    prompts=PROMPTS,
-                    samples=2,
-                    slots=4,
-                    name=name,
-                    every=each,
-                    **schedule,
-                )
+                make_held_out(generator, PROMPTS, name=name, every=each, **schedule)
                 for name, each in ({"": every} if isinstance(every, int) else every).items()
             ],
             target,
@@ -130,11 +122,10 @@ def test_schedule_is_the_same_after_a_resume(
     last = versions[-1]
     multiples = range(0 if at_start else every, last + 1, every)
     expected = {min(v for v in versions if v >= multiple) for multiple in multiples} | {last}
-    settings: Any = {"generator": None, "prompts": (), "samples": 1, "slots": 1}
-    settings |= {"every": every, "last": last, "at_start": at_start}
-    schedule = HeldOut(**settings)
+    settings: Any = {"every": every, "last": last, "at_start": at_start}
+    schedule = make_held_out(None, (), **settings)
     due = [version for version in versions[:cut] if schedule.is_due_nowait(version)]
-    resumed = HeldOut(evaluated=max(due, default=None), **settings)
+    resumed = make_held_out(None, (), evaluated=max(due, default=None), **settings)
     due += [version for version in versions[cut:] if resumed.is_due_nowait(version)]
     assert due == sorted(expected)
 
@@ -164,9 +155,9 @@ async def test_run_ends_and_keeps_no_file_whatever_the_engine_does(
 # ---- one evaluation
 
 
-def make_held_out(engine: Any, scorer: Any = None, prompts: Any = None, **values: Any) -> HeldOut:
+def held_out_of(engine: Any, scorer: Any = None, prompts: Any = None, **values: Any) -> HeldOut:
     generator = single_turn(engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8)
-    return HeldOut(generator=generator, prompts=prompts or PROMPTS[:4], samples=2, slots=3, **values)
+    return make_held_out(generator, prompts or PROMPTS[:4], slots=3, **values)
 
 
 @virtual
@@ -178,7 +169,7 @@ async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
 
     engine = FakeEngine(latency_s=lambda request: 99.0 if "0/0/s1" in request.request_id else 1.0)
     prompts = [*PROMPTS[:2], Prompt("0/2", ({"role": "user", "content": "far too long"},)), *PROMPTS[3:5]]
-    result = await make_held_out(engine, FakeScorer(reward), prompts, rollout_timeout_s=50.0).evaluate(0)
+    result = await held_out_of(engine, FakeScorer(reward), prompts, rollout_timeout_s=50.0).evaluate(0)
     assert [prompt_id for prompt_id, _ in result.samples] == ["0/0", "0/4", "0/4"]
     assert result.num_failed == 7
     assert "eval-v0/0/3/s1 (prompt 0/3) raised KeyError: 'answer'" in result.last_failure

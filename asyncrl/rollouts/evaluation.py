@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 
 from asyncrl.base.errors import PublishError, RoomError
 from asyncrl.base.waits import note_span, waiting, within
+from asyncrl.config import EvalConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.messages.trainer_api import ExportResponse
@@ -68,11 +69,11 @@ class EvalResult:
 
 @dataclass(eq=False, kw_only=True)
 class HeldOut:
-    """Each prompt is sampled `samples` times, at most `slots` rollouts at once, without retries.
+    """Each prompt is sampled config.samples times, at most config.slots rollouts at once, without retries.
 
-    Evaluated versions: the first at or after each multiple of `every` (0 included with `at_start`), and the
-    last. `evaluated`: newest version evaluated before a resume. `broken`: engine errors that reached a
-    harness; with one, a failed rollout is no data.
+    Evaluated versions: the first at or after each multiple of config.every (0 included with config.at_start),
+    and the last. `evaluated`: newest version evaluated before a resume. `broken`: engine errors that reached
+    a harness; with one, a failed rollout is no data.
 
     Every token was sampled at its version. Seeds depend only on prompt and sample, so that two evaluations
     differ only by weights.
@@ -80,23 +81,20 @@ class HeldOut:
 
     generator: Generator
     prompts: Sequence[Prompt]
-    samples: int
-    slots: int
+    config: EvalConfig
     name: str = ""
-    every: int = 1
     last: int = 0
-    at_start: bool = True
-    timeout_s: float = math.inf
     rollout_timeout_s: float | None = None
     broken: list[RoomError] = field(default_factory=list)
     evaluated: int | None = None
 
     def __post_init__(self) -> None:
-        self.newest = (-1 if self.at_start else 0) if self.evaluated is None else self.evaluated
+        self.newest = (-1 if self.config.at_start else 0) if self.evaluated is None else self.evaluated
         """Version evaluated last, or due."""
 
     def is_next(self, version: int) -> bool:
-        is_due = version >= self.last or version // self.every > self.newest // self.every
+        every = self.config.every
+        is_due = version >= self.last or version // every > self.newest // every
         return is_due and self.newest < self.last
 
     def is_due_nowait(self, version: int) -> bool:
@@ -110,7 +108,7 @@ class HeldOut:
         """Return all samples, in prompt order. Raises RoomError if the engine is lost."""
         self.broken.clear()
         runner = RolloutRunner(self.generator, timeout_s=self.rollout_timeout_s, retries=0)
-        slots = Slots(self.slots)
+        slots = Slots(self.config.slots)
         attempts = [
             RolloutAttempt(
                 f"eval-v{version}/{prompt.prompt_id}/s{index}",
@@ -119,7 +117,7 @@ class HeldOut:
                 index,
             )
             for number, prompt in enumerate(self.prompts)
-            for index in range(self.samples)
+            for index in range(self.config.samples)
         ]
         runs = (runner.run(each, slots=slots, order=(place,)) for place, each in enumerate(attempts))
         outcomes = await asyncio.gather(*runs, return_exceptions=True)
@@ -291,7 +289,7 @@ class Evaluation:
         try:
             if pending.weights is not None:
                 self.stats.state = "loading"
-                await self._load(pending.weights, pending.due[0].timeout_s)
+                await self._load(pending.weights, pending.due[0].config.timeout_s)
             for held_out in pending.due:
                 await self._sample(held_out, pending.version, start_s)
                 start_s = asyncio.get_running_loop().time()
@@ -309,7 +307,7 @@ class Evaluation:
         stats = self.stats
         stats.state = "sampling"
         engines = "the rollout engines" if self.target is None else self.target.name
-        limit = self._limit = asyncio.timeout(held_out.timeout_s)
+        limit = self._limit = asyncio.timeout(held_out.config.timeout_s)
         try:
             with waiting(f"the samples of policy_version {version}", on=f"{engines}, the reward function"):
                 async with limit:
@@ -321,7 +319,7 @@ class Evaluation:
                 stats.abandoned += 1
                 self.on_trouble(
                     f"evaluation {held_out.name} of policy_version {version} did not end within "
-                    f"eval.timeout_s={held_out.timeout_s}; raise it, or lower eval.num_prompts"
+                    f"eval.timeout_s={held_out.config.timeout_s}; raise it, or lower eval.num_prompts"
                 )
             return
         finally:
