@@ -82,8 +82,6 @@ class Lifecycle:
         try:
             try:
                 code = await self._live(live)
-                if self.signal is not None:  # it has stopped early
-                    code = 128 + self.signal
             except asyncio.CancelledError:
                 if self.signal is None:
                     raise

@@ -139,7 +139,7 @@ class Job:
         await self._start_services(run, unfinished)
         await self._train_loop(run)
         await self._end(run)
-        return 0
+        return 0 if life.signal is None else 128 + life.signal
 
     def _start_guards(self, run: Components) -> None:
         watchdog = self._make_watchdog(run)
