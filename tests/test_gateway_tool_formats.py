@@ -220,7 +220,9 @@ def test_shown_pieces_are_a_prefix_of_the_content(name: str, data: st.DataObject
 def test_thought_whose_mark_is_half_there_is_not_shown() -> None:
     tool_format = find_tool_format("gpt_oss", "")
     thought = "".join(tool_format.thinking)
-    assert {tool_format.show(thought[:cut])[0] for cut in range(len(thought) + 1)} == {""}
+    for before in ("", "\n", "<|start|>assistant", "\n<|start|>assistant"):
+        text = before + thought
+        assert {tool_format.show(text[:cut])[0] for cut in range(len(text) + 1)} == {""}
 
 
 @pytest.mark.parametrize("name", NAMES)

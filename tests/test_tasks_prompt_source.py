@@ -86,6 +86,7 @@ def test_task_stays_within_one_draw_of_its_share(shares: dict[str, int]) -> None
         drawn[name] += 1
         assert all(abs(drawn[task] - share * draw / len(rota)) < 1 for task, share in shares.items())
     assert drawn == shares
+    assert rota == make_rota(dict(reversed(shares.items()))), "the order of the tasks does not matter"
 
 
 def difficult(size: int) -> Epochs:

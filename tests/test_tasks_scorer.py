@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from asyncrl.base.user_code import GRACE_S
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt
 from asyncrl.tasks import TaskScorer, build_task
-from asyncrl.tasks.rewards import UserCodeFailed, as_reward
+from asyncrl.tasks.rewards import UserCodeFailed, as_reward, optional
 
 TOKENIZER: Any = FakeTokenizer()
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
@@ -169,6 +170,39 @@ async def test_reward_sees_the_logprobs_that_it_asks_for(rewards: Path) -> None:
         config = TaskConfig(files=["rows.jsonl"], reward="rewards_here:sure", reward_pool=pool)
         scorer = TaskScorer(build_task(config, 0), config, TOKENIZER, seed=0)
         assert await scorer.score(PROMPT, sampled("four")) == -2.0
+
+
+@pytest.mark.parametrize(("special_tokens", "text"), [("visible", "a<x>b"), ("stripped", "ab")])
+@pytest.mark.asyncio
+async def test_reward_sees_special_tokens_but_no_end_of_turn(special_tokens: str, text: str) -> None:
+    def decode(ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(("" if skip_special_tokens else "<x>") if one == 1 else chr(one) for one in ids)
+
+    tokenizer: Any = SimpleNamespace(end_ids={0}, decode=decode)
+    seen: list[str] = []
+    task: Any = SimpleNamespace(score=lambda prompt, completion: seen.append(completion) or 1.0)
+    config = TaskConfig(python="x:y", reward_pool="inline", special_tokens=special_tokens)  # type: ignore[arg-type]
+    scorer = TaskScorer(task, config, tokenizer, seed=0)
+    for ids in ((97, 1, 98, 0), (97, 1, 98)):
+        assert await scorer.score(PROMPT, Completion(ids)) == 1.0
+    assert seen == [text, text]
+
+
+def test_only_a_further_parameter_gets_the_record() -> None:
+    def third(prompt: Any, sampled: Any, answer: Any) -> float:
+        return 0.0
+
+    def only(prompt: Any, completion: Any, sampled: Any, /) -> float:
+        return 0.0
+
+    def fourth(prompt: Any, completion: Any, answer: Any, sampled: Any) -> float:
+        return 0.0
+
+    def named(*args: Any, sampled: Any) -> float:
+        return 0.0
+
+    asks = [bool(optional(one, Completion(), 3)) for one in (third, only, fourth, named, print)]
+    assert asks == [False, False, True, True, False]
 
 
 MOODS = {"die": "ended its process .exit code 7.", "raise": "raised KeyError"}

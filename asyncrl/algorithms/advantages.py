@@ -1,8 +1,8 @@
-"""Advantages from the rewards of a batch: one number per sample, shared by its tokens; their check.
+"""Advantages from the rewards of a batch: one number per sample, shared by its tokens.
 
-Functions take `reward_B` float32, finite, and `group_B` int64 (0 to num_groups - 1), and return float32
-[B]. If all compared rewards are equal, the advantage is exactly 0. Standard deviations are of the
-population, except in grpo_sample and lite_ppo.
+All functions but checked_advantages take `reward_B` float32, finite, and `group_B` int64 (0 to num_groups -
+1), and return float32 [B]. If all compared rewards are equal, the advantage is exactly 0. Standard deviations
+are of the population, except in grpo_sample and lite_ppo.
 """
 
 from __future__ import annotations

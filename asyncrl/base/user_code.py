@@ -74,7 +74,7 @@ def check_call(
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:
         what = f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}"
-        names = ", and the names of task.args or generator.args" if keywords else ""
+        names = f", and {', '.join(keywords)}" if keywords else ""
         raise ConfigError(what, way_out=f"give it exactly these parameters{names}.") from error
     except ValueError:  # a builtin without a signature
         return

@@ -86,8 +86,7 @@ def scale_run(run_dir: Path, asked: str) -> str:
         raise ConfigError(
             f"{asked!r} is not {name}=N with N from {allowed[0]} to {allowed[-1]} ({setting.key})",
             rule=setting.rule,
-            way_out=f"choose such a number; or stop the run, and resume it with another {setting.key}: "
-            f"`{again}`.",
+            way_out=f"stop the run, and resume it with another {setting.key}: `{again}`.",
         )
     write_wanted(run_dir, name, num)
     return f"asked for {num} {name}; `asyncrl status {run_dir}` shows their progress"

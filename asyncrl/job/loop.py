@@ -262,7 +262,7 @@ class Job:
             stopping.cancel()
 
     async def _end(self, run: Components) -> None:
-        is_interrupted = self.life.stop.is_set()
+        is_interrupted = self.life.signal is not None
         self.life.can_stop = is_interrupted  # else a signal cancels from here
         has_evaluation = run.evaluation is not None and not is_interrupted
         self.life.cancel_tasks(all_but=GUARDS + EVALUATING if has_evaluation else GUARDS)

@@ -144,7 +144,7 @@ class EngineScale:
             self._changed.set()
 
     async def follow(self) -> None:
-        """Start and park engines until `wanted` work."""
+        """Keep `wanted` engines working."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_PERIOD_S):

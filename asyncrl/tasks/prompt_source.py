@@ -260,7 +260,7 @@ def make_rota(shares: Mapping[str, int]) -> list[tuple[str, int]]:
     drawn = dict.fromkeys(shares, 0)
     for place in range(size):
         begun = [name for name, share in shares.items() if drawn[name] * size < (place + 1) * share]
-        name = min(begun, key=lambda name: -(-(drawn[name] + 1) * size // shares[name]))
+        name = min(begun, key=lambda name: (-(-(drawn[name] + 1) * size // shares[name]), name))
         rota.append((name, drawn[name]))
         drawn[name] += 1
     return rota

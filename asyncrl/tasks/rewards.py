@@ -28,14 +28,17 @@ def reward_function(config: TaskConfig) -> RewardFunction:
     if config.reward not in ("math", None):
         function = load_object(config.reward, "task.reward")
         said, usage = f"task.reward={config.reward}", "reward(prompt, completion, answer)"
-        check_call(function, (None, "", None), optional(function, None), said=said, usage=usage)
+        check_call(function, (None, "", None), optional(function, Completion(), 3), said=said, usage=usage)
 
-    def score(prompt: Prompt, completion: str, sampled: Completion | None = None) -> Any:
+    def score(prompt: Prompt, completion: str) -> Any:
         if config.reward is None:
             raise no_reward(prompt)
-        return function(prompt, completion, prompt.answer, **optional(function, sampled))
+        return function(prompt, completion, prompt.answer)
 
-    return score
+    def score_sampled(prompt: Prompt, completion: str, *, sampled: Completion) -> Any:
+        return function(prompt, completion, prompt.answer, sampled=sampled)
+
+    return score_sampled if optional(function, Completion(), 3) else score
 
 
 class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned into a ConfigError
@@ -53,12 +56,16 @@ def user_code(*passed: type[BaseException]) -> Iterator[None]:
         raise UserCodeFailed(raised(error)) from error
 
 
-def optional(function: Any, sampled: Completion | None) -> Mapping[str, Any]:
-    """Return the arguments that the function may ask for by name: `sampled`, the ids and logprobs."""
+def optional(function: Any, sampled: Completion, num_others: int = 2) -> Mapping[str, Any]:
+    """Return what the function asks for by name, after `num_others` positional arguments: `sampled`, the ids
+    and logprobs.
+    """
     try:
-        names = inspect.signature(function).parameters
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # not callable, or a builtin
         return {}
+    names = [one.name for one in parameters[num_others:] if one.kind is one.POSITIONAL_OR_KEYWORD]
+    names += [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
     return {"sampled": sampled} if "sampled" in names else {}
 
 

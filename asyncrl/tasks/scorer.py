@@ -26,6 +26,7 @@ from asyncrl.tasks.rewards import (
     call,
     call_async,
     no_reward,
+    optional,
     user_code,
 )
 from asyncrl.tasks.sources import build_score
@@ -110,8 +111,9 @@ class TaskScorer:
         try:
             with waiting("their rewards", on="the reward function"):
                 if self._processes is not None:
+                    sent = replace(sampled, routing=b"") if optional(self._score, sampled) else Completion()
                     async with self._free:
-                        return await self._processes.run(prompt, text, replace(sampled, routing=b""))
+                        return await self._processes.run(prompt, text, sent)
                 if self._is_inline:
                     reward = call(self._score, prompt, text, sampled)
                 else:

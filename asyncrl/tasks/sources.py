@@ -16,7 +16,7 @@ from asyncrl.base.user_code import check_call, load_object
 from asyncrl.config import EvalConfig, RunConfig, TaskConfig
 from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.config.run_config import key_of
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import Completion, Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.rewards import (
@@ -144,7 +144,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
         raise ConfigError(what, rule=rule, way_out="add it; examples/my_task.py shows one.")
     check_call(task.prompt, (0,), {}, said=said, usage="prompt(index)")
     usage = "score(prompt, completion)"
-    check_call(task.score, (None, ""), optional(task.score, None), said=said, usage=usage)
+    check_call(task.score, (None, ""), optional(task.score, Completion()), said=said, usage=usage)
     return task
 
 

@@ -295,10 +295,11 @@ class ToolFormat:
         pieces: list[str] = []
         noise = _compiled(self.noise)
         for found in noise.finditer(text, start, end, partial=True) if self.noise else ():
-            begin = found.start() if text[: found.start()].strip() else 0  # white space may belong to it
+            begins = {found.start()} if text[: found.start()].strip() else {found.start(), 0}
             is_mark = found[0] in self.marks
-            if found.end() == end or (is_mark and noise.fullmatch(text, begin, end, partial=True)):
-                # it may continue
+            if found.end() == end or (
+                is_mark and any(noise.fullmatch(text, begin, end, partial=True) for begin in begins)
+            ):  # it may continue; white space before it may belong to it
                 end = found.start()
                 break
             pieces.append(text[start : found.start()].rstrip())
