@@ -87,8 +87,9 @@ class TaskConfig(FrozenConfig):
     answer_column: str | None = "answer"
     """Column with the reference answer for the reward function (none = no such column)."""
     reward: str | None = None
-    """`module:function` with (prompt, completion, answer) -> float, or `math` for math-verify. Not for
-    python, reasoning_gym and verifiers, which score themselves."""
+    """`module:function` with (prompt, completion, answer) -> float, or `math` for math-verify. A further
+    parameter `sampled` gets ids and logprobs. Not for python, reasoning_gym and verifiers, which score
+    themselves."""
     system_prompt: str | None = None
     """System message before every prompt (none = no system message)."""
     shuffle: bool = True
