@@ -139,6 +139,22 @@ def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
     assert "a run waits 600 s for a node that it needs" in error
 
 
+def test_node_that_is_lost_after_its_engine_is_told_once() -> None:
+    async def story(house: House) -> None:
+        house.fakes[1].die()
+        await asyncio.sleep(0.5)
+        house.processes[1].child.is_node_gone = True
+        await asyncio.sleep(60.0)
+        house.processes[1].child.is_node_gone = False
+        await asyncio.sleep(5.0 + START_S + 1.0)
+        assert house.pool.down == ()
+        first, second = house.told
+        assert first.endswith("restarting engine-1, 1 of 3")
+        assert second.endswith("restarting engine-1, once its node is back; the run continues without it")
+
+    live(story)
+
+
 def test_scaling_keeps_versions_and_requests(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         house.trainer.step()

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -256,11 +256,14 @@ class RayNode:
         """Raises NodeLost without an answer, RoomError if the method raised."""
         if self._lost:
             raise self.gone(self.node.name)
+        actor = self.actor
         try:
-            return await _within(timeout_s, getattr(self.actor, method), *arguments)
+            return await _within(timeout_s, getattr(actor, method), *arguments)
         except RayTaskError as error:
             raise RoomError(self.node.name, f"{method} failed: {_reason(error)}") from error
         except LOST_ERRORS as error:
+            if isinstance(error, ActorDiedError):  # the next open() starts another
+                self.lose_nowait(actor, error)
             raise self.gone(self.node.name, f"does not answer: {_reason(error)}") from error
 
     async def aclose(self) -> None:

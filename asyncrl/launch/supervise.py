@@ -92,15 +92,18 @@ class Supervisor:
         """`_worked_s` at each counting restart."""
         self._waits_since_s: float | None = None
         lost = None if self.is_up else await self._start()
+        is_told = False
         while True:
-            was_node_gone = isinstance(lost, NodeLost)
             if lost is None:
                 since_s = clock()
                 lost = await self._until_lost(asyncio.Event().wait())
                 self._worked_s += clock() - since_s
                 self._waits_since_s = None
+                is_told = False
             if lost is not None:
-                lost = await self._replace(lost, is_told=was_node_gone)
+                is_node_gone = isinstance(lost, NodeLost)
+                lost = await self._replace(lost, is_told=is_told)
+                is_told = is_node_gone
 
     def _allow(self, lost: RoomError) -> tuple[str, float]:
         """Return the allowance as text, and seconds to wait. Raises the final RoomError.
