@@ -293,19 +293,20 @@ class ToolFormat:
         begun = _compiled(self.head).search(text, start, partial=True)
         end = begun.start() if begun else len(text)
         pieces: list[str] = []
-        noise = _compiled(self.noise)
-        for found in noise.finditer(text, start, end, partial=True) if self.noise else ():
-            begins = {found.start()} if text[: found.start()].strip() else {found.start(), 0}
+        for found in _compiled(self.noise).finditer(text, start, end, partial=True) if self.noise else ():
             is_mark = found[0] in self.marks
-            if found.end() == end or (
-                is_mark and any(noise.fullmatch(text, begin, end, partial=True) for begin in begins)
-            ):  # it may continue; white space before it may belong to it
+            if found.end() == end or (is_mark and self._may_grow(text, found.start(), end)):
                 end = found.start()
                 break
             pieces.append(text[start : found.start()].rstrip())
             start = found.end()
         shown = text[start:end].rstrip()
         return "".join([*pieces, shown]), start + len(shown)
+
+    def _may_grow(self, text: str, start: int, end: int) -> bool:
+        """Return whether the mark at `start`, with white space before it, may begin longer noise."""
+        begins = (start, 0) if text[:start].isspace() else (start,)
+        return any(_compiled(self.noise).fullmatch(text, at, end, partial=True) for at in begins)
 
     def prefill(self, name: str | None) -> str | None:
         """Return the beginning of an answer that forces a call of this or any tool. It must not end with a
