@@ -24,7 +24,7 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
-from asyncrl.base.errors import ConfigError, ErrorBody, Message, RoomError, fatal_line
+from asyncrl.base.errors import ConfigError, ErrorBody, Message, RoomError, fatal_line, first_cause
 from asyncrl.base.host import LOG_FORMAT, hide_memory
 from asyncrl.base.http import (
     SECRET_ENV,
@@ -104,8 +104,11 @@ class Worker:
                 log.info("worker %s: the run is done", self.name)
                 for task in (heartbeats, *self.running.values()):
                     task.cancel()
-        except* (ConfigError, RoomError) as errors:
-            raise errors.exceptions[0] from None
+        except BaseExceptionGroup as errors:  # Python 3.11.2 wraps what an except* raises
+            error = first_cause(errors)
+            if not isinstance(error, (ConfigError, RoomError)):
+                raise
+            raise error from None
         finally:
             leaving = self._request(0, is_leaving=True)
             with contextlib.suppress(CallLost, CallRefused):
