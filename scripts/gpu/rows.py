@@ -55,7 +55,7 @@ class Row:
 def _speed(
     part: int, shape: str, tokens: int, anchor: tuple[float, float], peer: str, *, checkpointing: bool = False
 ) -> Row:
-    """`anchor`: estimated tokens/s and MFU on one H100 with compiled layers and FlashAttention 2."""
+    """`anchor`: estimated tokens/s and MFU on one H100 with compiled layers and FlashAttention 3."""
     name = f"{shape}-{tokens // 1000}k{'-checkpointing' if checkpointing and shape == '0.6B' else ''}"
     arguments = {"shape": shape, "tokens": tokens, "anchor": anchor, "peer": peer}
     arguments |= {"num_sequences": 4 if tokens < 20_000 else 2, "checkpointing": checkpointing}
@@ -64,8 +64,9 @@ def _speed(
 
 PRIME_RL = "prime-rl on one H100, recomputing all:"
 ROWS = (
-    _speed(1, "0.6B", 16_384, (27_200, 0.25), f"{PRIME_RL} 11,900 tok/s, 11.1 %"),
-    _speed(1, "4B", 16_384, (7_300, 0.28), "prime-rl on 8 H200: 14.7 %", checkpointing=True),
+    Row(1, "attention", "kernels.attention"),
+    _speed(1, "0.6B", 16_384, (43_700, 0.41), f"{PRIME_RL} 11,900 tok/s, 11.1 %"),
+    _speed(1, "4B", 16_384, (10_000, 0.39), "prime-rl on 8 H200: 14.7 %", checkpointing=True),
     Row(1, "0.6B-ipc", "pushes.by_chunks", {"shape": "0.6B"}),
     Row(1, "turns-ipc", "turns.handover", {"way": "ipc"}),
     Row(1, "quickstart", "jobs.learns", {"config": "quickstart"}),
