@@ -12,7 +12,11 @@ here=$PWD
 
 unpack() { # BUNDLE FOLDER
     [ -e "$bundles/$1.tar.xz" ] || return 0
-    xz --decompress --stdout --threads=0 "$bundles/$1.tar.xz" | tar -xf - -C "$2"
+    if command -v xz >/dev/null; then
+        xz --decompress --stdout --threads=0 "$bundles/$1.tar.xz" | tar -xf - -C "$2"
+    else
+        python3 -m tarfile -e "$bundles/$1.tar.xz" "$2"
+    fi
 }
 
 mkdir -p "$site"
