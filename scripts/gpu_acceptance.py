@@ -47,7 +47,7 @@ from gpu.rows import MARK, ROWS, Bench, NotRunError, Row, say  # noqa: E402
 PART_S = 530.0
 """Limit of a part."""
 LAST_START_S = 480.0
-TAIL = 15
+TAIL = 60
 """Output lines that are shown of a broken row."""
 
 

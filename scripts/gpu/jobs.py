@@ -118,6 +118,7 @@ APART = {"trainer": 0, "rollout": 1}
 TURNS = {"trainer": 0, "rollout": "trainer"}
 BOTH_IN_TURNS = {"trainer": [0, 1], "rollout": "trainer"}
 NUM_STEPS = 8
+ONE_DEVICE = {"max_tokens": 256, "group_size": 8, "slots": 64}
 Sections = dict[str, dict[str, Any]]
 
 
@@ -139,22 +140,34 @@ def _pushed(engine: str) -> dict[str, Sections]:
 CASES: dict[str, dict[str, Sections]] = {
     "nccl": _pushed("vllm"),
     "nccl-embedded": _pushed("embedded"),
-    "sleep": {name: _colocated(TURNS, weight_sync={"transport": name}) for name in ("ipc", "shm")},
+    "vllm-colocated": {
+        "colocated": _colocated(
+            TURNS, weight_sync={"transport": "ipc"}, rollout=ONE_DEVICE | {"deterministic": False}
+        )
+    },
+    "vllm-async": {
+        "async, share 0.35": {
+            "placement": {"trainer": 0, "rollout": 0, "share": 0.35},
+            "buffer": {"max_staleness": 2},
+            "rollout": ONE_DEVICE,
+        }
+    },
     "tensor-parallel": {
         "tensor_parallel=2": _colocated(
             BOTH_IN_TURNS, trainer={"world_size": 2}, rollout={"tensor_parallel": 2}
         )
     },
     "batch-invariance": {
-        f"deterministic=true, {slots} slots": _apart(0, rollout={"deterministic": True, "slots": slots})
+        f"deterministic=true, {slots} slots": _colocated(
+            TURNS, rollout=ONE_DEVICE | {"deterministic": True, "slots": slots}
+        )
         for slots in (64, 16)
     },
-    "async-against-sync": {f"max_staleness={staleness}": _apart(staleness) for staleness in (4, 0)},
     "one-device": {
         name: {
             "placement": {"trainer": 0, "rollout": rollout, "share": share},
             "buffer": {"max_staleness": staleness},
-            "rollout": {"engine": "embedded", "max_tokens": 256, "group_size": 8, "slots": 64},
+            "rollout": ONE_DEVICE | {"engine": "embedded"},
         }
         for name, rollout, share, staleness in (
             ("async, share 0.35", 0, 0.35, 2),
@@ -164,7 +177,7 @@ CASES: dict[str, dict[str, Sections]] = {
     },
 }
 """Config sections of the runs of each row, by name."""
-ON_ONE_DEVICE = ("sleep", "one-device")
+ON_ONE_DEVICE = ("vllm-colocated", "vllm-async", "batch-invariance", "one-device")
 
 
 def job_config(bench: Bench, model: Path | None, sections: Sections) -> dict[str, Any]:
@@ -194,7 +207,7 @@ def in_cases(bench: Bench, case: str) -> None:
     lacking += [f"{num_devices} CUDA devices"] if torch.cuda.device_count() < num_devices else []
     if lacking:
         raise NotRunError(f"needs {' and '.join(lacking)}")
-    model = make_folder(bench, "0.6B") if case == "one-device" else None
+    model = make_folder(bench, "0.6B") if case in ON_ONE_DEVICE else None
     tokens = []
     for number, (name, sections) in enumerate(runs.items()):
         config = bench.folder / f"{case}-{number}.yaml"

@@ -57,7 +57,7 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
     staging = new_staging_dir()
     times: list[Times] = []
     try:
-        cut = _make_chunks(sets[0], staging, device, dtype)
+        cut = make_chunks(sets[0], staging, device, dtype)
         serving = engine_server("embedded", folder, bench.folder, slots=SLOTS, max_length=MAX_LENGTH, **given)
         async with serving as (server, _):
             pool = EnginePool([server], slots=SLOTS)
@@ -81,7 +81,7 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
         bench.memory(planned, torch.cuda.max_memory_allocated(), is_limit=False)
 
 
-def _make_chunks(weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype) -> Chunks:
+def make_chunks(weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype) -> Chunks:
     """Return chunks as a colocated trainer makes them."""
     entries = [entries_of(chunk, dtype) for chunk in chunks_of(weights, dtype, CHUNK_BYTES)]
     return Chunks(SharedChunk(staging, entries, device), weights, CHUNK_BYTES, dtype)

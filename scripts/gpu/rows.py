@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,9 +47,10 @@ class Row:
     gib: float | None = None
 
     def missing(self) -> list[str]:
-        """Return the missing packages. vLLM may be in .venv-vllm."""
+        """Return the missing packages. vLLM may be in .venv-vllm or $VENV_VLLM."""
         missing = [name for name in (*BASE, *self.needs) if importlib.util.find_spec(name) is None]
-        has_vllm = (Path(__file__).parents[2] / ".venv-vllm").is_dir()
+        folder = os.environ.get("VENV_VLLM") or Path(__file__).parents[2] / ".venv-vllm"
+        has_vllm = Path(folder).is_dir()
         return [name for name in missing if name != "vllm" or not has_vllm]
 
 
@@ -86,10 +88,13 @@ ROWS = (
     Row(5, "one-device", "jobs.in_cases", {"case": "one-device"}),
     Row(5, "nccl", "jobs.in_cases", {"case": "nccl"}, needs=("vllm",)),
     Row(5, "nccl-embedded", "jobs.in_cases", {"case": "nccl-embedded"}),
-    Row(5, "sleep", "jobs.in_cases", {"case": "sleep"}, needs=("vllm",)),
+    Row(5, "vllm", "engines.vllm", needs=("vllm",)),
+    Row(5, "vllm-colocated", "jobs.in_cases", {"case": "vllm-colocated"}, needs=("vllm",)),
+    Row(5, "vllm-async", "jobs.in_cases", {"case": "vllm-async"}, needs=("vllm",)),
+    Row(5, "vllm-agent", "jobs.learns", {"config": "agent", "engine": "vllm"}, needs=("vllm", "openai", *GATEWAY)),
+    Row(5, "decode", "engines.decode"),
     Row(5, "tensor-parallel", "jobs.in_cases", {"case": "tensor-parallel"}, needs=("vllm",)),
     Row(5, "batch-invariance", "jobs.in_cases", {"case": "batch-invariance"}, needs=("vllm",)),
-    Row(5, "async-against-sync", "jobs.in_cases", {"case": "async-against-sync"}, needs=("vllm",)),
 )
 
 
