@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import io
 import json
@@ -257,20 +258,20 @@ def has_vllm() -> bool:
 
 @contextlib.asynccontextmanager
 async def engine_server(
-    kind: str, model: Path, folder: Path, *, slots: int, max_length: int, **of_embedded: object
+    kind: str, model: Path, folder: Path, *, slots: int, max_length: int, **fields: Any
 ) -> AsyncIterator[tuple[EngineClient, Caller]]:
-    """Run a server of `kind` (embedded, vllm) on the CPU in float32, without an end token; yield its client
-    and the client's caller. `of_embedded`: more fields of the embedded engine's spec.
+    """Run a server of `kind` (embedded, vllm), by default on the CPU in float32, without an end token; yield
+    its client and the client's caller. `fields`: more fields of the engine's spec.
     """
     secret = secrets.token_hex(16)
-    spec = {"name": "engine-0", "model_path": str(model), "slots": slots, "max_length": max_length}
-    spec |= {"device": "cpu"}
-    python = None
-    if kind == "vllm":
-        spec |= {"dtype": "float32"}
-        python = partial(find_python, RolloutConfig(engine="vllm"))
-    else:
-        spec |= of_embedded
+    spec: dict[str, Any] = {
+        "name": "engine-0",
+        "model_path": str(model),
+        "slots": slots,
+        "max_length": max_length,
+    }
+    spec |= {"device": "cpu"} | ({"dtype": "float32"} if kind == "vllm" else {}) | fields
+    python = partial(find_python, RolloutConfig(engine="vllm")) if kind == "vllm" else None
     module = f"asyncrl_servers.{kind}"
     child = ChildProcess(ProcessSpec("engine-0", module, json.dumps(spec), folder, secret, python=python))
     await child.start()
@@ -280,12 +281,14 @@ async def engine_server(
         if kind == "vllm":
             facts = VllmRequirements(
                 model_path=str(model),
-                dtype="float32",
+                dtype=spec["dtype"],
                 slots=slots,
                 max_length=max_length,
                 end_ids=(),
             )
             client = vllm = VllmServer(caller, facts)
+            ended = asyncio.create_task(child.wait())
+            ended.add_done_callback(lambda _: vllm.disconnect_nowait())
             await vllm.ready(START_S)
         else:
             client = EngineServer(caller)

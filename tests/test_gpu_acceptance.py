@@ -60,7 +60,9 @@ def test_runs_of_a_case_are_placed_on_its_devices(bench: Bench, case: str) -> No
     nodes = described_nodes(f"{num_devices}x80GB", 16, "128GB")
     assert nodes is not None
     for sections in CASES[case].values():
-        config = RunConfig.model_validate(job_config(replace(bench, is_tiny=False), None, sections))
+        config = RunConfig.model_validate(
+            job_config(replace(bench, device="cuda", is_tiny=False), None, sections)
+        )
         plan = make_plan(resolve_auto(config, nodes)[0], nodes)
         devices = {one.device for one in plan.processes if one.side in ("trainer", "engine")}
         assert devices == {f"cuda:{number}" for number in range(num_devices)}

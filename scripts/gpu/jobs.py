@@ -16,6 +16,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.load import load_config
 from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import make_plan, resolve_auto
+from gpu.engines import log_of, vllm_args
 from gpu.models import architecture, make_folder
 from gpu.rows import Bench, NotRunError
 
@@ -51,22 +52,25 @@ def run_job(
     steps = [line for line in map(json.loads, lines) if "step" in line and "reward/mean" in line]
     if code or not steps or (code is None and must_end):
         ended = f"was interrupted after {limit_s:.0f} s" if code is None else f"ended with {code}"
-        raise RuntimeError(f"{said}\nasyncrl run {name} {ended} with {len(steps)} steps")
+        engine_log = "\n".join(log_of(run_dir)[-20:])
+        raise RuntimeError(f"{engine_log}\n{said}\nasyncrl run {name} {ended} with {len(steps)} steps")
     return steps
 
 
-def on_one_device(bench: Bench) -> list[str]:
+def on_one_device(bench: Bench, engine: str = "embedded") -> list[str]:
     """Return the overrides of a colocated run."""
     overrides = [f"placement={{trainer: {bench.place}, rollout: trainer}}", "buffer.max_staleness=0"]
     overrides += [] if bench.device == "cpu" else ["model.dtype=bfloat16"]  # float32 is not packed on CUDA
+    if engine == "vllm":
+        overrides += ["rollout.engine=vllm", f"rollout.vllm={json.dumps(vllm_args(bench))}"]
     if bench.is_tiny:
         overrides += ["trainer.num_steps=2", "trainer.num_groups=2", "rollout.slots=16"]
     return overrides
 
 
-def learns(bench: Bench, config: str) -> None:
+def learns(bench: Bench, config: str, engine: str = "embedded") -> None:
     """Train a shipped config, colocated, and plot its reward."""
-    overrides = on_one_device(bench)
+    overrides = on_one_device(bench, engine)
     limit_s = bench.limit_s - GRACE_S - 20.0
     if limit_s < MIN_RUN_S:
         raise NotRunError(f"no time: {limit_s:.0f} s remain")
@@ -181,7 +185,9 @@ ON_ONE_DEVICE = ("vllm-colocated", "vllm-async", "batch-invariance", "one-device
 
 
 def job_config(bench: Bench, model: Path | None, sections: Sections) -> dict[str, Any]:
-    """Return a config on the letters task with these sections. `model`: None: the 1.5B shape."""
+    """Return a config on the letters task with these sections. `model`: None: the 1.5B shape. On a CPU, it
+    takes the place of all devices.
+    """
     shape = {name: value for name, value in architecture(bench, "1.5B").items() if name != "vocab_size"}
     scratch = {"scratch": {"characters": "abcdef0123456789 ", "architecture": shape}}
     base: Sections = {
@@ -192,7 +198,15 @@ def job_config(bench: Bench, model: Path | None, sections: Sections) -> dict[str
         "checkpoint": {"every": None},
     }
     names = [*base, *(name for name in sections if name not in base)]
-    return {"seed": 0, **{name: base.get(name, {}) | sections.get(name, {}) for name in names}}
+    config: dict[str, Any] = {"seed": 0, **{name: base.get(name, {}) | sections.get(name, {}) for name in names}}
+    if config["rollout"]["engine"] == "vllm":
+        config["rollout"]["vllm"] = vllm_args(bench)
+    if bench.device == "cpu":  # where vLLM cannot be colocated
+        config["placement"] = {"trainer": "cpu", "rollout": "cpu"}
+        config["rollout"] |= {"max_tokens": 32, "group_size": 4, "slots": 16}
+        config["trainer"] |= {"num_groups": 2, "num_steps": 3}
+        config.pop("weight_sync", None)
+    return config
 
 
 def in_cases(bench: Bench, case: str) -> None:
@@ -204,7 +218,8 @@ def in_cases(bench: Bench, case: str) -> None:
     engines = {sections.get("rollout", {}).get("engine", "vllm") for sections in runs.values()}
     lacking = [] if has_vllm() or "vllm" not in engines else ["vLLM"]
     num_devices = 1 if case in ON_ONE_DEVICE else 2
-    lacking += [f"{num_devices} CUDA devices"] if torch.cuda.device_count() < num_devices else []
+    is_here = torch.cuda.device_count() >= num_devices or (bench.device == "cpu" and num_devices == 1)
+    lacking += [] if is_here else [f"{num_devices} CUDA devices"]
     if lacking:
         raise NotRunError(f"needs {' and '.join(lacking)}")
     model = make_folder(bench, "0.6B") if case in ON_ONE_DEVICE else None

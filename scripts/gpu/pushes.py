@@ -1,10 +1,9 @@
-"""Parts 1 and 4: weight pushes to an embedded engine on the trainer's device, and their pauses."""
+"""Parts 1 and 4: weight pushes by ipc to an embedded engine on the trainer's device."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -13,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.pool import EnginePool
-from asyncrl.weights.export import LazyWeights, chunks_of, entries_of, export_weights, named_weights
+from asyncrl.weights.export import LazyWeights, chunks_of, entries_of, named_weights
 from asyncrl.weights.ipc import Chunks, SharedChunk
 from gpu.models import make_folder
 from gpu.rows import Bench
@@ -24,26 +22,19 @@ REPETITIONS = 4
 """Pushes; the first one warms up."""
 SLOTS = 16
 MAX_LENGTH = 512
-LOAD = 4
 CHUNK_BYTES = 2**28
 COPY_BYTES = 2**29
 
 Times = dict[str, float]
 
 
-def by_file(bench: Bench, shape: str) -> None:
-    """Push a file in shared memory (transport=shm) while requests run."""
-    asyncio.run(_measure(bench, shape, in_chunks=False))
-
-
 def by_chunks(bench: Bench, shape: str) -> None:
     """Push chunks in shared device memory (transport=ipc) to an engine that sleeps."""
-    asyncio.run(_measure(bench, shape, in_chunks=True))
+    asyncio.run(_measure(bench, shape))
 
 
-async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
+async def _measure(bench: Bench, shape: str) -> None:
     from common import engine_server
-    from publish import keep_generating
 
     clear_stale_staging()
     folder = make_folder(bench, shape)
@@ -60,24 +51,13 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
         cut = make_chunks(sets[0], staging, device, dtype)
         serving = engine_server("embedded", folder, bench.folder, slots=SLOTS, max_length=MAX_LENGTH, **given)
         async with serving as (server, _):
-            pool = EnginePool([server], slots=SLOTS)
-            load = [] if in_chunks else [asyncio.create_task(keep_generating(pool, n)) for n in range(LOAD)]
             for version in range(1, 1 + (2 if bench.is_tiny else REPETITIONS)):
-                weights = sets[version % 2]
-                if in_chunks:
-                    times.append(await push_chunks(server, weights, cut, version))
-                else:
-                    await asyncio.sleep(0.5)
-                    times.append(await push_file(server, weights, staging, version))
-            for task in load:
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*load)
+                times.append(await push_chunks(server, sets[version % 2], cut, version))
     finally:
         remove_staging_dir(staging)
     _tell(bench, times[1:], num_bytes, PEER.get(shape, ""))
     if bench.device == "cuda":
-        planned = 2 * num_bytes + (CHUNK_BYTES if in_chunks else 0)
+        planned = 2 * num_bytes + CHUNK_BYTES
         bench.memory(planned, torch.cuda.max_memory_allocated(), is_limit=False)
 
 
@@ -85,27 +65,6 @@ def make_chunks(weights: LazyWeights, staging: Path, device: torch.device, dtype
     """Return chunks as a colocated trainer makes them."""
     entries = [entries_of(chunk, dtype) for chunk in chunks_of(weights, dtype, CHUNK_BYTES)]
     return Chunks(SharedChunk(staging, entries, device), weights, CHUNK_BYTES, dtype)
-
-
-async def push_file(server: EngineClient, weights: LazyWeights, staging: Path, version: int) -> Times:
-    """Return the seconds of one push and of its parts."""
-    path = staging / f"{version}.safetensors"
-    begun = time.perf_counter()
-    sent = await asyncio.to_thread(export_weights, weights, path, version)
-    exported = time.perf_counter()
-    await server.prepare(sent)
-    prepared = time.perf_counter()
-    report = await server.commit(version, sent.digest, "abort")
-    ended = time.perf_counter()
-    assert report.digest == sent.digest, (report.digest, sent.digest)
-    path.unlink()
-    return {
-        "push, in all": ended - begun,
-        "without a token": report.pause_s,
-        "  export": exported - begun,
-        "  prepare": prepared - exported,
-        "  commit": ended - prepared,
-    }
 
 
 async def push_chunks(server: EngineClient, weights: LazyWeights, cut: Chunks, version: int) -> Times:
