@@ -7,8 +7,8 @@
     2  tests marked gpu; losses, head, packed forward and backward, and LoRA against float32 on the CPU
     3  longer sequences; TRL on the same batch
     4  handovers by files, the agent, more weight pushes
-    5  one device: async against colocated runs; two devices: nccl to the embedded engine; vLLM: nccl, sleep,
-       tensor parallel, batch invariance, async against sync
+    5  one device: async against colocated runs; decode speeds; vLLM: decode, pushes in all interrupt modes,
+       sleep, a kill, runs, the agent, batch invariance. Two devices: nccl, tensor parallel
 
 A part ends within 9 minutes and uses no network. The first lines name card, driver, versions, whether layers
 are compiled, and the attention kernel. BELOW marks a figure below its estimate for an H100; such a row does
@@ -17,7 +17,8 @@ breaks no other row. No row starts after 8 minutes; name the rows of part 5. Res
 to DIR/DEVICE.txt, with plots (default: benchmarks/results).
 
 Exit code: 1 if a row failed, is NOT ok, or lacks a package (parts 1 to 4). --tiny uses tiny sizes, also on a
-CPU. Without pip, unpack wheels into a folder of PYTHONPATH.
+CPU. ASYNCRL_GPU_VLLM_ARGS: more arguments of `vllm serve` as JSON, such as {"enforce_eager": true,
+"compilation_config": null}. Without pip, unpack wheels into a folder of PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 from gpu.jobs import CASES, ON_ONE_DEVICE, REPO, job_config, on_one_device
 from gpu.rows import MARK, ROWS, Bench, Row
 from gpu.turns import config_text
+from vllm_process import vllm_python
 
 from asyncrl.config import RunConfig
 from asyncrl.config.load import load_config
@@ -112,6 +114,18 @@ def test_row_of_a_real_run_ends_well_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--part", "4", "--row", "agent", "--tiny", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("row", ["vllm", "vllm-colocated", "vllm-async"])
+def test_rows_with_vllm_end_well_on_a_cpu(row: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "VENV_VLLM": str(vllm_python().parent.parent)}
+    command = [sys.executable, str(SCRIPT), "--part", "5", "--row", row, "--tiny", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not run" not in done.stdout
 
 
 @pytest.mark.slow

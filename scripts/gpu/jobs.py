@@ -198,7 +198,10 @@ def job_config(bench: Bench, model: Path | None, sections: Sections) -> dict[str
         "checkpoint": {"every": None},
     }
     names = [*base, *(name for name in sections if name not in base)]
-    config: dict[str, Any] = {"seed": 0, **{name: base.get(name, {}) | sections.get(name, {}) for name in names}}
+    config: dict[str, Any] = {
+        "seed": 0,
+        **{name: base.get(name, {}) | sections.get(name, {}) for name in names},
+    }
     if config["rollout"]["engine"] == "vllm":
         config["rollout"]["vllm"] = vllm_args(bench)
     if bench.device == "cpu":  # where vLLM cannot be colocated
