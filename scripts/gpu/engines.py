@@ -189,6 +189,7 @@ async def _vllm(bench: Bench, end_s: float) -> None:
                     await _push(case, client, staging, interrupt)
                 await _sleep(case, client, staging)
                 await _kill(case, client)
+            bench.tell("device GiB after the kill", f"{_used_gib(bench):.1f}")
     finally:
         remove_staging_dir(staging)
 
@@ -275,7 +276,7 @@ def _used_gib(bench: Bench) -> float:
 
 
 async def _kill(case: Case, client: EngineClient) -> None:
-    """Kill all of vLLM's processes during generation: each request raises EngineLost, memory is freed."""
+    """Kill all of vLLM's processes during generation: each request raises EngineLost."""
     kept = list[Completion]()
     _, tasks, _ = await _begin(case, client, "kill", kept.append)
     (leader,) = (one for one in psutil.Process().children() if "asyncrl_servers.vllm" in one.cmdline())
@@ -284,9 +285,7 @@ async def _kill(case: Case, client: EngineClient) -> None:
     answers = await asyncio.gather(*tasks, return_exceptions=True)
     seconds = time.perf_counter() - started_s
     num_lost = sum(isinstance(one, EngineLost) for one in answers)
-    await asyncio.to_thread(leader.wait)
     against = f"{num_lost} of {len(tasks)} requests; {len(kept[-1].token_ids)} tokens of a stream are kept"
-    against += f"; device GiB: {_used_gib(case.bench):.1f}"
     is_right = num_lost == len(tasks)
     case.bench.tell(
         "killed: until all requests know, seconds", f"{seconds:.3f}", against=against, ok=is_right
