@@ -41,7 +41,8 @@ Sampled = tuple[SamplingRequest, Completion]
 VLLM_ARGS = "ASYNCRL_GPU_VLLM_ARGS"
 """Environment variable: arguments of `vllm serve` as JSON, over those of vllm_args(); null drops one."""
 ROWS = (1, 32, 64, 256)
-PROMPT, NEW, MAX_LENGTH = 32, 128, 1100
+PROMPT, NEW = 32, 128
+MAX_LENGTH = {"embedded": 256, "vllm": 1100}
 LIMIT = {"cuda": 0.1, "cpu": 1e-3}
 """Largest mean difference of logprobs from transformers, in nats: bfloat16 and float32."""
 MOST_READ = 8
@@ -92,7 +93,9 @@ class Case:
 
         dtype = str(self.dtype).removeprefix("torch.")
         given = {"device": self.bench.device, "dtype": dtype, **fields}
-        return engine_server(kind, self.folder, run_dir, slots=self.slots, max_length=MAX_LENGTH, **given)
+        return engine_server(
+            kind, self.folder, run_dir, slots=self.slots, max_length=MAX_LENGTH[kind], **given
+        )
 
     def requests(self, name: str, count: int, num_new: int) -> list[SamplingRequest]:
         vocab_size = architecture(self.bench, "0.6B")["vocab_size"]
