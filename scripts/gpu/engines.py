@@ -202,7 +202,7 @@ async def _begin(case: Case, client: EngineClient, name: str, on_segment: Any = 
     which there are some.
     """
     pool = EnginePool([client], slots=case.slots)
-    requests = case.requests(name, 8 if case.bench.is_tiny else 64, 384 if case.bench.is_tiny else 1024)
+    requests = case.requests(name, 8 if case.bench.is_tiny else 64, 384 if case.bench.is_tiny else 768)
     times = list[float]()
     flows = asyncio.Event()
 
