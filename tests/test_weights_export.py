@@ -164,25 +164,52 @@ def sums_of(data: bytes) -> bytes:
     return sums
 
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
 @given(
     st.sampled_from([0, 1, 3, 2047, 2048, 2049, 5000, 2048 * 17]),
     st.sampled_from([b"\x80", b"\x7f", None]),
     st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]),
+    st.sampled_from(DEVICES),
+    st.lists(st.integers(1, 18), min_size=1, max_size=3),
 )
 @settings(max_examples=30)
-def test_processors_and_devices_compute_the_same_sums(
-    num_bytes: int, filled_with: bytes | None, dtype: torch.dtype
+def test_processors_devices_and_cuts_compute_the_same_sums(
+    num_bytes: int, filled_with: bytes | None, dtype: torch.dtype, device: str, cuts: list[int]
 ) -> None:
     num_bytes -= num_bytes % dtype.itemsize
     random = np.random.default_rng(num_bytes).bytes(num_bytes)
     data = random if filled_with is None else filled_with * num_bytes
-    tensor = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype)
-    found = [block_sums(tensor).numpy().tobytes()]
-    with pytest.MonkeyPatch.context() as patched:
-        floats = tensor_files._product_of_floats
-        patched.setattr(torch, "_int_mm", lambda blocks, keys, out: floats(blocks, keys.float(), out=out))
-        found.append(block_sums(tensor).numpy().tobytes())
-    assert found == [sums_of(data)] * 2
+    tensor = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype).to(device)
+    expected = sums_of(data)
+    floats = tensor_files._product_of_floats
+    for cut in [*cuts, tensor_files.PIECE_BLOCKS.get(device, 8192)]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(tensor_files.PIECE_BLOCKS, device, cut)
+            assert block_sums(tensor).cpu().numpy().tobytes() == expected
+            patched.setattr(torch, "_int_mm", lambda blocks, keys, out: floats(blocks, keys.float(), out=out))
+            assert block_sums(tensor).cpu().numpy().tobytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"), [("cpu", "ieee"), ("cpu", "bf16"), *[(one, "tf32") for one in DEVICES]]
+)
+def test_products_of_any_allowed_precision_are_exact(device: str, precision: str) -> None:
+    matmul: Any = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    keys_KS = torch.from_numpy(tensor_files.block_keys())
+    # The largest possible sums, of either sign, and 400 blocks between them.
+    largest_SK = torch.where(keys_KS.T > 0, 127, -128)
+    random_BK = torch.randint(-128, 128, (400, 2048))
+    blocks_BK = torch.cat([largest_SK, -1 - largest_SK, random_BK]).to(torch.int8)
+    found_BS = torch.empty(len(blocks_BK), 8, dtype=torch.int32, device=device)
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = precision
+        tensor_files._product_of_floats(blocks_BK.to(device), keys_KS.to(device).float(), out=found_BS)
+    finally:
+        matmul.fp32_precision = before
+    assert torch.equal(found_BS.cpu().long(), blocks_BK.long() @ keys_KS.long())
 
 
 @given(st.data())
