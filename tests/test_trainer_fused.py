@@ -18,10 +18,12 @@ from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.trainer import build_model, fused, policy
+from asyncrl.trainer import build_model, fused, policy, step_metrics
 from asyncrl.trainer.fused import fuse
 from asyncrl.trainer.policy import ForwardPlan
+from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.step_metrics import StepMeter
 from asyncrl.weights.export import routers_of
 
 SIZES = {
@@ -114,14 +116,36 @@ def test_compiled_layers_learn_the_same_for_all_lengths(
             for is_on in ("auto", True)
         )
         assert not eager.policy.is_compiled, "auto is for CUDA"
-        num_graphs = list[int]()
+        num_graphs, compile_s = list[int](), list[float]()
         for version in range(3):  # others in number and length
             batch = make_batch(version=version, seed=version, num_groups=2 + version)
-            wanted, found = (learned(one.train(*batch)) for one in (eager, compiled))
-            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+            wanted, found = (one.train(*batch) for one in (eager, compiled))
+            assert learned(found) == pytest.approx(learned(wanted), rel=1e-3, abs=1e-4)
             num_graphs.append(compiler.frame_count)
+            compile_s.append(found["perf/compile_s"])
     assert num_graphs[0] > 0
     assert num_graphs == num_graphs[:1] * 3
+    assert compile_s[0] > 0
+    assert compile_s[1:] == [0, 0]
+
+
+def test_compilation_after_the_first_step_warns_of_its_cause(
+    compiler: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_metrics, "COMPILE_WARNING_S", 0.0)
+    double, root = (fused.compiled(function) for function in (lambda x_N: 2 * x_N, torch.sqrt))
+    meter = StepMeter(ONE_RANK, "float32", None, fused.compilations)
+    found = list[list[str]]()
+    for function, dtype in ((double, "float32"), (double, "float32"), (double, "float64"), (root, "float32")):
+        caplog.clear()
+        meter.start()
+        function(torch.ones(2, dtype=getattr(torch, dtype)))
+        assert (meter.numbers()["perf/compile_s"] > 0) == (len(found) != 1)
+        warned = (one.getMessage() for one in caplog.records if one.name == "asyncrl.trainer")
+        found.append([message.partition("compilation: ")[2] for message in warned])
+    assert found[:2] == [[], []]
+    assert "tensor 'x_N' dtype mismatch. expected Float, actual Double" in found[2][0]
+    assert found[3][0].endswith("ran for the first time")
 
 
 @GUARDED
