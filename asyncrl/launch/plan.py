@@ -25,6 +25,10 @@ EVAL_ENGINE = "engine-eval"
 TEACHER = "teacher"
 OWN_BYTES = 2**29
 """Uncounted: CUDA's on a device, Python's on the host."""
+DETERMINISTIC_BYTES = 132 * 128 * 4
+"""Per token, of FlashAttention 2's deterministic backward pass: a query head's float32 gradient, for each of
+an H100's multiprocessors, with heads of 128.
+"""
 TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
 """Safety factors for resident sides of `placement.share: auto`."""
 RULE = "`asyncrl check` prints the memory of each process"
@@ -185,6 +189,8 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
         tokens = min(tokens, CPU_MICRO_BATCH_TOKENS)
     tokens = max(tokens, config.rollout.max_length)  # a longer sequence is its own micro-batch
     work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
+    if trainer.deterministic and kind == "cuda":
+        work += tokens * DETERMINISTIC_BYTES
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)

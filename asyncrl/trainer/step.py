@@ -25,7 +25,7 @@ from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.trainer import objective, packing, step_metrics
-from asyncrl.trainer.build_model import TrainedModel, load_tokenizer, reshard
+from asyncrl.trainer.build_model import TrainedModel, load_tokenizer, reshard, use_deterministic
 from asyncrl.trainer.fused import compilations
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
 from asyncrl.trainer.offload import Offload
@@ -86,6 +86,7 @@ class TrainStep(TrainedModel):
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
+        use_deterministic(is_on=spec.trainer.deterministic)
         self.spec = spec
         self.ranks = ranks
         self.policy_version = 0

@@ -72,6 +72,7 @@ ROWS = (
     Row(2, "weights", "correct.against_cpu", {"trainer": {}}),
     Row(2, "lora", "correct.against_cpu", {"trainer": {"lora": {"rank": 16}}}),
     _speed(3, "0.6B", 65_536, (10_100, 0.27), f"{PRIME_RL} 10,100 tok/s, 26.8 %"),
+    Row(3, "deterministic", "training.repeats", {"shape": "0.6B"}),
     Row(3, "trl", "training.beside_trl", needs=("trl", "datasets")),
     _speed(3, "0.6B", 65_536, (8_100, 0.21), f"{PRIME_RL} 10,100 tok/s, 26.8 %", checkpointing=True),
     Row(4, "turns-shm", "turns.handover", {"way": "shm"}),
