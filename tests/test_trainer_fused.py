@@ -268,6 +268,13 @@ def test_plan_counts_the_tensors_that_autograd_saves(
     inputs = count_saved_bytes(policy, micro)
     recomputed = (counted - inputs) / shape.layers
     assert planned(0.0) == pytest.approx(inputs + recomputed, rel=0.02)
+    if model_type == "llama":  # a budget keeps whole tensors, as many as fit
+        torch._dynamo.reset()
+        fused.compiled.cache_clear()
+        model.eval()  # without checkpointing
+        monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 0.8)
+        counted = count_saved_bytes(Policy(model, plan, is_compiled=True), micro)
+        assert 0.75 * planned(0.8) < counted < planned(0.8)
 
 
 def test_slow_kernels_on_cuda_are_reported(
