@@ -205,8 +205,6 @@ def measure(row: Row, options: argparse.Namespace) -> None:
     module, _, function = row.function.partition(".")
     try:
         getattr(importlib.import_module(f"gpu.{module}"), function)(bench, **row.arguments)
-        if device == "cuda" and row.gib is not None:
-            bench.memory(row.gib * 2**30, torch.cuda.max_memory_allocated(), is_limit=False)
     except NotRunError as why:
         bench.tell("", f"not run: {why}")
 

@@ -73,16 +73,18 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
+def make_step(tiny_model_dir: Path, tmp_path: Path) -> Iterator[MakeStep]:
     """Makes trainers without a process, of the tiny model unless told otherwise, all with their files in
     tmp_path.
     """
     from trainer_cases import make_spec
 
+    from asyncrl.trainer.build_model import use_deterministic
     from asyncrl.trainer.step import TrainStep
 
     (tmp_path / "staging").mkdir()
-    return lambda model_dir=tiny_model_dir, **values: TrainStep(make_spec(model_dir, tmp_path, **values))
+    yield lambda model_dir=tiny_model_dir, **values: TrainStep(make_spec(model_dir, tmp_path, **values))
+    use_deterministic(is_on=False)
 
 
 NUM_STEPS = 16

@@ -46,7 +46,9 @@ def test_each_row_names_a_function_and_each_part_has_rows() -> None:
     assert len({(row.part, row.name) for row in ROWS}) == len(ROWS)
 
 
-@pytest.mark.parametrize("name", ["attention", "losses", "head", "weights", "lora", "0.6B-16k"])
+@pytest.mark.parametrize(
+    "name", ["attention", "losses", "head", "weights", "lora", "0.6B-16k", "deterministic"]
+)
 def test_rows_run_on_a_cpu(bench: Bench, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = (row for row in ROWS if row.name == name)
     function_of(row)(bench, **row.arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,15 @@ from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.trainer import build_model, fused, policy
-from asyncrl.trainer.fused import fuse
-from asyncrl.trainer.policy import ForwardPlan
+from asyncrl.config import ModelConfig
+from asyncrl.launch.plan import model_shape
+from asyncrl.trainer import build_model, fused, policy, step_metrics
+from asyncrl.trainer.fused import fuse, why_not_compiled
+from asyncrl.trainer.packing import MicroBatch, pack_texts
+from asyncrl.trainer.policy import ForwardPlan, Policy, find_plan
+from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.step_metrics import StepMeter
 from asyncrl.weights.export import routers_of
 
 SIZES = {
@@ -114,14 +120,36 @@ def test_compiled_layers_learn_the_same_for_all_lengths(
             for is_on in ("auto", True)
         )
         assert not eager.policy.is_compiled, "auto is for CUDA"
-        num_graphs = list[int]()
+        num_graphs, compile_s = list[int](), list[float]()
         for version in range(3):  # others in number and length
             batch = make_batch(version=version, seed=version, num_groups=2 + version)
-            wanted, found = (learned(one.train(*batch)) for one in (eager, compiled))
-            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+            wanted, found = (one.train(*batch) for one in (eager, compiled))
+            assert learned(found) == pytest.approx(learned(wanted), rel=1e-3, abs=1e-4)
             num_graphs.append(compiler.frame_count)
+            compile_s.append(found["perf/compile_s"])
     assert num_graphs[0] > 0
     assert num_graphs == num_graphs[:1] * 3
+    assert compile_s[0] > 0
+    assert compile_s[1:] == [0, 0]
+
+
+def test_compilation_after_the_first_step_warns_of_its_cause(
+    compiler: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_metrics, "COMPILE_WARNING_S", 0.0)
+    double, root = (fused.compiled(function) for function in (lambda x_N: 2 * x_N, torch.sqrt))
+    meter = StepMeter(ONE_RANK, "float32", None, fused.compilations)
+    found = list[list[str]]()
+    for function, dtype in ((double, "float32"), (double, "float32"), (double, "float64"), (root, "float32")):
+        caplog.clear()
+        meter.start()
+        function(torch.ones(2, dtype=getattr(torch, dtype)))
+        assert (meter.numbers()["perf/compile_s"] > 0) == (len(found) != 1)
+        warned = (one.getMessage() for one in caplog.records if one.name == "asyncrl.trainer")
+        found.append([message.partition("compilation: ")[2] for message in warned])
+    assert found[:2] == [[], []]
+    assert "tensor 'x_N' dtype mismatch. expected Float, actual Double" in found[2][0]
+    assert found[3][0].endswith("ran for the first time")
 
 
 @GUARDED
@@ -180,6 +208,73 @@ def test_activation_budget_saves_memory_and_changes_no_bit(
     torch._functorch.config.activation_memory_budget = 1.0
     assert len(set(digests)) == 1
     assert saved[0] > 1.2 * saved[1], saved
+
+
+WIDE: dict[str, Any] = SIZES | {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 8}
+WIDE |= {"num_attention_heads": 8, "head_dim": 96, "max_position_embeddings": 4096}
+COUNTED: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_attention_heads": 4},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 320},
+    "llama": {},
+    "gemma3_text": {"sliding_window": 4096, "query_pre_attn_scalar": 96},
+}
+"""Shapes where numbers per head matter little."""
+
+
+def count_saved_bytes(policy: Policy, micro: MicroBatch) -> int:
+    """Run the trainer's forward pass; return the bytes of all storages saved for its backward pass."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    saved = dict[int, torch.UntypedStorage]()
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        policy(micro)
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
+
+
+@GUARDED
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("model_type", COUNTED)
+def test_plan_counts_the_tensors_that_autograd_saves(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, with Inductor's partitioner where layers are compiled on CUDA."""
+    monkeypatch.setattr(fused, "BACKEND", "aot_eager_decomp_partition")
+    architecture = {"model_type": model_type, **WIDE, **COUNTED[model_type]}
+    (tmp_path / "config.json").write_text(json.dumps(architecture))
+    shape = model_shape(ModelConfig(path=str(tmp_path)))
+    config = AutoConfig.for_model(**architecture)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    plan = find_plan(model)
+    assert plan.packs(400)
+    is_compiled = plan.window is None and why_not_compiled(model, torch.device("cpu")) == ""
+    assert is_compiled == (model_type != "gemma3_text"), "windows prevent it, in build_model.should_compile"
+    policy = Policy(model, plan, is_compiled=is_compiled)
+    micro = pack_texts([np.arange(length) % 99 for length in (113, 400)], torch.device("cpu"))
+
+    def planned(kept: float) -> int:
+        return shape.saved_bytes(micro.layout.num_tokens, item=2, kept=kept)
+
+    counted = count_saved_bytes(policy, micro)
+    assert planned(1.0) == pytest.approx(counted, rel=0.02)
+    policy.enable_gradient_checkpointing()
+    inputs = count_saved_bytes(policy, micro)
+    recomputed = (counted - inputs) / shape.layers
+    assert planned(0.0) == pytest.approx(inputs + recomputed, rel=0.02)
+    if model_type == "llama":  # a budget keeps whole tensors, as many as fit
+        torch._dynamo.reset()
+        fused.compiled.cache_clear()
+        model.eval()  # without checkpointing
+        monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 0.8)
+        counted = count_saved_bytes(Policy(model, plan, is_compiled=True), micro)
+        assert 0.75 * planned(0.8) < counted < planned(0.8)
 
 
 def test_slow_kernels_on_cuda_are_reported(

@@ -11,6 +11,7 @@ import torch
 from trainer_cases import MakeStep, full_disk, make_batch
 
 from asyncrl.base.http import Refused
+from asyncrl.trainer.rank_process import _words
 from asyncrl.trainer.step import TrainStep
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -29,8 +30,9 @@ def train(step: TrainStep, first: int, last: int) -> None:
             "trainer": {"schedule": "cosine", "num_steps": 5, "mini_batches": 2},
             "algorithm": {"kl_coefficient": 0.1},
         },
+        {"trainer": {"deterministic": True}},
     ],
-    ids=["lora", "schedule and reference"],
+    ids=["lora", "schedule and reference", "deterministic"],
 )
 def test_loaded_trainer_continues_to_the_same_bits(make_step: MakeStep, tmp_path: Path, values: Any) -> None:
     whole = make_step(**values)
@@ -48,6 +50,25 @@ def test_loaded_trainer_continues_to_the_same_bits(make_step: MakeStep, tmp_path
     exports = [one.export(tmp_path / "weights").digest for one in (step, whole)]
     assert exports[0] == exports[1], "the weights that the model computes with are those of the masters"
     assert step._optimizer.param_groups[0]["lr"] == whole._optimizer.param_groups[0]["lr"]
+
+
+def test_deterministic_kernels_change_no_bit_on_a_cpu(make_step: MakeStep) -> None:
+    digests = set[str]()
+    for is_on in (False, True):
+        step = make_step(trainer={"deterministic": is_on, "micro_batch_tokens": 60, "mini_batches": 2})
+        assert torch.are_deterministic_algorithms_enabled() == is_on
+        train(step, 0, 2)
+        digests.add(step.weights_digest())
+    assert len(digests) == 1
+
+
+def test_operator_without_deterministic_kernel_names_the_setting(make_step: MakeStep) -> None:
+    make_step(trainer={"deterministic": True})
+    with pytest.raises(RuntimeError) as caught:
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    words = _words(caught.value)
+    assert "put_ does not have a deterministic implementation" in words.error
+    assert words.way_out.startswith("set trainer.deterministic=false")
 
 
 def test_state_is_copied_beside_the_forward_pass(make_step: MakeStep, tmp_path: Path) -> None:

@@ -25,6 +25,10 @@ EVAL_ENGINE = "engine-eval"
 TEACHER = "teacher"
 OWN_BYTES = 2**29
 """Uncounted: CUDA's on a device, Python's on the host."""
+DETERMINISTIC_BYTES = 132 * 128 * 4
+"""Per token, of FlashAttention 2's deterministic backward pass: a query head's float32 gradient, for each of
+an H100's multiprocessors, with heads of 128.
+"""
 TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
 """Safety factors for resident sides of `placement.share: auto`."""
 RULE = "`asyncrl check` prints the memory of each process"
@@ -185,6 +189,8 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
         tokens = min(tokens, CPU_MICRO_BATCH_TOKENS)
     tokens = max(tokens, config.rollout.max_length)  # a longer sequence is its own micro-batch
     work = shape.activation_bytes(tokens, item, kind, kept=trainer.kept_activations)
+    if trainer.deterministic and kind == "cuda":
+        work += tokens * DETERMINISTIC_BYTES
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)
@@ -330,6 +336,8 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
 # ---- sizes of a model
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+QK_NORM = ("qwen3", "olmo2", "olmo3")
+"""Beginnings of model types with norms of queries and keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +348,10 @@ class ModelShape:
     hidden: int = 0
     layers: int = 0
     vocab: int = 0
-    attention: int = 0
-    """Queries, keys, values and output per token and layer."""
+    saved: int = 0
+    """Numbers per token and layer that its backward pass needs, with the layer's input."""
+    at_end: int = 0
+    """The same of final norm and head: the last output in float32, normed, and gathered for the loss."""
     cached: int = 0
     """Keys and values, or the latent, per token and layer."""
     active: int = 0
@@ -351,14 +361,24 @@ class ModelShape:
     has_experts: bool = False
 
     def activation_bytes(self, num_tokens: int, item: int, kind: str, *, kept: float) -> int:
-        """Return the bytes kept by a forward-backward: layer inputs, `kept` (0 to 1) of the other
-        activations, one layer that is recomputed, and a float32 slice of logits with gradient.
+        """Return the peak of a forward-backward: saved tensors, and float32 logits of a slice with their
+        gradient.
         """
-        layer = num_tokens * item * (4 * self.hidden + self.attention + 3 * self.active)
         logits = min(max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab)
-        inputs = num_tokens * self.hidden * item
-        in_layers = self.layers * int(inputs + kept * (layer - inputs))
-        return in_layers + (layer if kept < 1 else 0) + 2 * 4 * logits
+        return self.saved_bytes(num_tokens, item, kept=kept) + 2 * 4 * logits
+
+    def saved_bytes(self, num_tokens: int, item: int, *, kept: float) -> int:
+        """Return the bytes of tensors that autograd saves: layer inputs, `kept` (0 to 1) of the layers' other
+        tensors, the rest of one layer, which its backward pass recomputes, and those of final norm and head.
+
+        Layers are compiled if they can be, as on CUDA: Inductor's partitioner recomputes pointwise operators,
+        and keeps products, attention and inputs of norms. Counted tensors agree within 2 %; with 0 < kept < 1
+        this is a bound. With trainer.compile=false, layers in bfloat16 save 1.4 to 1.6 times as much. Numbers
+        per head (log-sum-exps, scales of norms) are left out.
+        """
+        others = self.saved - self.hidden
+        in_layers = self.layers * (self.hidden + kept * others) + (1 - kept) * others
+        return int(num_tokens * item * (in_layers + self.at_end))
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
@@ -387,13 +407,24 @@ def _shape(architecture: Mapping[str, Any]) -> ModelShape:
     head_dim = size("head_dim", hidden // heads)
     keys = size("num_key_value_heads", heads) * head_dim
     attention = 2 * (heads * head_dim + keys)
+    model_type = architecture.get("model_type", "")
+    # The layer's input, its norm, and both again before the MLP; gate, up, and their product.
+    saved, of_mlp, at_end = 4 * hidden + attention, 3, 4 * hidden
+    if model_type.startswith(QK_NORM):
+        saved += attention // 2  # before their norm, and rotated
+    if model_type.startswith("gemma3"):
+        # Uncompiled, because of its sliding windows. Four norms of a layer, and those of queries and keys,
+        # save two float32 tensors each.
+        saved, of_mlp, at_end = 18 * hidden + 3 * attention, 4, 5 * hidden
     latent = size("kv_lora_rank") + size("qk_rope_head_dim") if size("kv_lora_rank") else 0
     width = active = size("intermediate_size", 4 * hidden)
     if num_experts := next(filter(None, map(size, EXPERTS)), 0):
         expert = size("moe_intermediate_size", width)
         shared = size("shared_expert_intermediate_size", size("n_shared_experts") * expert)
         width = num_experts * expert + shared
-        active = size("num_experts_per_tok", size("moe_k", 1)) * expert + shared
+        chosen = size("num_experts_per_tok", size("moe_k", 1))
+        active = chosen * expert + shared
+        saved += 2 * chosen * hidden  # each expert's input and output
     embeddings = vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
     return ModelShape(
         # ignores norms and routers; assumes experts in all layers
@@ -401,7 +432,8 @@ def _shape(architecture: Mapping[str, Any]) -> ModelShape:
         hidden=hidden,
         layers=layers,
         vocab=vocab,
-        attention=attention,
+        saved=saved + of_mlp * active,
+        at_end=at_end,
         cached=latent or 2 * keys,
         active=active,
         embeddings=embeddings,

@@ -70,6 +70,7 @@ GAUGES: Mapping[str, Gauge] = {
     "perf/backward_s": Gauge("step", "s", "in backward passes, including recomputed layers"),
     "perf/optimizer_s": Gauge("step", "s", "to clip the gradient and change the weights"),
     "perf/blocked_s": Gauge("step", "s", "waiting until an export or a checkpoint had copied the weights"),
+    "perf/compile_s": Gauge("step", "s", "compiling, mostly in perf/forward_s; if the layers are compiled"),
     "perf/device_tokens_per_s": Gauge("step", "tokens/s", "packed tokens over perf/train_s and devices"),
     "perf/mfu": Gauge("step", "0..1", "model FLOPs over the peak FLOPs of all devices in perf/train_s"),
     "perf/device_memory_bytes": Gauge("step", "bytes", "peak tensor memory of the fullest device; CUDA only"),

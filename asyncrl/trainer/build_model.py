@@ -203,9 +203,23 @@ def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: tor
         return False
     functorch: Any = torch._functorch.config
     functorch.activation_memory_budget = 1.0 if isinstance(checkpointing, bool) else checkpointing
+    # Kernels chosen by their measured time would sum in another order after a restart.
+    inductor: Any = torch._inductor.config
+    inductor.deterministic = spec.trainer.deterministic
     if reason:
         log.warning("layers run uncompiled, at about half the speed: %s", reason)
     return not reason
+
+
+def use_deterministic(*, is_on: bool) -> None:
+    """Choose deterministic algorithms for this process, before its first product on CUDA. Operators without
+    one raise RuntimeError. Both FlashAttentions follow torch's flag, in their backward passes too.
+    """
+    if is_on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(is_on)
+    # Else torch fills each new tensor with NaN, to detect reads of unwritten memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def choose_kernels(device: torch.device, *, is_compiled: bool) -> dict[str, float]:

@@ -90,6 +90,12 @@ def compile_layers(model: Any) -> None:
         layer.forward = MethodType(run, layer)
 
 
+def compilations() -> list[Any]:
+    """Return this process's latest 64 compilations, oldest first, with their seconds and causes."""
+    metrics: list[Any] = torch._dynamo.utils.get_compilation_metrics()
+    return metrics
+
+
 @cache
 def compiled(function: Any) -> Any:
     """Compile a function of tensors of any length."""

@@ -215,6 +215,8 @@ def _words(error: Exception) -> ErrorBody:
     way_out = "the trainer's log has the traceback."
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton.")):
         way_out = "set trainer.compile=false; " + way_out
+    if "deterministic implementation" in str(error):
+        way_out = "set trainer.deterministic=false, which gives up the same bits after a restart."
     # on CPU torch raises RuntimeError for a lack of memory
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         way_out = "lower trainer.micro_batch_tokens, or take a smaller model or more memory."

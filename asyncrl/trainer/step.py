@@ -25,7 +25,8 @@ from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.trainer import objective, packing, step_metrics
-from asyncrl.trainer.build_model import TrainedModel, load_tokenizer, reshard
+from asyncrl.trainer.build_model import TrainedModel, load_tokenizer, reshard, use_deterministic
+from asyncrl.trainer.fused import compilations
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.optimizer import clip_gradient, learning_rate_at, make_optimizer
@@ -85,6 +86,7 @@ class TrainStep(TrainedModel):
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
         torch.set_num_threads(spec.threads)
         torch.manual_seed(spec.seed)
+        use_deterministic(is_on=spec.trainer.deterministic)
         self.spec = spec
         self.ranks = ranks
         self.policy_version = 0
@@ -96,7 +98,9 @@ class TrainStep(TrainedModel):
         self._vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         self._optimizer = make_optimizer(self.masters, spec.trainer)
         cuda = torch.cuda if self.device.type == "cuda" else None
-        self._meter = step_metrics.StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        made = compilations if self.policy.is_compiled else None
+        self._meter = step_metrics.StepMeter(ranks, dtype_name, cuda, made)
         self._state = TrainerState(self.masters, self._optimizer, ranks, spec, self.device)
         self._offload = Offload(ranks, self.device, self._tensors_of)
         self._pieces: Pieces | None = None

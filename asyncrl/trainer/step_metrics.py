@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -38,6 +38,8 @@ BoolN = npt.NDArray[np.bool_]
 
 GAP_WARNING = 0.05
 MIN_ENGINE_TOKENS = 64
+COMPILE_WARNING_S = 1.0
+"""Seconds of compilation in a later step that are worth a warning: a graph takes 5 to 30."""
 GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
     "engine that deviates; weight_sync.interrupt=keep_kv raises the gap"
@@ -68,12 +70,17 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 class StepMeter:
     """Times a step's phases on this rank, and measures speed and memory of all ranks.
 
-    Life: start() -> enter() and count() -> numbers(), on all ranks.
+    Life: start() -> enter() and count() -> numbers(), on all ranks. `compilations`: the process's latest
+    compilations, oldest first, as torch._dynamo.utils.CompilationMetrics; None if nothing is compiled.
     """
 
-    def __init__(self, ranks: Ranks, dtype: str, cuda: Any = None) -> None:
+    def __init__(
+        self, ranks: Ranks, dtype: str, cuda: Any = None, compilations: Callable[[], list[Any]] | None = None
+    ) -> None:
         self._ranks = ranks
         self._cuda = cuda
+        self._compilations = compilations
+        self._compiled_until_us = 0
         device_name = "cpu" if cuda is None else cuda.get_device_name()
         self._peak_flops = peak_flops(device_name, dtype)
         if cuda is not None and self._peak_flops is None:
@@ -114,6 +121,8 @@ class StepMeter:
         train_s = time.perf_counter() - self._started_s
         device_s = train_s * self._ranks.size
         metrics = {f"perf/{phase}_s": spent_s for phase, spent_s in seconds.items()}
+        if self._compilations is not None:
+            metrics["perf/compile_s"] = self._compile_s(self._compilations())
         metrics["perf/train_s"] = train_s
         metrics["perf/device_tokens_per_s"] = sum(num_tokens) / device_s
         if self._cuda is not None:
@@ -123,6 +132,23 @@ class StepMeter:
         if self._peak_flops is not None:
             metrics["perf/mfu"] = sum(flops) / (device_s * self._peak_flops)
         return metrics
+
+    def _compile_s(self, compilations: Sequence[Any]) -> float:
+        """Return the seconds of compilations since the previous call; after the first call, warn of them."""
+        is_first_step = self._compiled_until_us == 0
+        recent = [one for one in compilations if (one.start_time_us or 0) > self._compiled_until_us]
+        self._compiled_until_us = time.time_ns() // 1000
+        total_s = sum(one.duration_us or 0 for one in recent) / 1e6
+        if total_s > COMPILE_WARNING_S and not is_first_step:
+            causes = dict.fromkeys(map(_cause, recent))
+            log.warning("the step includes %.1f s of compilation: %s", total_s, "; ".join(causes))
+        return total_s
+
+
+def _cause(compilation: Any) -> str:
+    """Example: "0/0: tensor 'x' dtype mismatch. expected BFloat16, actual Float". More lines are a stack."""
+    reason = (compilation.recompile_reason or "").partition("\n")[0]
+    return reason or f"{compilation.co_name} ran for the first time"
 
 
 def _peak_host_bytes() -> int:

@@ -61,6 +61,12 @@ def marked_tests(bench: Bench) -> None:
     bench.tell(f"tests marked gpu, of {len(tests)} files", last, ok=is_right)
 
 
+def _tell_memory(bench: Bench) -> None:
+    """Print the peak; the plan of a run has no process that holds these tensors."""
+    if bench.device == "cuda":
+        bench.memory(None, torch.cuda.max_memory_allocated())
+
+
 def distance(found: Tensor, exact: Tensor) -> float:
     """Return the norm of the difference relative to the norm of `exact`."""
     found, exact = found.detach().cpu().double(), exact.detach().cpu().double()
@@ -88,6 +94,7 @@ def all_losses(bench: Bench) -> None:
         worst["gradient"] = max(worst["gradient"], distance(found_M, exact_M))
     for what, value in worst.items():
         bench.check(f"{len(RECIPES)} losses, float32: largest distance of a {what}", value, SAME, ".1e")
+    _tell_memory(bench)
 
 
 def _loss_on(
@@ -117,6 +124,7 @@ def head(bench: Bench) -> None:
     bench.check("head: largest difference of a logprob, nats", gap, 1e-3, ".1e")
     for what, one, other in zip(("hidden states", "weights"), found[1:], exact[1:], strict=True):
         bench.check(f"head: gradient of {what}, distance", distance(one, other), ROUNDED)
+    _tell_memory(bench)
 
 
 def _head_on(device: str, dtype: torch.dtype, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,6 +162,7 @@ def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
     bench.check(f"gradient of {len(parts)} weights, distance", squares**0.5, ROUNDED_DEEP)
     worst, _, name = max(parts)
     bench.tell(f"largest distance: {name}", f"{worst:.4f}")
+    _tell_memory(bench)
 
 
 @torch.no_grad()

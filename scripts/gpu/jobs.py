@@ -84,10 +84,20 @@ def learns(bench: Bench, config: str, engine: str = "embedded") -> None:
     seconds = steps[-1]["time_s"]
     pace = f"{seconds / len(steps):.3f} s a step"
     bench.tell("steps, seconds", f"{len(steps)} {seconds:.1f}", against=pace)
-    bench.tell("handovers of a step, seconds", f"{_median(steps, 'perf/handover_s'):.3f}")
+    _tell_seconds(bench, steps)
     bench.tell("logprob gap on fresh tokens, mean nats", f"{_median(steps, 'policy/logprob_gap_mean'):.2e}")
     tell_memory(bench, load_config(path, overrides), steps)
     _plot(bench, steps, config)
+
+
+def _tell_seconds(bench: Bench, steps: list[Line]) -> None:
+    """Print the parts of a step, as the median and as the sum over all steps."""
+    names = ("wait", "handover", "train", "pack", "forward", "backward", "optimizer", "blocked", "compile")
+    keys = [f"perf/{name}_s" for name in names if f"perf/{name}_s" in steps[-1]]
+    for what, of_steps in (("median", median), ("sum", sum)):
+        total, *parts = (of_steps(line.get(key) or 0.0 for line in steps) for key in ("perf/step_s", *keys))
+        against = ", ".join(f"{key[5:-2]} {part:.4g}" for key, part in zip(keys, parts, strict=True))
+        bench.tell(f"seconds of a step, {what}", f"{total:.4g}", against=against)
 
 
 def tell_memory(bench: Bench, config: RunConfig, steps: list[Line]) -> None:

@@ -11,7 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
+from asyncrl.config import ModelConfig
 from asyncrl.engines.engine import EngineClient
+from asyncrl.launch.plan import model_shape
 from asyncrl.weights.export import LazyWeights, chunks_of, entries_of, named_weights
 from asyncrl.weights.ipc import Chunks, SharedChunk
 from gpu.models import make_folder
@@ -55,10 +57,11 @@ async def _measure(bench: Bench, shape: str) -> None:
                 times.append(await push_chunks(server, sets[version % 2], cut, version))
     finally:
         remove_staging_dir(staging)
-    _tell(bench, times[1:], num_bytes, PEER.get(shape, ""))
     if bench.device == "cuda":
-        planned = 2 * num_bytes + CHUNK_BYTES
+        # Both sets. Torch does not count the chunk, and _tell() allocates more.
+        planned = 2 * dtype.itemsize * model_shape(ModelConfig(path=str(folder))).num_parameters
         bench.memory(planned, torch.cuda.max_memory_allocated(), is_limit=False)
+    _tell(bench, times[1:], num_bytes, PEER.get(shape, ""))
 
 
 def make_chunks(weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype) -> Chunks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.launch.plan import model_shape, size_text, trainer_memory
 from asyncrl.messages.trainer_api import pack_batch
+from asyncrl.trainer.build_model import use_deterministic
 from gpu.models import Trainer, architecture, at_version, make_batch, make_folder, make_spec
 from gpu.rows import Bench
 
@@ -48,6 +50,41 @@ def speed(
         bench.tell("peak memory against the plan", "not run: no CUDA device")
     else:
         bench.memory(planned, max(one["perf/device_memory_bytes"] for one in metrics))
+
+
+def repeats(bench: Bench, shape: str) -> None:
+    """Train the same batches twice from the same state, with deterministic kernels and without. Prompts are
+    shared, so that gradients of attention are summed over the branches of a tree.
+    """
+    model = make_folder(bench, shape)
+    vocab_size = architecture(bench, shape)["vocab_size"]
+    prompt = 16 if bench.is_tiny else 1024
+    lengths = [prompt * (1 + number % 3) for number in range(8)]
+    batch = make_batch(vocab_size, lengths, prompt=prompt, group_size=4)
+    batches = [at_version(version, *batch) for version in range(1 + STEPS)]
+    seconds = dict[bool, float]()
+    for is_on in (False, True):
+        results = list[tuple[list[float], str]]()
+        for _ in range(2):
+            torch._dynamo.reset()  # as a restarted process, it chooses its kernels again
+            trainer = {"deterministic": is_on, "learning_rate": 1e-4}
+            made = Trainer(make_spec(bench, model, trainer=trainer))
+            metrics = [made.call(lambda one=one, made=made: made.step.train(*one)) for one in batches]
+            numbers = [one[name] for one in metrics for name in ("policy/loss", "policy/grad_norm")]
+            results.append((numbers, made.call(made.step.weights_digest)))
+            seconds[is_on] = median(one["perf/train_s"] for one in metrics[1:])
+            del made  # its memory, before the next
+            gc.collect()
+        (first, first_digest), (second, second_digest) = results
+        num_same = sum(one == other for one, other in zip(first, second, strict=True))
+        is_same = num_same == len(first) and first_digest == second_digest
+        what = f"deterministic={str(is_on).lower()}: same losses and norms"
+        weights = "the same" if first_digest == second_digest else "different"
+        ok = is_same if is_on else None
+        bench.tell(what, f"{num_same} of {len(first)}", against=f"weights: {weights} bits", ok=ok)
+    use_deterministic(is_on=False)
+    against = f"{seconds[False]:.3f} without, {seconds[True] / seconds[False] - 1:+.1%}"
+    bench.tell("seconds of a deterministic step", f"{seconds[True]:.3f}", against=against)
 
 
 def _planned(config: RunConfig) -> int:
