@@ -101,7 +101,11 @@ def one_device(arguments: argparse.Namespace, *, is_cuda: bool) -> list[str]:
     place = "0" if is_cuda else "cpu"
     engine = f"rollout.engine={arguments.engine}"
     if arguments.mode == "shared" and is_cuda:
-        return [engine, f"placement={{trainer: {place}, rollout: {place}, share: 0.35}}", "buffer.max_staleness=2"]
+        return [
+            engine,
+            f"placement={{trainer: {place}, rollout: {place}, share: 0.35}}",
+            "buffer.max_staleness=2",
+        ]
     return [engine, f"placement={{trainer: {place}, rollout: trainer}}", "buffer.max_staleness=0"]
 
 
@@ -129,9 +133,7 @@ def measure(name: str, words: list[str], folder: Path, *, start_s: float, limit_
     return read_curve(run_dir, started_s) if steps_of(run_dir) else None
 
 
-def watch(
-    name: str, job: subprocess.Popen[bytes], run_dir: Path, *, start_s: float, limit_s: float
-) -> None:
+def watch(name: str, job: subprocess.Popen[bytes], run_dir: Path, *, start_s: float, limit_s: float) -> None:
     """Return when the run has ended or trained for `limit_s`, and print its progress."""
     last_s = time.monotonic() + start_s + limit_s
     reported_s = 0.0
@@ -188,8 +190,7 @@ def write(name: str, task: Task, curves: dict[str, Curve], arguments: argparse.N
     draw(runs, labels, path.with_suffix(".png"), title=f"{card()}: SmolLM2-135M, {name}")
 
 
-def main() -> None:
-    """Run each task by each system, and write what there is after each run."""
+def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -207,12 +208,18 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--work", type=Path, default=HERE.parent / "runs" / "learning_curve")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
+    arguments.model = arguments.model.resolve()
+    arguments.sums = arguments.sums.resolve()
+    return arguments
+
+
+def main() -> None:
+    """Run each task by each system, and write what there is after each run."""
+    arguments = parse(sys.argv[1:])
     if arguments.make_sums is not None:
         write_sums(arguments.make_sums, NUM_SUMS)
         return
-    arguments.model = arguments.model.resolve()
-    arguments.sums = arguments.sums.resolve()
     print(machine_line(), flush=True)
     until_s = time.monotonic() + arguments.budget_s
     folder = arguments.work / time.strftime("%Y%m%d-%H%M%S")
