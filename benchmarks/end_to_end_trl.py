@@ -12,8 +12,8 @@ that a user may turn off: logging, evaluation, checkpoints, progress bars, gradi
 top-p. One generation a step makes its whole batch. TRL strips special tokens before it calls a reward
 function; here the function decodes the ids itself, so that both systems are rewarded for the same text.
 
-On CUDA, weights and optimizer are float32 and the passes run in bfloat16, as asyncrl's. `--generation batching`
-is the continuous batching of transformers; with it, TRL casts the trained weights themselves to bfloat16.
+On CUDA, weights and optimizer are float32 and the passes run in bfloat16, as asyncrl's. `--generation
+batching` is the continuous batching of transformers; with it, TRL casts the trained weights to bfloat16.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Reward against seconds of asyncrl and TRL on one card: the same model, prompts, reward, batch and optimizer.
+"""Reward against seconds of asyncrl and TRL on one card: same model, prompts, reward, batch and optimizer.
 
     python benchmarks/learning_curve.py --make-sums DIR/sums.jsonl      # needs reasoning-gym
     python benchmarks/learning_curve.py [sums words search] [--systems asyncrl trl trl-batching]
-        [--model FOLDER] [--sums FILE] [--engine vllm] [--mode shared] [--limit-s 60] [--budget-s 200] [--tiny]
+        [--model FOLDER] [--sums FILE] [--engine vllm] [--mode shared] [--limit-s 60] [--budget-s 200]
+        [--tiny]
 
-    sums      additions and subtractions of reasoning-gym, each asked once: the reward is of unseen questions
+    sums      additions and subtractions of two numbers from reasoning-gym, 40,000 questions. Half have two
+              digits and are hardly asked twice; half have one digit, of which there are 200.
     words     configs/smollm2.yaml: answers of one word
     search    examples/search/learn.yaml, only by asyncrl: TRL has no such agent
 

@@ -146,8 +146,8 @@ def convert(gguf: Path, out: Path, dtype: str, tokenizer_folder: Path | None) ->
     if tokenizer.eos_token != END_TOKEN:
         raise SystemExit(
             f"transformers {transformers.__version__} takes {tokenizer.eos_token} for the token that ends an "
-            f"answer, which is {END_TOKEN}.\n  Way out: pip install 'transformers>=5.19', or convert where that "
-            "is installed and give the folder as --tokenizer."
+            f"answer, which is {END_TOKEN}.\n  Way out: pip install 'transformers>=5.19', or convert where "
+            f"that is installed and give the folder as --tokenizer."
         )
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     # transformers 5 refuses save_pretrained() of a model that came from a GGUF ("not serializable"), though
