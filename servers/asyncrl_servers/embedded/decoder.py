@@ -48,6 +48,12 @@ class EmbeddedSpec(EngineSpec):
     """Fraction of CUDA memory for torch (none = all)."""
     returns_routing: bool = False
     """Return each token's experts (algorithm.router_replay)."""
+    fused_decode: bool = False
+    """Decode with compiled layers, merged weights and a Triton kernel; not in exact mode."""
+    cache_tokens: int = Field(default=0, ge=0)
+    """Maximum tokens of the KV cache, with fused_decode: requests wait until there is room for all their
+    tokens (0 = slots x max_length).
+    """
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = no such route)."""
 
@@ -175,14 +181,14 @@ class PlainDecoder:
     def __init__(self, model: Any, max_length: int) -> None:
         self._model, self._layers = model, [_layer(layer) for layer in model.model.layers]
         first = model.model.layers[0].self_attn
-        self._head_dim, self._scaling = first.head_dim, first.scaling
+        self.head_dim, self.scaling = first.head_dim, first.scaling
         embedding = model.model.embed_tokens.weight
         positions = torch.arange(max_length, device=embedding.device)
         cos_1PD, sin_1PD = model.model.rotary_emb(embedding[:1][None], positions[None])
-        half = self._head_dim // 2
-        self._cos_PD = cos_1PD[0]
+        half = self.head_dim // 2
+        self.cos_PD = cos_1PD[0]
         # The table holds the sign of rotate_half.
-        self._sin_PD = torch.cat((-sin_1PD[0, :, :half], sin_1PD[0, :, half:]), dim=-1)
+        self.sin_PD = torch.cat((-sin_1PD[0, :, :half], sin_1PD[0, :, half:]), dim=-1)
 
     @classmethod
     def of(cls, model: Any, max_length: int) -> PlainDecoder | None:
@@ -199,10 +205,10 @@ class PlainDecoder:
 
     def forward(self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None) -> Tensor:
         """Return logits [rows, V] of the rows `keep` (None: all)."""
-        base, num_rows, head_dim = self._model.model, len(ids_R), self._head_dim
+        base, num_rows, head_dim = self._model.model, len(ids_R), self.head_dim
         linear, rms_norm, half = functional.linear, torch.rms_norm, head_dim // 2
         hidden_RH = functional.embedding(ids_R, base.embed_tokens.weight)
-        cos_R1D, sin_R1D = self._cos_PD[positions_R].unsqueeze(1), self._sin_PD[positions_R].unsqueeze(1)
+        cos_R1D, sin_R1D = self.cos_PD[positions_R].unsqueeze(1), self.sin_PD[positions_R].unsqueeze(1)
         for number, layer in enumerate(self._layers):
             norm, mlp_norm, head_norms, to_query, to_key, to_value, out, gate, up, down = layer
             normed_RH = rms_norm(hidden_RH, *norm)
@@ -213,14 +219,14 @@ class PlainDecoder:
                 query, key = rms_norm(query, *head_norms[0]), rms_norm(key, *head_norms[1])
             query = query * cos_R1D + query.roll(half, -1) * sin_R1D
             key = key * cos_R1D + key.roll(half, -1) * sin_R1D
-            mixed = pass_.attend(number, query, key, value, self._scaling)
+            mixed = pass_.attend(number, query, key, value, self.scaling)
             hidden_RH = hidden_RH + linear(mixed.reshape(num_rows, -1), *out)
             normed_RH = rms_norm(hidden_RH, *mlp_norm)
             gated = functional.silu(linear(normed_RH, *gate)) * linear(normed_RH, *up)
             hidden_RH = hidden_RH + linear(gated, *down)
         if keep is not None:
             hidden_RH = hidden_RH[keep]
-        return cast(Tensor, self._model.lm_head(rms_norm(hidden_RH, *_norm(base.norm))))
+        return cast(Tensor, self._model.lm_head(rms_norm(hidden_RH, *norm_of(base.norm))))
 
 
 def _layer(module: Any) -> tuple[Any, ...]:
@@ -229,13 +235,13 @@ def _layer(module: Any) -> tuple[Any, ...]:
     head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
     norms = (module.input_layernorm, module.post_attention_layernorm)
     return (
-        *map(_norm, norms),
-        [_norm(one) for one in head_norms],
+        *map(norm_of, norms),
+        [norm_of(one) for one in head_norms],
         *((one.weight, one.bias) for one in (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
     )
 
 
-def _norm(module: Any) -> tuple[Any, ...]:
+def norm_of(module: Any) -> tuple[Any, ...]:
     return module.weight.shape, module.weight, module.variance_epsilon
 
 
