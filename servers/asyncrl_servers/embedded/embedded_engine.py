@@ -251,7 +251,6 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     return Engine(spec, runner, Weights(loaded, spec), on_crash, scorer)
 
 
-@torch.inference_mode()
 def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
     """Let the runner decode by fused steps, if the spec wants them and they know the model.
 
@@ -260,7 +259,9 @@ def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
     reason = why_not_fused(runner) if spec.fused_decode else "fused_decode is false"
     num_pages = runner.cache.pages_of(spec.max_length)
     if num_pages and (reason or num_pages > runner.cache.num_free):
-        what = f"a KV cache of {spec.cache_tokens} tokens cannot serve requests of max_length={spec.max_length}"
+        what = (
+            f"a KV cache of {spec.cache_tokens} tokens cannot serve requests of max_length={spec.max_length}"
+        )
         rule = f"fused steps read pages of {PAGE} tokens, and the longest request fits into the cache"
         way_out = "raise rollout.cache_tokens, or set it to 0."
         fail(f"{spec.name}: {what}{reason and ': '}{reason}", rule=rule, way_out=way_out)
@@ -268,8 +269,7 @@ def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
         if spec.fused_decode:
             log.warning("%s: decode steps are not fused: %s", spec.name, reason)
         return False
-    runner.graphs = steps = FusedSteps(runner, cast(PlainDecoder, runner.plain), spec.slots)
-    steps.capture_all()
+    runner.graphs = FusedSteps(runner, cast(PlainDecoder, runner.plain), spec.slots)
     return True
 
 

@@ -28,6 +28,8 @@ CONTRACTION = 128
 MIN_ROWS = 4
 PAGE = 64
 """Positions of a page of a bounded cache."""
+SPLITS = 8
+"""Parts of a row's positions that a decoding kernel reads at once."""
 CHUNK = 8
 """Rows per chunk when decoding slots are joined into stretches."""
 STRETCH_FLOATS = 30_000

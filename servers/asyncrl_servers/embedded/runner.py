@@ -151,11 +151,11 @@ class Runner:
         )
         positions = np.concatenate([lengths - 1, *(np.arange(start, end) for _, _, start, end in parts)])
         device, rows = self.loaded.device, self._num_rows(len(ids))
-        places = self.cache.rows_of(slots, positions)
-        packed = np.zeros(2 * rows + places.size, dtype=np.int64)
+        cached = self.cache.rows_of(slots, positions)
+        packed = np.zeros(2 * rows + cached.size, dtype=np.int64)
         packed[: len(ids)] = ids
         packed[rows : rows + len(ids)] = positions
-        packed[2 * rows :] = places.reshape(-1)
+        packed[2 * rows :] = cached.reshape(-1)
         on_device = to_device(packed, device)
         ids_R, positions_R, flat_index = on_device[:rows], on_device[rows : 2 * rows], on_device[2 * rows :]
         pass_ = Pass(self.cache, stretches, flat_index, self.is_exact)
@@ -238,7 +238,7 @@ class DecodeGraphs:
         """Prepare for weights at other addresses."""
 
     def drop(self) -> None:
-        self._addresses = []
+        self._addresses = list[int]()
         self._replays.clear()
         self._num_steps.clear()
         self._logits: Tensor | None = None
