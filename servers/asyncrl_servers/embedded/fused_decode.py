@@ -59,7 +59,8 @@ def fused_layer(
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts, logsums = decode_attention(query, key, value, *read)
-        return (parts * logsums.softmax(-1)[..., None]).sum(2).to(query.dtype)
+        mixed: Tensor = (parts * logsums.softmax(-1)[..., None]).sum(2)
+        return mixed.to(query.dtype)
 
     return layer_step(hidden_RH, added_RH, layer, rotation, attend)
 
@@ -69,7 +70,7 @@ def merged(*maps: nn.Linear) -> Maps:
     sizes = [one.out_features for one in maps]
     if len(maps) == 1:
         return separate(*maps)
-    tensors = []
+    tensors = list[Any]()
     for name in ("weight", "bias"):
         parts = [getattr(one, name) for one in maps]
         if parts[0] is None:

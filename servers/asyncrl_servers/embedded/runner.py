@@ -209,6 +209,7 @@ class DecodeGraphs:
         self._parameters = [*runner.loaded.model.parameters()]
         self._inputs = torch.zeros(3, most_rows, dtype=torch.int64, device=runner.loaded.device)
         """Per row: token id, position, and the source of its key."""
+        self._addresses: list[int] = []
         self._num_steps = Counter[Layout]()
         self._replays: OrderedDict[Layout, Callable[[], None]] = OrderedDict()
         self.is_refused = False
@@ -238,7 +239,7 @@ class DecodeGraphs:
         """Prepare for weights at other addresses."""
 
     def drop(self) -> None:
-        self._addresses = list[int]()
+        self._addresses = []
         self._replays.clear()
         self._num_steps.clear()
         self._logits: Tensor | None = None
