@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,12 @@ class EmbeddedSpec(EngineSpec):
     """Fraction of CUDA memory for torch (none = all)."""
     returns_routing: bool = False
     """Return each token's experts (algorithm.router_replay)."""
+    fused_decode: bool = False
+    """Decode with compiled layers, merged weights and a Triton kernel; not in exact mode."""
+    cache_tokens: int = Field(default=0, ge=0)
+    """Maximum tokens of the KV cache, with fused_decode: requests wait until there is room for all their
+    tokens (0 = slots x max_length).
+    """
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = no such route)."""
 
@@ -173,13 +179,13 @@ class PlainDecoder:
     """Forward pass of Llama-like models. Python in transformers is half of a small model's decode step."""
 
     def __init__(self, model: Any, max_length: int) -> None:
-        self._model, self._layers = model, [_layer(layer) for layer in model.model.layers]
+        self._model, self._layers = model, [layer_of(one, separate) for one in model.model.layers]
         first = model.model.layers[0].self_attn
-        self._head_dim, self._scaling = first.head_dim, first.scaling
+        self.scaling: float = first.scaling
         embedding = model.model.embed_tokens.weight
         positions = torch.arange(max_length, device=embedding.device)
         cos_1PD, sin_1PD = model.model.rotary_emb(embedding[:1][None], positions[None])
-        half = self._head_dim // 2
+        half = first.head_dim // 2
         self._cos_PD = cos_1PD[0]
         # The table holds the sign of rotate_half.
         self._sin_PD = torch.cat((-sin_1PD[0, :, :half], sin_1PD[0, :, half:]), dim=-1)
@@ -199,43 +205,99 @@ class PlainDecoder:
 
     def forward(self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None) -> Tensor:
         """Return logits [rows, V] of the rows `keep` (None: all)."""
-        base, num_rows, head_dim = self._model.model, len(ids_R), self._head_dim
-        linear, rms_norm, half = functional.linear, torch.rms_norm, head_dim // 2
+        base = self._model.model
         hidden_RH = functional.embedding(ids_R, base.embed_tokens.weight)
-        cos_R1D, sin_R1D = self._cos_PD[positions_R].unsqueeze(1), self._sin_PD[positions_R].unsqueeze(1)
+        added_RH = torch.zeros_like(hidden_RH)
+        rotation = self.rotation(positions_R)
         for number, layer in enumerate(self._layers):
-            norm, mlp_norm, head_norms, to_query, to_key, to_value, out, gate, up, down = layer
-            normed_RH = rms_norm(hidden_RH, *norm)
-            query = linear(normed_RH, *to_query).view(num_rows, -1, head_dim)
-            key = linear(normed_RH, *to_key).view(num_rows, -1, head_dim)
-            value = linear(normed_RH, *to_value).view(num_rows, -1, head_dim)
-            if head_norms:
-                query, key = rms_norm(query, *head_norms[0]), rms_norm(key, *head_norms[1])
-            query = query * cos_R1D + query.roll(half, -1) * sin_R1D
-            key = key * cos_R1D + key.roll(half, -1) * sin_R1D
-            mixed = pass_.attend(number, query, key, value, self._scaling)
-            hidden_RH = hidden_RH + linear(mixed.reshape(num_rows, -1), *out)
-            normed_RH = rms_norm(hidden_RH, *mlp_norm)
-            gated = functional.silu(linear(normed_RH, *gate)) * linear(normed_RH, *up)
-            hidden_RH = hidden_RH + linear(gated, *down)
+            attend = partial(pass_.attend, number, scaling=self.scaling)
+            hidden_RH, added_RH = layer_step(hidden_RH, added_RH, layer, rotation, attend)
+        hidden_RH = hidden_RH + added_RH
         if keep is not None:
             hidden_RH = hidden_RH[keep]
-        return cast(Tensor, self._model.lm_head(rms_norm(hidden_RH, *_norm(base.norm))))
+        return self.logits(hidden_RH)
+
+    def rotation(self, positions_R: Tensor) -> list[Tensor]:
+        """Return cosines and signed sines [R, 1, d]."""
+        return [table_PD[positions_R].unsqueeze(1) for table_PD in (self._cos_PD, self._sin_PD)]
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        normed_RH = torch.rms_norm(hidden_RH, *norm_of(self._model.model.norm))
+        return cast(Tensor, self._model.lm_head(normed_RH))
 
 
-def _layer(module: Any) -> tuple[Any, ...]:
+class Maps(NamedTuple):
+    """Linear maps of the same input: (weight, bias) of each, or one that merges them."""
+
+    tensors: list[tuple[Tensor, Tensor | None]]
+    sizes: list[int]
+    """Output sizes of the maps."""
+
+    def __call__(self, states_RH: Tensor) -> Sequence[Tensor]:
+        products = [functional.linear(states_RH, *one) for one in self.tensors]
+        return products if len(products) > 1 else products[0].split_with_sizes(self.sizes, dim=1)
+
+
+class Layer(NamedTuple):
+    """Weights of a layer. Norms are (shape, weight, epsilon)."""
+
+    norm: tuple[Any, ...]
+    mlp_norm: tuple[Any, ...]
+    head_norms: list[tuple[Any, ...]]
+    """Of queries and keys, if the model has them."""
+    to_heads: Maps
+    out: Maps
+    gate_up: Maps
+    down: Maps
+    head_dim: int
+
+
+def layer_step(
+    hidden_RH: Tensor,
+    added_RH: Tensor,
+    layer: Layer,
+    rotation: list[Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return the hidden states before the last sum, and what it adds: the next layer's norm computes the sum
+    in its own kernel, if layers are compiled.
+    """
+    num_rows, half = len(hidden_RH), layer.head_dim // 2
+    cos_R1D, sin_R1D = rotation
+    hidden_RH = hidden_RH + added_RH
+    of_heads = layer.to_heads(torch.rms_norm(hidden_RH, *layer.norm))
+    query, key, value = (one.view(num_rows, -1, layer.head_dim) for one in of_heads)
+    if layer.head_norms:
+        query, key = torch.rms_norm(query, *layer.head_norms[0]), torch.rms_norm(key, *layer.head_norms[1])
+    query = query * cos_R1D + query.roll(half, -1) * sin_R1D
+    key = key * cos_R1D + key.roll(half, -1) * sin_R1D
+    mixed = attend(query, key, value)
+    hidden_RH = hidden_RH + layer.out(mixed.reshape(num_rows, -1))[0]
+    gate, up = layer.gate_up(torch.rms_norm(hidden_RH, *layer.mlp_norm))
+    return hidden_RH, layer.down(functional.silu(gate) * up)[0]
+
+
+def layer_of(module: Any, join: Callable[..., Maps]) -> Layer:
+    """Return a module's weights; `join` gets the maps of the same input."""
     attention, mlp = module.self_attn, module.mlp
-    maps = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-    norms = (module.input_layernorm, module.post_attention_layernorm)
-    return (
-        *map(_norm, norms),
-        [_norm(one) for one in head_norms],
-        *((one.weight, one.bias) for one in (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+    return Layer(
+        norm_of(module.input_layernorm),
+        norm_of(module.post_attention_layernorm),
+        [norm_of(one) for one in head_norms],
+        join(attention.q_proj, attention.k_proj, attention.v_proj),
+        join(attention.o_proj),
+        join(mlp.gate_proj, mlp.up_proj),
+        join(mlp.down_proj),
+        attention.head_dim,
     )
 
 
-def _norm(module: Any) -> tuple[Any, ...]:
+def separate(*maps: nn.Linear) -> Maps:
+    return Maps([(one.weight, one.bias) for one in maps], [one.out_features for one in maps])
+
+
+def norm_of(module: Any) -> tuple[Any, ...]:
     return module.weight.shape, module.weight, module.variance_epsilon
 
 

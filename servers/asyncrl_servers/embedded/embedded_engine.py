@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,12 +19,15 @@ from asyncrl.base.http import Refused, fail
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked
 from asyncrl.weights.export import routers_of
-from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
+from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, PlainDecoder
+from asyncrl_servers.embedded.fused_decode import FusedSteps, why_not_fused
+from asyncrl_servers.embedded.kv_attention import PAGE
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import DecodeGraphs, Runner, Scorer
 from asyncrl_servers.embedded.scheduler import Scheduler, Sequence
 from asyncrl_servers.engine_routes import Listener
 
+log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 STREAM_S = 0.005
 """About one decode step."""
@@ -166,7 +170,7 @@ class Engine:
         self._scheduler.interrupt()
         if self.weights.swapping is not None:
             self._finish_commit()
-        self._scheduler.rows.forget_kept()
+        self._scheduler.forget_kept()
         num_bytes = self.weights.free()
         if not self.spec.stays:
             num_bytes += self.runner.cache.num_bytes
@@ -197,7 +201,7 @@ class Engine:
     def _commit(self, request: api.CommitRequest, answer: Future[api.CommitResponse]) -> None:
         served = self.weights.begin_commit(request)
         if served is not None:
-            self._scheduler.rows.forget_kept()  # chunks were loaded while the cache was awake
+            self._scheduler.forget_kept()  # chunks were loaded while the cache was awake
             answer.set_result(served)
             return
         self._committed = answer
@@ -230,14 +234,43 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     # number of rows routed to it.
     wanted = not routers_of(loaded.model) if spec.deterministic == "auto" else spec.deterministic
     is_exact = wanted and loaded.device.type == "cpu"
-    runner = Runner(loaded, spec.slots + spec.num_kept, spec.max_length, is_exact=is_exact)
+    runner = Runner(
+        loaded,
+        spec.slots + spec.num_kept,
+        spec.max_length,
+        is_exact=is_exact,
+        cache_tokens=spec.cache_tokens,
+    )
+    is_fused = use_fused(runner, spec)
     check_same_model(runner, spec.name)
     if is_exact:
         check_determinism(runner, spec.name)
-    if loaded.device.type == "cuda" and runner.plain is not None:
+    if loaded.device.type == "cuda" and runner.plain is not None and not is_fused:
         runner.graphs = DecodeGraphs(runner, runner.plain, spec.slots)
     scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
     return Engine(spec, runner, Weights(loaded, spec), on_crash, scorer)
+
+
+def use_fused(runner: Runner, spec: EmbeddedSpec) -> bool:
+    """Let the runner decode by fused steps, if the spec wants them and they know the model.
+
+    Weights are merged before Weights keeps the initial ones, so that they exist once.
+    """
+    reason = why_not_fused(runner) if spec.fused_decode else "fused_decode is false"
+    num_pages = runner.cache.pages_of(spec.max_length)
+    if num_pages and (reason or num_pages > runner.cache.num_free):
+        what = (
+            f"a KV cache of {spec.cache_tokens} tokens cannot serve requests of max_length={spec.max_length}"
+        )
+        rule = f"fused steps read pages of {PAGE} tokens, and the longest request fits into the cache"
+        way_out = "raise rollout.cache_tokens, or set it to 0."
+        fail(f"{spec.name}: {what}{reason and ': '}{reason}", rule=rule, way_out=way_out)
+    if reason:
+        if spec.fused_decode:
+            log.warning("%s: decode steps are not fused: %s", spec.name, reason)
+        return False
+    runner.graphs = FusedSteps(runner, cast(PlainDecoder, runner.plain), spec.slots)
+    return True
 
 
 @torch.inference_mode()
@@ -246,8 +279,10 @@ def check_same_model(runner: Runner, name: str) -> None:
     loaded = runner.loaded
     ids, reference_TV = loaded.probe_ids, loaded.reference_logits
     num_prefilled = max(1, len(ids) - 2)
+    runner.cache.reserve(0, len(ids))
     ours = [runner.step([(0, ids[:num_prefilled], 0)])[0]]
     ours += [_decoded(runner, 1, ids[at], at + 1) for at in range(num_prefilled, len(ids))]
+    runner.cache.release(0)
     difference = (torch.stack(ours).float() - reference_TV[num_prefilled - 1 :]).abs().max().item()
     limit = TOLERANCE[loaded.dtype] * max(1.0, reference_TV.abs().max().item())
     if not difference <= limit:
@@ -290,4 +325,4 @@ def _decoded(runner: Runner, n: int, token_id: int, length: int) -> Tensor:
     last_ids, lengths = np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
     last_ids[-1] = token_id
     lengths[-1] = length
-    return runner.step((), last_ids, lengths)[-1]
+    return runner.step((), last_ids, lengths)[-1].clone()

@@ -26,6 +26,10 @@ LENGTH_STEP = 32
 CONTRACTION = 128
 """Positions summed in one matrix product with V."""
 MIN_ROWS = 4
+PAGE = 64
+"""Positions of a page of a bounded cache."""
+SPLITS = 8
+"""Parts of a row's positions that a decoding kernel reads at once."""
 CHUNK = 8
 """Rows per chunk when decoding slots are joined into stretches."""
 STRETCH_FLOATS = 30_000
@@ -59,29 +63,112 @@ class CacheShape:
 
 
 class SlotCache:
-    """Keys and values [layers, slots, kv_heads, positions, head_dim]; `routing`: ROUTED_TYPE [slots,
+    """Keys and values [layers, pages, kv_heads, positions, head_dim]; `routing`: ROUTED_TYPE [slots,
     positions, experts].
+
+    Without a budget, page i is slot i and has room for max_length. A budget of tokens is cut into pages of
+    PAGE positions. A slot owns the pages that it reserved: `table` names them, in the order of positions.
+
+    Example: a slot that reserved 200 tokens owns 4 pages, such as table[slot] = [7, 2, 9, 4, 0, ..]. Position
+    130 is position 2 of page 9.
     """
 
     @torch.inference_mode(False)
     def __init__(
-        self, shape: CacheShape, slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: CacheShape,
+        slots: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        budget: int = 0,
     ) -> None:
-        size = (shape.num_layers, slots, shape.kv_heads, padded_length(max_length), shape.head_dim)
+        self.is_paged = budget > 0
+        longest = padded_length(max_length)
+        self.page = PAGE if self.is_paged else longest
+        num_pages = budget // PAGE if self.is_paged else slots
+        size = (shape.num_layers, num_pages if slots else 0, shape.kv_heads, self.page, shape.head_dim)
         # Unwritten values must be finite: they are multiplied by 0.
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
-        routed = (slots, padded_length(max_length), shape.num_routed)
+        routed = (slots, longest, shape.num_routed)
         self.routing = torch.zeros(routed, dtype=ROUTED_TYPE, device=device)
+        self.table = np.zeros((slots, -(-longest // self.page)), np.int64)
+        self._num_owned = np.zeros(slots, np.int64)
+        self._free = list(range(num_pages))
+        if not self.is_paged:
+            self.table[:, 0] = np.arange(slots)
+        self._table_on_device = torch.from_numpy(self.table.astype(np.int32)).to(device)
+        self._is_current = True
 
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes + self.routing.nbytes
 
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def pages_of(self, length: int) -> int:
+        """Return the number of pages that `length` tokens need from the budget."""
+        return -(-length // self.page) if self.is_paged else 0
+
+    def reserve(self, slot: int, length: int) -> None:
+        """Give an empty slot pages for `length` tokens, which must be free."""
+        num_pages = self._num_owned[slot] = self.pages_of(length)
+        for place in range(num_pages):
+            self.table[slot, place] = self._free.pop()
+            self._is_current = False
+
+    def release(self, slot: int) -> None:
+        self._free += self.table[slot, : self._num_owned[slot]].tolist()
+        self._num_owned[slot] = 0
+
+    def table_on_device(self) -> Tensor:
+        """Return int32 [slots, pages of a slot], always at the same address."""
+        if not self._is_current:
+            self._table_on_device.copy_(torch.from_numpy(self.table))
+            self._is_current = True
+        return self._table_on_device
+
+    def rows_of(self, slots: Ints, positions: Ints) -> Ints:
+        """Return [N, kv_heads]: rows of the cache flattened to [pages * kv_heads * positions]."""
+        kv_heads = self.keys.shape[2]
+        pages = self.table[slots, positions // self.page]
+        heads = pages[:, None] * kv_heads + np.arange(kv_heads)
+        return cast(Ints, heads * self.page + positions[:, None] % self.page)
+
+    def read(self, layer: int, start: int, end: int, length: int) -> list[Tensor]:
+        """Return keys and values [slots * kv_heads, length, head_dim] of slots `start` to `end`."""
+        both = self.keys[layer], self.values[layer]
+        if not self.is_paged:
+            return [one[start:end].flatten(0, 1)[:, :length] for one in both]
+        pages = self.table_on_device()[start:end, : self.pages_of(length)]
+        shape = ((end - start) * self.keys.shape[2], -1, self.keys.shape[4])
+        return [one[pages].transpose(1, 2).reshape(shape)[:, :length] for one in both]
+
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
-        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        places: list[Any] = [slice(source, source + 1), slice(target, target + 1)]
+        num_positions = length
+        if self.is_paged:
+            num_pages = self.pages_of(length)
+            places = [self.table[slot, :num_pages].tolist() for slot in (source, target)]
+            num_positions = self.page
+        sources, targets = places
+        for one in (self.keys, self.values):
+            one[:, targets, :, :num_positions] = one[:, sources, :, :num_positions]
         self.routing[target, :length] = self.routing[source, :length]
+
+    def move_slot(self, source: int, target: int, length: int) -> None:
+        """Move tokens; the source's are undefined then, and a paged source is empty."""
+        if not self.is_paged:
+            self.copy_slot(source, target, length)
+            return
+        self.release(target)
+        self.table[target] = self.table[source]
+        self._num_owned[target], self._num_owned[source] = self._num_owned[source], 0
+        self._is_current = False
 
 
 class RoutedExperts:
@@ -149,17 +236,16 @@ class Pass:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Map queries [R, heads, d], keys and values [R, kv_heads, d] to [R, heads, d]."""
         (num_rows, heads, head_dim), kv_heads = query.shape, key.shape[1]
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
         num_filled = len(self.flat_index) // kv_heads
-        for cached, new in ((keys, key), (values, value)):
+        for cache, new in ((self.cache.keys, key), (self.cache.values, value)):
             new = new[:num_filled] if self.source is None else new.index_select(0, self.source)
-            cached.view(-1, head_dim).index_copy_(0, self.flat_index, new.reshape(-1, head_dim))
+            cache[layer].view(-1, head_dim).index_copy_(0, self.flat_index, new.reshape(-1, head_dim))
         queries = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
         parts, row = [], 0
         for number, stretch in enumerate(self.stretches):
-            slots = slice(stretch.start, stretch.end)
             end = row + (stretch.end - stretch.start) * stretch.tokens
-            part = self._mix(number, queries[row:end], keys[slots], values[slots])
+            read = self.cache.read(layer, stretch.start, stretch.end, stretch.length)
+            part = self._mix(number, queries[row:end], *read)
             parts.append(part.reshape(end - row, heads, head_dim))
             row = end
         if num_rows > row:
@@ -180,9 +266,9 @@ class Pass:
             bias = zeros.masked_fill_(stretch.invalid, -torch.inf)
             shape = (num_slots, kv_heads if num_slots > 1 else 1, grouped.shape[2], tokens, length)
             self._biases[number] = bias.expand(shape).reshape(-1, num_rows, length)
-        scores = torch.baddbmm(self._biases[number], flat, keys.flatten(0, 1)[:, :length].transpose(1, 2))
+        scores = torch.baddbmm(self._biases[number], flat, keys.transpose(1, 2))
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
-        mixed = mix_values(weights, values.flatten(0, 1)[:, :length], self.is_exact)
+        mixed = mix_values(weights, values, self.is_exact)
         return mixed.view(num_slots, kv_heads, -1, tokens, head_dim)[:, :, :repeat].permute(0, 3, 1, 2, 4)
 
 

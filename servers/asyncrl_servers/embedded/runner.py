@@ -63,8 +63,12 @@ Layout = tuple[int, tuple[Cut, ...]]
 class Runner:
     """Runs the model over slots 0..n-1 of a cache, in one thread."""
 
-    def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool) -> None:
+    def __init__(
+        self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool, cache_tokens: int = 0
+    ) -> None:
+        """`cache_tokens`: budget of the KV cache (0: max_length for each slot)."""
         self.loaded = loaded
+        self._cache_tokens = cache_tokens
         self.slots = slots
         self.max_length = max_length
         self.is_exact = is_exact
@@ -76,7 +80,9 @@ class Runner:
     def take_cache(self, slots: int) -> None:
         """Allocate a new KV cache; 0 slots frees it."""
         loaded = self.loaded
-        self.cache = SlotCache(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
+        self.cache = SlotCache(
+            loaded.shape, slots, self.max_length, loaded.dtype, loaded.device, budget=self._cache_tokens
+        )
 
     def step(self, jobs: Sequence[Job], last_ids: Ints = NO_INTS, lengths: Ints = NO_INTS) -> Tensor:
         """Decode slots 0..n-1 after `last_ids` [n] at position `lengths` - 1, and prefill slots.
@@ -85,6 +91,8 @@ class Runner:
         """
         if self.graphs is not None and not jobs:
             return self.graphs.step(last_ids, lengths)
+        if self.graphs is not None and self.graphs.is_alone and len(last_ids):
+            return torch.cat([self.graphs.step(last_ids, lengths), self.step(jobs)])
         calls = cut_calls(jobs)
         logits = [self._step_call(last_ids, lengths, calls[0])]
         logits += [self._step_call(NO_INTS, NO_INTS, parts) for parts in calls[1:]]
@@ -143,12 +151,11 @@ class Runner:
         )
         positions = np.concatenate([lengths - 1, *(np.arange(start, end) for _, _, start, end in parts)])
         device, rows = self.loaded.device, self._num_rows(len(ids))
-        _, _, kv_heads, num_positions, _ = self.cache.keys.shape
-        heads = slots[:, None] * kv_heads + np.arange(kv_heads)
-        packed = np.zeros(2 * rows + heads.size, dtype=np.int64)
+        cached = self.cache.rows_of(slots, positions)
+        packed = np.zeros(2 * rows + cached.size, dtype=np.int64)
         packed[: len(ids)] = ids
         packed[rows : rows + len(ids)] = positions
-        packed[2 * rows :] = (heads * num_positions + positions[:, None]).reshape(-1)
+        packed[2 * rows :] = cached.reshape(-1)
         on_device = to_device(packed, device)
         ids_R, positions_R, flat_index = on_device[:rows], on_device[rows : 2 * rows], on_device[2 * rows :]
         pass_ = Pass(self.cache, stretches, flat_index, self.is_exact)
@@ -188,8 +195,12 @@ class DecodeGraphs:
     """Decode steps of up to `most_rows` rows as CUDA graphs; not in exact mode.
 
     Moved weights or caches drop all graphs. Rows and lengths are padded so that layouts recur. A layout
-    is captured after MIN_STEPS steps.
+    is captured after min_steps steps.
     """
+
+    min_steps = MIN_STEPS
+    is_alone = False
+    """Prompts are read in calls of their own."""
 
     def __init__(self, runner: Runner, decoder: PlainDecoder, most_rows: int) -> None:
         self._runner = runner
@@ -207,11 +218,10 @@ class DecodeGraphs:
 
     def step(self, last_ids: Ints, lengths: Ints) -> Tensor:
         """Return logits [n, V]; the next step overwrites them."""
-        cache = self._runner.cache
-        addresses = [one.data_ptr() for one in (*self._parameters, cache.keys, cache.values)]
-        if addresses != self._addresses:
+        if self._addresses != self._addresses_now():
             self.drop()
-            self._addresses = addresses
+            self._prepare()
+            self._addresses = self._addresses_now()
         layout = self._fill(last_ids, lengths)
         logits = self._take_logits()
         replay = self._replay_of(layout, logits)
@@ -221,7 +231,15 @@ class DecodeGraphs:
             replay()
         return logits[: len(last_ids)]
 
+    def _addresses_now(self) -> list[int]:
+        cache = self._runner.cache
+        return [one.data_ptr() for one in (*self._parameters, cache.keys, cache.values)]
+
+    def _prepare(self) -> None:
+        """Prepare for weights at other addresses."""
+
     def drop(self) -> None:
+        self._addresses = []
         self._replays.clear()
         self._num_steps.clear()
         self._logits: Tensor | None = None
@@ -285,7 +303,7 @@ class DecodeGraphs:
         if len(self._num_steps) >= 16 * MOST_GRAPHS:
             self._num_steps.clear()
         self._num_steps[layout] += 1
-        if self._num_steps[layout] <= MIN_STEPS or self.is_refused:
+        if self._num_steps[layout] <= self.min_steps or self.is_refused:
             return None
         try:
             replay = self.capture(partial(self._compute, layout, logits))

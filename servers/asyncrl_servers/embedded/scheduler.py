@@ -104,8 +104,11 @@ class Rows:
         if row in self.kept:
             self.kept.move_to_end(row, last=length < self.lengths[row] - 1)
 
-    def forget_kept(self) -> None:
-        self.lengths[list(self.kept)] = 0
+    def forget_kept(self, most: int | None = None) -> list[int]:
+        """Forget kept rows, the least recently used first; return at most `most` that had tokens."""
+        forgotten = [row for row in self.kept if self.lengths[row]][:most]
+        self.lengths[forgotten] = 0
+        return forgotten
 
     def move(self, source: int, target: int) -> None:
         length = self.lengths[target] = self.lengths[source]
@@ -262,6 +265,7 @@ class Scheduler(RunQueue[Sequence]):
             sequence.next_logits_V = None
             sequence.is_mixed = False
             self.interrupted[sequence] = None
+            self._runner.cache.release(row)
         num_interrupted = len(rows)
         rows.sequences.clear()
         return num_interrupted
@@ -269,7 +273,7 @@ class Scheduler(RunQueue[Sequence]):
     def weights_changed(self, version: int, *, rereads: bool) -> None:
         """Continue under other weights. `rereads`: recompute the KV cache without the newest tokens."""
         rows, runner = self.rows, self._runner
-        rows.forget_kept()
+        self.forget_kept()
         kept = []
         for row, sequence in enumerate(rows.sequences):
             length = int(rows.lengths[row])
@@ -280,6 +284,10 @@ class Scheduler(RunQueue[Sequence]):
             kept.append((row, rows.token_ids[row, : length - 1], 0))
         if rereads and kept:
             runner.step(kept)
+
+    def forget_kept(self) -> None:
+        for row in self.rows.forget_kept():
+            self._runner.cache.release(row)
 
     def step(self) -> None:
         rows, runner, num_running = self.rows, self._runner, len(self.rows)
@@ -306,6 +314,23 @@ class Scheduler(RunQueue[Sequence]):
             if sequence.is_streamed and sequence.num_told < self.rows.lengths[row]:
                 self._report(row, "more")
 
+    def _take(self) -> list[Sequence]:
+        """Remove queued sequences, in order, while the cache has room for all tokens of each. Kept rows make
+        room.
+        """
+        cache, taken, num_pages = self._runner.cache, list[Sequence](), 0
+        while self.queued and len(taken) < self._num_free:
+            sequence = next(iter(self.queued))
+            num_pages += cache.pages_of(sequence.limit)
+            while num_pages > cache.num_free:
+                forgotten = self.rows.forget_kept(1)
+                if not forgotten:
+                    return taken
+                cache.release(forgotten[0])
+            del self.queued[sequence]
+            taken.append(sequence)
+        return taken
+
     def _admit(self) -> list[Prefill]:
         """Assign rows to queued sequences. A prompt that continues another one of this step waits for the
         next step.
@@ -313,8 +338,7 @@ class Scheduler(RunQueue[Sequence]):
         rows = self.rows
         if not self._may_admit:
             return []
-        num_taken = min(self._num_free, len(self.queued))
-        taken = [self.queued.popitem(last=False)[0] for _ in range(num_taken)]
+        taken = self._take()
         whole = {
             one.admitted_ids: row for row, one in enumerate(rows.sequences) if one.next_logits_V is not None
         }
@@ -338,6 +362,7 @@ class Scheduler(RunQueue[Sequence]):
             sequence.marks.append((len(ids), self._weights.version))
             sequence.admitted_ids = key
             rows.add(sequence)
+            self._runner.cache.reserve(row, sequence.limit)
             reads[row] = Prefill(row, ids, source, num_copied)
         self.put_first(later)
         return list(reads.values())
@@ -380,7 +405,7 @@ class Scheduler(RunQueue[Sequence]):
             else:
                 self._report(row, "stop" if is_stop[row] else "length")
             if not sequence.is_mixed and (kept := rows.keep(row)) >= 0:
-                self._runner.cache.copy_slot(row, kept, int(rows.lengths[kept]) - 1)
+                self._runner.cache.move_slot(row, kept, int(rows.lengths[kept]) - 1)
             self._remove(row)
 
     def _report(self, row: int, then: str) -> None:
@@ -390,5 +415,6 @@ class Scheduler(RunQueue[Sequence]):
         rows = self.rows
         for source, target in moves_after_removal(row, rows.lengths[: len(rows)]):
             rows.move(source, target)
-            self._runner.cache.copy_slot(source, target, int(rows.lengths[target]))
+            self._runner.cache.move_slot(source, target, int(rows.lengths[target]))
         rows.sequences.pop()
+        self._runner.cache.release(len(rows))

@@ -1,0 +1,145 @@
+"""Decode steps of compiled layers: 10 kernels a layer, where the plain decoder launches 34.
+
+Inductor fuses everything around four products and one opaque operator, which writes the new keys and values
+into the cache and attends over all positions. Layers have the same shapes, so one compilation serves all of
+them, for every number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from asyncrl_servers.embedded.decoder import Layer, Maps, PlainDecoder, layer_of, layer_step, pinned, separate
+from asyncrl_servers.embedded.kv_attention import SPLITS, Ints
+from asyncrl_servers.embedded.runner import DecodeGraphs, Layout, Runner
+
+MIN_HEAD_DIM = 16
+"""Smallest side of a Triton product."""
+KERNEL_DEVICES = {"cuda"}
+"""Kinds of device with a kernel of decode_attention."""
+
+
+@torch.library.custom_op(
+    "asyncrl::decode_attention",
+    mutates_args=("keys", "values"),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor table, "
+    "Tensor lengths, float scale) -> (Tensor, Tensor)",
+    device_types="cuda",
+)
+def decode_attention(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """Write each row's new key and value [R, kv_heads, d] into its slot, at position length - 1, and attend
+    from query [R, heads, d] over all its positions. Return means [R, heads, SPLITS, d] and log-sum-exps
+    [R, heads, SPLITS] over parts of the positions, in float32.
+
+    Row i is slot i. keys, values: [pages, kv_heads, positions, d]; table: int32 [slots, pages of a slot];
+    lengths: int32 [R], with the new token. Rows of length 0 are padding: they write nothing, and their
+    result is undefined.
+    """
+    # Triton comes with torch for CUDA only.
+    from asyncrl_servers.embedded.decode_kernel import attend
+
+    return attend(*inputs)
+
+
+@decode_attention.register_fake
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    rows, heads, head_dim = query.shape
+    parts = query.new_empty((rows, heads, SPLITS, head_dim), dtype=torch.float32)
+    return parts, parts.new_empty((rows, heads, SPLITS))
+
+
+def fused_layer(
+    hidden_RH: Tensor, added_RH: Tensor, layer: Layer, rotation: list[Tensor], *read: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute layer_step over the cache. `read`: keys, values, table, lengths and scale."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts, logsums = decode_attention(query, key, value, *read)
+        mixed: Tensor = (parts * logsums.softmax(-1)[..., None]).sum(2)
+        return mixed.to(query.dtype)
+
+    return layer_step(hidden_RH, added_RH, layer, rotation, attend)
+
+
+def merged(*maps: nn.Linear) -> Maps:
+    """Join the maps' weights in one tensor. The maps keep views of it, so pushes still write by name."""
+    sizes = [one.out_features for one in maps]
+    if len(maps) == 1:
+        return separate(*maps)
+    tensors = list[Any]()
+    for name in ("weight", "bias"):
+        parts = [getattr(one, name) for one in maps]
+        if parts[0] is None:
+            tensors.append(None)
+            continue
+        whole = torch.cat([part.data for part in parts])
+        for part, view in zip(parts, whole.split_with_sizes(sizes), strict=True):
+            part.data = view
+        tensors.append(whole)
+    return Maps([(tensors[0], tensors[1])], sizes)
+
+
+def why_not_fused(runner: Runner) -> str:
+    """Return why the model's decode step cannot be fused; "" if it can."""
+    device, head_dim = runner.loaded.device.type, runner.loaded.shape.head_dim
+    if runner.plain is None:
+        return f"model type {runner.loaded.model.config.model_type} has no plain decoder"
+    if runner.is_exact or device not in KERNEL_DEVICES:
+        return f"it has no deterministic kernel, and none for {device}"
+    if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
+        return f"heads of size {head_dim} are not a power of two of at least {MIN_HEAD_DIM}"
+    return ""
+
+
+class FusedSteps(DecodeGraphs):
+    """Decode steps with merged weights and compiled layers; on CUDA one graph for each number of rows, which
+    is a power of two or `most_rows`.
+
+    Weights that a push moved or that woke are merged again before the next step. In-place pushes keep the
+    graphs. A sleep that frees memory drops them; they are captured again on use.
+    """
+
+    min_steps = 0
+    is_alone = True
+
+    def __init__(self, runner: Runner, decoder: PlainDecoder, most_rows: int) -> None:
+        self._layers = list[Layer]()
+        # One row counts as two: torch.compile would compile again for 1.
+        super().__init__(runner, decoder, max(2, most_rows))
+        is_cuda = runner.loaded.device.type == "cuda"
+        self.run_layer = torch.compile(fused_layer, fullgraph=True) if is_cuda else fused_layer
+        self.is_refused = not is_cuda
+
+    def drop(self) -> None:
+        super().drop()
+        self._layers.clear()
+
+    @torch.inference_mode(False)  # pushes write into merged weights from other threads
+    def _prepare(self) -> None:
+        self._layers = [layer_of(one, merged) for one in self._runner.loaded.model.model.layers]
+
+    def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
+        """Rows after the last have length 0."""
+        num = len(last_ids)
+        inputs = np.zeros((3, self._most_rows), np.int64)
+        inputs[:2, :num] = last_ids, lengths
+        self._inputs.copy_(pinned(inputs, self._inputs.device), non_blocking=True)
+        self._runner.cache.table_on_device()  # outside of the graph
+        return min(max(2, 1 << (num - 1).bit_length()), self._most_rows), ()
+
+    def _compute(self, layout: Layout, logits: Tensor) -> None:
+        rows, cache, decoder = layout[0], self._runner.cache, self._decoder
+        ids_R, lengths_R = self._inputs[:2, :rows].unbind()
+        rotation = decoder.rotation((lengths_R - 1).clamp(min=0))
+        hidden_RH = self._runner.loaded.model.model.embed_tokens(ids_R)
+        added_RH, int_lengths_R = torch.zeros_like(hidden_RH), lengths_R.int()
+        for one in (hidden_RH, added_RH, *rotation, int_lengths_R):
+            torch._dynamo.maybe_mark_dynamic(one, 0)  # noqa: SLF001 - documented, not exported
+        read = cache.table_on_device(), int_lengths_R, decoder.scaling
+        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+            hidden_RH, added_RH = self.run_layer(hidden_RH, added_RH, layer, rotation, keys, values, *read)
+        logits[:rows] = decoder.logits(hidden_RH + added_RH)

@@ -1,0 +1,253 @@
+"""Fused decode steps of the embedded engine: on the CPU with the reference operator."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_in_process import make_qwen3, make_spec, stage_file
+from test_engine_device import Recorded, answers, check_same, publish_halfway
+from test_engine_lora import adapters, lora_request
+from tiny_model import make_tiny_moe
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.messages.engine_api import CommitRequest, WakeRequest
+from asyncrl_servers.embedded import fused_decode
+from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
+from asyncrl_servers.embedded.fused_decode import FusedSteps, decode_attention, fused_layer
+from asyncrl_servers.embedded.kv_attention import SPLITS
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"head_dim": 32, "sliding_window": None},
+}
+
+
+@decode_attention.register_kernel("cpu")
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Mask all positions of the table's pages; the first part has all real ones."""
+    (rows, heads, head_dim), (_, kv_heads, page, _) = query.shape, keys.shape
+    rows_R = lengths.nonzero()[:, 0]
+    newest_R = lengths[rows_R].long() - 1
+    pages_R = table[rows_R, newest_R // page]
+    keys[pages_R, :, newest_R % page] = key[rows_R]
+    values[pages_R, :, newest_R % page] = value[rows_R]
+    is_after_RP = torch.arange(table.shape[1] * page) > newest_R[:, None]
+
+    def of_slots(cached: Tensor) -> Tensor:
+        by_head = cached[table[rows_R]].transpose(1, 2).flatten(2, 3).float()
+        return by_head.repeat_interleave(heads // kv_heads, dim=1)
+
+    scores_RHP = (of_slots(keys) @ query[rows_R].float()[..., None])[..., 0] * scale
+    weights_RHP = scores_RHP.masked_fill(is_after_RP[:, None], -torch.inf).softmax(-1)
+    parts = torch.zeros(rows, heads, SPLITS, head_dim)
+    parts[rows_R, :, 0] = (weights_RHP[:, :, None] @ of_slots(values))[:, :, 0]
+    logsums = torch.full((rows, heads, SPLITS), -torch.inf)
+    logsums[:, :, 0] = 0.0
+    return parts, logsums
+
+
+@pytest.fixture(autouse=True)
+def cpu_has_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_decode, "KERNEL_DEVICES", {"cpu"})
+
+
+def make_family(folder: Path, model_type: str) -> Path:
+    shape = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, **shape, **ends, **FAMILIES[model_type], initializer_range=0.15)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3(tmp_path_factory.mktemp("fused") / "model", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3(tmp_path_factory.mktemp("fused") / "other", seed=1, num_hidden_layers=2)
+
+
+def build_fused(folder: Path, **fields: Any) -> Engine:
+    engine = build_engine(make_spec(folder, deterministic=False, fused_decode=True, **fields))
+    assert isinstance(engine.runner.graphs, FusedSteps)
+    return engine
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_fused_logprobs_equal_those_of_transformers(tmp_path: Path, model_type: str) -> None:
+    folder = make_family(tmp_path / model_type, model_type)
+    found = answers(build_fused(folder, slots=10))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for seed, answer in enumerate(found):
+        prompt = [2 + at % 48 for at in range(3 if seed % 3 else 90)]
+        with torch.inference_mode():
+            logits_TV = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+        logprobs_TV = logits_TV.log_softmax(-1)
+        expected = logprobs_TV.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache_tokens", [0, 320, 640])
+@pytest.mark.parametrize("keeps_place", [True, False], ids=["in place", "moved"])
+def test_fused_steps_draw_the_same_across_a_publish(
+    folder: Path, other_folder: Path, tmp_path: Path, keeps_place: bool, cache_tokens: int
+) -> None:
+    plain = build_engine(make_spec(folder, slots=10, num_kept=4, deterministic=False))
+    expected = answers(plain, publish_halfway(plain, other_folder, tmp_path))
+    engine = build_fused(folder, slots=10, num_kept=4, cache_tokens=cache_tokens)
+    engine.weights.keeps_place = keeps_place
+    free = engine.runner.cache.num_free
+    halfway = publish_halfway(engine, other_folder, tmp_path)
+    if cache_tokens == 0:
+        check_same(answers(engine, halfway), expected)
+    else:  # requests start later, so others are halfway
+        answers(engine, halfway)
+    assert engine.weights.digest == plain.weights.digest
+    check_same(answers(engine), answers(plain))
+    engine._scheduler.forget_kept()
+    assert engine.runner.cache.num_free == free
+
+
+def test_a_bounded_cache_delays_requests_but_changes_no_token(folder: Path) -> None:
+    expected = answers(build_engine(make_spec(folder, slots=10, deterministic=False)))
+    engine = build_fused(folder, slots=10, cache_tokens=320)
+    num_running = list[int]()
+    check_same(answers(engine, lambda: num_running.append(engine.health().num_running)), expected)
+    assert 0 < num_running[0] < 10
+
+
+class RecordedSteps(FusedSteps):
+    num_captured = num_replayed = 0
+    capture = Recorded.capture
+
+
+def test_replayed_fused_steps_read_what_changes(folder: Path, other_folder: Path, tmp_path: Path) -> None:
+    plain = build_engine(make_spec(folder, slots=10, deterministic=False))
+    expected = answers(plain, publish_halfway(plain, other_folder, tmp_path))
+    engine = build_fused(folder, slots=10)
+    assert engine.runner.plain is not None
+    engine.runner.graphs = recorded = RecordedSteps(engine.runner, engine.runner.plain, 10)
+    recorded.is_refused = False
+    engine.weights.keeps_place = True
+    check_same(answers(engine, publish_halfway(engine, other_folder, tmp_path)), expected)
+    assert 4 == recorded.num_captured < recorded.num_replayed  # 2, 4, 8 and 10 rows
+
+
+def test_one_compilation_serves_all_layers_and_numbers_of_rows(folder: Path) -> None:
+    engine = build_fused(folder, slots=10, cache_tokens=640)
+    steps = engine.runner.graphs
+    assert isinstance(steps, FusedSteps)
+    torch._dynamo.reset()
+    steps.run_layer = torch.compile(fused_layer, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = answers(engine)
+    check_same(found, answers(build_engine(make_spec(folder, slots=10, deterministic=False))))
+
+
+def after(engine: Engine, asked: Future[Any]) -> Any:
+    """Return the answer to what was asked, after a turn of the engine's loop."""
+    engine.turn()
+    return asked.result(timeout=0)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_fused_steps_sleep_and_wake_to_other_weights(
+    folder: Path, other_folder: Path, tmp_path: Path, stays: bool
+) -> None:
+    engine = build_fused(folder, slots=10, num_kept=4, stays=stays, cache_tokens=640)
+    answers(engine)
+    slept = after(engine, engine.sleep())
+    woken = after(engine, engine.wake(WakeRequest(parts=["weights"])))
+    woken_kv = after(engine, engine.wake(WakeRequest(parts=["kv"])))
+    assert slept.num_bytes == woken.num_bytes + woken_kv.num_bytes
+    staged = engine.weights.prepare(stage_file(other_folder, 1, tmp_path))
+    after(engine, engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="abort")))
+    check_same(answers(engine), answers(build_engine(make_spec(other_folder, slots=10, deterministic=False))))
+
+
+def test_fused_steps_use_adapters_over_the_initial_weights(folder: Path, tmp_path: Path) -> None:
+    plain = build_engine(make_spec(folder, deterministic=False))
+    engine = build_fused(folder)
+    engine.weights.keeps_place = True
+    for version, modules in enumerate((("q_proj", "v_proj"), ("k_proj",)), 1):
+        names = tuple(f"model.layers.1.self_attn.{name}" for name in modules)
+        request = lora_request(adapters(folder, names, seed=version), version, tmp_path)
+        for one in (plain, engine):
+            staged = one.weights.prepare(request)
+            commit = CommitRequest(version=version, digest=staged.digest, interrupt="abort")
+            after(one, one.commit(commit))
+        check_same(answers(engine), answers(plain))
+
+
+def test_a_model_without_plain_decoder_decodes_as_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny_moe(tmp_path / "moe")
+    engine = build_engine(make_spec(folder, fused_decode=True))
+    assert engine.runner.graphs is None
+    assert "not fused: model type qwen3_moe has no plain decoder" in caplog.text
+
+
+@pytest.mark.parametrize("fields", [{"cache_tokens": 256}, {"cache_tokens": 255, "fused_decode": True}])
+def test_a_cache_that_cannot_serve_ends_the_start(
+    folder: Path, capfd: pytest.CaptureFixture[str], fields: dict[str, Any]
+) -> None:
+    with pytest.raises(SystemExit):
+        build_engine(make_spec(folder, max_length=256, deterministic=False, **fields))
+    assert "cannot serve requests of max_length=256" in capfd.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "group", "head_dim", "page"), [(3, 2, 128, 64), (40, 7, 64, 2080)])
+def test_the_kernel_agrees_with_the_reference(
+    dtype: torch.dtype, rows: int, group: int, head_dim: int, page: int
+) -> None:
+    kv_heads, num_pages = 8, -(-2080 // page)
+    random = torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(dtype)
+
+    merged = made(rows, (group + 2) * kv_heads, head_dim)
+    query, key, value = merged.split((group * kv_heads, kv_heads, kv_heads), dim=1)
+    cache = [made(rows * num_pages, kv_heads, page, head_dim) for _ in range(2)]
+    table = torch.randperm(rows * num_pages, generator=random).view(rows, num_pages).int()
+    lengths = torch.randint(1, 2080, (rows,), generator=random).int()
+    lengths[:2] = torch.tensor([1, 2080])
+    places = [table, lengths]
+    given = [query.contiguous(), key.contiguous(), value, *cache, *places]
+    on_device = [one.cuda() for one in given]
+    found, expected = (
+        (parts * logsums.softmax(-1)[..., None]).sum(2).cpu()
+        for parts, logsums in (decode_attention(*inputs, 0.1) for inputs in (on_device, given))
+    )
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, atol=limit, rtol=limit)
+    for ours, theirs in zip(on_device[3:5], given[3:5], strict=True):
+        assert torch.equal(ours.cpu(), theirs)
