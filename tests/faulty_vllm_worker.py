@@ -39,13 +39,13 @@ class FaultyLoader(Loader):
 
     def _begin(self, version: int) -> None:
         if self.fault == "stale_part" and self.worker.rank == self.parts._num_workers - 1:
-            self.kept = self.parts._held(self.stale).clone()
+            self.kept = self.parts._held(self.stale).detach().clone()
         super()._begin(version)
 
     def _close(self) -> None:
         super()._close()
         if self.kept is not None:
-            self.parts._held(self.stale).copy_(self.kept)
+            self.parts._held(self.stale).detach().copy_(self.kept)
             self.kept = None
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -42,7 +42,7 @@ def test_every_tensor_of_both_workers_is_compared(pair: House) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "module"),
-    enumerate(["self_attn.v_proj", "self_attn.o_proj", "self_attn.k_norm", "mlp.up_proj"], start=3),
+    [(3, "self_attn.v_proj"), (4, "self_attn.o_proj"), (5, "self_attn.k_norm"), (6, "mlp.up_proj")],
 )
 def test_worker_that_keeps_an_old_part_is_named(pair: House, seed: int, module: str) -> None:
     stale = f"model.layers.3.{module}.weight"

@@ -42,7 +42,9 @@ class VllmSource:
                 return ", ".join(own)
             node = init[1]
             return ", ".join(_parameters(node)[1:]) if isinstance(node, ast.FunctionDef) else ""
-        return ", ".join(_parameters(node)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+        return (
+            ", ".join(_parameters(node)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+        )
 
     def _find(self, module: str, path: str) -> tuple[str, Definition] | None:
         name, _, rest = path.partition(".")
@@ -52,14 +54,18 @@ class VllmSource:
         for node in _statements(tree.body):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    if (alias.asname or alias.name) == name:
+                    if alias.name == "*":
+                        found = self._imported(module, node, ast.alias(name), path)
+                        if found is not None:
+                            return found
+                    elif (alias.asname or alias.name) == name:
                         return self._imported(module, node, alias, path)
             elif name in _names_of(node):
                 if not rest or not isinstance(node, ast.ClassDef):
                     return module, node
                 return self._member(module, node, rest)
         # A submodule that its package does not import.
-        return (module, tree.body[0]) if self.module(f"{module}.{name}") and tree.body else None
+        return (module, ast.Pass()) if self.module(f"{module}.{name}") else None
 
     def _imported(
         self, module: str, node: ast.ImportFrom, alias: ast.alias, path: str
@@ -81,9 +87,9 @@ class VllmSource:
                 return module, node
         # An attribute that a method sets.
         for node in ast.walk(owner):
-            if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
-                if isinstance(node.value, ast.Name) and node.value.id == "self":
-                    return module, owner.body[0] if owner.body else owner
+            is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if is_set and ast.unparse(node) == f"self.{name}":
+                return module, ast.Pass()
         for base in owner.bases:
             base = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(base, ast.Name):
@@ -110,7 +116,13 @@ def _names_of(node: ast.stmt) -> list[str]:
     """Return the names that a statement defines."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 

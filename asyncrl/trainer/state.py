@@ -37,10 +37,11 @@ from asyncrl.base.http import Refused
 from asyncrl.config import LoraConfig
 from asyncrl.trainer.build_model import load_tokenizer, loading
 from asyncrl.trainer.lora import ADAPTER, save_adapter
-from asyncrl.trainer.offload import HostMemory, local_of
+from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.optimizer import MasterWeights
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.export import (
     LazyWeights,
     after_what_was_begun,

@@ -3,8 +3,8 @@
 Transport digests prove what a worker received, and the canary tolerates rounding. Neither notices one of
 several workers that keeps a tensor of the last version, so the loaded parts are compared byte for byte.
 
-Example: tensor_parallel=2, and k_proj is 8 x 64. The part of worker 1 is rows 4..7. Its qkv_proj, 16 x 64, has 8
-rows of q, 4 of k and 4 of v, so rows 8..11 must hold that part.
+Example: tensor_parallel=2, and k_proj is 8 x 64. The part of worker 1 is rows 4..7. Its qkv_proj, 16 x 64,
+has 8 rows of q, 4 of k and 4 of v, so rows 8..11 must hold that part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Expected = dict[str, tuple[bytes, int]]
 
 
 class LoadedParts:
-    """Parts of `model` on worker `rank` of `num_workers`. Experts, quantized and packed weights are unknown."""
+    """Parts of `model` on worker `rank` of `num_workers`. Those of experts, and of quantized and packed weights,
+    are unknown.
+    """
 
     def __init__(self, model: nn.Module, rank: int, num_workers: int) -> None:
         self._model = model
@@ -40,7 +42,7 @@ class LoadedParts:
         self._is_checked = type(model).__name__ in CHECKED
         if self._is_checked:
             for layer, parts in model.packed_modules_mapping.items():  # type: ignore[union-attr, operator]
-                self._joined |= {part: (layer, parts) for part in parts}
+                self._joined |= dict.fromkeys(parts, (layer, parts))
 
     def expected(self, sent: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> Expected:
         """Return what the worker must hold of the sent tensors, whose digests these are."""
@@ -84,7 +86,7 @@ class LoadedParts:
             layer = self._model.get_submodule(f"{parent}.{layer_name}" if parent else layer_name)
         except AttributeError:
             return None
-        parameter = layer._parameters.get(leaf)
+        parameter = dict(layer.named_parameters(recurse=False)).get(leaf)
         sizes: list[int] = getattr(layer, "output_partition_sizes", [])
         if not self._is_checked or parameter is None or parameter.dim() == 0:
             return None

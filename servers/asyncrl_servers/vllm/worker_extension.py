@@ -129,7 +129,7 @@ class Loader:
         """Copy the tensors to host memory that later pushes use again. A device reads it at full speed; from
         a file's pages the driver first copies to pinned memory of its own, while no token is sampled.
         """
-        entries = [(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors.items()]
+        entries = [(name, dtype_name(one.dtype), list(one.shape)) for name, one in tensors.items()]
         placed, num_bytes = lay_out(entries)
         if self.pins is None:
             num_workers = self.worker.vllm_config.parallel_config.world_size
@@ -247,7 +247,9 @@ class Loader:
             raise Refused(409, what, rule=rule, way_out=way_out)
         self._close()
         if wrong := self.parts.wrong(self._expected):
-            what = f"worker {self.worker.rank} does not hold {len(wrong)} tensors of version {version} as they "
+            what = (
+                f"worker {self.worker.rank} does not hold {len(wrong)} tensors of version {version} as they "
+            )
             what += f"were sent: {wrong[:5]}"
             raise Refused(409, what, rule=rule, way_out=way_out)
 
