@@ -39,13 +39,13 @@ class FaultyLoader(Loader):
 
     def _begin(self, version: int) -> None:
         if self.fault == "stale_part" and self.worker.rank == self.parts._num_workers - 1:
-            self.kept = self.parts._held(self.stale).detach().clone()
+            self.kept = self.parts.held(self.stale).detach().clone()
         super()._begin(version)
 
     def _close(self) -> None:
         super()._close()
         if self.kept is not None:
-            self.parts._held(self.stale).detach().copy_(self.kept)
+            self.parts.held(self.stale).detach().copy_(self.kept)
             self.kept = None
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -71,5 +71,5 @@ class FaultyWeightLoader(WeightLoader):
     def asyncrl_known(self, request: str) -> dict[str, Any]:
         """Return the names of the tensors that the last load compared."""
         loader = self.asyncrl_loader
-        held = (name for name in loader._expected if loader.parts._held(name) is not None)
+        held = (name for name in loader._expected if loader.parts.held(name).numel())
         return {"ok": True, "names": sorted(held)}

@@ -44,7 +44,7 @@ def names(source: VllmSource) -> list[str]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[list[str]]:
-    """Yield the names that are imported from vLLM; after a try: those of which one must exist."""
+    """Yield each name that is imported from vLLM, and the names of a try together: one must exist."""
     tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]
     for group in [*tries, tree]:
         nodes = [node for node in ast.walk(group) if isinstance(node, ast.ImportFrom)]

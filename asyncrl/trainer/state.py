@@ -41,7 +41,6 @@ from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.optimizer import MasterWeights
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.export import (
     LazyWeights,
     after_what_was_begun,
@@ -50,6 +49,7 @@ from asyncrl.weights.export import (
     merge,
     named_weights,
 )
+from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.ipc import lay_out, views
 from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules, dtype_name
 
