@@ -30,8 +30,8 @@ Expected = dict[str, tuple[bytes, int]]
 
 
 class LoadedParts:
-    """Parts of `model` on worker `rank` of `num_workers`. Parts of experts, quantized weights and packed weights
-    are unknown.
+    """Parts of `model` on worker `rank` of `num_workers`. Parts of experts, quantized and
+    packed weights are unknown.
     """
 
     def __init__(self, model: nn.Module, rank: int, num_workers: int) -> None:
