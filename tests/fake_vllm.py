@@ -65,6 +65,8 @@ class FakeVllm(FakeServer):
         self.wrong_loads: list[float] = []
         """Weights that the next loads bring instead of the right ones."""
         self.transit_s = TRANSIT_S
+        self.rejects_paused = False
+        """As vLLM 0.33; vLLM 0.32 holds a request that arrives in a pause."""
         self.staged: dict[str, Any] = {}
         self._boot()
 
@@ -179,6 +181,8 @@ class FakeVllm(FakeServer):
         process = self.has_ended
         await asyncio.sleep(self.transit_s)
         self._check(GENERATE, GENERATE)
+        if self.rejects_paused and self.pause in ("abort", "wait"):
+            self._refuse(GENERATE, 503, "Generation is paused. Please retry after it resumes.")
         run = self.runs[body["request_id"]] = Run(body)
         try:
             while run.finish is None and not process.is_set():
@@ -229,9 +233,11 @@ class FakeVllm(FakeServer):
 
     def _check(self, route: str, path: str) -> None:
         if route in self.refused_routes:
-            status, words = self.refused_routes[route]
-            text = json.dumps({"error": {"message": words, "code": status}}).encode()
-            raise CallGarbled(self.name, path, f"status {status}", status=status, text=text)
+            self._refuse(path, *self.refused_routes[route])
+
+    def _refuse(self, path: str, status: int, words: str) -> None:
+        text = json.dumps({"error": {"message": words, "code": status}}).encode()
+        raise CallGarbled(self.name, path, f"status {status}", status=status, text=text)
 
     def _change(self) -> None:
         self._changed.set()

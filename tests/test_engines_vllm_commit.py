@@ -82,6 +82,7 @@ STARTS = st.tuples(st.integers(0, 60), st.integers(1, 60), st.booleans())
     starts=st.lists(STARTS, min_size=1, max_size=10),
     aborts=st.lists(st.integers(0, 90), max_size=4),
     transit_s=st.sampled_from([0.0, 0.004, 0.03]),
+    rejects_paused=st.booleans(),
 )
 @virtual
 async def test_every_token_has_the_version_it_says(
@@ -89,8 +90,10 @@ async def test_every_token_has_the_version_it_says(
     starts: list[tuple[int, int, bool]],
     aborts: list[int],
     transit_s: float,
+    rejects_paused: bool,
 ) -> None:
     fake, server = await ready_server()
+    fake.rejects_paused = rejects_paused
     fake.transit_s, pool = transit_s, EnginePool([server], slots=6)
     told: dict[int, list[int]] = {index: [] for index in range(len(starts))}
 

@@ -1,4 +1,4 @@
-"""State and HTTP calls of one vLLM 0.32 process, and its required settings."""
+"""State and HTTP calls of one vLLM process (0.32 or 0.33), and its required settings."""
 
 from __future__ import annotations
 
@@ -349,8 +349,9 @@ async def make_ready(process: VllmProcess, needed: VllmRequirements) -> None:
         process.vocab_size = min(worker["vocab_size"] for worker in workers)
         await process.tell("/resume")  # an earlier run may have paused it and died
         await process.set_label(process.label)
-        # vLLM compiles at the first seeded sampling, and at the first prompt logprobs.
-        sampling = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1, "prompt_logprobs": 0}
+        # vLLM compiles at the first seeded sampling, and at the first prompt logprobs. Without top_p: on CUDA
+        # it would compile a large kernel that few runs use.
+        sampling = {"max_tokens": 2, "temperature": 0.7, "seed": 1, "prompt_logprobs": 0}
         await process.tell(GENERATE, vllm_request([1, 2, 3], "warm-up", process.label, None, **sampling))
     except CallRefused as refusal:
         if refusal.status not in (401, 403, 404):

@@ -36,6 +36,8 @@ from asyncrl.messages.sampling import Decode, SamplingRequest, StopWatch
 
 _NO_LOGPROB = -9999.0
 _MIN_TEMPERATURE = 0.01
+_PAUSED = 503
+"""Status of a request that reaches a paused vLLM 0.33; vLLM 0.32 holds it until the resume."""
 
 
 def check_request(process: VllmProcess, request: SamplingRequest, requirements: VllmRequirements) -> None:
@@ -102,6 +104,9 @@ class Segment:
                 await process.wait_settled(self)
                 return self._response()
             except CallRefused as refusal:
+                if refusal.status == _PAUSED and not self._token_ids:
+                    # Sent before /pause, it arrived after. The pool sends it again.
+                    return self._part([], "abort")
                 error = await process.error_of(refusal)
                 if isinstance(error, EngineLost) or refusal.status in (401, 403, 404):
                     raise error from refusal
@@ -213,8 +218,8 @@ class Segment:
             labels = [(label.start, label.end, label.version) for label in self._labels or []]
             what = f"answered request {self.request.request_id} with finish_reason {self._finish}, "
             what += f"{len(self._token_ids)} tokens and labels {labels}"
-            rule = "vLLM 0.32 reports an answer's end and the label of each token; one run sets the labels"
-            way_out = "use vLLM 0.32, and give each run its own servers."
+            rule = "vLLM reports an answer's end and the label of each token; one run sets the labels"
+            way_out = "use vLLM 0.32 or 0.33, and give each run its own servers."
             raise EngineError(self._process.name, what, rule=rule, way_out=way_out)
         answer = self._part(spans, self._finish)
         self._check.accept(answer, newest=self._process.version)

@@ -5,75 +5,25 @@ Storages are copied to host memory and resized to 0; tensors stay the same objec
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.base.host import available_memory
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.trainer_api import TrainerPart
 from asyncrl.trainer.ranks import Ranks
+from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.ipc import ALIGNMENT
 
 T = TypeVar("T")
 PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 
 Copies = list[tuple[torch.UntypedStorage, Tensor]]
-
-
-class HostMemory:
-    """Reusable host memory, pinned at its exact size for CUDA; torch's allocator rounds up."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._data = torch.empty(0, dtype=torch.uint8)
-        self._ordinal = torch.cuda.current_device() if device.type == "cuda" else None
-
-    def __del__(self) -> None:
-        self.free()
-
-    def of(self, num_bytes: int) -> Tensor:
-        """Return uint8 of this size; growing loses the content. Raises MemoryError and RuntimeError."""
-        if num_bytes > len(self._data):
-            self.free()
-            available = available_memory()
-            if num_bytes > available:
-                raise MemoryError(f"{num_bytes} bytes are needed, and the host has {available} available")
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without large pages
-                memory.madvise(mmap.MADV_HUGEPAGE)  # 2 MB at once: pinning walks every page
-            data = torch.frombuffer(memory, dtype=torch.uint8)
-            self._call("cudaHostRegister", data.data_ptr(), num_bytes, 0)
-            self._data = data
-        return self._data[:num_bytes]
-
-    def free(self) -> None:
-        if len(self._data):
-            self._call("cudaHostUnregister", self._data.data_ptr())
-        self._data = torch.empty(0, dtype=torch.uint8)
-
-    def free_if_short(self) -> None:
-        if available_memory() < len(self._data):
-            self.free()
-
-    def _call(self, name: str, *arguments: int) -> None:
-        if self._ordinal is None:
-            return
-        cuda: Any = torch.cuda
-        with cuda.device(self._ordinal):  # else a context is created on the first device
-            try:
-                cuda.check_error(getattr(cuda.cudart(), name)(*arguments))
-            except RuntimeError:
-                # CUDA reports the refusal again at the next launch.
-                with suppress(RuntimeError):
-                    cuda._sleep(1)
-                raise
 
 
 class Offload:

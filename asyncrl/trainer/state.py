@@ -37,7 +37,7 @@ from asyncrl.base.http import Refused
 from asyncrl.config import LoraConfig
 from asyncrl.trainer.build_model import load_tokenizer, loading
 from asyncrl.trainer.lora import ADAPTER, save_adapter
-from asyncrl.trainer.offload import HostMemory, local_of
+from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.optimizer import MasterWeights
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -49,6 +49,7 @@ from asyncrl.weights.export import (
     merge,
     named_weights,
 )
+from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.ipc import lay_out, views
 from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules, dtype_name
 

@@ -58,7 +58,11 @@ def main() -> None:
 def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
     """Serve until SIGTERM. Raises Refused if the engine cannot start or dies. Imports vLLM."""
     import uvloop
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    except ImportError:  # its place until vLLM 0.32
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.dev.server_info import api_router as server_info
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -93,7 +97,7 @@ async def _run(args: argparse.Namespace, listener: socket.socket) -> bool:
         await ending
     finally:
         listener.close()
-    # vLLM 0.32: serve_http returns this if the HTTP server stopped by itself.
+    # vLLM 0.32 and 0.33: serve_http returns this if the HTTP server stopped by itself.
     return bool(ending.__name__ == "dummy_shutdown")
 
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -19,17 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from asyncrl.base.host import available_memory
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import LoadChunkRequest, PrepareRequest
 from asyncrl.weights.export import write_peft
-from asyncrl.weights.ipc import TrainerMemory
+from asyncrl.weights.host_memory import HostMemory
+from asyncrl.weights.ipc import TrainerMemory, lay_out, views
 from asyncrl.weights.nccl import WeightGroup
-from asyncrl.weights.tensor_files import digest_and_size, read_or_refuse
+from asyncrl.weights.tensor_files import digest_and_size, dtype_name, read_or_refuse
+from asyncrl_servers.vllm.loaded_parts import Expected, LoadedParts
 from asyncrl_servers.vllm.monkeypatches import patch_worker
 from asyncrl_servers.weight_state import (
     PUSH_AGAIN,
@@ -51,16 +55,27 @@ class Loader:
 
     Life: idle -> staging (checked in a thread) -> staged -> load -> idle; or idle -> open (chunks) ->
         finished -> idle; or a whole broadcast. The model cannot compute while an update is open.
-    Invariant: a load succeeds only if every parameter received all its elements.
+    Invariant: a load succeeds only if every parameter received all its elements, and holds this worker's part
+        of the sent tensors (LoadedParts).
+    """
+
+    pins: bool | None = None
+    """Stage weights in pinned host memory: 4B load in an estimated 0.3 s instead of 1.6 s. Set at the first
+    stage: on CUDA, if the memory of all workers is at most half of the available host memory.
     """
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self._memory = TrainerMemory(worker.device)
+        self._host = HostMemory(worker.device)
+        workers = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self.parts = LoadedParts(self.model, *workers)
+        self._expected: Expected = {}
+        """Parts that this worker must hold when the open update ends."""
         self._push = ChunkedPush()
         self._group: WeightGroup | None = None
         self._staging = ThreadPoolExecutor(1, "stage weights")
-        self._checked: Future[dict[str, str]] = Future()
+        self._checked: Future[tuple[dict[str, str], Mapping[str, Tensor], Expected]] = Future()
         self._adapters: list[str] = []
         """Folders of the last two versions."""
         self._staged: Staged | None = None
@@ -91,26 +106,54 @@ class Loader:
             self._checked = self._staging.submit(self._check, self._staged)
         if not self._checked.done():
             return {"state": "staging"}
-        return {"state": "staged", **self._checked.result()}
+        return {"state": "staged", **self._checked.result()[0]}
 
-    def _check(self, staged: Staged) -> dict[str, str]:
+    def _check(self, staged: Staged) -> tuple[dict[str, str], Mapping[str, Tensor], Expected]:
+        """Return the answer, and the tensors to load with what the parameters must hold then."""
         request, tensors = staged.request, staged.tensors
-        digest = check_arrived(request.path, digest_and_size(tensors), request)
-        if request.kind == "weights":
-            return {"digest": digest}
+        is_whole = request.kind == "weights"
+        if is_whole:
+            tensors = self._pinned(tensors)
+        arrived = digest_and_size(tensors)
+        digest = check_arrived(request.path, arrived, request)
+        if is_whole:
+            return {"digest": digest}, tensors, self.parts.expected(tensors, arrived[0])
         self._adapters.append(tempfile.mkdtemp(prefix=f"adapter-{request.version}-"))
         write_peft(tensors, Path(self._adapters[-1]))
         for old in self._adapters[:-2]:
             shutil.rmtree(old)
         del self._adapters[:-2]
-        return {"digest": digest, "folder": self._adapters[-1]}
+        return {"digest": digest, "folder": self._adapters[-1]}, tensors, {}
+
+    def _pinned(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Copy the tensors to host memory that later pushes use again. A device reads it at full speed; from
+        a file's pages the driver first copies to pinned memory of its own, while no token is sampled.
+        """
+        entries = [(name, dtype_name(one.dtype), list(one.shape)) for name, one in tensors.items()]
+        placed, num_bytes = lay_out(entries)
+        if self.pins is None:
+            num_workers = self.worker.vllm_config.parallel_config.world_size
+            self.pins = self.worker.device.type == "cuda"
+            self.pins &= 2 * num_bytes * num_workers <= available_memory()
+        if not self.pins:
+            return tensors
+        try:
+            memory = self._host.of(num_bytes)
+        except (MemoryError, RuntimeError):
+            self.pins = False  # the host refuses: only slower
+            return tensors
+        copies = views(placed, memory)
+        for name, tensor in tensors.items():
+            copies[name].copy_(tensor)
+        return copies
 
     def load(self, version: int, digest: str) -> None:
-        staged = the_staged(self._staged, version, digest)
-        self._checked.result()
+        the_staged(self._staged, version, digest)
+        _, tensors, expected = self._checked.result()
         self._begin(version)
+        self._expected = expected
         with self._changing():
-            self.add(staged.tensors.items())
+            self.add(tensors.items())
             self._finish()
         self._staged = None  # frees the file
 
@@ -120,16 +163,20 @@ class Loader:
         if request.index and self._open_version is None:
             self._push.clear()
         tensors: dict[str, Tensor] = {}
+        digests: dict[str, bytes] = {}
 
         def read(request: LoadChunkRequest) -> Arrived:
             # Copy: vLLM keeps tensors until their layer is complete, and the next chunk may overwrite them.
-            with self._memory.chunk(request) as views:
-                tensors.update({name: view.clone() for name, view in views.items()})
-            return digest_and_size(tensors)
+            with self._memory.chunk(request) as found:
+                tensors.update({name: view.clone() for name, view in found.items()})
+            arrived = digest_and_size(tensors)
+            digests.update(arrived[0])
+            return arrived
 
         digest = self._push.load(request, read)
         if request.index == 0:
             self._begin(request.version)
+        self._expected |= self.parts.expected(tensors, digests)
         with self._changing():
             self.add(tensors.items())
         return {"digest": digest}
@@ -158,6 +205,7 @@ class Loader:
 
         def take(sent: dict[str, Tensor]) -> Arrived:
             arrived = digest_and_size(sent)
+            self._expected |= self.parts.expected(sent, arrived[0])
             self.add(sent.items())
             return arrived
 
@@ -173,6 +221,7 @@ class Loader:
         if self._open_version is not None:
             self._close()
         self._open_version = version
+        self._expected = {}
         # A tied parameter is listed once. Layers without parameters compute their buffers.
         self._owners = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()}
         with self._changing(), self._loading():
@@ -189,12 +238,20 @@ class Loader:
             self.model.load_weights(iter(tensors))  # type: ignore[operator]  # every vLLM model defines it
 
     def _finish(self) -> None:
-        """Raise Refused if a parameter is incomplete."""
+        """Raise Refused if a parameter is incomplete, or holds other bytes than were sent."""
+        version = self._open_version
+        rule = "the weights of this server are of no version until a load succeeds"
+        way_out = "load a whole set again, or restart it."
         if missing := self.incomplete():
-            what = f"version {self._open_version} lacks {len(missing)} parameters: {missing[:5]}"
-            rule = "the weights of this server are of no version until a load succeeds"
-            raise Refused(409, what, rule=rule, way_out="load a whole set again, or restart it.")
+            what = f"version {version} lacks {len(missing)} parameters: {missing[:5]}"
+            raise Refused(409, what, rule=rule, way_out=way_out)
         self._close()
+        if wrong := self.parts.wrong(self._expected):
+            what = (
+                f"worker {self.worker.rank} does not hold {len(wrong)} tensors of version {version} as they "
+            )
+            what += f"were sent: {wrong[:5]}"
+            raise Refused(409, what, rule=rule, way_out=way_out)
 
     def incomplete(self) -> list[str]:
         missing = []
