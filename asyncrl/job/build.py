@@ -272,7 +272,8 @@ def _make_scheduler(
         if evaluation is not None and evaluation.wants(manifest.version):
             if files is not None:
                 manifest = await files.locate(EVAL_ENGINE, manifest, "evaluation")
-            evaluation.published_nowait(manifest)
+            # Evaluation reads the file: the trainer overwrites memory.
+            evaluation.published_nowait(manifest.model_copy(update={"memory": None}))
 
     async def published(manifest: ExportResponse) -> None:
         journal.published_nowait(manifest.version, manifest.digest)
@@ -292,7 +293,7 @@ def _make_scheduler(
     make: Callable[..., WeightScheduler] = partial(
         Disaggregated,
         interrupt=config.interrupt,
-        is_collective=sync.facts.is_collective,
+        is_held=sync.facts.holds_exports(is_turns=False),
         spawn=life.spawn,
         are_ours=config.rollout.urls is None,
     )

@@ -127,11 +127,15 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
             threads = threads_on(config, placement, device.node)[side == "trainer"]
             plans.append(ProcessPlan(own, side, placement.label(device), threads, memory))
 
+    sync = config.weight_sync.facts
     for rank, device in enumerate(placement.trainer):
-        memory = trainer_memory(config, shape, device.name, rank)
+        memory = trainer_memory(config, shape, device.name)
         host = replace(memory, micro_batch=0)
         if config.trainer.cpu_offload:
             memory = Memory(micro_batch=memory.micro_batch)
+        if rank == 0 and sync.holds_exports(is_turns=placement.mode == "colocated"):
+            held = shape.num_parameters * item_bytes(config.model.dtype, device.name)
+            memory = replace(memory, copies=memory.copies + held)
         add(f"trainer-{rank}", "trainer", (device,), memory)
         if config.trainer.cpu_offload or (placement.moves and placement.is_on_cuda):
             where = placement.label(NodeDevice(device.node, "cpu"))
@@ -162,8 +166,8 @@ def num_trained(config: RunConfig, shape: ModelShape) -> int:
     return shape.layers * lora.rank * 7 * (shape.hidden + shape.active)
 
 
-def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int = 0) -> Memory:
-    """A sharded rank gathers embeddings and one layer."""
+def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
+    """A sharded rank gathers embeddings and one layer. Excludes weights held for the engines."""
     trainer = config.trainer
     lora = trainer.lora
     item = item_bytes(config.model.dtype, device)
@@ -178,7 +182,6 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
     part = Memory(parameters, optimizer=trainer.optimizer_bytes * trained, copies=item * copied).split(
         trainer.world_size
     )
-    sent = num * item if rank == 0 and config.weight_sync.facts.is_collective else 0
     kind = device.partition(":")[0]
     tokens = trainer.micro_batch_tokens
     if kind == "cpu":
@@ -188,7 +191,7 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)
-    return replace(part, micro_batch=work, copies=part.copies + sent)
+    return replace(part, micro_batch=work)
 
 
 def engine_memory(

@@ -29,7 +29,7 @@ from asyncrl.messages.engine_api import LoadChunkRequest, PrepareRequest
 from asyncrl.weights.export import write_peft
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.nccl import WeightGroup
-from asyncrl.weights.tensor_files import digest_and_size, read_or_refuse
+from asyncrl.weights.tensor_files import digest_and_size
 from asyncrl_servers.vllm.monkeypatches import patch_worker
 from asyncrl_servers.weight_state import (
     PUSH_AGAIN,
@@ -81,13 +81,13 @@ class Loader:
         return {"vocab_size": self.worker.vllm_config.model_config.get_vocab_size()}
 
     def stage(self, *, is_new: bool, **fields: Any) -> dict[str, Any]:
-        """Begin to stage a PrepareRequest's file, or report progress; call again until the state is `staged`.
-        Raises Refused.
+        """Begin to stage a PrepareRequest's file or memory, or report progress; call again until the state is
+        `staged`. Raises Refused.
         """
         if is_new:
             self._staged = None
             request = PrepareRequest(**fields)
-            self._staged = Staged(request, read_or_refuse(request.path))
+            self._staged = Staged(request, self._memory.tensors(request))
             self._checked = self._staging.submit(self._check, self._staged)
         if not self._checked.done():
             return {"state": "staging"}
@@ -95,7 +95,7 @@ class Loader:
 
     def _check(self, staged: Staged) -> dict[str, str]:
         request, tensors = staged.request, staged.tensors
-        digest = check_arrived(request.path, digest_and_size(tensors), request)
+        digest = check_arrived(request.place, digest_and_size(tensors), request)
         if request.kind == "weights":
             return {"digest": digest}
         self._adapters.append(tempfile.mkdtemp(prefix=f"adapter-{request.version}-"))
@@ -123,7 +123,7 @@ class Loader:
 
         def read(request: LoadChunkRequest) -> Arrived:
             # Copy: vLLM keeps tensors until their layer is complete, and the next chunk may overwrite them.
-            with self._memory.chunk(request) as views:
+            with self._memory.opened(request) as views:
                 tensors.update({name: view.clone() for name, view in views.items()})
             return digest_and_size(tensors)
 
