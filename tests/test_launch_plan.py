@@ -183,7 +183,7 @@ SIDES: dict[str, tuple[int, list[str], str, list[str], list[str]]] = {
     "the CPU": (0, ON_CPU, "shm", [*FILES, "lora", "nccl", "ipc"], ["nccl", "ipc"]),
     "the CPU in turns": (0, ["placement.trainer=cpu", *TURNS], "shm", [*FILES, "ipc"], []),
 }  # fmt: skip
-"""CUDA devices, settings, what auto is, transports that work, and those that hold a version at the trainer."""
+"""CUDA devices, settings, what auto is, transports that work, and those that hold a version on the device."""
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm", "simulated"])

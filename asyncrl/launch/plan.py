@@ -19,6 +19,7 @@ from asyncrl.config.placement_sync import choose_transport
 from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS, TEACHER_SLOTS
 from asyncrl.launch.machine import Node, find_python
+from asyncrl.launch.mps import why_time_slices
 from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, Side, cuda_devices, place, vllm_sizes
 
 EVAL_ENGINE = "engine-eval"
@@ -279,7 +280,11 @@ def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str,
     plan = make_plan(config, nodes)
     share = config.placement.share
     messages = list[str]()
-    if isinstance(share, float):
+    if shared := plan.placement.shared_at_once:
+        why = why_time_slices(config, shared.values())
+        how = f"take time slices: {why}" if why else "compute at the same time, by CUDA MPS"
+        messages.append(f"placement.share={share}: both sides stay, and {how}")
+    elif isinstance(share, float):
         messages.append(f"placement.share={share}: both sides stay")
     elif plan.placement.mode == "colocated":
         plan = _with_resident_sides(plan, config)

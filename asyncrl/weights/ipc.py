@@ -1,4 +1,4 @@
-"""Weights in memory that trainer and engine both map (transport ipc), or in chunks, also in a file (ChunkFile).
+"""Weights in memory that trainer and engine both map (transport ipc), or chunks in a file (ChunkFile).
 
 Colocated, the trainer writes each chunk over the previous one (SharedChunk). If both sides work at once, it
 writes each version over the previous one (SharedTransport). The engine opens the memory once
