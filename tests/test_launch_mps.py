@@ -21,7 +21,7 @@ from asyncrl.launch.plan import plan_run
 SHARED = ["placement={trainer: 0, rollout: 0, share: 0.4}", "buffer.max_staleness=1"]
 DEVICE = CudaDevice("0", 2**34, 2**34, "GPU-aaaa", "Default")
 CONTROL = """#!/bin/sh
-# Writes down its calls. With -d it leaves a process in another session that reads from a pipe, like the daemon.
+# Writes down its calls. With -d it leaves a process in another session that reads a pipe, like the daemon.
 echo "$* on $CUDA_VISIBLE_DEVICES" >> "$0.calls"
 cd "$CUDA_MPS_PIPE_DIRECTORY" || exit 1
 if [ "$1" = -d ]; then
@@ -61,27 +61,31 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def make_mps(folder: Path) -> tuple[Mps, Path]:
+    """Return MPS, and its folder of pipes."""
+    made = Mps([DEVICE], folder / "logs")
+    return made, Path(made.environ([DEVICE])["CUDA_MPS_PIPE_DIRECTORY"])
+
+
 def daemon_of(control: Path) -> psutil.Process:
     return psutil.Process(int(Path(f"{control}.pid").read_text()))
 
 
 def test_daemon_of_the_shared_device_ends_with_the_run(control: Path, tmp_path: Path) -> None:
-    async def story() -> None:
-        made = Mps([DEVICE], tmp_path / "logs")
-        seen = made.environ([DEVICE])
-        pipes = Path(seen["CUDA_MPS_PIPE_DIRECTORY"])
+    made, pipes = make_mps(tmp_path)
+    assert len(str(pipes / "control")) < 108, "a socket's path"
+    assert pipes.stat().st_mode & 0o777 == 0o700
+
+    async def story() -> psutil.Process:
         assert await made.start() == ""
-        assert seen["CUDA_VISIBLE_DEVICES"] == "GPU-aaaa"
-        assert len(str(pipes / "control")) < 108, "a socket's path"
-        assert pipes.stat().st_mode & 0o777 == 0o700
         daemon = daemon_of(control)
         assert daemon.is_running()
         for _ in range(2):
             await made.aclose()
-        assert all_gone([daemon])
-        assert not pipes.exists()
+        return daemon
 
-    asyncio.run(story())
+    assert all_gone([asyncio.run(story())])
+    assert not pipes.exists()
     assert Path(f"{control}.calls").read_text() == "-d on GPU-aaaa\n on GPU-aaaa\nquit\n"
 
 
@@ -107,13 +111,15 @@ def test_unusable_mps_is_named_and_leaves_nothing(
     else:
         Path(f"{control}.fails").touch()
 
-    async def story() -> Path:
-        made = Mps([DEVICE], tmp_path / "logs")
-        assert f"does not start; read {tmp_path}/logs/start.log" in await made.start()
-        await made.aclose()
-        return Path(made.environ([])["CUDA_MPS_PIPE_DIRECTORY"])
+    made, pipes = make_mps(tmp_path)
 
-    assert not asyncio.run(story()).exists()
+    async def story() -> str:
+        why = await made.start()
+        await made.aclose()
+        return why
+
+    assert f"does not start; read {tmp_path}/logs/start.log" in asyncio.run(story())
+    assert not pipes.exists()
     assert says in (tmp_path / "logs" / "start.log").read_text()
     if probe:
         assert all_gone([daemon_of(control)])

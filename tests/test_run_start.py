@@ -101,7 +101,10 @@ def test_processes_share_a_device(
 
 
 def test_only_processes_of_the_shared_device_use_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = (CudaDevice("0", None, 2**36, "GPU-a", "Default"), CudaDevice("1", None, 2**36, "GPU-b", "Default"))
+    cuda = (
+        CudaDevice("0", None, 2**36, "GPU-a", "Default"),
+        CudaDevice("1", None, 2**36, "GPU-b", "Default"),
+    )
     monkeypatch.setattr(launchers, "find_cuda_devices", lambda: cuda)
     settings = ["placement={trainer: 0, rollout: 0, share: 0.4, eval: 1}", "buffer.max_staleness=2"]
     settings += ["eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 4, engine: own}"]

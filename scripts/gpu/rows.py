@@ -83,6 +83,7 @@ ROWS = (
     Row(4, "4B-shm", "pushes.by_file", {"shape": "4B"}),
     Row(4, "4B-ipc", "pushes.by_chunks", {"shape": "4B"}),
     Row(5, "one-device", "jobs.in_cases", {"case": "one-device"}),
+    Row(5, "one-device-kill", "shared.survives_a_kill"),
     Row(5, "nccl", "jobs.in_cases", {"case": "nccl"}, needs=("vllm",)),
     Row(5, "nccl-embedded", "jobs.in_cases", {"case": "nccl-embedded"}),
     Row(5, "sleep", "jobs.in_cases", {"case": "sleep"}, needs=("vllm",)),
