@@ -7,15 +7,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from job_runs import all_gone, environment
 from launch_cases import load, machine, nodes
 
+from asyncrl.job.servers import start_mps
 from asyncrl.launch import mps
 from asyncrl.launch.machine import CudaDevice, single_node
 from asyncrl.launch.mps import Mps
+from asyncrl.launch.placement import place
 from asyncrl.launch.plan import plan_run
 
 SHARED = ["placement={trainer: 0, rollout: 0, share: 0.4}", "buffer.max_staleness=1"]
@@ -123,6 +127,30 @@ def test_unusable_mps_is_named_and_leaves_nothing(
     assert says in (tmp_path / "logs" / "start.log").read_text()
     if probe:
         assert all_gone([daemon_of(control)])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_run_without_mps_warns_and_goes_on(fails: bool, control: Path, tmp_path: Path) -> None:
+    if fails:
+        Path(f"{control}.fails").touch()
+    config = load(*SHARED)
+    placement = place(config, single_node(replace(machine(1), cuda=(DEVICE,))))
+    closing, warnings = list[Any](), list[str]()
+
+    def closes(_: str, close: Any) -> None:
+        closing.append(close)
+
+    log = SimpleNamespace(warn=warnings.append)
+    life: Any = SimpleNamespace(config=config, run_dir=tmp_path, log=log, closes=closes)
+
+    async def story() -> bool:
+        is_used = await start_mps(life, placement) is not None
+        await closing[0]()
+        return is_used
+
+    assert asyncio.run(story()) == (not fails)
+    assert ["start.log" in text for text in warnings] == [True] * fails
+    assert fails or all_gone([daemon_of(control)])
 
 
 @pytest.mark.parametrize(
