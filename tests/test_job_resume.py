@@ -243,9 +243,12 @@ def evaluated(run_dir: Path) -> dict[int, float]:
     return {line["policy_version"]: line["eval/reward_mean"] for line in lines}
 
 
-def test_broadcast_run_trains_the_same_through_kills(on_policy: Path, whole: Path, tmp_path: Path) -> None:
-    """This run broadcasts weights to our engines; the reference run used files."""
-    sent = {"weight_sync": {"transport": "nccl"}, "supervision": {"backoff_s": 0.1}}
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_run_without_files_trains_the_same_through_kills(
+    on_policy: Path, whole: Path, tmp_path: Path, transport: str
+) -> None:
+    """This run broadcasts or shares the weights that the trainer holds; the reference run used files."""
+    sent = {"weight_sync": {"transport": transport}, "supervision": {"backoff_s": 0.1}}
     config = variant(on_policy, tmp_path, rollout={"num_engines": 2}, **sent)
     run_dir = tmp_path / "run"
     hold(run_dir, 10)

@@ -65,10 +65,13 @@ def test_a_run_samples_with_the_weights_that_it_trained(whole: Path) -> None:
 
 
 @pytest.mark.long
-def test_broadcast_run_trains_the_same_after_a_vllm_kill(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_run_without_files_trains_the_same_after_a_vllm_kill(
+    whole: Path, tmp_path: Path, transport: str
+) -> None:
     evaluation = "eval={task: {python: 'asyncrl.tasks.toy:Letters'}, every: 3, num_prompts: 8, slots: 8}"
     run_dir = tmp_path / "run"
-    process = start(CONFIG, run_dir, *small("weight_sync.transport=nccl", evaluation))
+    process = start(CONFIG, run_dir, *small(f"weight_sync.transport={transport}", evaluation))
     wait_for_steps(run_dir, 2, process, PATIENCE_S)
     (engine,) = children_of(process, "specs/engine-0.json")
     family = [engine, *engine.children(recursive=True)]

@@ -181,9 +181,11 @@ def test_accepted_placement_keeps_the_rules(
 
 # ---- the devices of a machine
 
-SMI = "0, GPU-aaaa, 80000, 81559\n1, GPU-bbbb, 40000, 40960\n"
-A = CudaDevice("0", 80000 * 2**20, 81559 * 2**20)
-B = CudaDevice("1", 40000 * 2**20, 40960 * 2**20)
+SMI = """0, GPU-aaaa, 80000, 81559, Default, Disabled
+1, GPU-bbbb, 40000, 40960, Exclusive_Process, [N/A]
+"""
+A = CudaDevice("0", 80000 * 2**20, 81559 * 2**20, "GPU-aaaa", "Default")
+B = CudaDevice("1", 40000 * 2**20, 40960 * 2**20, "GPU-bbbb", "Exclusive_Process")
 NAMED = (replace(B, name="GPU-bbbb"), replace(A, name="GPU-aaaa"))
 
 

@@ -170,6 +170,51 @@ def test_auto_transport_fits_the_devices_of_both_sides(
     place(config, there)  # not refused
 
 
+AT_ONCE = ["placement={trainer: all, rollout: all, share: 0.4}", "buffer.max_staleness=1"]
+FILES = ["shm", "disk", "stream"]
+SIDES: dict[str, tuple[int, list[str], str, list[str], list[str]]] = {
+    "own devices": (2, [], "nccl", [*FILES, "lora", "nccl"], ["nccl"]),
+    "one device at once": (1, AT_ONCE, "ipc", [*FILES, "lora", "ipc"], ["ipc"]),
+    "two devices at once": (2, [*AT_ONCE, "trainer.world_size=2", "rollout.num_engines=2"], "shm",
+                            [*FILES, "lora"], []),
+    "one device in turns": (1, TURNS, "ipc", [*FILES, "ipc"], []),
+    "two devices in turns": (2, [*TURNS, "trainer.world_size=2", "rollout.num_engines=2"], "ipc",
+                             [*FILES, "ipc"], []),
+    "the CPU": (0, ON_CPU, "shm", [*FILES, "lora", "nccl", "ipc"], ["nccl", "ipc"]),
+    "the CPU in turns": (0, ["placement.trainer=cpu", *TURNS], "shm", [*FILES, "ipc"], []),
+}  # fmt: skip
+"""CUDA devices, settings, what auto is, transports that work, and those that hold a version on the device."""
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm", "simulated"])
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("transport", ["auto", *FILES, "lora", "nccl", "ipc"])
+def test_transport_works_between_these_sides_or_is_refused(engine: str, sides: str, transport: str) -> None:
+    num_cuda, settings, auto, working, holding = SIDES[sides]
+    if engine == "simulated" and num_cuda and "placement=" in str(settings):
+        pytest.skip("it shares no device")
+    if engine == "vllm" and sides == "the CPU in turns":
+        pytest.skip("vLLM does not sleep on a CPU")
+    if engine == "simulated":
+        auto, working, holding = "shm", FILES, []
+    there = single_node(machine(num_cuda))
+    given = [f"weight_sync.transport={transport}", f"rollout.engine={engine}", "trainer.lora={rank: 4}"]
+    given += ["model.dtype=float32"]
+    given += ["weight_sync.disk_dir=/shared"] if transport == "disk" else []
+    written = load(*settings, *given)
+    if transport not in ("auto", *working):
+        with pytest.raises(ConfigError, match=f"weight_sync.transport={transport}"):
+            place(written, there)
+        return
+    config, _ = resolve_auto(written, there)
+    assert config.weight_sync.settled == (auto if transport == "auto" else transport)
+    plan = make_plan(config, there)
+    files = config.weight_sync.model_copy(update={"transport": "shm"})
+    by_file = make_plan(config.model_copy(update={"weight_sync": files}), there)
+    held = memory(plan, "trainer-0").copies - memory(by_file, "trainer-0").copies
+    assert held == (4 * plan.shape.num_parameters if config.weight_sync.settled in holding else 0)
+
+
 def test_vllms_python_is_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = make_python(tmp_path / "vllm" / "bin" / "python")
     without = make_python(tmp_path / "without", exit_code=1)

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from rollout_cases import virtual
 
 from asyncrl.base.errors import EngineLost, PublishError, WeightsLost
+from asyncrl.base.http import Refused
 from asyncrl.engines.engine import EngineServer
-from asyncrl.messages.engine_api import CommitResponse
+from asyncrl.messages.engine_api import ChunkMemory, CommitResponse, MemoryHandle, PrepareRequest
 from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.sync.push import PushLoop
 
 EXPORT_S, PREPARE_S = 1.0, 2.0
@@ -34,9 +36,10 @@ class Sync:
         *,
         export_s: float = EXPORT_S,
         train_s: float = 1.0,
+        make_trainer: Callable[..., FakeTrainer] = FakeTrainer,
         **knobs: Any,
     ) -> None:
-        self.trainer = FakeTrainer(train_s=train_s, export_s=export_s)
+        self.trainer = make_trainer(train_s=train_s, export_s=export_s)
         self.fakes = [
             FakeEngineServer(f"engine-{index}", prepare_s=PREPARE_S, swap_s=swap_s)
             for index, swap_s in enumerate(swaps_s)
@@ -199,3 +202,127 @@ async def test_living_engines_serve_the_newest_version_and_training_never_waits(
     assert set(sync.lost) <= {f"engine-{index}" for index in deaths}
     for index, target in enumerate(sync.targets):
         assert target.policy_version == len(gaps_s) or target.name in sync.lost or index in deaths
+
+
+# ---- weights in the trainer's memory
+
+
+class SharingTrainer(FakeTrainer):
+    """Holds one version in memory that is lost with its process. Training again gives other bits."""
+
+    held: tuple[int, int] | None = None
+    """(restarts, version)."""
+
+    async def export(self) -> ExportResponse:
+        while True:
+            await self.wait_up()
+            number = self.num_restarts
+            self.held = None
+            answer = await super().export()
+            if self.is_up and self.num_restarts == number:
+                break
+        self.held = number, answer.version
+        memory = ChunkMemory(handles=[MemoryHandle(kind="file", name=str(number), num_bytes=1)], tensors=[])
+        digest = f"{answer.digest} of trainer {number}"
+        return answer.model_copy(update={"path": "", "is_held": True, "memory": memory, "digest": digest})
+
+    def die(self) -> None:
+        self.is_up, self.held = False, None
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+        self.is_up = True
+        self.went_up.set()
+        self.went_up = asyncio.Event()
+
+
+class SharedSync(Sync):
+    """A publisher of weights in memory. `num_unread`: times that an engine did not find them there."""
+
+    def __init__(self, *given: Any, **knobs: Any) -> None:
+        super().__init__(*given, make_trainer=SharingTrainer, is_held=True, **knobs)
+        self.num_unread = 0
+        for fake in self.fakes:
+            self._opens_memory(fake)
+
+    def on_lost(self, lost: EngineLost) -> None:
+        if not lost.is_told:  # else its successor may already be starting
+            super().on_lost(lost)
+
+    def start_again(self, index: int) -> asyncio.Future[None]:
+        up = super().start_again(index)
+        self._opens_memory(self.fakes[index])
+        return up
+
+    def _opens_memory(self, fake: FakeEngineServer) -> None:
+        def read(request: PrepareRequest) -> dict[str, bytes]:
+            assert isinstance(self.trainer, SharingTrainer)
+            assert request.memory is not None
+            if (int(request.memory.handles[0].name), request.version) != self.trainer.held:
+                self.num_unread += 1
+                raise Refused(409, "these weights are not there")
+            return {}
+
+        fake.engine.weights.read = read  # type: ignore[method-assign]
+
+
+@given(
+    gaps_s=st.lists(st.floats(0.0, 6.0), min_size=1, max_size=6),
+    deaths_s=st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 4.0)), max_size=3),
+    restarts=st.lists(st.tuples(st.floats(0.0, 10.0), st.integers(0, 1)), max_size=3),
+)
+@virtual
+async def test_engines_read_whole_weights_from_a_living_trainer(
+    gaps_s: list[float], deaths_s: list[tuple[float, float]], restarts: list[tuple[float, int]]
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        sync = SharedSync(tasks, [0.5, 1.0])
+        trainer = sync.trainer
+        assert isinstance(trainer, SharingTrainer)
+        num_losses = 0
+
+        async def lose_trainer() -> None:
+            nonlocal num_losses
+            for after_s, down_s in deaths_s:
+                await asyncio.sleep(after_s)
+                trainer.die()
+                num_losses += 1
+                await asyncio.sleep(down_s)
+                trainer.restart()
+
+        async def lose_engines() -> None:
+            for after_s, index in restarts:
+                await asyncio.sleep(after_s)
+                for _ in range(1 + 2 * len(deaths_s)):
+                    try:
+                        await sync.start_again(index)
+                        break
+                    except EngineLost:
+                        assert num_losses > 0, "only a lost trainer loses weights"
+                else:
+                    raise AssertionError("more losses than deaths of the trainer")
+
+        helpers = [tasks.create_task(lose_trainer()), tasks.create_task(lose_engines())]
+        for version, gap_s in enumerate(gaps_s, start=1):
+            await asyncio.sleep(gap_s)
+            await trainer.train(Batch(version - 1, (), 0))
+        await asyncio.gather(*helpers)
+        await asyncio.sleep(1000.0)
+        sync.running.cancel()
+    assert sync.versions() == [len(gaps_s)] * 2
+    assert sync.num_unread == 0 or num_losses > 0
+
+
+@virtual
+async def test_new_engine_gets_the_weights_of_a_restarted_trainer() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        sync = SharedSync(tasks, [0.5])
+        trainer = sync.trainer
+        assert isinstance(trainer, SharingTrainer)
+        trainer.step()
+        await asyncio.sleep(10.0)
+        trainer.die()
+        trainer.restart()
+        await sync.start_again(0)
+        assert (sync.versions(), sync.fakes[0].weights) == ([1], "w1 of trainer 1")
+        sync.running.cancel()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_in_process import answered, make_qwen3, running_engine
+from engine_in_process import answered, make_qwen3, publish, running_engine
+from safetensors.torch import load_file
 from trainer_cases import make_batch, make_spec
 
 from asyncrl.base.http import Refused
@@ -20,9 +21,10 @@ from asyncrl.messages.engine_api import (
     LoadChunkRequest,
     MemoryHandle,
     PlacedTensor,
+    PrepareRequest,
     WakeRequest,
 )
-from asyncrl.messages.trainer_api import ExportChunkResponse
+from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import make_memory
@@ -114,6 +116,51 @@ def test_engine_has_the_trainers_bits_version_after_version(
         push(other, engine)
 
 
+def prepare_of(sent: ExportResponse) -> PrepareRequest:
+    """Make the request like the client of an engine, over JSON and back."""
+    request = PrepareRequest.model_validate(sent, from_attributes=True)
+    return PrepareRequest.model_validate_json(request.model_dump_json())
+
+
+@pytest.mark.parametrize("values", [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}])
+def test_generating_engine_copies_each_version_from_memory(
+    make_step: MakeStep, folder: Path, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    """The trainer's next step, export and death change nothing that the engine serves."""
+    step = make_step(transport="ipc", chunks="file", is_file_wanted=True, **values)
+    path = tmp_path / "staging" / "v.safetensors"
+    with running_engine(folder, dtype=values.get("dtype", "float32")) as engine:
+        opened = set()
+        for version in (0, 1):
+            step.train(*make_batch(version=version))
+            sent = step.export(path)
+            written = {name: tensor.clone() for name, tensor in load_file(sent.path).items()}
+            assert digest_tensors(written) == sent.digest, "evaluation reads the same weights from the file"
+            publish(engine, prepare_of(sent))
+            step.train(*make_batch(version=version + 1, seed=1))
+            opened.add(engine.weights._memory._memory)
+            step.policy_version = version + 1
+            assert {*engine.weights._parameters} == {*written}
+            assert all(torch.equal(engine.weights._parameters[name].data, written[name]) for name in written)
+            answered(engine)
+        assert len(opened) == 1, "opened once"
+        served = engine.weights.digest
+        newer = step.export(path)
+        place: Any = step.transport
+        place._place._memory.data[0] ^= 1
+        with pytest.raises(Refused, match=r"policy_version 2 in the trainer's memory holds .* digest"):
+            engine.weights.prepare(prepare_of(newer))
+        lost = newer.memory
+        assert lost is not None
+        Path(lost.handles[0].name).unlink()
+        gone = lost.handles[0].model_copy(update={"name": f"{lost.handles[0].name}.gone"})
+        unread = newer.model_copy(update={"memory": lost.model_copy(update={"handles": [gone]})})
+        with pytest.raises(OSError, match="No such file"):
+            engine.weights.prepare(prepare_of(unread))
+        answered(engine)
+        assert (engine.weights.digest, engine.health().policy_version) == (served, 2)
+
+
 def test_lost_memory_is_an_error(tmp_path: Path) -> None:
     gone = MemoryHandle(kind="file", name=str(tmp_path / "none"), num_bytes=1)
     with pytest.raises(OSError, match="No such file"):
@@ -132,5 +179,5 @@ def test_each_worker_opens_the_memory_of_its_device(tmp_path: Path, monkeypatch:
     request: Any = SimpleNamespace(memory=together)
     for rank in (3, 0, 2):
         monkeypatch.setattr(ipc, "name_of", lambda _, rank=rank: f"uuid-{rank}")
-        with ipc.TrainerMemory(CPU).chunk(request) as tensors:
+        with ipc.TrainerMemory(CPU).opened(request) as tensors:
             assert tensors["one"].tolist() == [rank] * 3

@@ -73,6 +73,9 @@ class PlacementConfig(FrozenConfig):
     share: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] | None = "auto"
     """Fraction of a shared CUDA device's memory for the engines. When colocated with auto, both sides stay
     in memory if they fit; else, and with none, each is offloaded during the other's turn."""
+    mps: Literal["auto", "never"] = "auto"
+    """auto = start CUDA MPS for trainer and engines that work at once on a CUDA device, if it can; without it
+    they take time slices (never)."""
 
     @field_validator("trainer", "rollout", mode="before")
     @classmethod
@@ -100,12 +103,16 @@ class TransportCapabilities:
     is_collective: bool = False
     """The trainer holds the only newest export and sends the weights itself."""
     shares_device: bool = False
-    """When colocated, engines open the chunks in the trainer's device memory."""
+    """Engines open the trainer's device memory: with the whole version, or chunks when colocated."""
     is_file_shared: bool = False
     """Exports are files in weight_sync.disk_dir."""
     is_fetched: bool = False
     bound: str = ""
     """Why engines cannot be on other nodes, or ''."""
+
+    def holds_exports(self, *, is_turns: bool) -> bool:
+        """Return whether the trainer's device holds the newest export, and no older one."""
+        return self.is_collective or (self.shares_device and not is_turns)
 
 
 TRANSPORTS: dict[TransportName, TransportCapabilities] = {
@@ -127,9 +134,10 @@ class WeightSyncConfig(FrozenConfig):
 
     transport: Literal["auto"] | TransportName = "auto"
     """auto = disk if disk_dir is given; nccl if every side has CUDA devices of its own; ipc if they are
-    colocated on one machine; else shm, or stream on several nodes. shm: a safetensors file in shared memory.
-    stream: the file, downloaded by each node. disk: the file in disk_dir. lora: only the adapters. nccl: one
-    broadcast to all engines. ipc: chunks in memory of shared devices."""
+    colocated on one machine or work at once on one device; else shm, or stream on several nodes. shm: a
+    safetensors file in shared memory. stream: the file, downloaded by each node. disk: the file in disk_dir.
+    lora: only the adapters. nccl: one broadcast to all engines. ipc: memory of shared devices, in chunks when
+    colocated."""
     disk_dir: str | None = None
     """Folder for transport=disk, under one path for trainer and engines."""
     interrupt: Literal["auto"] | Interrupt = "auto"
@@ -193,10 +201,16 @@ def choose_transport(
         why = "trainer and engines take turns on CUDA devices"
         return ("ipc", why) if num_nodes == 1 else ("stream", f"{why} of a run on {num_nodes} nodes")
     if shared := sorted({*ranks} & {*engines}):
+        if num_nodes == 1 and _share_one(ranks, engines):
+            return "ipc", f"both sides are on {shared[0]} at once"
         return by_file, f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
     if shared := _used_twice(engines):
         return by_file, f"several engines are on {', '.join(shared)}, where NCCL connects no two processes"
     return "nccl", "trainer and engines are on separate CUDA devices"
+
+
+def _share_one(ranks: Sequence[str], engines: Sequence[str]) -> bool:
+    return len({*ranks, *engines}) == 1
 
 
 def _used_twice(devices: Sequence[str]) -> list[str]:
@@ -211,7 +225,6 @@ def refuse_transport(
     facts = sync.facts
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
     places = f"{name} from {', '.join(ranks)} to {', '.join(engines)}, {'in turns' if is_turns else 'apart'}"
-    is_on_cpu = "cpu" in (*ranks, *engines)
     is_apart = not _used_twice([*ranks, *engines]) and ("cpu" in ranks) == ("cpu" in engines)
     _refuse_engine(config, name)
     if num_nodes > 1 and facts.bound and sync.transport != "auto":
@@ -224,8 +237,8 @@ def refuse_transport(
     if facts.is_collective and (is_turns or not is_apart):
         rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
         raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}. In turns: weight_sync.transport=ipc.")
-    if facts.shares_device and (is_on_cpu or not is_turns):
-        rule = "a CUDA IPC handle names memory of a CUDA device, on which both sides take turns"
+    if facts.shares_device and not (is_turns or _share_one(ranks, engines)):
+        rule = "engines that work at the same time as the trainer open memory of its only device"
         raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}, or placement.rollout=trainer.")
 
 

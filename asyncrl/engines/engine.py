@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 from pydantic import BaseModel
 
-from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.base.errors import EngineError, EngineLost, RequestRefused, WeightsLost
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.base.waits import waiting
 from asyncrl.engines.broadcast import BroadcastGroup
@@ -97,6 +97,17 @@ def refused(name: str, request: SamplingRequest, refusal: CallRefused) -> Reques
     way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
     why = said.error.replace(f"request {request.request_id}", "this call")
     return RequestRefused(what, why=why, rule=said.rule, way_out=way_out)
+
+
+@contextlib.contextmanager
+def reading(manifest: ExportResponse) -> Iterator[None]:
+    """Raise WeightsLost if an engine cannot read the trainer's memory: the trainer may have died with it."""
+    try:
+        yield
+    except EngineError as error:
+        if manifest.memory is None or isinstance(error, EngineLost):
+            raise
+        raise WeightsLost(error.room, error.fault, rule=error.rule, way_out=error.way_out) from error
 
 
 class EngineClient(Protocol):
@@ -222,7 +233,8 @@ class EngineServer(EngineClient):
             self._expected = manifest
             return manifest.digest  # the server compares it on arrival
         request = api.PrepareRequest.model_validate(manifest, from_attributes=True)
-        return (await self._post("/prepare", request, api.Loaded)).digest
+        with reading(manifest):
+            return (await self._post("/prepare", request, api.Loaded)).digest
 
     async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse:
         expected, self._expected = self._expected, None

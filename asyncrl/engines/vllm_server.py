@@ -14,7 +14,7 @@ from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import uncut, within
 from asyncrl.engines.broadcast import BroadcastGroup
-from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.engine import EngineClient, reading
 from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.vllm_process import (
     GENERATE,
@@ -44,7 +44,7 @@ class CanaryError(EngineError):
 
 class Load:
     """Load of one version into one process: stage() during generation, then load(). Transports shm, disk and
-    stream: one file.
+    stream: one file. ipc: the trainer's memory, which is hashed in place and copied by load().
     """
 
     model: str | None = None
@@ -60,7 +60,7 @@ class Load:
     async def stage(self) -> str:
         """Return the digest. Poll: a blocking call would stop generation."""
         wait_s = _ASK_AGAIN_S
-        names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
+        names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind", "memory"}
         request = self.manifest.model_dump(include=names)
         is_new = True
         while True:
@@ -230,8 +230,9 @@ class VllmServer(EngineClient):
     async def prepare(self, manifest: ExportResponse) -> str:
         self._staged = None
         load = load_of(self._process, manifest, self._group)
-        async with self._process.calls():
-            digest = await load.stage()
+        with reading(manifest):
+            async with self._process.calls():
+                digest = await load.stage()
         self._staged = load
         return digest
 

@@ -24,7 +24,7 @@ from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.lifecycle import Lifecycle, run_id
 from asyncrl.job.live_settings import ENGINES, read_wanted
 from asyncrl.job.scale import EngineScale, EngineSupervisor
-from asyncrl.job.servers import KINDS, Fleet
+from asyncrl.job.servers import KINDS, Fleet, start_mps
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
@@ -107,8 +107,10 @@ async def build(
         await scheduler.wait_room_for_trainer()
 
     teacher_path = await asyncio.to_thread(find_teacher, config, tokenizer)
-    kind = KINDS[rollout.engine]
-    servers = kind(config, placement, model_path, life.run_dir, life.launcher, teacher_path)
+    mps = await start_mps(life, placement)
+    servers = KINDS[rollout.engine](
+        config, placement, model_path, life.run_dir, life.launcher, teacher_path, mps
+    )
     await servers.hold(staging_dir)
     checkpoints = Checkpoints(life.run_dir, config.checkpoint)
     fleet = Fleet(life, servers, tokenizer, staging_dir, journal, checkpoints, wait_for_devices)
@@ -272,7 +274,8 @@ def _make_scheduler(
         if evaluation is not None and evaluation.wants(manifest.version):
             if files is not None:
                 manifest = await files.locate(EVAL_ENGINE, manifest, "evaluation")
-            evaluation.published_nowait(manifest)
+            # Evaluation reads the file: the trainer overwrites memory.
+            evaluation.published_nowait(manifest.model_copy(update={"memory": None}))
 
     async def published(manifest: ExportResponse) -> None:
         journal.published_nowait(manifest.version, manifest.digest)
@@ -292,7 +295,7 @@ def _make_scheduler(
     make: Callable[..., WeightScheduler] = partial(
         Disaggregated,
         interrupt=config.interrupt,
-        is_collective=sync.facts.is_collective,
+        is_held=sync.facts.holds_exports(is_turns=False),
         spawn=life.spawn,
         are_ours=config.rollout.urls is None,
     )

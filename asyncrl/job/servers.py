@@ -33,6 +33,7 @@ from asyncrl.job.trainer_recovery import SupervisedTrainer, recover_trainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.machine import LOOPBACK, find_python
+from asyncrl.launch.mps import Mps, why_time_slices
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import Launcher, Process, ProcessSpec
@@ -70,6 +71,8 @@ class Servers:
     run_dir: Path
     launcher: Launcher
     teacher_path: Path | None = None
+    mps: Mps | None = None
+    """Of the devices that both sides use at once."""
     rank_store: str = field(default="", init=False)
     """Where ranks meet, unless in the staging folder."""
     weights_store: str = field(default="", init=False)
@@ -206,7 +209,11 @@ class Servers:
         python: Callable[[], Path] | None = None,
     ) -> Server:
         names = [device.name for device in devices]
-        process = ProcessSpec(name, module, spec, self.run_dir, self.secret, names, python=python)
+        shared = self.placement.shared_at_once
+        env = dict[str, str]()
+        if self.mps is not None and shared.keys() >= {*devices}:
+            env = self.mps.environ(shared[device] for device in devices)
+        process = ProcessSpec(name, module, spec, self.run_dir, self.secret, names, env, python=python)
         child = self.launcher.process(devices[0].node, process)
         return Server(child, Caller(name, "", self.secret), answers, self.start_s)
 
@@ -214,8 +221,8 @@ class Servers:
         """Subtract CUDA's own memory, which torch does not count."""
         if share is None:
             return None
-        node, device = self.placement.trainer[0]
-        total = self.placement.nodes[node].machine.cuda[int(device.removeprefix("cuda:"))].total_bytes
+        device = self.placement.trainer[0]
+        total = self.placement.nodes[device.node].machine.cuda[device.number].total_bytes
         return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
     async def hold(self, staging_dir: Path | None = None) -> None:
@@ -317,6 +324,19 @@ class Vllm(Servers):
         limit_s = VLLM_STARTS * config.supervision.start_timeout_s + load_limit_s(self.model_path)
         server.ready = partial(client.ready, limit_s)
         return _asking(server, client)
+
+
+async def start_mps(life: Lifecycle, placement: Placement) -> Mps | None:
+    """Start MPS if both sides use devices at once and can have it."""
+    devices = placement.shared_at_once.values()
+    if not devices or why_time_slices(life.config, devices):
+        return None
+    mps = Mps(devices, life.run_dir / "logs" / "mps")
+    life.closes("MPS", mps.aclose)
+    if failed := await mps.start():
+        life.log.warn(f"trainer and engines take time slices of the device: {failed}")
+        return None
+    return mps
 
 
 def _asking(server: Server, client: EngineClient) -> EngineClient:

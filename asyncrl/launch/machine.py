@@ -28,7 +28,8 @@ from asyncrl.config import RolloutConfig
 
 LOOPBACK = "127.0.0.1"
 _SIZE = TypeAdapter(ByteSize)
-QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
+FIELDS = "index,uuid,memory.free,memory.total,compute_mode,mig.mode.current"
+QUERY = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 20.0
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 CPUINFO = Path("/proc/cpuinfo")
@@ -36,11 +37,13 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """`name` as in CUDA_VISIBLE_DEVICES; bytes None if unknown."""
+    """`name` as in CUDA_VISIBLE_DEVICES; bytes None if unknown. `mode`: Default, MIG, ...; '' if unknown."""
 
     name: str
     free_bytes: int | None = None
     total_bytes: int | None = None
+    uuid: str = ""
+    mode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,10 @@ def find_cuda_devices() -> tuple[CudaDevice, ...]:
         return ()
     found = dict[str, CudaDevice]()
     for line in ask_nvidia_smi().splitlines():
-        index, uuid, *sizes = map(str.strip, line.split(","))
+        index, uuid, *sizes, compute_mode, mig_mode = map(str.strip, line.split(","))
         free, total = (int(size) * 2**20 if size.isdigit() else None for size in sizes)
-        found |= {name: CudaDevice(name, free, total) for name in (index, uuid)}
+        mode = "MIG" if mig_mode == "Enabled" else compute_mode
+        found |= {name: CudaDevice(name, free, total, uuid, mode) for name in (index, uuid)}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(filter(str.isdigit, found)))
     devices = list[CudaDevice]()
     for name in map(str.strip, visible.split(",")):

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import RunConfig
 from asyncrl.config.placement_sync import Devices, NodesConfig, device_numbers, refuse_transport
-from asyncrl.launch.machine import Node
+from asyncrl.launch.machine import CudaDevice, Node
 
 SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
 NO_DEVICE = "none"
@@ -25,6 +25,11 @@ NO_DEVICE = "none"
 class NodeDevice(NamedTuple):
     node: int
     name: str
+
+    @property
+    def number(self) -> int:
+        """Return the number of a CUDA device within its node."""
+        return int(self.name.removeprefix("cuda:"))
 
 
 Side = tuple[NodeDevice, ...]
@@ -57,6 +62,13 @@ class Placement:
     @property
     def engine_devices(self) -> Side:
         return tuple(dict.fromkeys(device for devices in self.engines for device in devices))
+
+    @property
+    def shared_at_once(self) -> dict[NodeDevice, CudaDevice]:
+        """Return the CUDA devices on which both sides work at the same time."""
+        is_apart = self.mode == "apart" and self.is_on_cuda
+        used = [device for device in self.engine_devices if is_apart and device in self.trainer]
+        return {device: self.nodes[device.node].machine.cuda[device.number] for device in used}
 
     @property
     def num_nodes(self) -> int:

@@ -19,6 +19,7 @@ from asyncrl.config.placement_sync import choose_transport
 from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS, TEACHER_SLOTS
 from asyncrl.launch.machine import Node, find_python
+from asyncrl.launch.mps import why_time_slices
 from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, Side, cuda_devices, place, vllm_sizes
 
 EVAL_ENGINE = "engine-eval"
@@ -131,11 +132,15 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
             threads = threads_on(config, placement, device.node)[side == "trainer"]
             plans.append(ProcessPlan(own, side, placement.label(device), threads, memory))
 
+    sync = config.weight_sync.facts
     for rank, device in enumerate(placement.trainer):
-        memory = trainer_memory(config, shape, device.name, rank)
+        memory = trainer_memory(config, shape, device.name)
         host = replace(memory, micro_batch=0)
         if config.trainer.cpu_offload:
             memory = Memory(micro_batch=memory.micro_batch)
+        if rank == 0 and sync.holds_exports(is_turns=placement.mode == "colocated"):
+            held = shape.num_parameters * item_bytes(config.model.dtype, device.name)
+            memory = replace(memory, copies=memory.copies + held)
         add(f"trainer-{rank}", "trainer", (device,), memory)
         if config.trainer.cpu_offload or (placement.moves and placement.is_on_cuda):
             where = placement.label(NodeDevice(device.node, "cpu"))
@@ -166,8 +171,8 @@ def num_trained(config: RunConfig, shape: ModelShape) -> int:
     return shape.layers * lora.rank * 7 * (shape.hidden + shape.active)
 
 
-def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int = 0) -> Memory:
-    """A sharded rank gathers embeddings and one layer."""
+def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
+    """A sharded rank gathers embeddings and one layer. Excludes weights held for the engines."""
     trainer = config.trainer
     lora = trainer.lora
     item = item_bytes(config.model.dtype, device)
@@ -182,7 +187,6 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
     part = Memory(parameters, optimizer=trainer.optimizer_bytes * trained, copies=item * copied).split(
         trainer.world_size
     )
-    sent = num * item if rank == 0 and config.weight_sync.facts.is_collective else 0
     kind = device.partition(":")[0]
     tokens = trainer.micro_batch_tokens
     if kind == "cpu":
@@ -194,7 +198,7 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, rank: int 
     if is_sharded:
         layer = (num - shape.embeddings) // max(1, shape.layers)
         work += 2 * item * (shape.embeddings + layer)
-    return replace(part, micro_batch=work, copies=part.copies + sent)
+    return replace(part, micro_batch=work)
 
 
 def engine_memory(
@@ -282,7 +286,11 @@ def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str,
     plan = make_plan(config, nodes)
     share = config.placement.share
     messages = list[str]()
-    if isinstance(share, float):
+    if shared := plan.placement.shared_at_once:
+        why = why_time_slices(config, shared.values())
+        how = f"take time slices: {why}" if why else "compute at the same time, by CUDA MPS"
+        messages.append(f"placement.share={share}: both sides stay, and {how}")
+    elif isinstance(share, float):
         messages.append(f"placement.share={share}: both sides stay")
     elif plan.placement.mode == "colocated":
         plan = _with_resident_sides(plan, config)

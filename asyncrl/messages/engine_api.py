@@ -156,7 +156,8 @@ class ChunkBody(WeightsBody):
 
 
 class PrepareRequest(WeightsBody):
-    """Read the safetensors file `path` into staging; with a `member`, receive the weights there.
+    """Read the safetensors file `path`, or the trainer's `memory`, into staging; with a `member`, receive the
+    weights there.
 
     `kind` lora: `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] for the initial
     weights, and the scalar `scale`; staged is base + scale * B A, computed in float32.
@@ -164,7 +165,12 @@ class PrepareRequest(WeightsBody):
 
     path: str
     kind: WeightKind = "weights"
+    memory: ChunkMemory | None = None
     member: GroupMember | None = None
+
+    @property
+    def place(self) -> str:
+        return self.path if self.memory is None else f"policy_version {self.version} in the trainer's memory"
 
 
 class Loaded(Message):

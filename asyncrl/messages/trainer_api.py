@@ -13,7 +13,7 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from asyncrl.base.errors import Message
-from asyncrl.messages.engine_api import ChunkBody, GroupMember, WeightKind, WeightsBody
+from asyncrl.messages.engine_api import ChunkBody, ChunkMemory, GroupMember, WeightKind, WeightsBody
 from asyncrl.messages.records import Credit
 
 TrainerPart = Literal["weights", "gradients", "optimizer"]
@@ -88,13 +88,15 @@ class TrainResponse(Message):
 class ExportResponse(WeightsBody):
     """A set of weights or adapters in staging.
 
-    `path`: a safetensors file. `is_held`: the trainer sends them itself (/broadcast).
+    `path`: a safetensors file. `is_held`: the trainer keeps them on its device and sends them (/broadcast),
+    or shares `memory`, until the next export overwrites them.
     """
 
     path: str
     kind: WeightKind = "weights"
     canary: Canary | None = None
     is_held: bool = False
+    memory: ChunkMemory | None = None
 
 
 class StateRequest(Message):

@@ -122,7 +122,7 @@ class Push:
         start = clock()
 
         async def prepare(target: EngineClient) -> str:
-            # If the trainer sends the weights, a file is only for evaluation.
+            # If the trainer holds the weights, a file is only for evaluation.
             located = manifest if manifest.is_held else await self.locate(target.name, manifest)
             return await target.prepare(located)
 
@@ -318,11 +318,11 @@ class PushLoop(Publisher):
     Invariant: on_served(v) follows every live engine's confirmation of v with the trainer's digest, in
         order. The trainer never waits for a push.
 
-    The trainer keeps its two newest exports (`is_collective`: one). `wait_released` returns once no
+    The trainer keeps its two newest exports (`is_held`: one, on its device). `wait_released` returns once no
     evaluation needs the engines' present weights.
     """
 
-    is_collective: bool = False
+    is_held: bool = False
     wait_released: Callable[[], Awaitable[None]] = at_once
 
     def __post_init__(self) -> None:
@@ -333,6 +333,8 @@ class PushLoop(Publisher):
         self._is_pushing = False
         self._exported_version = 0
         self._restarts_at_loss = -1
+        self._num_restarts = 0
+        """Restarts of the trainer before it exported the announced weights."""
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -342,10 +344,10 @@ class PushLoop(Publisher):
                 newest = await self.trainer.wait_version_above(self._exported_version)
             self._set_pushing(True)
             await self.wait_released()
-            # A collective export needs the engines too.
-            async with self._turn if self.is_collective else contextlib.nullcontext():
+            # An export overwrites held weights, which no engine may be reading.
+            async with self._turn if self.is_held else contextlib.nullcontext():
                 manifest, export_s = await self._export(newest)
-                async with contextlib.nullcontext() if self.is_collective else self._turn:
+                async with contextlib.nullcontext() if self.is_held else self._turn:
                     await self._publish(manifest, export_s)
             self._set_pushing(False)
 
@@ -356,9 +358,13 @@ class PushLoop(Publisher):
         lost: list[EngineLost] = []
         async with self._turn:
             if self._announced is not None:
+                manifest = self._announced
+                if self.is_held and self._num_restarts != self.trainer.num_restarts:
+                    # The announced weights died with the trainer, and its successor may be ahead.
+                    manifest = await self.trainer.export()
                 targets = [target for target in self.targets if target.name == name]
                 try:
-                    await self._push(self._announced.version, targets, lost.append).whole(self._announced)
+                    await self._push(manifest.version, targets, lost.append).whole(manifest)
                 except WeightsLost as gone:
                     raise EngineLost(name, gone.fault, rule=gone.rule, way_out=gone.way_out) from gone
                 if lost:
@@ -404,6 +410,7 @@ class PushLoop(Publisher):
         return manifest, clock() - start
 
     async def _publish(self, manifest: ExportResponse, export_s: float) -> None:
+        num_restarts = self.trainer.num_restarts
         push = self._push(manifest.version, self._live, self.on_lost)
         push.is_down = self.is_down
         try:
@@ -415,6 +422,7 @@ class PushLoop(Publisher):
             self._exported_version = self.version
             return
         self._announced = manifest
+        self._num_restarts = num_restarts
         self._restarts_at_loss = -1
         self.version = manifest.version
         self.report = replace(report, publish_s=export_s + report.publish_s)

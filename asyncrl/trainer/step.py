@@ -37,13 +37,13 @@ from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN
 from asyncrl.weights import export as exports
 from asyncrl.weights.export import AdapterTransport
-from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk
+from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk, SharedTransport
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_pieces
 
 log = logging.getLogger("asyncrl.trainer")
 MAX_SKIPPED_STEPS = 3
-TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport}
+TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport, "ipc": SharedTransport}
 """Transports that write no file of all weights, by name."""
 
 Output = tuple[packing.MicroBatch, Scores, Tensor | float, Stats]
@@ -113,7 +113,9 @@ class TrainStep(TrainedModel):
             is_file_wanted=spec.is_file_wanted,
             store=spec.weights_store,
         )
-        self.transport = TRANSPORTS.get(spec.transport, exports.Transport)(end)
+        # Colocated engines get chunks in shared memory; a whole export is a file, for evaluation.
+        of_name = TRANSPORTS if spec.chunks == "file" else {}
+        self.transport = of_name.get(spec.transport, exports.Transport)(end)
         self._exporting: Future[api.ExportResponse] | None = None
 
     # ---- training

@@ -51,9 +51,10 @@ class TrainerSpec(FrozenConfig):
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
     transport: TransportName = "shm"
-    """Output of /export: all weights, only adapters (lora), or a copy for /broadcast (nccl)."""
+    """Output of /export: all weights, only adapters (lora), or a copy on the device for /broadcast (nccl) or
+    in shared memory (ipc, unless `chunks` are)."""
     is_file_wanted: bool = False
-    """With nccl: also write the file, for the eval engine."""
+    """With nccl and ipc: also write the file, for the eval engine."""
     weights_store: str = Field(default="", pattern=_STORE)
     """ADDRESS:PORT of rank 0's store for engines."""
     chunk_bytes: int = Field(default=2**28, ge=1)

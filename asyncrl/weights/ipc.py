@@ -1,9 +1,10 @@
-"""Chunks of weights in memory that trainer and engine both map (transport ipc), or in a file (ChunkFile).
+"""Weights in memory that trainer and engine both map (transport ipc), or chunks in a file (ChunkFile).
 
-The trainer writes each chunk over the previous one (SharedChunk). The engine opens the memory once
-(TrainerMemory), loads in place and hashes the result. On CPU the memory is a mapped file, on CUDA a
-driver allocation that CUDA IPC opens. torch's IPC is unsuitable: memory stays in its caching allocator,
-and a handle serves only one reader. See
+Colocated, the trainer writes each chunk over the previous one (SharedChunk). If both sides work at once, it
+writes each version over the previous one (SharedTransport). The engine opens the memory once
+(TrainerMemory), copies from it and hashes the result. On CPU the memory is a mapped file, on CUDA a
+driver allocation that CUDA IPC opens, also under CUDA MPS. torch's IPC is unsuitable: memory stays in its
+caching allocator, and a handle serves only one reader. See
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html.
 """
 
@@ -16,6 +17,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +26,28 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from asyncrl.messages.engine_api import ChunkMemory, LoadChunkRequest, MemoryHandle, PlacedTensor
-from asyncrl.messages.trainer_api import ExportChunkResponse
-from asyncrl.weights.export import Entries, LazyWeights, cut, entries_of, gather_along, gathered, sizes_of
+from asyncrl.messages.engine_api import (
+    ChunkMemory,
+    LoadChunkRequest,
+    MemoryHandle,
+    PlacedTensor,
+    PrepareRequest,
+)
+from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
+from asyncrl.weights.export import (
+    Entries,
+    Exported,
+    LazyWeights,
+    TrainerEnd,
+    Transport,
+    cut,
+    done,
+    entries_of,
+    gather_along,
+    gathered,
+    manifest_of,
+    sizes_of,
+)
 from asyncrl.weights.tensor_files import Digests, digests_of, joint_digest, read_or_refuse, write_tensors
 
 ALIGNMENT = 256
@@ -49,9 +70,10 @@ class SharedMemory:
     data: Tensor
 
     def settle(self) -> None:
-        """Wait for all work on `data`, in all streams."""
+        """Wait for this thread's work on `data`."""
         if self.data.is_cuda:
-            torch.cuda.synchronize(self.data.device)
+            # Waiting for the whole device would break a graph that another thread captures.
+            torch.cuda.current_stream(self.data.device).synchronize()
 
 
 def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemory:
@@ -212,6 +234,35 @@ class SharedChunk:
         return digests, {"memory": ChunkMemory(handles=handles, tensors=placed)}
 
 
+class SharedTransport(Transport):
+    """Transport ipc during generation: one version in memory that engines on the trainer's device open.
+
+    Invariant: a version stays whole until the next begin(), which follows the end of its push (PushLoop).
+    """
+
+    def __init__(self, end: TrainerEnd) -> None:
+        super().__init__(end)
+        self._place: SharedChunk | None = None
+
+    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+        """Copy the weights over the previous version; write a file too if evaluation needs one. Raises
+        OSError, also without memory.
+        """
+        end = self.end
+        written = super().begin(exported, path).result().path if end.is_file_wanted else ""
+        weights = exported.merged()
+        if not end.is_first:
+            gather_along(weights, end.dtype)
+            return done(exported.version)
+        entries = entries_of(weights, end.dtype)
+        with gathered(weights, end.dtype, end.device) as tensors:
+            if self._place is None:
+                self._place = SharedChunk(path.parent, [entries], end.device)
+            digests, place = self._place.put(entries, tensors)
+        answer = manifest_of(weights, end.dtype, exported.version, digests, "")
+        return done(exported.version, answer.model_copy(update={"path": written, **place}))
+
+
 ChunkPlace: TypeAlias = ChunkFile | SharedChunk
 """Destination of chunks, which put() overwrites."""
 
@@ -308,19 +359,25 @@ class TrainerMemory:
         self._memory: SharedMemory | None = None
 
     @contextmanager
-    def chunk(self, request: LoadChunkRequest) -> Iterator[dict[str, Tensor]]:
-        """Yield a chunk's tensors in place, valid inside the context. Raises Refused (400) or OSError."""
+    def opened(self, request: LoadChunkRequest | PrepareRequest) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors in place; work on them ends with the context. Raises Refused (400) or OSError."""
+        tensors = self.tensors(request)
+        try:
+            yield tensors
+        finally:
+            if self._memory is not None:
+                self._memory.settle()
+
+    def tensors(self, request: LoadChunkRequest | PrepareRequest) -> dict[str, Tensor]:
+        """Return the tensors in place: of a file, or of memory that the trainer overwrites after this push.
+        Raises Refused (400) or OSError.
+        """
         if request.memory is None:
-            yield read_or_refuse(request.path)
-            return
+            return read_or_refuse(request.path)
         handles = request.memory.handles
         if self._memory is None or self._memory.handle not in handles:
             here = name_of(self._device)
             own = [handle for handle in handles if handle.device == here]
             self._memory = None  # before the next one is opened
             self._memory = open_memory(own[0], self._device)
-        memory = self._memory
-        try:
-            yield views(request.memory.tensors, memory.data)
-        finally:
-            memory.settle()
+        return views(request.memory.tensors, self._memory.data)

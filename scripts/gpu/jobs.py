@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -179,14 +180,15 @@ CASES: dict[str, dict[str, Sections]] = {
     },
     "one-device": {
         name: {
-            "placement": {"trainer": 0, "rollout": rollout, "share": share},
+            "placement": {"trainer": 0, "rollout": rollout, "share": share, "mps": mps},
             "buffer": {"max_staleness": staleness},
             "rollout": ONE_DEVICE | {"engine": "embedded"},
         }
-        for name, rollout, share, staleness in (
-            ("async, share 0.35", 0, 0.35, 2),
-            ("colocated, both resident", "trainer", "auto", 0),
-            ("colocated, offloaded", "trainer", None, 0),
+        for name, rollout, share, staleness, mps in (
+            ("async, MPS", 0, 0.35, 2, "auto"),
+            ("async, time slices", 0, 0.35, 2, "never"),
+            ("colocated, both resident", "trainer", "auto", 0, "never"),
+            ("colocated, offloaded", "trainer", None, 0, "never"),
         )
     },
 }
@@ -243,6 +245,7 @@ def in_cases(bench: Bench, case: str) -> None:
         limit_s = (bench.limit_s - GRACE_S) / len(runs)
         must_end = case != "one-device"
         steps = run_job(bench, config, config.stem, [], limit_s=limit_s, must_end=must_end)
+        tell_sharing(bench, name, bench.folder / config.stem)
         _tell_run(bench, name, steps[2:] or steps)
         tell_memory(bench, load_config(config), steps)
         tokens.append(_tokens(bench.folder / config.stem / "trained.jsonl"))
@@ -250,6 +253,15 @@ def in_cases(bench: Bench, case: str) -> None:
         one, other = (sorted(found) for found in tokens)
         what = "tokens of the first batch, both runs"
         bench.tell(what, "the same" if one == other else "different", ok=one == other)
+
+
+def tell_sharing(bench: Bench, name: str, run_dir: Path) -> None:
+    """Print whether both sides compute at the same time, and why not."""
+    log = (run_dir / "logs" / "controller.log").read_text(encoding="utf-8")
+    for line in re.findall(r"placement\.share=.*|trainer and engines take time slices.*", log):
+        bench.tell(f"{name}: sharing", line)
+    for path in (run_dir / "logs" / "mps").glob("*.log"):
+        bench.tell(f"{name}: {path.name}", path.read_text(encoding="utf-8", errors="replace")[-500:])
 
 
 def _tell_run(bench: Bench, name: str, steps: list[Line]) -> None:

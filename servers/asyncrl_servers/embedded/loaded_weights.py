@@ -16,7 +16,6 @@ from asyncrl.weights.tensor_files import (
     digest_and_size,
     digest_tensors,
     pieces_of,
-    read_or_refuse,
     stored_pieces,
     weights_of,
 )
@@ -62,18 +61,18 @@ class Weights(WeightState):
     def read(self, request: PrepareRequest) -> dict[str, Tensor]:
         if request.member is not None:
             return self._received(request, request.member)
-        files = read_or_refuse(request.path)
-        if request.kind == "weights":
-            self._check_parameters(files, request.path)
-            tensors = self._empty()
-            places = pieces_of(tensors, self._pieces)
-        else:
-            places = tensors = {
-                name: torch.empty_like(one, device=self._device) for name, one in files.items()
-            }
-        # Copied, because the next export may replace the file.
-        copies = {name: places[name].copy_(one) for name, one in files.items()}
-        check_arrived(request.path, digest_and_size(copies), request)
+        with self._memory.opened(request) as sent:
+            if request.kind == "weights":
+                self._check_parameters(sent, request.place)
+                tensors = self._empty()
+                places = pieces_of(tensors, self._pieces)
+            else:
+                places = tensors = {
+                    name: torch.empty_like(one, device=self._device) for name, one in sent.items()
+                }
+            # Copied, because the next export may replace the file, and overwrites the trainer's memory.
+            copies = {name: places[name].copy_(one) for name, one in sent.items()}
+            check_arrived(request.place, digest_and_size(copies), request)
         if request.kind == "weights":
             return tensors
         if self._base is None:
@@ -82,7 +81,7 @@ class Weights(WeightState):
         return merge_adapters(tensors, self._base)
 
     def load(self, request: LoadChunkRequest) -> Arrived:
-        with self._memory.chunk(request) as tensors:
+        with self._memory.opened(request) as tensors:
             self._check_parameters(tensors, request.place, is_part=True)
             parameters = {name: parameter.data for name, parameter in self._parameters.items()}
             places = pieces_of(parameters, self._pieces)

@@ -32,7 +32,7 @@ from asyncrl.weights.export import write_peft
 from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.ipc import TrainerMemory, lay_out, views
 from asyncrl.weights.nccl import WeightGroup
-from asyncrl.weights.tensor_files import digest_and_size, dtype_name, read_or_refuse
+from asyncrl.weights.tensor_files import digest_and_size, dtype_name
 from asyncrl_servers.vllm.loaded_parts import Expected, LoadedParts
 from asyncrl_servers.vllm.monkeypatches import patch_worker
 from asyncrl_servers.weight_state import (
@@ -96,13 +96,13 @@ class Loader:
         return {"vocab_size": self.worker.vllm_config.model_config.get_vocab_size()}
 
     def stage(self, *, is_new: bool, **fields: Any) -> dict[str, Any]:
-        """Begin to stage a PrepareRequest's file, or report progress; call again until the state is `staged`.
-        Raises Refused.
+        """Begin to stage a PrepareRequest's file or memory, or report progress; call again until the state is
+        `staged`. Raises Refused.
         """
         if is_new:
             self._staged = None
             request = PrepareRequest(**fields)
-            self._staged = Staged(request, read_or_refuse(request.path))
+            self._staged = Staged(request, self._memory.tensors(request))
             self._checked = self._staging.submit(self._check, self._staged)
         if not self._checked.done():
             return {"state": "staging"}
@@ -112,10 +112,11 @@ class Loader:
         """Return the answer, and the tensors to load with what the parameters must hold then."""
         request, tensors = staged.request, staged.tensors
         is_whole = request.kind == "weights"
-        if is_whole:
+        # Memory of the trainer is on this device already.
+        if is_whole and request.memory is None:
             tensors = self._pinned(tensors)
         arrived = digest_and_size(tensors)
-        digest = check_arrived(request.path, arrived, request)
+        digest = check_arrived(request.place, arrived, request)
         if is_whole:
             return {"digest": digest}, tensors, self.parts.expected(tensors, arrived[0])
         self._adapters.append(tempfile.mkdtemp(prefix=f"adapter-{request.version}-"))
@@ -167,7 +168,7 @@ class Loader:
 
         def read(request: LoadChunkRequest) -> Arrived:
             # Copy: vLLM keeps tensors until their layer is complete, and the next chunk may overwrite them.
-            with self._memory.chunk(request) as found:
+            with self._memory.opened(request) as found:
                 tensors.update({name: view.clone() for name, view in found.items()})
             arrived = digest_and_size(tensors)
             digests.update(arrived[0])
