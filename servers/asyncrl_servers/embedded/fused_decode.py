@@ -59,7 +59,7 @@ def fused_layer(
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts, logsums = decode_attention(query, key, value, *read)
-        mixed: Tensor = (parts * logsums.softmax(-1)[..., None]).sum(2)
+        mixed: Tensor = (parts * logsums.softmax(-1).unsqueeze(-1)).sum(2)
         return mixed.to(query.dtype)
 
     return layer_step(hidden_RH, added_RH, layer, rotation, attend)
