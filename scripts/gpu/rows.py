@@ -81,7 +81,7 @@ ROWS = (
     Row(4, "turns-shm", "turns.handover", {"way": "shm"}),
     Row(4, "agent", "jobs.learns", {"config": "agent"}, needs=("openai", *GATEWAY)),
     Row(4, "4B-ipc", "pushes.by_chunks", {"shape": "4B"}),
-    Row(5, "fused", "fused.fused_step", gib=37.0),
+    Row(5, "fused", "fused.fused_step"),
     Row(5, "one-device", "jobs.in_cases", {"case": "one-device"}),
     Row(5, "one-device-kill", "shared.survives_a_kill"),
     Row(5, "nccl", "jobs.in_cases", {"case": "nccl"}, needs=("vllm",)),
