@@ -6,6 +6,7 @@ and log-sum-exp, so the gradients add up exactly.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import logging
@@ -304,8 +305,22 @@ def choose_flash(capability: tuple[int, int]) -> int:
     if activate is None or importlib.util.find_spec("flash_attn_interface") is None:
         log.warning("attention runs FlashAttention 2, at 1.1 to 1.6 times 3's time: install flash-attn-3")
         return 2
+    if not _has_backward():
+        log.warning(
+            "attention runs FlashAttention 2: the installed FlashAttention 3 is a build for inference, "
+            "whose flash_attn_config disables the backward pass. Replace it: install flash-attn-3"
+        )
+        return 2
     activate("FA3")
     return 3
+
+
+def _has_backward() -> bool:
+    """Return whether the installed FlashAttention 3 can train: a build for inference fails in backward."""
+    if importlib.util.find_spec("flash_attn_config") is None:
+        return True
+    flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
+    return not flags.get("FLASHATTENTION_DISABLE_BACKWARD", False)
 
 
 def _by_token(tensor: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
     python scripts/gpu/fatbin.py LIBRARY OUT 90          # keep machine code of sm_90
     python scripts/gpu/fatbin.py LIBRARY OUT 90 --ptx    # and PTX where a container has no code of sm_90
 
-Blanked entries stay in place, full of zeros: sizes and addresses do not change. A kernel whose entries are all
-blanked cannot run.
+Blanked entries stay in place, full of zeros: sizes and addresses do not change. A kernel whose entries are
+all blanked cannot run.
 """
 
 from __future__ import annotations
