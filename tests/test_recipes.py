@@ -1,0 +1,54 @@
+"""scripts/recipe.py: its recipes load, one runs on the CPU, and the code reward executes tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import recipe
+
+from asyncrl.config import load_config
+from examples.code_tests import passes
+
+SCRIPT = Path(recipe.__file__)
+TINY = ["trainer.num_steps=2", "trainer.num_groups=2", "generator.workers=1"]
+
+
+@pytest.mark.parametrize("name", recipe.RECIPES)
+def test_a_recipe_loads_and_its_page_names_it(name: str) -> None:
+    one = recipe.RECIPES[name]
+    load_config(recipe.ROOT / one.config)
+    page = (recipe.ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert f"python scripts/recipe.py {name}\n" in page
+    assert one.config in page
+
+
+def test_the_list_names_each_recipe() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--list"], capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(recipe.RECIPES)
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_and_writes_its_curve(tmp_path: Path) -> None:
+    folders = ["--run-dir", str(tmp_path / "run"), "--out", str(tmp_path / "results")]
+    subprocess.run([sys.executable, SCRIPT, "tools", *TINY, *folders], check=True)
+    (path,) = (tmp_path / "results").glob("tools-*.json")
+    kept = json.loads(path.read_text())
+    assert [line["step"] for line in kept["training"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("code", "is_right"),
+    [
+        ("def double(x): return 2 * x", True),
+        ("def double(x): return x", False),
+        ("raise SystemExit", False),
+        ("import os; os._exit(0)", False),
+        ("def double(x): return 2 * x\nbig = bytes(2**31)", False),
+    ],
+)
+def test_only_code_that_passes_its_tests_earns(code: str, is_right: bool) -> None:
+    assert passes(code, ["", "assert double(2) == 4", "assert double(0) == 0"]) is is_right
