@@ -93,6 +93,8 @@ def watch(name: str, job: subprocess.Popen[bytes], run_dir: Path, *, start_s: fl
         if not (run_dir / "metrics.jsonl").exists():
             continue
         steps = read_steps(run_dir)
+        if not steps:
+            continue
         trained_s = steps[-1]["time_s"]
         if time.monotonic() > report_s:
             report_s = time.monotonic() + REPORT_S
