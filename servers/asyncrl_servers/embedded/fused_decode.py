@@ -89,7 +89,7 @@ def why_not_fused(runner: Runner) -> str:
     if runner.plain is None:
         return f"model type {runner.loaded.model.config.model_type} has no plain decoder"
     if runner.is_exact or device not in KERNEL_DEVICES:
-        return f"it has no deterministic kernel, and none for {device}"
+        return f"the kernel needs CUDA and is not deterministic (device {device})"
     if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
         return f"heads of size {head_dim} are not a power of two of at least {MIN_HEAD_DIM}"
     return ""
@@ -138,7 +138,7 @@ class FusedSteps(DecodeGraphs):
         hidden_RH = self._runner.loaded.model.model.embed_tokens(ids_R)
         added_RH, int_lengths_R = torch.zeros_like(hidden_RH), lengths_R.int()
         for one in (hidden_RH, added_RH, *rotation, int_lengths_R):
-            torch._dynamo.maybe_mark_dynamic(one, 0)  # noqa: SLF001 - documented, not exported
+            torch._dynamo.maybe_mark_dynamic(one, 0)  # noqa: SLF001
         read = cache.table_on_device(), int_lengths_R, decoder.scaling
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
             hidden_RH, added_RH = self.run_layer(hidden_RH, added_RH, layer, rotation, keys, values, *read)

@@ -66,7 +66,7 @@ class SlotCache:
     """Keys and values [layers, pages, kv_heads, positions, head_dim]; `routing`: ROUTED_TYPE [slots,
     positions, experts].
 
-    Without a budget, page i is slot i and has room for max_length. A budget of tokens is cut into pages of
+    Without a budget, page i is slot i and holds max_length tokens. A budget of tokens is cut into pages of
     PAGE positions. A slot owns the pages that it reserved: `table` names them, in the order of positions.
 
     Example: a slot that reserved 200 tokens owns 4 pages, such as table[slot] = [7, 2, 9, 4, 0, ..]. Position

@@ -315,8 +315,8 @@ class Scheduler(RunQueue[Sequence]):
                 self._report(row, "more")
 
     def _take(self) -> list[Sequence]:
-        """Remove queued sequences, in order, while the cache has room for all tokens of each. Kept rows make
-        room.
+        """Remove sequences from the queue, in order, while the cache has pages for all their tokens. Kept
+        rows are forgotten if their pages are needed.
         """
         cache, taken, num_pages = self._runner.cache, list[Sequence](), 0
         while self.queued and len(taken) < self._num_free:
