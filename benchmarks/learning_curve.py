@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import ASYNCRL, HERE, RESULTS, child_environ, machine_line, read_steps
@@ -76,7 +77,7 @@ def measure(name: str, words: list[str], folder: Path, *, start_s: float, limit_
             code = job.poll()
         finally:
             end(job)
-    has_steps = (run_dir / "metrics.jsonl").exists()
+    has_steps = bool(steps_of(run_dir))
     if code or not has_steps:
         print(f"{name} FAILED, exit code {code}: {log.read_text(encoding='utf-8')[-3000:]}", flush=True)
     return read_curve(run_dir, started_s) if has_steps else None
@@ -90,13 +91,16 @@ def watch(name: str, job: subprocess.Popen[bytes], run_dir: Path, *, start_s: fl
     while job.poll() is None and trained_s < limit_s and time.monotonic() < last_s:
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(LOOK_S)
-        if not (run_dir / "metrics.jsonl").exists():
-            continue
-        steps = read_steps(run_dir)
-        trained_s = steps[-1]["time_s"]
-        if time.monotonic() > report_s:
+        steps = steps_of(run_dir)
+        trained_s = steps[-1]["time_s"] if steps else 0.0
+        if steps and time.monotonic() > report_s:
             report_s = time.monotonic() + REPORT_S
             print(f"{name}: step {len(steps)}, {trained_s:.1f} s, {steps[-1]['reward/mean']:.3f}", flush=True)
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the steps so far. The file is there, and empty, before the first."""
+    return read_steps(run_dir) if (run_dir / "metrics.jsonl").exists() else []
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
@@ -118,7 +122,6 @@ def write(name: str, curves: dict[str, Curve], arguments: argparse.Namespace) ->
     path = arguments.out / f"learning-{name}-{label}"
     kept = {
         "machine": machine_line(),
-        "trains": "all weights, no activation recomputed",
         "commands": {system: " ".join(command(system, arguments)) for system in curves},
         "curves": {system: vars(curve) for system, curve in curves.items()},
     }
