@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ASYNCRL, HERE, RESULTS, child_environ, machine_line, read_steps
+from common import ASYNCRL, HERE, RESULTS, child_environ, machine_line
 from end_to_end_runs import WINDOW, Curve, draw, read_curve, running_mean
 
 SYSTEMS = {"asyncrl": "asyncrl", "trl": "TRL, generate", "trl-batching": "TRL, continuous batching"}
@@ -41,7 +41,6 @@ GRACE_S = 20.0
 """Seconds to end after an interrupt."""
 LOOK_S = 0.5
 REPORT_S = 10.0
-MIN_RUN_S = 30.0
 
 
 def command(system: str, arguments: argparse.Namespace) -> list[str]:
@@ -99,8 +98,11 @@ def watch(name: str, job: subprocess.Popen[bytes], run_dir: Path, *, start_s: fl
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the steps so far. The file is there, and empty, before the first."""
-    return read_steps(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    """Return the steps so far. A run makes the file before its first step, and may be writing its end."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole, _, _ = text.rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
@@ -143,7 +145,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=60.0, help="most seconds of training of a run")
     parser.add_argument("--start-s", type=float, default=60.0, help="limit of imports, model and engine")
     parser.add_argument("--budget-s", type=float, default=3600.0, help="start no run that would end later")
-    parser.add_argument("--work", type=Path, default=HERE.parent / "runs" / "learning_curve")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args(words)
 
@@ -153,14 +154,13 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     print(machine_line(), flush=True)
     until_s = time.monotonic() + arguments.budget_s
-    folder = arguments.work.resolve() / time.strftime("%Y%m%d-%H%M%S")
+    folder = HERE.parent / "runs" / "learning_curve" / time.strftime("%Y%m%d-%H%M%S")
     name = Path(arguments.config).stem
     curves = dict[str, Curve]()
     for system in arguments.systems:
         limit_s = min(arguments.limit_s, until_s - time.monotonic() - GRACE_S)
-        if limit_s < min(MIN_RUN_S, arguments.limit_s):
-            print(f"{system}: no time", flush=True)
-            continue
+        if limit_s <= 0.0:
+            break
         words = command(system, arguments)
         curve = measure(system, words, folder, start_s=arguments.start_s, limit_s=limit_s)
         if curve is not None:
@@ -169,8 +169,7 @@ def main() -> None:
             last = running_mean(curve.rewards, window=WINDOW)[-1]
             print(
                 f"{SYSTEMS[system]}: {len(curve.rewards)} steps in {curve.times_s[-1]:.1f} s, "
-                f"{curve.step_s:.2f} s a step, started in {curve.start_up_s:.1f} s, "
-                f"reward {curve.rewards[0]:.3f} -> {last:.3f}",
+                f"{curve.step_s:.2f} s a step, reward {curve.rewards[0]:.3f} -> {last:.3f}",
                 flush=True,
             )
 
