@@ -29,9 +29,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from common import ASYNCRL, HERE, RESULTS, child_environ, machine_line, read_steps
+from common import ASYNCRL, HERE, RESULTS, child_environ, machine_line
 from end_to_end_runs import WINDOW, Curve, draw, read_curve, running_mean
 
 SYSTEMS = {"asyncrl": "asyncrl", "trl": "TRL, generate", "trl-batching": "TRL, continuous batching"}
@@ -40,7 +41,6 @@ GRACE_S = 20.0
 """Seconds to end after an interrupt."""
 LOOK_S = 0.5
 REPORT_S = 10.0
-MIN_RUN_S = 30.0
 
 
 def command(system: str, arguments: argparse.Namespace) -> list[str]:
@@ -76,7 +76,7 @@ def measure(name: str, words: list[str], folder: Path, *, start_s: float, limit_
             code = job.poll()
         finally:
             end(job)
-    has_steps = (run_dir / "metrics.jsonl").exists()
+    has_steps = bool(steps_of(run_dir))
     if code or not has_steps:
         print(f"{name} FAILED, exit code {code}: {log.read_text(encoding='utf-8')[-3000:]}", flush=True)
     return read_curve(run_dir, started_s) if has_steps else None
@@ -90,15 +90,19 @@ def watch(name: str, job: subprocess.Popen[bytes], run_dir: Path, *, start_s: fl
     while job.poll() is None and trained_s < limit_s and time.monotonic() < last_s:
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(LOOK_S)
-        if not (run_dir / "metrics.jsonl").exists():
-            continue
-        steps = read_steps(run_dir)
-        if not steps:
-            continue
-        trained_s = steps[-1]["time_s"]
-        if time.monotonic() > report_s:
+        steps = steps_of(run_dir)
+        trained_s = steps[-1]["time_s"] if steps else 0.0
+        if steps and time.monotonic() > report_s:
             report_s = time.monotonic() + REPORT_S
             print(f"{name}: step {len(steps)}, {trained_s:.1f} s, {steps[-1]['reward/mean']:.3f}", flush=True)
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the steps so far. A run makes the file before its first step, and may be writing its end."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole, _, _ = text.rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
@@ -120,7 +124,6 @@ def write(name: str, curves: dict[str, Curve], arguments: argparse.Namespace) ->
     path = arguments.out / f"learning-{name}-{label}"
     kept = {
         "machine": machine_line(),
-        "trains": "all weights, no activation recomputed",
         "commands": {system: " ".join(command(system, arguments)) for system in curves},
         "curves": {system: vars(curve) for system, curve in curves.items()},
     }
@@ -142,7 +145,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=60.0, help="most seconds of training of a run")
     parser.add_argument("--start-s", type=float, default=60.0, help="limit of imports, model and engine")
     parser.add_argument("--budget-s", type=float, default=3600.0, help="start no run that would end later")
-    parser.add_argument("--work", type=Path, default=HERE.parent / "runs" / "learning_curve")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args(words)
 
@@ -152,14 +154,13 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     print(machine_line(), flush=True)
     until_s = time.monotonic() + arguments.budget_s
-    folder = arguments.work.resolve() / time.strftime("%Y%m%d-%H%M%S")
+    folder = HERE.parent / "runs" / "learning_curve" / time.strftime("%Y%m%d-%H%M%S")
     name = Path(arguments.config).stem
     curves = dict[str, Curve]()
     for system in arguments.systems:
         limit_s = min(arguments.limit_s, until_s - time.monotonic() - GRACE_S)
-        if limit_s < min(MIN_RUN_S, arguments.limit_s):
-            print(f"{system}: no time", flush=True)
-            continue
+        if limit_s <= 0.0:
+            break
         words = command(system, arguments)
         curve = measure(system, words, folder, start_s=arguments.start_s, limit_s=limit_s)
         if curve is not None:
@@ -168,8 +169,7 @@ def main() -> None:
             last = running_mean(curve.rewards, window=WINDOW)[-1]
             print(
                 f"{SYSTEMS[system]}: {len(curve.rewards)} steps in {curve.times_s[-1]:.1f} s, "
-                f"{curve.step_s:.2f} s a step, started in {curve.start_up_s:.1f} s, "
-                f"reward {curve.rewards[0]:.3f} -> {last:.3f}",
+                f"{curve.step_s:.2f} s a step, reward {curve.rewards[0]:.3f} -> {last:.3f}",
                 flush=True,
             )
 

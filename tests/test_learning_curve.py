@@ -24,7 +24,13 @@ steps = [{"time_s": 1.0 + step, "reward/mean": step / 10, "sample/length_mean": 
 (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\\n" for step in steps))
 signal.pause()
 """
-FAILS = "import sys; sys.exit('no device')"
+FAILS = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--run-dir") + 1])
+folder.mkdir(parents=True)
+(folder / "metrics.jsonl").touch()
+sys.exit("no device")
+"""
 
 
 SHARED = ["placement={trainer: 0, rollout: 0, share: 0.35}", "buffer.max_staleness=2"]
