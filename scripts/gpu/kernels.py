@@ -33,6 +33,8 @@ def attention(bench: Bench) -> None:
     kernels = ["CPU"] if bench.device == "cpu" else ["FA2"]
     if bench.device == "cuda" and importlib.util.find_spec("flash_attn_interface"):
         kernels.append("FA3")
+    if torch.nn.attention.current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
     for kernel in kernels:
         if kernel == "FA3":
             activate_flash_attention_impl("FA3")
