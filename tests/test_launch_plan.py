@@ -101,6 +101,15 @@ def test_plan_over_capacity_is_refused_with_the_numbers(num_cuda: int, where: li
 TWO_EACH_NODE = ["trainer.world_size=2", "rollout.num_engines=4", "rollout.group_size=16"]
 
 
+def test_token_limit_of_the_cache_bounds_its_planned_bytes() -> None:
+    fused = "rollout.fused_decode=true"
+    whole, bounded = (
+        memory(planned(2, fused, f"rollout.cache_tokens={tokens}"), "engine-0").kv for tokens in (0, 640)
+    )
+    rollout = load().rollout
+    assert bounded * rollout.slots * rollout.facts.kv_length(rollout.max_length) == whole * 640
+
+
 def test_cores_are_counted_on_each_node() -> None:
     threads = ["rollout.threads=auto", "trainer.threads=auto"]
     written = "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}"

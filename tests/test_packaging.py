@@ -150,7 +150,8 @@ def test_every_package_that_is_imported_is_declared() -> None:
     imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
     tops = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
-    assert tops - declared <= {"asyncrl", "asyncrl_servers"}
+    # torch for CUDA brings its own Triton, and the CPU has none
+    assert tops - declared <= {"asyncrl", "asyncrl_servers", "triton"}
 
 
 def test_create_task_stands_in_the_owners_of_tasks_alone() -> None:

@@ -49,6 +49,8 @@ class EngineCapabilities:
 
 ENGINES: dict[EngineKind, EngineCapabilities] = {
     "embedded": EngineCapabilities(
+        settings=("fused_decode", "cache_tokens"),
+        free_settings=("fused_decode", "cache_tokens"),
         receives_transfers=True,
         keeps_turns=True,
         returns_routing=True,
@@ -143,6 +145,12 @@ class RolloutConfig(FrozenConfig):
     CPU without experts, and for vLLM on CUDA at buffer.max_staleness=0; else false)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of each engine server (auto = a quarter of the cores)."""
+    fused_decode: bool = False
+    """Embedded engine on CUDA: decode with compiled layers, merged weights and a Triton kernel. A step of 64
+    rows of a 0.6B model takes 0.7 of the time on an H100, a step of 256 rows the same."""
+    cache_tokens: int = Field(default=0, ge=0)
+    """Maximum tokens of the KV cache of an embedded engine with fused_decode. Requests wait until there is
+    room for all their tokens (0 = slots times the longest request)."""
 
     @property
     def sampling(self) -> SamplingParameters:

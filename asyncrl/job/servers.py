@@ -107,6 +107,8 @@ class Servers:
             "stays": self.placement.resident and is_rollout,
             "share": share,
             "returns_routing": self.config.algorithm.router_replay and is_rollout,
+            "fused_decode": self.rollout.fused_decode and is_rollout,
+            "cache_tokens": self.rollout.cache_tokens if is_rollout else 0,
         }
 
     def client(
@@ -285,7 +287,7 @@ class Vllm(Servers):
         takes_turns = name != EVAL_ENGINE and self.placement.mode == "colocated" and not spec["stays"]
         if takes_turns and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
             args["enable_sleep_mode"] = True
-        for of_embedded in ("num_kept", "stays", "share"):
+        for of_embedded in ("num_kept", "stays", "share", "fused_decode", "cache_tokens"):
             del spec[of_embedded]
         lora = self.config.trainer.lora
         return spec | {

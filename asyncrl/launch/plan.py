@@ -149,7 +149,8 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
     caches = 2 if config.keeps_turns else 1
     for number, devices in enumerate(placement.engines):
         stages = placement.mode == "apart"
-        memory = engine_memory(config, shape, engine, caches * config.rollout.slots, devices, stages=stages)
+        slots, limit = caches * config.rollout.slots, config.rollout.cache_tokens
+        memory = engine_memory(config, shape, engine, slots, devices, stages=stages, cache_tokens=limit)
         add(f"engine-{number}", "engine", devices, memory)
     if placement.evaluation is not None:
         devices = (placement.evaluation,)
@@ -209,8 +210,9 @@ def engine_memory(
     devices: Side,
     *,
     stages: bool,
+    cache_tokens: int = 0,
 ) -> Memory:
-    """Per device. `stages`: new weights arrive during generation."""
+    """Per device. `stages`: new weights arrive during generation. `cache_tokens`: limit of the KV cache."""
     device = devices[0].name
     if device == NO_DEVICE:
         return Memory()
@@ -218,10 +220,11 @@ def engine_memory(
     length = config.rollout.max_length
     sequences = 1 if engine.pages_kv and device != "cpu" else slots
     tokens = min(engine.forward_tokens, slots * length)
+    cached = cache_tokens or sequences * engine.kv_length(length)
     weights = shape.num_parameters * item
     whole = Memory(
         parameters=weights,
-        kv=sequences * engine.kv_length(length) * shape.layers * shape.cached * item,
+        kv=cached * shape.layers * shape.cached * item,
         micro_batch=tokens * (4 * shape.hidden + 3 * shape.active) * item
         + slots * shape.vocab * 4 * engine.logit_copies,
         copies=weights if stages and engine.stages_weights else 0,

@@ -346,6 +346,8 @@ class PushLoop(Publisher):
             await self.wait_released()
             # An export overwrites held weights, which no engine may be reading.
             async with self._turn if self.is_held else contextlib.nullcontext():
+                if newest <= self._exported_version:
+                    continue  # bring_up has published it
                 manifest, export_s = await self._export(newest)
                 async with contextlib.nullcontext() if self.is_held else self._turn:
                     await self._publish(manifest, export_s)
@@ -362,6 +364,9 @@ class PushLoop(Publisher):
                 if self.is_held and self._num_restarts != self.trainer.num_restarts:
                     # The announced weights died with the trainer, and its successor may be ahead.
                     manifest = await self.trainer.export()
+                    if manifest.version > self._announced.version:
+                        await self._publish_with(name, manifest)
+                        return
                 targets = [target for target in self.targets if target.name == name]
                 try:
                     await self._push(manifest.version, targets, lost.append).whole(manifest)
@@ -370,6 +375,26 @@ class PushLoop(Publisher):
                 if lost:
                     raise lost[0]
             self._down.discard(name)
+
+    async def _publish_with(self, name: str, manifest: ExportResponse) -> None:
+        """Publish a version above the announced one to all engines, also to this new one. Raises EngineLost.
+
+        If only the new engine had it, the same version could follow with other bits, from a trainer that was
+        restarted again.
+        """
+        lost: list[EngineLost] = []
+
+        def note(one: EngineLost) -> None:
+            (lost.append if one.room == name else self.on_lost)(one)
+
+        self._down.discard(name)
+        self._exported_version = manifest.version
+        await self._publish(manifest, 0.0, note)
+        if not lost and self.version < manifest.version:
+            lost.append(EngineLost(name, "the trainer was lost before this engine had its weights"))
+        if lost:
+            self._down.add(name)
+            raise lost[0]
 
     async def leave(self, name: str) -> None:
         """Exclude this engine from the next push on."""
@@ -409,16 +434,18 @@ class PushLoop(Publisher):
         self._exported_version = manifest.version  # above the begun version if the trainer was restarted
         return manifest, clock() - start
 
-    async def _publish(self, manifest: ExportResponse, export_s: float) -> None:
+    async def _publish(
+        self, manifest: ExportResponse, export_s: float, on_lost: OnLost | None = None
+    ) -> None:
         num_restarts = self.trainer.num_restarts
-        push = self._push(manifest.version, self._live, self.on_lost)
+        push = self._push(manifest.version, self._live, on_lost or self.on_lost)
         push.is_down = self.is_down
         try:
             report = await push.whole(manifest)
         except WeightsLost:
-            if self._restarts_at_loss == self.trainer.num_restarts:
+            if self._restarts_at_loss == num_restarts:
                 raise  # twice of the same trainer
-            self._restarts_at_loss = self.trainer.num_restarts
+            self._restarts_at_loss = num_restarts
             self._exported_version = self.version
             return
         self._announced = manifest

@@ -215,7 +215,7 @@ def use_deterministic(*, is_on: bool) -> None:
     """Choose deterministic algorithms for this process, before its first product on CUDA. Operators without
     one raise RuntimeError. Both FlashAttentions follow torch's flag, in their backward passes too.
     """
-    if is_on:
+    if is_on and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(is_on)
     # Else torch fills each new tensor with NaN, to detect reads of unwritten memory.
