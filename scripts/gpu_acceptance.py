@@ -2,13 +2,14 @@
 
     python scripts/gpu_acceptance.py --part K [--row NAME ...] [--tiny] [--out DIR] [--need]
 
-    1  the most valuable rows: optimizer steps of 0.6B and 4B (tokens/s, MFU, peak memory against the plan),
-       a push by ipc, handovers of a colocated run, the quickstart
+    1  the most valuable rows: attention kernels, optimizer steps of 0.6B and 4B (tokens/s, MFU, peak memory
+       against the plan), a push by ipc, handovers of a colocated run, the quickstart
     2  tests marked gpu; losses, head, packed forward and backward, and LoRA against float32 on the CPU
-    3  longer sequences; TRL on the same batch
+    3  longer sequences; deterministic steps; TRL on the same batch
     4  handovers by files, the agent, more weight pushes
-    5  one device: async against colocated runs; decode speeds; vLLM: decode, pushes in all interrupt modes,
-       sleep, a kill, runs, the agent, batch invariance. Two devices: nccl, tensor parallel
+    5  one device: async runs with and without MPS against colocated ones; fused decode steps; vLLM: decode,
+       pushes in all interrupt modes, sleep, a kill, runs, the agent, batch invariance. Two devices: nccl,
+       tensor parallel
 
 A part ends within 9 minutes and uses no network. The first lines name card, driver, versions, whether layers
 are compiled, and the attention kernel. BELOW marks a figure below its estimate for an H100; such a row does
@@ -18,7 +19,7 @@ to DIR/DEVICE.txt, with plots (default: benchmarks/results).
 
 Exit code: 1 if a row failed, is NOT ok, or lacks a package (parts 1 to 4). --tiny uses tiny sizes, also on a
 CPU. ASYNCRL_GPU_VLLM_ARGS: more arguments of `vllm serve` as JSON, such as {"enforce_eager": true,
-"compilation_config": null}. Without pip, unpack wheels into a folder of PYTHONPATH.
+"compilation_config": null}. Without a network: scripts/gpu/bundles.sh, unpack.sh and calls.sh.
 """
 
 from __future__ import annotations
