@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 import pytest
 from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_cases import virtual
 
@@ -271,6 +271,7 @@ class SharedSync(Sync):
     deaths_s=st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 4.0)), max_size=3),
     restarts=st.lists(st.tuples(st.floats(0.0, 10.0), st.integers(0, 1)), max_size=3),
 )
+@example(gaps_s=[0.0, 6.0], deaths_s=[(5.0, 1.0), (6.0, 0.0)], restarts=[(2.0, 0)])
 @virtual
 async def test_engines_read_whole_weights_from_a_living_trainer(
     gaps_s: list[float], deaths_s: list[tuple[float, float]], restarts: list[tuple[float, int]]

@@ -149,8 +149,8 @@ class RolloutConfig(FrozenConfig):
     """Embedded engine on CUDA: decode with compiled layers, merged weights and a Triton kernel. A step of 64
     rows of a 0.6B model takes 0.7 of the time on an H100, a step of 256 rows the same."""
     cache_tokens: int = Field(default=0, ge=0)
-    """Maximum tokens of the KV cache of an embedded engine with fused_decode. Requests wait until there is
-    room for all their tokens (0 = slots times the longest request)."""
+    """Maximum tokens of the KV cache of an embedded engine with fused_decode. A request waits until the cache
+    has free pages for all its tokens (0 = slots times the longest request)."""
 
     @property
     def sampling(self) -> SamplingParameters:
@@ -182,6 +182,16 @@ class RolloutConfig(FrozenConfig):
         for engine, facts in ENGINES.items():
             if self.engine != engine and (given := self.given(*facts.settings)):
                 raise ValueError(f"{given[0]} is for rollout.engine={engine}, not {self.engine}; remove it")
+        if self.cache_tokens and not self.fused_decode:
+            raise ValueError(
+                f"cache_tokens={self.cache_tokens} limits the cache of fused steps, and "
+                "fused_decode is false; set fused_decode: true, or cache_tokens: 0"
+            )
+        if 0 < self.cache_tokens < self.max_length:
+            raise ValueError(
+                f"cache_tokens={self.cache_tokens} is below max_prompt_tokens + max_tokens = "
+                f"{self.max_length}, so the longest request would never start; raise it, or set it to 0"
+            )
         if self.urls is None:
             return self
         num = len(set(self.urls))

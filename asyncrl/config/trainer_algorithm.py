@@ -69,8 +69,8 @@ class TrainerConfig(FrozenConfig):
     if a C compiler, Triton and Python's headers are installed)."""
     deterministic: bool = False
     """Train a batch to the same bits every time, also after a restart, with deterministic kernels. A CPU has
-    no others; on CUDA steps are an estimated 10 % slower, and FlashAttention 2 takes 68 kB more per token of
-    a micro-batch. An operator without such a kernel ends the run."""
+    no others; on CUDA steps are slower (estimated: 10 %), and FlashAttention 2 takes more memory (estimated:
+    68 kB per token of a micro-batch). An operator without such a kernel ends the run."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
     timeout_s: float = Field(default=3600.0, gt=0)

@@ -1,4 +1,4 @@
-"""CUDA MPS, by which kernels of two processes run on one device at the same time, instead of in time slices.
+"""CUDA MPS lets kernels of two processes run on one device at the same time, instead of in time slices.
 
 Each run has a control daemon in a private folder. No setting of a device is changed. See
 https://docs.nvidia.com/deploy/mps/.

@@ -149,7 +149,8 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
     caches = 2 if config.keeps_turns else 1
     for number, devices in enumerate(placement.engines):
         stages = placement.mode == "apart"
-        slots, limit = caches * config.rollout.slots, config.rollout.cache_tokens
+        slots = caches * config.rollout.slots
+        limit = config.rollout.cache_tokens
         memory = engine_memory(config, shape, engine, slots, devices, stages=stages, cache_tokens=limit)
         add(f"engine-{number}", "engine", devices, memory)
     if placement.evaluation is not None:

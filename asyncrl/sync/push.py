@@ -377,15 +377,21 @@ class PushLoop(Publisher):
             self._down.discard(name)
 
     async def _publish_with(self, name: str, manifest: ExportResponse) -> None:
-        """Publish a version above the announced one to all engines, also to this new one. Raises EngineLost.
+        """Publish a version above the announced one to all engines and to this new one. Raises EngineLost.
 
-        If only the new engine had it, the same version could follow with other bits, from a trainer that was
-        restarted again.
+        If only the new engine had it, a second push of the same version could follow with other bits:
+
+            version 1 is announced; the trainer is restarted, trains version 2, and a new engine gets it
+            the trainer is restarted again, and trains version 2 with other bits
+            the push of version 2 fails on the new engine: versions only grow
         """
         lost: list[EngineLost] = []
 
         def note(one: EngineLost) -> None:
-            (lost.append if one.room == name else self.on_lost)(one)
+            if one.room == name:
+                lost.append(one)
+            else:
+                self.on_lost(one)
 
         self._down.discard(name)
         self._exported_version = manifest.version

@@ -102,7 +102,7 @@ def _tell_seconds(bench: Bench, steps: list[Line]) -> None:
 
 
 def tell_memory(bench: Bench, config: RunConfig, steps: list[Line]) -> None:
-    """Print the trainer's peak memory beside the plan's."""
+    """Print the trainer's peak memory and the planned one."""
     if bench.device == "cuda":
         settled, _ = resolve_auto(config, single_node())
         (trainer,) = (one for one in make_plan(settled, single_node()).processes if one.name == "trainer-0")

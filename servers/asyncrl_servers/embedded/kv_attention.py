@@ -116,7 +116,8 @@ class SlotCache:
 
     def reserve(self, slot: int, length: int) -> None:
         """Give an empty slot pages for `length` tokens, which must be free."""
-        num_pages = self._num_owned[slot] = self.pages_of(length)
+        num_pages = self.pages_of(length)
+        self._num_owned[slot] = num_pages
         for place in range(num_pages):
             self.table[slot, place] = self._free.pop()
             self._is_current = False
@@ -167,7 +168,8 @@ class SlotCache:
             return
         self.release(target)
         self.table[target] = self.table[source]
-        self._num_owned[target], self._num_owned[source] = self._num_owned[source], 0
+        self._num_owned[target] = self._num_owned[source]
+        self._num_owned[source] = 0
         self._is_current = False
 
 

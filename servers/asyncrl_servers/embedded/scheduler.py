@@ -318,7 +318,9 @@ class Scheduler(RunQueue[Sequence]):
         """Remove sequences from the queue, in order, while the cache has pages for all their tokens. Kept
         rows are forgotten if their pages are needed.
         """
-        cache, taken, num_pages = self._runner.cache, list[Sequence](), 0
+        cache = self._runner.cache
+        taken = list[Sequence]()
+        num_pages = 0
         while self.queued and len(taken) < self._num_free:
             sequence = next(iter(self.queued))
             num_pages += cache.pages_of(sequence.limit)
