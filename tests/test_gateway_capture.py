@@ -138,7 +138,7 @@ OTHER_ORDER = '{"arguments": {"a": 1}, "name": "add"}'
 @pytest.mark.parametrize(
     ("sampled", "behind"),
     [
-        (f"I add.\n<tool_call>\n{CALL}\n</tool_call>{EOT}", IM_END),
+        (f"I add.\n<tool_call>\n{CALL}\n</tool_call>{EOT}", ""),
         (f"I add.\n<tool_call>\n{CALL}\n</tool_call>", IM_END),
         (f"I add.\n<tool_call>\n{OTHER_ORDER}</tool_call>{IM_END}", ""),
     ],
