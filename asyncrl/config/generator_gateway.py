@@ -132,8 +132,12 @@ class GatewayConfig(FrozenConfig):
     tool_format: str = "auto"
     """Format of tool calls: a format of docs/gateway.md, none, or `module:function`:
     parse(text) -> [(name, arguments), ...] or None (auto = from the chat template)."""
-    thoughts: Literal["inline", "apart"] = "inline"
-    """Thoughts in /v1/chat/completions: in `content` (inline) or in `reasoning_content` (apart)."""
+    thoughts: Literal["keep", "as_template"] = "keep"
+    """Thoughts of earlier answers that the chat template strips. keep: later prompts contain the sampled tokens,
+    and a conversation is one branch. as_template: later prompts are the template's own renders, as a server
+    sends them; each one that differs from the sampled tokens starts a branch."""
+    thoughts_field: Literal["content", "reasoning_content"] = "content"
+    """Field of an answer in /v1/chat/completions that contains its thought."""
     max_calls: int = Field(default=256, ge=1)
     """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl serve gateway` has no
     limit."""

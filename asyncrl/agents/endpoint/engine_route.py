@@ -113,7 +113,7 @@ class EngineRoute:
             tool_format = self.tool_format if calls else self.tool_format.without_tools()
         splits_thoughts = dialect.splits_thoughts
         if splits_thoughts is None:
-            splits_thoughts = session.limits.thoughts == "apart"
+            splits_thoughts = session.limits.thoughts_field == "reasoning_content"
         marks = self.tool_format.thinking
         thoughts = ReasoningSplitter(marks, is_open=opens_thought(prompt, marks)) if splits_thoughts else None
         answer = Answer(

@@ -33,12 +33,11 @@ How = Literal["new", "extended", "realigned", "edited"]
 """Origin of a prompt. edited starts a branch: the last answer was edited, or the text cannot be cut after it.
 """
 
-Deviation = Literal["thoughts", "opening", "end_token", "reformatted"]
-"""Difference of a realigned prompt from the template's own render of the chat.
+Deviation = Literal["thought", "opening", "end_token", "form"]
+"""Part of a realigned prompt that the template's own render of the chat lacks or writes differently.
 
-thoughts: keeps a thought that the template strips. opening: keeps text of a generation prompt that the template
-drops later. end_token: keeps a sampled end token instead of the template's. reformatted: keeps an answer whose
-white space or calls the template writes differently.
+thought: of an earlier answer. opening: text of a generation prompt, such as an empty thought. end_token: sampled
+instead of the template's. form: white space or calls of an answer.
 """
 NEIGHBOR_TOKENS = 4
 
@@ -318,10 +317,10 @@ class ChatMatcher:
         sampled = self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
         thought, _ = split_thought({"content": sampled}, self.chain.marks)
         if thought and (whole is None or thought not in whole):
-            names.append("thoughts")
+            names.append("thought")
         if lacks_opening:
             names.append("opening")
-        return tuple(names or ["reformatted"])
+        return tuple(names or ["form"])
 
     def _joints(self, at: int, answer: ChatNode) -> Iterator[Joint]:
         """Yield the joints after the recorded answer messages[at], best first.
