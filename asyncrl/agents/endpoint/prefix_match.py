@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -303,7 +304,9 @@ class ChatMatcher:
             closed = self.render(sent, is_open=False)
         except ValueError:
             return None
-        before, prompt, closed = (drop_empty_thoughts(text, self.chain.marks) for text in (before, prompt, closed))
+        before, prompt, closed = (
+            drop_empty_thoughts(text, self.chain.marks) for text in (before, prompt, closed)
+        )
         common = os.path.commonprefix([before, prompt])
         opening = os.path.commonprefix([closed, prompt]).rstrip()
         return True if len(common) >= len(opening) else None
@@ -316,7 +319,9 @@ class ChatMatcher:
             names.append("end_token")
         sampled = self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
         thought, _ = split_thought({"content": sampled}, self.chain.marks)
-        if thought and (whole is None or thought not in whole):
+        close = self.chain.marks[1].strip()
+        written = re.escape(thought) + r"\s*" + re.escape(close)
+        if thought and not re.search(written, whole or ""):
             names.append("thought")
         if lacks_opening:
             names.append("opening")
