@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +36,8 @@ How = Literal["new", "extended", "realigned", "edited"]
 Deviation = Literal["thought", "opening", "end_token", "form"]
 """Part of a realigned prompt that the template's own render of the chat lacks or writes differently.
 
-thought: of an earlier answer. opening: text of a generation prompt, such as an empty thought. end_token: sampled
-instead of the template's. form: white space or calls of an answer.
+thought: of an earlier answer. opening: text of a generation prompt, such as an empty thought. end_token:
+sampled instead of the template's. form: white space or calls of an answer.
 """
 NEIGHBOR_TOKENS = 4
 
@@ -199,9 +198,9 @@ class ChatMatcher:
     `<think>hm</think>3]`. The chat of turn 2 is [1+2, 3, sure?]. The template drops the thought:
         whole render:  [user 1+2][assistant 3][user sure?][assistant
         trial render:  [user 1+2][assistant SENTINEL][user sure?][assistant
-    The text before the sentinel is the prompt of turn 1, so its ids and the sampled ids stay, and the text after
-    `SENTINEL]` is appended. A template that moves text (Mistral writes its tools before the last user message)
-    changes the text before the sentinel; then the prompt is the whole render, in a branch of its own.
+    The text before the sentinel is the prompt of turn 1, so its ids and the sampled ids stay, and the text
+    after `SENTINEL]` is appended. A template that moves text (Mistral writes its tools before the last user
+    message) changes the text before the sentinel; then the prompt is the whole render, in a branch of its own.
     """
 
     tokenizer: ChatTokenizer
@@ -291,10 +290,9 @@ class ChatMatcher:
         return None
 
     def _lacks_opening(self, at: int, before: str) -> bool | None:
-        """Return whether the history lacks text that generation prompts wrote. None: the template changed other
-        text since messages[at] was sampled.
+        """Return whether the history lacks text that generation prompts wrote, such as `<think>`.
 
-        Example: `<think>\\n` if the prompt ended with it and later renders drop the thought.
+        None: the template changed other text since messages[at] was sampled.
         """
         sent = [self._stand_in(message) for message in self.messages[:at]]
         try:
@@ -319,9 +317,7 @@ class ChatMatcher:
             names.append("end_token")
         sampled = self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
         thought, _ = split_thought({"content": sampled}, self.chain.marks)
-        close = self.chain.marks[1].strip()
-        written = re.escape(thought) + r"\s*" + re.escape(close)
-        if thought and not re.search(written, whole or ""):
+        if thought and thought not in (whole or ""):
             names.append("thought")
         if lacks_opening:
             names.append("opening")
