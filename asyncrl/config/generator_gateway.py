@@ -134,8 +134,8 @@ class GatewayConfig(FrozenConfig):
     parse(text) -> [(name, arguments), ...] or None (auto = from the chat template)."""
     thoughts: Literal["keep", "as_template"] = "keep"
     """Thoughts that the chat template strips from earlier answers. keep: later prompts contain the sampled
-    tokens, so a conversation is one branch. as_template: each prompt is the template's own render, in a branch of
-    its own if it differs from the sampled tokens."""
+    tokens, so a conversation is one branch. as_template: each prompt is the template's own render, which
+    starts a branch if it differs from the sampled tokens."""
     thoughts_field: Literal["content", "reasoning_content"] = "content"
     """Field of an answer in /v1/chat/completions that contains its thought."""
     max_calls: int = Field(default=256, ge=1)

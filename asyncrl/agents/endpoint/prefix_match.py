@@ -200,7 +200,7 @@ class ChatMatcher:
         trial render:  [user 1+2][assistant SENTINEL][user sure?][assistant
     The text before the sentinel is the prompt of turn 1, so its ids and the sampled ids stay, and the text
     after `SENTINEL]` is appended. A template that moves text (Mistral writes its tools before the last user
-    message) changes the text before the sentinel; then the prompt is the whole render, in a branch of its own.
+    message) changes the text before the sentinel; then the prompt is the whole render, in its own branch.
     """
 
     tokenizer: ChatTokenizer
