@@ -60,6 +60,18 @@ def test_other_tools_are_another_chat() -> None:
     assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "edited"
 
 
+def test_other_settings_are_not_continued(renderer_for: Renderers) -> None:
+    play = Play(renderer_for("gptoss"))
+    low, high = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
+    match = play.capture.match([user("hi")], None, settings=low)
+    planned = play.capture.plan(play.renderer.encode(match.text), match)
+    play.answer(planned, "<|channel|>final<|message|>yo<|return|>", assistant("yo"))
+    chat = [user("hi"), assistant("yo"), user("more")]
+    assert play.capture.match(chat, None, settings=low).how == "realigned"
+    other = play.capture.match(chat, None, settings=high)
+    assert (other.how, other.text) == ("edited", play.renderer.render(chat, settings=high))
+
+
 def test_prompt_of_ids_continues_the_longest_recorded_ids() -> None:
     capture = Play().capture
     capture.record(capture.plan([1, 2, 3]), completion([4, 5]), assistant(""), "cmpl-0")

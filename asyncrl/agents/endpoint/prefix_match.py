@@ -83,9 +83,10 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 class Chain:
     """Hash of a chat, message by message. `recorded`: answers count as they were delivered."""
 
-    def __init__(self, messages: Messages, tools: Messages | None, marks: Marks, recorded: Recorded) -> None:
+    def __init__(self, messages: Messages, options: Any, marks: Marks, recorded: Recorded) -> None:
+        """`options`: other values that the template reads. A chat with other tools is another chat."""
         self.marks = marks
-        self._state = new_hash(_to_json(tools or None).encode())
+        self._state = new_hash(_to_json(options).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
         for index, message in enumerate(messages):
