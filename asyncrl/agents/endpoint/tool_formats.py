@@ -74,10 +74,10 @@ def close_thought(prompt: str, marks: Marks) -> str:
     return f"\n{marks[1]}\n\n" if prompt.endswith("\n") else marks[1]
 
 
-def drop_empty_thoughts(text: str, marks: Marks) -> str:
-    """Drop thoughts without text. Templates write them, or leave them out, depending on later messages."""
+def drop_marks(text: str, marks: Marks) -> str:
+    """Drop the marks of thoughts. Templates write empty thoughts depending on later messages."""
     begin, end = map(re.escape, map(str.strip, marks))
-    return re.sub(rf"{begin}\s*{end}\s*", "", text)
+    return re.sub(rf"(?:{begin}|{end})\s*", "", text)
 
 
 def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
