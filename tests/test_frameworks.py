@@ -166,7 +166,7 @@ FORKS = {"smolagents_agents-code-apart": 2, "smolagents_agents-litellm_code-apar
 """Number of branches if a framework rewrites answers: smolagents adds a line and Qwen3's template omits the
 thought before it.
 """
-THOUGHTS = [case.thinking("apart") for case in CONVERSATIONS if "streamed" not in case.scenario]
+THOUGHTS = [case.thinking("reasoning_content") for case in CONVERSATIONS if "streamed" not in case.scenario]
 ALONE = [Case("openai_agents", "one_call_at_a_time", result=["They are 10.", 2])]
 
 END = "<|im_end|>"
@@ -213,7 +213,7 @@ async def test_each_answer_is_trained_once(
 ) -> None:
     model = played(tokenizer, case.says)
     config: dict[str, Any] = {"max_tokens": 4096, "max_prompt_tokens": 60_000, "max_length": 64_096}
-    config |= {"thoughts": case.thoughts} if case.thoughts else {}
+    config |= {"thoughts_field": case.thoughts} if case.thoughts else {}
     async with gateway_world(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, **config) as world:
         result = await framework(case.framework).play(case.scenario, world.url, world.session.key)
         stats = world.gateway.stats()

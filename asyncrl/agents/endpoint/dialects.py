@@ -59,7 +59,7 @@ Read: TypeAlias = "tuple[AnyRequest, Writer]"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`name` begins the ids of its calls. `splits_thoughts` None: per gateway.thoughts. `read` raises
+    """`name` begins the ids of its calls. `splits_thoughts` None: per gateway.thoughts_field. `read` raises
     ApiError.
     """
 

@@ -74,6 +74,12 @@ def close_thought(prompt: str, marks: Marks) -> str:
     return f"\n{marks[1]}\n\n" if prompt.endswith("\n") else marks[1]
 
 
+def drop_empty_thoughts(text: str, marks: Marks) -> str:
+    """Drop thoughts without text. Templates write them, or leave them out, depending on later messages."""
+    begin, end = map(re.escape, map(str.strip, marks))
+    return re.sub(rf"{begin}\s*{end}\s*", "", text)
+
+
 def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
     """Return (thought, rest of the content). The opening mark may be missing."""
     begin, end = marks
