@@ -12,7 +12,7 @@ from asyncrl.messages.records import Completion
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.requests import CallRequest
+    from asyncrl.agents.endpoint.requests import AnyRequest
 
 REPLACEMENT = "\ufffd"
 """Decoded incomplete or invalid character."""
@@ -140,7 +140,7 @@ class Answer:
 
     tokenizer: ChatTokenizer
     tool_format: ToolFormat
-    asked: InitVar[CallRequest]
+    asked: InitVar[AnyRequest]
     prefill: str
     name: str
     thoughts: ReasoningSplitter | None = None
@@ -156,7 +156,7 @@ class Answer:
     completion: Completion = field(default_factory=Completion)
     """Once finished."""
 
-    def __post_init__(self, asked: CallRequest, shows_special: bool, before: Sequence[int]) -> None:
+    def __post_init__(self, asked: AnyRequest, shows_special: bool, before: Sequence[int]) -> None:
         self.has_logprobs = asked.logprobs
         self._has_one_call = asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -108,7 +109,8 @@ def _canonical(message: Message, marks: Marks) -> bytes:
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
-        fields["reasoning_content"], fields["content"] = split_thought(message, marks)
+        answer = {**message, "content": fields.pop("unjoined_content", message.get("content"))}
+        fields["reasoning_content"], fields["content"] = split_thought(answer, marks)
         fields.pop("name", None)
     if calls := fields.get("tool_calls"):
         fields["tool_calls"] = [_tool_call(call) for call in calls]
@@ -116,9 +118,18 @@ def _canonical(message: Message, marks: Marks) -> bytes:
 
 
 def _tool_call(call: Mapping[str, Any]) -> list[Any]:
+    """Return a call with the numbers that a JavaScript client would send back: 1 for 1.0, 0 for -0.0,
+    9007199254740992 for 2**53 + 1, null for 1e999.
+    """
     arguments = call["function"]["arguments"]
-    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    text = arguments if isinstance(arguments, str) else _to_json(arguments)
+    parsed = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
     return [call["id"], call["function"]["name"], parsed]
+
+
+def _number(text: str) -> float | None:
+    number = float(text) + 0.0
+    return number if math.isfinite(number) else None
 
 
 def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Message]:

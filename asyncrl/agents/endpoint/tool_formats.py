@@ -17,7 +17,7 @@ from asyncrl.base.user_code import load_function, raised
 
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _DECODER = json.JSONDecoder()
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_./:-]{1,128}")
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """`{"type": "function", "function": {"name": ..., "parameters": {...}}}` by tool."""
