@@ -27,11 +27,17 @@ Read: TypeAlias = Callable[[str, Any, Tools], Found]
 """From text, match of the head, and tools."""
 
 
-class ToolCall(NamedTuple):
-    """`arguments`: JSON text of an object."""
+@dataclass
+class ToolCall:
+    """`arguments`: JSON text of an object; it grows while the call is sampled.
+
+    Example: a streamed call of `add` has the arguments `{"a"`, then `{"a": 1, "b"`, then `{"a": 1, "b": 2}`.
+    """
 
     name: str
-    arguments: str
+    arguments: str = ""
+    id: str | None = None
+    """If the model wrote one."""
 
 
 class ParsedAnswer(NamedTuple):
