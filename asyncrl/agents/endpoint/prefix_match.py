@@ -84,10 +84,13 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 class Chain:
     """Hash of a chat, message by message. `recorded`: answers count as they were delivered."""
 
-    def __init__(self, messages: Messages, options: Any, marks: Marks, recorded: Recorded) -> None:
-        """`options`: other values that the template reads. A chat with other tools is another chat."""
+    def __init__(
+        self, messages: Messages, tools: Messages | None, settings: Any, marks: Marks, recorded: Recorded
+    ) -> None:
+        """A chat with other tools or other template variables (`settings`) is another chat."""
         self.marks = marks
-        self._state = new_hash(_to_json(options).encode())
+        self._defaults = {each["function"]["name"]: _defaults(each["function"]) for each in tools or ()}
+        self._state = new_hash(_to_json([tools, settings]).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
         for index, message in enumerate(messages):
@@ -99,11 +102,11 @@ class Chain:
 
     def key_with(self, message: Message) -> bytes:
         state = self._state.copy()
-        state.update(_canonical(message, self.marks))
+        state.update(_canonical(message, self.marks, self._defaults))
         return state.digest()
 
 
-def _canonical(message: Message, marks: Marks) -> bytes:
+def _canonical(message: Message, marks: Marks, defaults: Mapping[str, Any]) -> bytes:
     """Serialize a message without None fields, key order, JSON spacing, outer white space, and an answer's
     name and place of the thought: harnesses change them.
     """
@@ -113,18 +116,36 @@ def _canonical(message: Message, marks: Marks) -> bytes:
         fields["reasoning_content"], fields["content"] = split_thought(answer, marks)
         fields.pop("name", None)
     if calls := fields.get("tool_calls"):
-        fields["tool_calls"] = [_tool_call(call) for call in calls]
+        fields["tool_calls"] = [_tool_call(call, defaults) for call in calls]
     return _to_json(fields).encode()
 
 
-def _tool_call(call: Mapping[str, Any]) -> list[Any]:
-    """Return a call with the numbers that a JavaScript client would send back: 1 for 1.0, 0 for -0.0,
-    9007199254740992 for 2**53 + 1, null for 1e999.
+def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any]:
+    """Return a call without the arguments that are its tool's defaults: Claude Code adds them."""
+    name = call["function"]["name"]
+    arguments = _plain(call["function"]["arguments"])
+    if isinstance(arguments, dict):
+        known = defaults.get(name, {})
+        arguments = {key: value for key, value in arguments.items() if known.get(key) != _to_json(value)}
+    return [call["id"], name, arguments]
+
+
+def _defaults(function: Mapping[str, Any]) -> dict[str, str]:
+    """Return the JSON of the default of each parameter that has one."""
+    parameters = (function.get("parameters") or {}).get("properties") or {}
+    return {
+        name: _to_json(_plain(schema["default"]))
+        for name, schema in parameters.items()
+        if isinstance(schema, Mapping) and "default" in schema
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value, or its JSON text, with the numbers that a JavaScript client would send back: 1 for 1.0,
+    0 for -0.0, 9007199254740992 for 2**53 + 1, null for 1e999.
     """
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else _to_json(arguments)
-    parsed = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
-    return [call["id"], call["function"]["name"], parsed]
+    text = value if isinstance(value, str) else _to_json(value)
+    return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
 
 
 def _number(text: str) -> float | None:
