@@ -26,10 +26,9 @@ TEMPLATES = {
 }
 OURS = Path(__file__).parent / "chat_templates"
 TEMPLATES |= {file.stem: file.read_text(encoding="utf-8") for file in OURS.glob("*.jinja")}
-NO_TEXT = {"idefics3", "llava_next", "smolvlm"}
-"""They write the parts of a message, and nothing of a message that is a text."""
 NO_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "llama3"}
 NO_TOOLS |= {"phi3", "phi3_5", "qwen2_5_vl", "chatml", "inst", "merges_white_space"}
+NO_TOOLS |= {"idefics3", "llava_next", "smolvlm"}
 REWRITES = re.compile(
     "cohere2|deepseek|glm4moe|gptoss|muse_glimmer|nemotron_3|qwen3_(5_think|5_nothink$|6|8|training)"
 )
@@ -52,6 +51,28 @@ ADD = {
 }
 TOOLS = [{"type": "function", "function": ADD}]
 Renderers = Callable[..., HFChatTokenizer]
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def developer(text: str) -> Message:
+    return {"role": "developer", "content": text}
+
+
+def as_transformers(renderer: HFChatTokenizer, chat: list[Message]) -> str:
+    """The template's own render; empty if it refuses."""
+    known = [system(one["content"]) if one["role"] == "developer" and "developer" not in renderer.template else one for one in chat]
+    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in known]
+    tokenizer = renderer._tokenizer
+    for form in (known, parts):
+        try:
+            text = tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=True)
+        except Exception: 
+            continue
+        if chat[0]["content"] in text: return text
+    return ""
+
+
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
@@ -206,7 +227,7 @@ class Told:
         return len(branches)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if base(name) not in NO_TEXT))
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_growing_conversation_is_one_branch_trained_as_sampled(name: str, renderer_for: Renderers) -> None:
     has_tools = base(name) not in NO_TOOLS
     for title, turns in stories(has_tools):
@@ -220,7 +241,7 @@ def test_growing_conversation_is_one_branch_trained_as_sampled(name: str, render
             assert ("realigned" in told.hows) == bool(REWRITES.match(name))
 
 
-@pytest.mark.parametrize("name", sorted({base(name) for name in TEMPLATES} - NO_TEXT))
+@pytest.mark.parametrize("name", sorted({base(name) for name in TEMPLATES}))
 @pytest.mark.parametrize("kind", ["edited", "trimmed"])
 def test_edited_history_begins_one_branch(kind: str, name: str, renderer_for: Renderers) -> None:
     told = Told(renderer_for(name), None)
@@ -236,7 +257,19 @@ def test_edited_history_begins_one_branch(kind: str, name: str, renderer_for: Re
     assert told.check_training() == 2
 
 
-@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if base(name) in NO_TEXT))
-def test_template_that_writes_no_texts_is_refused(name: str, renderer_for: Renderers) -> None:
-    with pytest.raises(ValueError, match=r"leaves out what messages\[0\] says: (.|\n)*model.chat_template"):
-        Told(renderer_for(name), None).turn(PLAIN[0])
+LATE = [
+    [system("Be brief."), user("go"), system("Be kind.")],
+    [user("go"), assistant("Yes."), user("on"), system("Be brief."), system("Be kind.")],
+    [system("Be brief."), developer("Be kind."), user("go")],
+]
+
+
+@pytest.mark.parametrize("name", sorted({base(name) for name in TEMPLATES} - {"gemma", "inst"}))
+def test_system_messages_reach_the_prompt_wherever_they_are(name: str, renderer_for: Renderers) -> None:
+    renderer = renderer_for(name)
+    for chat in LATE:
+        sent = renderer.render(chat)
+        others = [message for message in chat if message["role"] in ("user", "assistant")]
+        merged = [system("Be brief.\n\nBe kind."), *others]
+        assert all(message["content"] in sent for message in chat)
+        assert sent in (as_transformers(renderer, chat), as_transformers(renderer, merged))
