@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from gateway_capture_cases import Message, Play, assistant, check_trained, plan, user
+from jinja2 import TemplateError
 from text_tokenizers import byte_level, save
 from tokenizers import AddedToken
 
@@ -28,11 +29,14 @@ OURS = Path(__file__).parent / "chat_templates"
 TEMPLATES |= {file.stem: file.read_text(encoding="utf-8") for file in OURS.glob("*.jinja")}
 NO_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "llama3"}
 NO_TOOLS |= {"phi3", "phi3_5", "qwen2_5_vl", "chatml", "inst", "merges_white_space"}
-NO_TOOLS |= {"idefics3", "llava_next", "smolvlm"}
+PARTS = {"idefics3", "llava_next", "smolvlm"}
+"""They write the parts of a message, and nothing of a message that is a text."""
+NO_TOOLS |= PARTS
 REWRITES = re.compile(
     "cohere2|deepseek|glm4moe|gptoss|muse_glimmer|nemotron_3|qwen3_(5_think|5_nothink$|6|8|training)"
+    "|idefics3|llava_next|smolvlm"
 )
-"""They write something of thoughts or channels that is not in the answer."""
+"""They write something of thoughts or channels, or a space, that is not in the answer."""
 
 SPECIAL = re.compile(
     r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_(?:turn|utterance)>|</s>|<eos>|\[/?INST\]"
@@ -51,26 +55,18 @@ ADD = {
 }
 TOOLS = [{"type": "function", "function": ADD}]
 Renderers = Callable[..., HFChatTokenizer]
+
+
 def system(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
-def developer(text: str) -> Message:
-    return {"role": "developer", "content": text}
-
-
 def as_transformers(renderer: HFChatTokenizer, chat: list[Message]) -> str:
-    """The template's own render; empty if it refuses."""
-    known = [system(one["content"]) if one["role"] == "developer" and "developer" not in renderer.template else one for one in chat]
-    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in known]
-    tokenizer = renderer._tokenizer
-    for form in (known, parts):
-        try:
-            text = tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=True)
-        except Exception: 
-            continue
-        if chat[0]["content"] in text: return text
-    return ""
+    """Return what the template itself writes; empty if it refuses the chat or takes only parts."""
+    try:
+        return str(renderer._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    except TemplateError:
+        return ""
 
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
@@ -260,16 +256,22 @@ def test_edited_history_begins_one_branch(kind: str, name: str, renderer_for: Re
 LATE = [
     [system("Be brief."), user("go"), system("Be kind.")],
     [user("go"), assistant("Yes."), user("on"), system("Be brief."), system("Be kind.")],
-    [system("Be brief."), developer("Be kind."), user("go")],
+    [system("Be brief."), {"role": "developer", "content": "Be kind."}, user("go")],
 ]
 
 
-@pytest.mark.parametrize("name", sorted({base(name) for name in TEMPLATES} - {"gemma", "inst"}))
+@pytest.mark.parametrize("name", sorted({base(name) for name in TEMPLATES} - {"gemma"}))
 def test_system_messages_reach_the_prompt_wherever_they_are(name: str, renderer_for: Renderers) -> None:
     renderer = renderer_for(name)
+    kept = 0
     for chat in LATE:
-        sent = renderer.render(chat)
+        texts = [message["content"] for message in chat]
         others = [message for message in chat if message["role"] in ("user", "assistant")]
-        merged = [system("Be brief.\n\nBe kind."), *others]
-        assert all(message["content"] in sent for message in chat)
-        assert sent in (as_transformers(renderer, chat), as_transformers(renderer, merged))
+        merged = as_transformers(renderer, [system("Be brief.\n\nBe kind."), *others])
+        as_given = as_transformers(renderer, chat)
+        sent = renderer.render(chat)
+        assert all(text in sent for text in texts)
+        assert base(name) in PARTS or sent in (as_given, merged)
+        kept += sent == as_given
+    if name in ("qwen2_5", "qwen3", "llama3_1", "phi3"):
+        assert kept == 2, "system messages stay where a template takes them; developer's become system's"

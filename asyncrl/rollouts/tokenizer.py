@@ -31,9 +31,9 @@ SYSTEM = ("system", "developer")
 CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """Form of a call's id in the templates that refuse others (Mistral)."""
 
-GIVEN, WRITTEN = (f"\ue000{secrets.token_hex(8)}\ue001" for _ in range(2))
+GIVEN, WRITTEN = (f"asyncrl{secrets.token_hex(16)}" for _ in range(2))
 """Marks of the name of a special token: before one in a given text, behind one that the template wrote.
-Not guessable.
+Not guessable; ASCII, since templates escape other characters.
 """
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
@@ -123,8 +123,8 @@ class HFChatTokenizer:
         """Return the template's text, repaired as servers do. Raises ValueError if it refuses the chat.
 
         `settings` override the run's template variables. Developer becomes system if the template does not
-        know the role. If the template refuses or omits system messages that are not the first message, they
-        are merged into the first, like in vLLM.
+        know the role. Then, or if the template refuses or omits system messages that are not the first
+        message, they are merged into the first, like in vLLM.
 
         Templates get tool-call arguments as objects, since most would quote a text again; those that fail on
         objects get texts. If the template refuses the calls' ids, those that are not nine alphanumerics are
@@ -133,8 +133,9 @@ class HFChatTokenizer:
         options = self._options(settings)
         options["add_generation_prompt"] = is_open
         chat = [self._tidied(message) for message in messages]
-        late = {message["role"] for message in chat[1:]}.intersection(SYSTEM)
-        if not all(map(self._writes_system, late)):
+        roles = [message["role"] for message in messages if message["role"] in SYSTEM]
+        is_late = any(message["role"] in SYSTEM for message in chat[1:])
+        if is_late and not all(map(self._writes_system, roles)):
             chat = _merged(chat)
         if self._plain is not None:
             chat = [each if each["role"] == "assistant" else self._plain.marked(each) for each in chat]
@@ -182,7 +183,9 @@ class HFChatTokenizer:
 
     def _finds_system(self, role: str) -> bool:
         """Return whether the template writes messages of the role, system or developer, anywhere."""
-        return all(self._writes(shape.replace("system", role)) for shape in SHAPES)
+        return role not in self._roles and all(
+            self._writes(shape.replace("system", role)) for shape in SHAPES
+        )
 
     def encode(self, text: str, *, after: str = "", adds_special: bool = False) -> tuple[int, ...]:
         """Encode a text that follows the text `after`. Raises ValueError for lone surrogates.
