@@ -54,6 +54,22 @@ def test_answer_is_found_by_its_text_or_its_meaning() -> None:
         assert plan(play.capture, [user("1+2"), sent_back, RESULT]).how == how
 
 
+def test_defaults_that_a_client_adds_to_a_call_do_not_count(renderer_for: Renderers) -> None:
+    properties = {"all": {"type": "boolean", "default": False}, "a": {"default": "1"}, "b": {"default": 1}}
+    function = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": function}]
+    play = Play(renderer_for("qwen3"))
+    sampled = f'<tool_call>{{"name": "add", "arguments": {{"a": "2"}}}}</tool_call>{IM_END}'
+    play.answer(plan(play.capture, [user("1+2")], tools), sampled, called('{"a": "2"}'))
+    for arguments, how in (
+        ('{"a": "2", "all": false, "b": 1.0}', "realigned"),
+        ('{"a": "2", "all": 0}', "edited"),
+        ('{"a": "2", "b": "1"}', "edited"),
+        ("{}", "edited"),
+    ):
+        assert plan(play.capture, [user("1+2"), called(arguments), RESULT], tools).how == how
+
+
 def test_other_tools_are_another_chat() -> None:
     play = Play()
     play.answer(plan(play.capture, [user("hi")], [TOOL]), f"yo{END}")

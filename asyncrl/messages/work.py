@@ -173,7 +173,9 @@ class ChatTokenizer(Protocol):
     byte_ids: frozenset[int]
     """They decode only as a whole run."""
     closing: str
-    """Special token that the chat template writes after an answer; empty if it writes none."""
+    """Text that the template writes after an answer, through its last special token; may be empty."""
+    call_closing: str
+    """Special token that the template writes after an answer with calls; may be empty."""
 
     def render(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,19 @@ GIVEN, WRITTEN = (f"asyncrl{secrets.token_hex(16)}" for _ in range(2))
 """Marks of the name of a special token: before one in a given text, behind one that the template wrote.
 Not guessable; ASCII, since templates escape other characters.
 """
+PROBES: Sequence[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"content": PROBE}, {"role": "user", "content": "question"}),
+    (
+        {
+            "content": "",
+            "tool_calls": [
+                {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": PROBE}}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "result"},
+    ),
+]
+"""(an answer, the next message)."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
@@ -106,7 +120,8 @@ class HFChatTokenizer:
         byte_tokens = filter(BYTE_TOKEN.fullmatch, vocabulary) if "ByteFallback" in repr(decoder) else ()
         self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens)
         """Byte-fallback tokens, whose text depends on their neighbors."""
-        self.closing = self._closing()
+        self.closing, _ = self._closing(*PROBES[0])
+        _, self.call_closing = self._closing(*PROBES[1])
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -210,26 +225,38 @@ class HFChatTokenizer:
             raise ValueError("the text is no Unicode: it has a lone surrogate") from error
         return tuple(encoded.ids)
 
-    def _closing(self) -> str:
-        """Return the special token after an answer, which the template also writes after the last one.
+    def _closing(self, answer: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the text from PROBE through the last special token of an answer, and that token.
 
-        A token that only begins the next message, as in GLM 4, does not count.
+        Only text that the template also writes at the end of a chat counts. GLM 4 writes none there, so the
+        role token that follows is not an end.
         """
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", **answer}]
         try:
-            last = self.render(chat, is_open=False)
-            inner = self.render([*chat, chat[0]])
+            _, found, last = self.render(chat, is_open=False).rpartition(PROBE)
+            inner = self.render([*chat, then]).rpartition(PROBE)[2]
         except ValueError:
-            return ""
-        if not last.rpartition(PROBE)[2].strip():
-            return ""
-        first = self._ids(inner.rpartition(PROBE)[2].lstrip())[:1]
-        return self.decode(first, skip_special_tokens=False) if first and first[0] in self.special_ids else ""
+            return "", ""
+        if not found or not self._special(last):
+            return "", ""
+        shared = os.path.commonprefix([last, inner])
+        tokens = self._special(shared)
+        if not tokens:  # gpt-oss ends only the last answer of a chat with <|return|>
+            tokens = self._special(inner)[:1]
+            shared = inner.partition(tokens[0])[0] + tokens[0] if tokens else ""
+        return shared[: shared.rfind(tokens[-1]) + len(tokens[-1])] if tokens else "", "".join(tokens[-1:])
+
+    def _special(self, text: str) -> list[str]:
+        return [
+            str(self._backend.id_to_token(token)) for token in self._ids(text) if token in self.special_ids
+        ]
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.encode(self.render(messages))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if not skip_special_tokens and len(token_ids) == 1 and token_ids[0] in self.special_ids:
+            return str(self._backend.id_to_token(token_ids[0]))  # sentencepiece decodes its marks of spaces
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 

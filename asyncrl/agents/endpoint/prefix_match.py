@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.agents.endpoint.tool_formats import Marks, close_thought, drop_empty_thoughts, split_thought
+from asyncrl.agents.endpoint.tool_formats import Marks, close_thought, drop_marks, split_thought
 from asyncrl.messages.work import ChatTokenizer, new_hash
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class PromptMatch:
     chain: Chain
     num_messages: int
     prefill: str
-    whole: Prefix | None
+    whole: Prefix | None = None
     neighbor: str = ""
     """Text before `text`, for the tokenizer."""
     deviations: Sequence[Deviation] = ()
@@ -84,10 +85,13 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 class Chain:
     """Hash of a chat, message by message. `recorded`: answers count as they were delivered."""
 
-    def __init__(self, messages: Messages, options: Any, marks: Marks, recorded: Recorded) -> None:
-        """`options`: other values that the template reads. A chat with other tools is another chat."""
+    def __init__(
+        self, messages: Messages, tools: Messages | None, settings: Any, marks: Marks, recorded: Recorded
+    ) -> None:
+        """A chat with other tools or other template variables (`settings`) is another chat."""
         self.marks = marks
-        self._state = new_hash(_to_json(options).encode())
+        self._defaults = {each["function"]["name"]: _defaults(each["function"]) for each in tools or ()}
+        self._state = new_hash(_to_json([tools, settings]).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
         for index, message in enumerate(messages):
@@ -99,27 +103,55 @@ class Chain:
 
     def key_with(self, message: Message) -> bytes:
         state = self._state.copy()
-        state.update(_canonical(message, self.marks))
+        state.update(_canonical(message, self.marks, self._defaults))
         return state.digest()
 
 
-def _canonical(message: Message, marks: Marks) -> bytes:
+def _canonical(message: Message, marks: Marks, defaults: Mapping[str, Any]) -> bytes:
     """Serialize a message without None fields, key order, JSON spacing, outer white space, and an answer's
     name and place of the thought: harnesses change them.
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
-        fields["reasoning_content"], fields["content"] = split_thought(message, marks)
+        answer = {**message, "content": fields.pop("unjoined_content", message.get("content"))}
+        fields["reasoning_content"], fields["content"] = split_thought(answer, marks)
         fields.pop("name", None)
     if calls := fields.get("tool_calls"):
-        fields["tool_calls"] = [_tool_call(call) for call in calls]
+        fields["tool_calls"] = [_tool_call(call, defaults) for call in calls]
     return _to_json(fields).encode()
 
 
-def _tool_call(call: Mapping[str, Any]) -> list[Any]:
-    arguments = call["function"]["arguments"]
-    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return [call["id"], call["function"]["name"], parsed]
+def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any]:
+    """Return a call without the arguments that are its tool's defaults: Claude Code adds them."""
+    name = call["function"]["name"]
+    arguments = _plain(call["function"]["arguments"])
+    if isinstance(arguments, dict):
+        known = defaults.get(name, {})
+        arguments = {key: value for key, value in arguments.items() if known.get(key) != _to_json(value)}
+    return [call["id"], name, arguments]
+
+
+def _defaults(function: Mapping[str, Any]) -> dict[str, str]:
+    """Return the JSON of the default of each parameter that has one."""
+    parameters = (function.get("parameters") or {}).get("properties") or {}
+    return {
+        name: _to_json(_plain(schema["default"]))
+        for name, schema in parameters.items()
+        if isinstance(schema, Mapping) and "default" in schema
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value, or its JSON text, with the numbers that a JavaScript client would send back: 1 for 1.0,
+    0 for -0.0, 9007199254740992 for 2**53 + 1, null for 1e999.
+    """
+    text = value if isinstance(value, str) else _to_json(value)
+    return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
+
+
+def _number(text: str) -> float | None:
+    number = float(text) + 0.0
+    return number if math.isfinite(number) else None
 
 
 def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Message]:
@@ -188,8 +220,10 @@ class Joint(NamedTuple):
     """The text up to the answer."""
     rest: str
     """The text after the sampled ids."""
-    replaces_end: bool
-    """The answer ended with another token than the template's, which is dropped."""
+    neighbor: str = ""
+    """The end that the template writes before `rest`; empty if the sampled ids have none."""
+    is_other_end: bool = False
+    """The sampled ids end with another token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,7 +263,8 @@ class ChatMatcher:
         extended = None
         if node is not None and node.text is not None:
             rest = text[node.text.length :]
-            extended = self._match("extended", node, node.num_messages, rest, whole=node.text.then(rest))
+            fields = {"whole": node.text.then(rest), "neighbor": self._neighbor(node)}
+            extended = self._match("extended", node, node.num_messages, rest, **fields)
         if extended is not None and node is not None and node.num_messages > at:
             return extended
         joined = self._joined(at, answer, whole)
@@ -249,27 +284,17 @@ class ChatMatcher:
             return None
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
-        neighbor = "" if parent is None else self._neighbor(parent, **fields)
-        fields.setdefault("whole", None)
-        return PromptMatch(
-            text=text,
-            how=how,
-            parent=parent,
-            chain=self.chain,
-            num_messages=len(self.messages),
-            prefill=self.prefill,
-            neighbor=neighbor,
-            **fields,
-        )
+        return PromptMatch(text, how, parent, self.chain, len(self.messages), self.prefill, **fields)
 
-    def _neighbor(self, parent: ChatNode, deviations: Sequence[Deviation] = (), **_: Any) -> str:
+    def _neighbor(self, parent: ChatNode) -> str:
         """Return the text before the new text: tokenizers encode a text depending on it."""
-        if "end_token" in deviations:
-            return self.tokenizer.closing
         last = parent.last_ids(NEIGHBOR_TOKENS)
         if last[-1] in self.tokenizer.special_ids:
             last = last[-1:]
         return self.tokenizer.decode(last, skip_special_tokens=False)
+
+    def _text(self, answer: ChatNode) -> str:
+        return self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
 
     def _begun(self, prompt: str) -> str:
         return prompt + close_thought(prompt, self.chain.marks) + self.prefill if self.prefill else prompt
@@ -285,10 +310,12 @@ class ChatMatcher:
             lacks_opening = self._lacks_opening(at, joint.before)
             if lacks_opening is None and whole is not None:
                 return None
-            deviations = self._deviations(answer, joint, whole, lacks_opening=bool(lacks_opening))
             text = self._begun(joint.rest)
-            if found := self._match("realigned", answer, at + 1, text, deviations=deviations):
-                return found
+            neighbor = joint.neighbor or self._neighbor(answer)
+            found = self._match("realigned", answer, at + 1, text, neighbor=neighbor)
+            if found is not None:
+                deviations = self._deviations(found, joint, whole, lacks_opening=bool(lacks_opening))
+                return replace(found, deviations=deviations)
         return None
 
     def _lacks_opening(self, at: int, before: str) -> bool | None:
@@ -304,53 +331,56 @@ class ChatMatcher:
             closed = self.render(sent, is_open=False)
         except ValueError:
             return None
-        before, prompt, closed = (
-            drop_empty_thoughts(text, self.chain.marks) for text in (before, prompt, closed)
-        )
+        before, prompt, closed = (drop_marks(text, self.chain.marks) for text in (before, prompt, closed))
         common = os.path.commonprefix([before, prompt])
         opening = os.path.commonprefix([closed, prompt]).rstrip()
         return True if len(common) >= len(opening) else None
 
     def _deviations(
-        self, answer: ChatNode, joint: Joint, whole: str | None, *, lacks_opening: bool
+        self, found: PromptMatch, joint: Joint, whole: str | None, *, lacks_opening: bool
     ) -> tuple[Deviation, ...]:
-        names: list[Deviation] = []
-        if joint.replaces_end:
+        """Name the deviations of all answers in a prompt."""
+        answer = found.parent
+        assert answer is not None
+        names: list[Deviation] = [*answer.deviations]
+        if not names and whole is not None:
+            # the same ids may decode to another text: sentencepiece, tokens that take white space
+            ids = [*answer.all_ids().tolist(), *self.tokenizer.encode(found.text, after=found.neighbor)]
+            if ids == list(self.tokenizer.encode(self._begun(whole))):
+                return ()
+        if joint.is_other_end:
             names.append("end_token")
-        sampled = self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
-        thought, _ = split_thought({"content": sampled}, self.chain.marks)
+        thought, _ = split_thought({"content": self._text(answer)}, self.chain.marks)
         if thought and thought not in (whole or ""):
             names.append("thought")
         if lacks_opening:
             names.append("opening")
-        return tuple(names or ["form"])
+        return tuple(dict.fromkeys(names or ["form"]))
 
     def _joints(self, at: int, answer: ChatNode) -> Iterator[Joint]:
         """Yield the joints after the recorded answer messages[at], best first.
 
         The answer's calls stay, since a template may need them for results.
         """
+        sampled = self._text(answer)
         last = [token for token in answer.sampled_ids[-1:].tolist() if token in self.tokenizer.end_ids]
         end = self.tokenizer.decode(last, skip_special_tokens=False)
-        closing = self.tokenizer.closing
-        ends = [text for text in (end, closing) if text]
-        for keeps_calls in (True, False) if self.messages[at].get("tool_calls") else (False,):
-            before, after = self._around(at, keeps_calls)
-            if not after:
-                continue
-            # the end of a call's text is unknown, but its end token is not
-            places = [(after.find(text), text) for text in ends if text in after]
-            if not keeps_calls:
-                places = [(place, text) for place, text in places if not after[:place].strip()]
-            if not places:
-                if not keeps_calls:
-                    yield Joint(before, after, False)
-                continue
-            place, text = min(places)
-            if end:
-                yield Joint(before, after[place + len(text) :], text != end)
-            else:
-                yield Joint(before, after[place if keeps_calls else 0 :], False)
+        if self.messages[at].get("tool_calls"):
+            before, after = self._around(at, keeps_calls=True)
+            # the rest of a call's text is unknown, but not what ends it
+            ends = (end, self.tokenizer.call_closing)
+            places = [(after.find(mark), mark) for mark in ends if mark and mark in after]
+            for place, mark in sorted(places)[:1]:
+                rest = after[place:].removeprefix(mark if end else "")
+                yield Joint(before, rest, end and mark, end != mark and bool(end))
+        before, after = self._around(at, keeps_calls=False)
+        begun = after.lstrip()
+        closing = self.tokenizer.closing.lstrip()
+        mark = next((mark for mark in (closing, end) if mark and begun.startswith(mark)), "") if end else ""
+        if after:
+            rest = begun.removeprefix(mark) if mark else after
+            is_other_end = bool(end) and not (mark and sampled.endswith(mark))
+            yield Joint(before, rest, mark, is_other_end)
 
     def _around(self, at: int, keeps_calls: bool) -> tuple[str, str]:
         """Return the texts before and after messages[at]; empty if the template refuses."""
