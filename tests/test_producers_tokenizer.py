@@ -92,8 +92,9 @@ def test_template_refusal_is_a_value_error(
 def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     said = '{"b": 1.50,"a": "x"}'
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": said}}
-    chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    function: dict[str, Any] = {"name": "f", "arguments": said}
+    call = {"id": "1", "type": "function", "function": function}
+    chat: list[Any] = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
     def rendered(expression: str) -> str:
         template.write_text(
@@ -105,7 +106,7 @@ def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_p
     wants_text = "{{ 'f(' + arguments + ')' }}"
     assert rendered(wants_text) == 'f({"b": 1.5, "a": "x"})'
     for malformed in ("", None, '{"a', "[1]", 3):
-        call["function"]["arguments"] = malformed
+        function["arguments"] = malformed
         assert rendered(wants_text) == "f({})"
 
 
@@ -122,9 +123,9 @@ def test_call_ids_take_the_form_that_a_template_demands(tiny_model_dir: Path, tm
     template.write_text(ids)
     assert HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()[1] == "functions.f:0"
     template.write_text(demand + ids)
-    call, result, *others = HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()
-    assert re.fullmatch("[a-zA-Z0-9]{9}", call)
-    assert [result, *others] == [call, "abcdefgh1", "abcdefgh1"]
+    called, result, *others = HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()
+    assert re.fullmatch("[a-zA-Z0-9]{9}", called)
+    assert [result, *others] == [called, "abcdefgh1", "abcdefgh1"]
 
 
 def test_template_writes_the_date_that_it_is_given(tiny_model_dir: Path, tmp_path: Path) -> None:
