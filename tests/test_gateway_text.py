@@ -54,8 +54,6 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     return st.lists(encoded | ids, max_size=25).map(lambda each: sum(each, []))
 
 
-@pytest.mark.parametrize("shows_special", [True, False])
-@pytest.mark.parametrize("name", [*MAKERS])
 def thought_of(text: str, marks: tuple[str, str] | None, *, is_open: bool) -> str:
     """The beginning of an answer through the end of its thought."""
     if marks is None or not (is_open or text.lstrip().startswith(marks[0])):
@@ -64,6 +62,8 @@ def thought_of(text: str, marks: tuple[str, str] | None, *, is_open: bool) -> st
     return before + end
 
 
+@pytest.mark.parametrize("shows_special", [True, False])
+@pytest.mark.parametrize("name", [*MAKERS])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), cuts=st.lists(st.integers(0, 6), max_size=60))
 def test_text_does_not_depend_on_its_pieces(
@@ -110,6 +110,9 @@ def test_client_and_engine_stop_at_the_same_text(
     added = engine_tokenizer.added_tokens_decoder.items()
     stop_ids = [index for index, token in added if token.special and str(token) in stop]
 
+    def decode(ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return str(engine_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
     def gate() -> ThoughtGate | None:
         return None if marks is None else ThoughtGate(marks, is_open=is_open)
 
@@ -117,10 +120,10 @@ def test_client_and_engine_stop_at_the_same_text(
     thought = thought_of("".join(parts), marks, is_open=is_open)
     sampled: list[int] = []
     is_stopped = False
-    watch = StopWatch(stop, engine_tokenizer.decode, stop_ids=stop_ids, gate=gate())
+    watch = StopWatch(stop, decode, stop_ids=stop_ids, gate=gate())
     for token in ids:
         if len(sampled) == num_resumed:  # another engine continues
-            watch = StopWatch(stop, engine_tokenizer.decode, sampled, stop_ids, gate())
+            watch = StopWatch(stop, decode, sampled, stop_ids, gate())
         sampled.append(token)
         if is_stopped := bool(stop) and watch.is_complete(token):
             break
