@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -161,8 +162,8 @@ class ReasoningSplitter:
 class CallReader:
     """Reads an answer while it grows: `calls`, the last one with its arguments so far, and `content`.
 
-    A format reads by a generator that yields to wait for more text. Invariant: calls and content do not depend
-    on the split into feeds.
+    A format reads by a generator that yields to wait for more text. Invariant: calls and content do not
+    depend on the split into feeds.
     """
 
     def __init__(
@@ -475,13 +476,13 @@ def property_schema(schema: Any, key: str | None, root: Any, left: list[int] | N
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """Patterns of a block of calls: `open`, then calls (`entry`, arguments, `tail`), `then` before each further
-    call, `last`. The entry has the group `tool`, and `id` if the model writes ids.
+    """Patterns of a block of calls: `open`; for each call `entry` (`then` for further calls), arguments and
+    `tail`; `last`. Entries have the group `tool`, and `id` if the model writes ids.
 
-    Example: in `<calls>[f(x=1), g()]</calls>` they are `<calls>[`, `f(`, `)`, `, g(` and `]</calls>`.
+    Example: in `<calls>[f(x=1), g()]</calls>` they are `<calls>[`, `f(`, `, g(`, `)` and `]</calls>`.
 
-    `noise`: pattern of text that is no content, such as heads of channels. `has_channels`: thoughts are noise,
-    and templates refuse thoughts sent back.
+    `noise`: pattern of text that is no content, such as heads of channels. `has_channels`: thoughts are
+    noise, and templates refuse thoughts sent back.
     """
 
     name: str = "none"
@@ -682,7 +683,8 @@ _COHERE = _listed(
     "cohere",
     "<|START_ACTION|>",
     "<|END_ACTION|>",
-    call='<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGUMENTS}\n]<|END_ACTION|>',
+    call='<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGUMENTS}\n]'
+    "<|END_ACTION|>",
     marks=[f"<|{side}_{part}|>" for side in ("START", "END") for part in ("ACTION", "RESPONSE", "TEXT")],
     noise=r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>",
     thinking=("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -794,8 +796,8 @@ _MINIMAX_M3 = ToolFormat(
     then=rf"\s*{_MINIMAX_ENTRY}",
     read=tagged(_MINIMAX_ARGUMENT, from_minimax),
     tail=rf"\s*{_MINIMAX}</invoke>",
-    last=rf"\s*(?:{_MINIMAX}{CLOSE}|\Z)",
-    marks=(MINIMAX,),
+    last=rf"\s*(?:{_MINIMAX}{CLOSE}|(?:{_MINIMAX})?\Z)",  # a stop text cuts before CLOSE
+    marks=(MINIMAX, OPEN, CLOSE),
     call=f'{MINIMAX}{OPEN}\n{MINIMAX}<invoke name="NAME">',
     close=CLOSE,
     thinking=("<mm:think>", "</mm:think>"),
@@ -1044,22 +1046,23 @@ class TemplateProbe:
             shared = re.sub(r"[<\[][^<>\[\]]*\Z", "", shared)  # no half of a mark
         return whole[len(shared) :]
 
-    def called(self, num_calls: int, *, as_text: bool) -> str:
-        """Return an answer of calls, without the end of the turn."""
+    def called(self, num_calls: int, *, as_text: bool = False, own_id: str = "probe000{number}") -> str:
+        """Return an answer of calls, without the end of the turn; empty if the template leaves them out."""
         calls = []
         for number, (name, arguments) in enumerate(_CALLS[:num_calls]):
-            given = json.dumps(arguments) if as_text else arguments
-            call = {
-                "type": "function",
-                "id": f"probe000{number}",
-                "function": {"name": name, "arguments": given},
-            }
+            function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
+            call_id = own_id.format(name=name, number=number)
+            call = {"type": "function", "id": call_id, "function": function}
             calls.append(call)
         text = self.answer({"role": "assistant", "content": "", "tool_calls": calls}, tools=_PROBE_TOOLS)
         said = self.answer({"role": "assistant", "content": _SAID}, tools=_PROBE_TOOLS)
         end = os.path.commonprefix([text[::-1], said.partition(_SAID)[2][::-1]])[::-1]
         end = re.sub(r"\A[^<>]*>", "", end)
         return text.removesuffix(end) if _CALLS[0][0] in text else ""
+
+
+_WAYS: Sequence[Mapping[str, Any]] = ({}, {"as_text": True}, {"own_id": "functions.{name}:{number}"})
+"""What templates want a call to be. Kimi's write the id instead of the name."""
 
 
 def _reads(tool_format: ToolFormat, text: str, num_calls: int) -> bool:
@@ -1070,10 +1073,9 @@ def _reads(tool_format: ToolFormat, text: str, num_calls: int) -> bool:
 
 def _written(probe: TemplateProbe, fitting: Sequence[ToolFormat]) -> ToolFormat | None:
     """Return the first format that reads what the template writes; None if none does."""
-    for as_text in (False, True):
-        for num_calls in (2, 1):  # some templates write only one, or fail
-            text = probe.called(num_calls, as_text=as_text)
-            reading = [each for each in fitting if _reads(each, text, num_calls)]
+    for number, way in itertools.product((2, 1), _WAYS):  # some templates write only one call, or fail
+        if text := probe.called(number, **way):
+            reading = [each for each in fitting if _reads(each, text, number)]
             for tool in (_CALLS[0][0], None):
                 forcing = [each for each in reading if (each.prefill(tool) or "") in text]
                 if forcing:
@@ -1102,7 +1104,7 @@ def _thinking(probe: TemplateProbe, known: Marks) -> Marks:
 def find_tool_format(name: str, template: str) -> ToolFormat:
     """Return the format `name`; auto: the first that reads a call which the chat template writes.
 
-    A template's calls may not be readable: then `refusal` says why, for requests with tools. Raises ConfigError.
+    If no format reads the template's calls, `refusal` says why, for requests with tools. Raises ConfigError.
     """
     if ":" in name:
         function = load_function(name, "gateway.tool_format", usage=USAGE, arguments=("",))
@@ -1118,7 +1120,7 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
         return default
     probe = TemplateProbe(template)
     prompt = probe.render(tools=_PROBE_TOOLS, is_open=True)
-    called = probe.called(1, as_text=False) or probe.called(1, as_text=True)
+    called = probe.called(1) or probe.called(1, as_text=True)
     tool_format = _written(probe, fitting) if called else None
     refusal = ""
     if _CALLS[0][0] not in prompt:
@@ -1130,8 +1132,8 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
         refusal += ". Set model.chat_template to another Jinja file."
     elif tool_format is None or tool_format.name == "none":
         refusal = (
-            f"gateway.tool_format={name} knows no tool calls of this chat template, which writes {called!r:.300}"
-            f"{probe.why}. Set it to {known}, or module:function of a parser, or set model.chat_template."
+            f"gateway.tool_format={name} cannot read a tool call of this chat template, which writes "
+            f"{called!r:.300}{probe.why}. Set it to {known}, or module:function of a parser, or set model.chat_template."
         )
     tool_format = tool_format or default
     return replace(tool_format, refusal=refusal, thinking=_thinking(probe, tool_format.thinking))
