@@ -48,7 +48,9 @@ def found(name: str) -> ToolFormat:
     return find_tool_format("auto", TEMPLATES[name])
 
 
-WRITING = sorted(name for name in TEMPLATES if name == base(name) and not found(name).refusal)
+WRITING = sorted(
+    name for name in TEMPLATES if name == base(name) and name != "lfm2" and not found(name).refusal
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +87,14 @@ ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}
 """They leave out what is said beside a call, too, or make a thought of it (gpt-oss)."""
 
 
+UNESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}
+"""They write text as it is, but their models write Python."""
+
+
 @pytest.mark.parametrize("name", WRITING)
 def test_calls_that_a_template_writes_are_read_back(name: str, renderer_for: Renderers) -> None:
     for case, calls in CASES.items():
-        if len(calls) > 1 and name in ONE_CALL:
+        if (len(calls) > 1 and name in ONE_CALL) or (case == "quotes" and name in UNESCAPED):
             continue
         for content in ("", "Let me see."):
             text = written(renderer_for(name), calls, content)
@@ -237,15 +243,16 @@ def test_cut_call_is_not_shown_and_never_becomes_another(name: str) -> None:
 
 @pytest.mark.parametrize("tool_format", [each for each in FAMILIES if each.call], ids=lambda each: each.name)
 def test_forced_call_is_read_back_and_stops(tool_format: ToolFormat) -> None:
-    raw = RAW[tool_format.name]
+    raws = [text for name, text in PUBLISHED if name == tool_format.name]
     around = tool_format.around("f")
     for begun in (str(tool_format.prefill(None)), str(tool_format.prefill("f"))):
         assert not begun.endswith((" ", "\n")), "white space at the end would split a token"
-        assert (around[0] if around is not None else raw).startswith(begun)
+        assert around is not None or any(raw.startswith(begun) for raw in raws)
+        assert around is None or around[0].startswith(begun)
     if around is not None:
         assert calls_of(tool_format.parse(f"{around[0]}{F}{around[1]}")) == BOTH[:1]
     if tool_format.close is not None:
-        first, _, _ = raw.partition(tool_format.close)
+        first, _, _ = raws[-1].partition(tool_format.close)
         assert calls_of(tool_format.parse(first, TOOLS))[:1] == BOTH[:1]
         assert tool_format.close in tool_format.opens, "it may be a special token"
 

@@ -11,8 +11,8 @@ from urllib.parse import unquote
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]"}
 _PYTHON = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\b(?:True|False|None)\b|[()]", re.DOTALL)
-_ESCAPE = re.compile(r"\\['\"\\/bfnrtu]|[\\\"]")
-_ESCAPED = {"\\'": "'", '"': '\\"', "\\": "\\\\"}
+_ESCAPE = re.compile(r"\\['\"\\/bfnrtu]|\\x(?=[0-9a-fA-F]{2})|[\\\"]")
+_ESCAPED = {"\\'": "'", '"': '\\"', "\\": "\\\\", "\\x": "\\u00"}
 
 
 def _quoted(text: str) -> str:

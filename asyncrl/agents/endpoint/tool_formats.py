@@ -324,7 +324,12 @@ def from_minimax(text: str, schema: Any, root: Any) -> Any:
     return {key: from_minimax(value, property_schema(schema, key, root), root) for key, value in parts}
 
 
-_CONVERT = {"typed": typed, "python": from_python, "gemma": from_gemma, "minimax": from_minimax}
+_CONVERT: Mapping[str, Callable[..., Any]] = {
+    "typed": typed,
+    "python": from_python,
+    "gemma": from_gemma,
+    "minimax": from_minimax,
+}
 
 
 # ---- formats
@@ -417,7 +422,8 @@ class ToolFormat:
     def _clean(self, text: str) -> str:
         if not self.noise:
             return text
-        return "".join(part.rstrip() for part in _compiled(self.noise).split(text))
+        parts = _compiled(self.noise).split(text)
+        return "".join(part.rstrip() for part in parts) if len(parts) > 1 else text
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         """Return (final text from `start` on, the next start). The joined pieces are a prefix of
@@ -577,8 +583,9 @@ class TemplateProbe:
         mark = r"(?:<\|?[^<>\s|]+\|?>|\[[A-Z_]+\])"
         begin = re.search(rf"({mark})\s*\Z", before)
         end = re.match(rf"\s*({mark})", after)
-        is_known = before.rstrip().endswith(known[0]) or not (found and begin and end)
-        return known if is_known or "think" not in begin[1].lower() else (begin[1], end[1])
+        if before.rstrip().endswith(known[0]) or begin is None or end is None:
+            return known
+        return (begin[1], end[1]) if "think" in begin[1].lower() else known
 
 
 def _find_readers(probe: TemplateProbe, fitting: Sequence[ToolFormat]) -> Iterator[ToolFormat]:
