@@ -175,6 +175,11 @@ class ChatTokenizer(Protocol):
     closing: str
     """Special token that the chat template writes after an answer; empty if it writes none."""
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Ids of tokens as the tokenizer writes them, such as `<0xE2>`."""
+        ...
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

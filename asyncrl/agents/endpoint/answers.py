@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b32encode
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cache
 from hashlib import blake2b
@@ -142,6 +142,22 @@ def call_id(name: str, number: int) -> str:
     return b32encode(digest)[:9].decode()
 
 
+@cache
+def _bytes_of_letters() -> Mapping[str, int]:
+    """Byte-level vocabularies write each byte as a letter."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def part_of_character(tokenizer: ChatTokenizer, token: int) -> bytes:
+    """Return the bytes of a token that is not valid Unicode. Examples: `<0xE2>` or, at byte level, `âĤ`."""
+    piece = next(piece for piece, known in tokenizer.vocabulary.items() if known == token)
+    if token in tokenizer.byte_ids:
+        return bytes.fromhex(piece[3:5])
+    return bytes(_bytes_of_letters()[letter] for letter in piece)
+
+
 Kind = Literal["thought", "text"]
 
 
@@ -253,7 +269,8 @@ class Answer:
         @cache
         def shown(token: int) -> dict[str, Any]:
             text = self.tokenizer.decode((token,), skip_special_tokens=False)
-            return {"token": text, "bytes": None if REPLACEMENT in text else list(text.encode())}
+            data = part_of_character(self.tokenizer, token) if REPLACEMENT in text else text.encode()
+            return {"token": text, "bytes": list(data)}
 
         found = self.completion
         tops = found.top_logprobs or [()] * len(found.token_ids)
