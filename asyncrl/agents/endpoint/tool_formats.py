@@ -253,6 +253,7 @@ def read_json(reader: CallReader, head: Any) -> Steps[str]:
 
 def _grow(reader: CallReader, call: ToolCall) -> Steps[None]:
     """Copy text to the arguments until its brackets are closed."""
+    yield from reader.need(r"(?=\{)")
     start = reader.at
     depth = 0
     is_quoted = False
