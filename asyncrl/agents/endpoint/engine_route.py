@@ -31,7 +31,7 @@ from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessio
 from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, opens_thought
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.sampling import SamplingRequest, ThoughtGate
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.work import ChatTokenizer
 
 Value = TypeVar("Value")
@@ -129,8 +129,8 @@ class EngineRoute:
             thoughts=thoughts,
             shows_special=shows_special,
             before=planned.tail,
-            gate=ThoughtGate(marks, is_open=is_open) if asked.stop else None,
             is_streamed=asked.stream,
+            is_thinking=is_open,
         )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
