@@ -514,7 +514,9 @@ def _data() -> dict[str, Any]:
 
 
 _DATA = _data()
-FAMILIES = [ToolFormat(**family) for family in _DATA["family"]]
+FAMILIES = [
+    ToolFormat(**family | {"thinking": tuple(family.get("thinking", THINKING))}) for family in _DATA["family"]
+]
 
 
 # ---- which format a template writes
@@ -627,8 +629,9 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
     if _PROBED not in prompt:
         refusal = f"the chat template never mentions `tools`, so the model would not see them{probe.why}"
     elif tool_format is None:
-        reads = f"gateway.tool_format={name} cannot read a tool call of this chat template{probe.why}"
-        refusal = f"{reads}, which writes {called!r:.300}. Set it to {known}, or module:function of a parser"
+        why = f", which writes {called!r:.300}" if called else probe.why
+        refusal = f"gateway.tool_format={name} cannot read a tool call of this chat template{why}"
+        refusal += f". Set it to {known}, or module:function of a parser"
     if refusal:
         refusal += "; or set model.chat_template to another Jinja file."
     found = tool_format or default
