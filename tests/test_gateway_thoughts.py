@@ -55,14 +55,16 @@ def test_split_does_not_depend_on_the_pieces(text: str, is_open: bool, lengths: 
 class Opening(ByteTokenizer):
     """Its template opens the thought."""
 
-    def render(self, messages: Any, *, tools: Any = None, settings: Any = None) -> str:
-        return super().render(messages, tools=tools) + "<think>\n"
+    def render(self, messages: Any, *, is_open: bool = True, **options: Any) -> str:
+        return super().render(messages, is_open=is_open, **options) + "<think>\n" * is_open
 
 
 @in_loop
 async def test_separate_thoughts_return_to_one_branch() -> None:
     text = "Hm.\n</think>\n\nYes."
-    async with talking(engine=ScriptedEngine(lambda _: text, tokenizer=Opening()), thoughts_field="reasoning_content") as talk:
+    async with talking(
+        engine=ScriptedEngine(lambda _: text, tokenizer=Opening()), thoughts_field="reasoning_content"
+    ) as talk:
         messages: list[Any] = list(HI)
         for _ in range(2):
             message = (await talk.chat(messages)).choices[0].message

@@ -133,9 +133,9 @@ class GatewayConfig(FrozenConfig):
     """Format of tool calls: a format of docs/gateway.md, none, or `module:function`:
     parse(text) -> [(name, arguments), ...] or None (auto = from the chat template)."""
     thoughts: Literal["keep", "as_template"] = "keep"
-    """Thoughts of earlier answers that the chat template strips. keep: later prompts contain the sampled tokens,
-    and a conversation is one branch. as_template: later prompts are the template's own renders, as a server
-    sends them; each one that differs from the sampled tokens starts a branch."""
+    """Thoughts that the chat template strips from earlier answers. keep: later prompts contain the sampled
+    tokens, so a conversation is one branch. as_template: each prompt is the template's own render, which
+    starts a branch if it differs from the sampled tokens."""
     thoughts_field: Literal["content", "reasoning_content"] = "content"
     """Field of an answer in /v1/chat/completions that contains its thought."""
     max_calls: int = Field(default=256, ge=1)

@@ -183,8 +183,9 @@ class ChatTokenizer(Protocol):
         settings: Mapping[str, Any] | None = None,
         is_open: bool = True,
     ) -> str:
-        """Return the chat, with the beginning of the next answer if `is_open`. `settings`: template variables.
-        Raises ValueError.
+        """Return the chat, with the beginning of the next answer if `is_open`.
+
+        `settings`: template variables. Raises ValueError.
         """
         ...
 

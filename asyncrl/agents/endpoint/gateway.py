@@ -146,7 +146,9 @@ class Gateway:
     def gauges(self) -> dict[str, float]:
         names = ("calls", "extended", "realigned", "edited")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
-        counts |= {f"gateway/kept_{name}": self._route.counts.deviations[name] for name in get_args(Deviation)}
+        counts |= {
+            f"gateway/kept_{name}": self._route.counts.deviations[name] for name in get_args(Deviation)
+        }
         return counts | {"gateway/refused": sum(self.stats().refused.values())}
 
     # ---- routes

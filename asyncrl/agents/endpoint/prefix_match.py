@@ -36,8 +36,8 @@ How = Literal["new", "extended", "realigned", "edited"]
 Deviation = Literal["thought", "opening", "end_token", "form"]
 """Part of a realigned prompt that the template's own render of the chat lacks or writes differently.
 
-thought: of an earlier answer. opening: text of a generation prompt, such as an empty thought. end_token: sampled
-instead of the template's. form: white space or calls of an answer.
+thought: of an earlier answer. opening: text of a generation prompt, such as an empty thought. end_token:
+sampled instead of the template's. form: white space or calls of an answer.
 """
 NEIGHBOR_TOKENS = 4
 
@@ -83,9 +83,10 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 class Chain:
     """Hash of a chat, message by message. `recorded`: answers count as they were delivered."""
 
-    def __init__(self, messages: Messages, tools: Messages | None, marks: Marks, recorded: Recorded) -> None:
+    def __init__(self, messages: Messages, options: Any, marks: Marks, recorded: Recorded) -> None:
+        """`options`: other values that the template reads. A chat with other tools is another chat."""
         self.marks = marks
-        self._state = new_hash(_to_json(tools or None).encode())
+        self._state = new_hash(_to_json(options).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
         for index, message in enumerate(messages):
@@ -198,9 +199,9 @@ class ChatMatcher:
     `<think>hm</think>3]`. The chat of turn 2 is [1+2, 3, sure?]. The template drops the thought:
         whole render:  [user 1+2][assistant 3][user sure?][assistant
         trial render:  [user 1+2][assistant SENTINEL][user sure?][assistant
-    The text before the sentinel is the prompt of turn 1, so its ids and the sampled ids stay, and the text after
-    `SENTINEL]` is appended. A template that moves text (Mistral writes its tools before the last user message)
-    changes the text before the sentinel; then the prompt is the whole render, in a branch of its own.
+    The text before the sentinel is the prompt of turn 1, so its ids and the sampled ids stay, and the text
+    after `SENTINEL]` is appended. A template that moves text (Mistral writes its tools before the last user
+    message) changes the text before the sentinel; then the prompt is the whole render, in its own branch.
     """
 
     tokenizer: ChatTokenizer
@@ -290,10 +291,9 @@ class ChatMatcher:
         return None
 
     def _lacks_opening(self, at: int, before: str) -> bool | None:
-        """Return whether the history lacks text that generation prompts wrote. None: the template changed other
-        text since messages[at] was sampled.
+        """Return whether the history lacks text that generation prompts wrote, such as `<think>`.
 
-        Example: `<think>\\n` if the prompt ended with it and later renders drop the thought.
+        None: the template changed other text since messages[at] was sampled.
         """
         sent = [self._stand_in(message) for message in self.messages[:at]]
         try:
@@ -303,7 +303,9 @@ class ChatMatcher:
             closed = self.render(sent, is_open=False)
         except ValueError:
             return None
-        before, prompt, closed = (drop_empty_thoughts(text, self.chain.marks) for text in (before, prompt, closed))
+        before, prompt, closed = (
+            drop_empty_thoughts(text, self.chain.marks) for text in (before, prompt, closed)
+        )
         common = os.path.commonprefix([before, prompt])
         opening = os.path.commonprefix([closed, prompt]).rstrip()
         return True if len(common) >= len(opening) else None
@@ -316,7 +318,7 @@ class ChatMatcher:
             names.append("end_token")
         sampled = self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
         thought, _ = split_thought({"content": sampled}, self.chain.marks)
-        if thought and (whole is None or thought not in whole):
+        if thought and thought not in (whole or ""):
             names.append("thought")
         if lacks_opening:
             names.append("opening")
