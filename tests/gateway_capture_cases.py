@@ -27,7 +27,7 @@ class CharRenderer:
 
     end_ids = frozenset({ord(END)})
     special_ids = frozenset({ord(START), ord(END)})
-    closing = END
+    closings = frozenset({END})
 
     def __init__(self, habit: Habit = "plain") -> None:
         self.habit = habit

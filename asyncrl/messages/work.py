@@ -172,8 +172,8 @@ class ChatTokenizer(Protocol):
     special_ids: frozenset[int]
     byte_ids: frozenset[int]
     """They decode only as a whole run."""
-    closing: str
-    """Special token that the chat template writes after an answer; empty if it writes none."""
+    closings: frozenset[str]
+    """Special tokens that the chat template writes after an answer, or after a call."""
 
     def render(
         self,

@@ -23,6 +23,19 @@ ARGUMENTS_ARE_STRING = re.compile(r"arguments\s+is\s+string")
 
 
 PROBE = "answer to the question"
+PROBES: Sequence[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"content": PROBE}, {"role": "user", "content": "question"}),
+    (
+        {
+            "content": "",
+            "tool_calls": [
+                {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": PROBE}}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "result"},
+    ),
+]
+"""(an answer, the next message)."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
@@ -82,7 +95,7 @@ class HFChatTokenizer:
         byte_tokens = filter(BYTE_TOKEN.fullmatch, vocabulary) if "ByteFallback" in repr(decoder) else ()
         self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens)
         """Byte-fallback tokens, whose text depends on their neighbors."""
-        self.closing = self._closing()
+        self.closings = frozenset(self._closing(*probe) for probe in PROBES) - {""}
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -144,26 +157,35 @@ class HFChatTokenizer:
             raise ValueError("the text is no Unicode: it has a lone surrogate") from error
         return tuple(encoded.ids)
 
-    def _closing(self) -> str:
+    def _closing(self, answer: Mapping[str, Any], then: Mapping[str, Any]) -> str:
         """Return the special token after an answer, which the template also writes after the last one.
 
         A token that only begins the next message, as in GLM 4, does not count.
         """
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", **answer}]
         try:
-            last = self.render(chat, is_open=False)
-            inner = self.render([*chat, chat[0]])
+            last = self.render(chat, is_open=False).rpartition(PROBE)[2]
+            inner = self.render([*chat, then]).rpartition(PROBE)[2]
         except ValueError:
             return ""
-        if not last.rpartition(PROBE)[2].strip():
-            return ""
-        first = self._ids(inner.rpartition(PROBE)[2].lstrip())[:1]
-        return self.decode(first, skip_special_tokens=False) if first and first[0] in self.special_ids else ""
+        written, then_written = (
+            [
+                self.decode([token], skip_special_tokens=False)
+                for token in self._ids(text)
+                if token in self.special_ids
+            ]
+            for text in (last, inner)
+        )
+        # gpt-oss ends only the last answer with <|return|>
+        candidates = [*reversed(written), *then_written[:1]] if written else []
+        return next((token for token in candidates if token in then_written), "")
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.encode(self.render(messages))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if not skip_special_tokens and len(token_ids) == 1 and token_ids[0] in self.special_ids:
+            return str(self._backend.id_to_token(token_ids[0]))  # sentencepiece decodes its marks of spaces
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from asyncrl.agents.endpoint.prefix_match import (
     Chain,
     ChatMatcher,
+    Deviation,
     How,
     Message,
     Messages,
@@ -61,6 +62,7 @@ class ChatNode:
     text: Prefix | None
     is_trained: bool = True
     grammar: str | None = None
+    deviations: Sequence[Deviation] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -244,6 +246,7 @@ class Capture:
             text=text,
             is_trained=is_trained,
             grammar=grammar,
+            deviations=match.deviations if match else (),
         )
         self._nodes[name] = node
         if node.num_sampled:

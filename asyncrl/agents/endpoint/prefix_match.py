@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -69,7 +69,7 @@ class PromptMatch:
     chain: Chain
     num_messages: int
     prefill: str
-    whole: Prefix | None
+    whole: Prefix | None = None
     neighbor: str = ""
     """Text before `text`, for the tokenizer."""
     deviations: Sequence[Deviation] = ()
@@ -187,8 +187,8 @@ class Joint(NamedTuple):
     """The text up to the answer."""
     rest: str
     """The text after the sampled ids."""
-    replaces_end: bool
-    """The answer ended with another token than the template's, which is dropped."""
+    dropped: str = ""
+    """The template's end token, if the answer ended with another one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,7 +228,8 @@ class ChatMatcher:
         extended = None
         if node is not None and node.text is not None:
             rest = text[node.text.length :]
-            extended = self._match("extended", node, node.num_messages, rest, whole=node.text.then(rest))
+            fields = {"whole": node.text.then(rest), "neighbor": self._neighbor(node)}
+            extended = self._match("extended", node, node.num_messages, rest, **fields)
         if extended is not None and node is not None and node.num_messages > at:
             return extended
         joined = self._joined(at, answer, whole)
@@ -248,23 +249,10 @@ class ChatMatcher:
             return None
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
-        neighbor = "" if parent is None else self._neighbor(parent, **fields)
-        fields.setdefault("whole", None)
-        return PromptMatch(
-            text=text,
-            how=how,
-            parent=parent,
-            chain=self.chain,
-            num_messages=len(self.messages),
-            prefill=self.prefill,
-            neighbor=neighbor,
-            **fields,
-        )
+        return PromptMatch(text, how, parent, self.chain, len(self.messages), self.prefill, **fields)
 
-    def _neighbor(self, parent: ChatNode, deviations: Sequence[Deviation] = (), **_: Any) -> str:
+    def _neighbor(self, parent: ChatNode) -> str:
         """Return the text before the new text: tokenizers encode a text depending on it."""
-        if "end_token" in deviations:
-            return self.tokenizer.closing
         last = parent.last_ids(NEIGHBOR_TOKENS)
         if last[-1] in self.tokenizer.special_ids:
             last = last[-1:]
@@ -284,10 +272,12 @@ class ChatMatcher:
             lacks_opening = self._lacks_opening(at, joint.before)
             if lacks_opening is None and whole is not None:
                 return None
-            deviations = self._deviations(answer, joint, whole, lacks_opening=bool(lacks_opening))
             text = self._begun(joint.rest)
-            if found := self._match("realigned", answer, at + 1, text, deviations=deviations):
-                return found
+            neighbor = joint.dropped or self._neighbor(answer)
+            found = self._match("realigned", answer, at + 1, text, neighbor=neighbor)
+            if found is not None:
+                deviations = self._deviations(found, joint, whole, lacks_opening=bool(lacks_opening))
+                return replace(found, deviations=deviations)
         return None
 
     def _lacks_opening(self, at: int, before: str) -> bool | None:
@@ -311,10 +301,13 @@ class ChatMatcher:
         return True if len(common) >= len(opening) else None
 
     def _deviations(
-        self, answer: ChatNode, joint: Joint, whole: str | None, *, lacks_opening: bool
+        self, found: PromptMatch, joint: Joint, whole: str | None, *, lacks_opening: bool
     ) -> tuple[Deviation, ...]:
-        names: list[Deviation] = []
-        if joint.replaces_end:
+        """Name the deviations of all answers in a prompt."""
+        answer = found.parent
+        assert answer is not None
+        names: list[Deviation] = [*answer.deviations]
+        if joint.dropped:
             names.append("end_token")
         sampled = self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
         thought, _ = split_thought({"content": sampled}, self.chain.marks)
@@ -322,7 +315,11 @@ class ChatMatcher:
             names.append("thought")
         if lacks_opening:
             names.append("opening")
-        return tuple(names or ["form"])
+        if not names and whole is not None:
+            # the same ids may decode to another text: sentencepiece, tokens that take white space
+            ids = [*answer.all_ids().tolist(), *self.tokenizer.encode(found.text, after=found.neighbor)]
+            return () if ids == list(self.tokenizer.encode(self._begun(whole))) else ("form",)
+        return tuple(dict.fromkeys(names or ["form"]))
 
     def _joints(self, at: int, answer: ChatNode) -> Iterator[Joint]:
         """Yield the joints after the recorded answer messages[at], best first.
@@ -331,8 +328,7 @@ class ChatMatcher:
         """
         last = [token for token in answer.sampled_ids[-1:].tolist() if token in self.tokenizer.end_ids]
         end = self.tokenizer.decode(last, skip_special_tokens=False)
-        closing = self.tokenizer.closing
-        ends = [text for text in (end, closing) if text]
+        ends = {end, *self.tokenizer.closings} - {""}
         for keeps_calls in (True, False) if self.messages[at].get("tool_calls") else (False,):
             before, after = self._around(at, keeps_calls)
             if not after:
@@ -343,13 +339,13 @@ class ChatMatcher:
                 places = [(place, text) for place, text in places if not after[:place].strip()]
             if not places:
                 if not keeps_calls:
-                    yield Joint(before, after, False)
+                    yield Joint(before, after)
                 continue
             place, text = min(places)
             if end:
-                yield Joint(before, after[place + len(text) :], text != end)
+                yield Joint(before, after[place + len(text) :], text if text != end else "")
             else:
-                yield Joint(before, after[place if keeps_calls else 0 :], False)
+                yield Joint(before, after[place if keeps_calls else 0 :])
 
     def _around(self, at: int, keeps_calls: bool) -> tuple[str, str]:
         """Return the texts before and after messages[at]; empty if the template refuses."""
