@@ -183,7 +183,7 @@ def described(template: str) -> dict[str, Any]:
                 [chat], tools, chat_template=template, add_generation_prompt=True, bos_token=BOS, eos_token=EOS
             )
             break
-        except Exception as error:  # noqa: BLE001  a template may raise anything
+        except Exception as error:  # a template may raise anything
             refusal = refusal or str(error)
     else:
         return {"ends": [], "bos": False, "unusable": f"it refuses a plain chat: {refusal}"}

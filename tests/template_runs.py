@@ -1,0 +1,97 @@
+"""Stories told to the product, turn by turn beside the oracle."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from gateway_capture_cases import Message, Play, check_trained, plan
+from template_oracle import KINDS, TOOLS, Expected, Kind, Oracle, Refused, answer, story
+
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
+from asyncrl.messages.records import Outcome
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+SAYS_NO, OMITS, NO_ANSWER = "refuses", "leaves out a message", "leaves out an answer"
+"""Why the template ends a story."""
+
+
+class Told:
+    """A story. `ending`: why the template ends it early; `names`: of all deviations. Raises AssertionError."""
+
+    def __init__(self, oracle: Oracle, product: HFChatTokenizer, title: str, *, keeps: bool = True) -> None:
+        self.oracle, self.keeps = oracle, keeps
+        marks = find_tool_format("auto", product.template).thinking
+        self.play = Play(product, marks, keeps_thoughts=keeps)
+        self.tools = TOOLS if "call" in title or "results" in title else None
+        self.ending = ""
+        self.names: set[str] = set()
+        self.chat: list[Message] = []
+        self.answers: list[tuple[int, list[int]]] = []
+        """(place in the chat, ids that were sent and sampled until then), while they are unchanged."""
+        self.carried: set[str] = set()
+        self.sampled: list[tuple[list[int], list[int]]] = []
+        for number, turn in enumerate(story(title)):
+            if turn.change == "edited":  # the answer before it stays
+                self.chat[-1] = answer("It is edited.")
+                self.answers.pop()
+            elif turn.change == "trimmed":
+                self.chat = self.chat[2:]
+                self.answers.clear()
+            self.chat += turn.new
+            if not self._asked(f"{title}, turn {number}"):
+                break
+            ids = oracle.sampled(self.chat, turn, self.tools)
+            self.play.answer(self.planned, ids, turn.got)
+            prompt = self.planned.prompt_ids.tolist()
+            self.sampled.append((prompt, ids))
+            self.answers.append((len(self.chat), [*prompt, *ids]))
+            self.chat.append(turn.back)
+        if self.sampled:
+            check_trained(self.play.capture.rollout(0, Outcome(), 1.0), self.sampled)
+
+    def _asked(self, place: str) -> bool:
+        """Ask for the next prompt; return whether the story goes on."""
+        self.ending = self._ending()
+        try:
+            self.planned = plan(self.play.capture, self.chat, self.tools)
+        except ValueError as error:
+            assert self.ending, f"{place}: refused by the product alone: {error}"
+            return False
+        if self.ending:
+            assert self.ending != OMITS, f"{place}: the template leaves out a message, and the product goes on"
+            return False
+        expected = Expected(self.oracle.ids(self.oracle.text(self.chat, self.tools)))
+        if self.answers and self.keeps:
+            try:
+                expected = self.oracle.expected(self.chat, self.tools, *self.answers[-1])
+            except Refused:
+                self.ending = NO_ANSWER
+                return False
+        decode = self.oracle.fast.decode
+        prompt = self.planned.prompt_ids.tolist()
+        assert prompt == expected.ids, f"{place}:\n{decode(prompt)}\nand not\n{decode(expected.ids)}"
+        names = expected.names - {"tokens"}
+        self.carried = (self.carried | names - {"form"} or {"form"}) if names else set()
+        match = self.planned.match
+        found = set(match.deviations) if match else set()
+        assert found == self.carried, f"{place}: {found} are counted, not {self.carried}: {decode(prompt)}"
+        self.names |= expected.names
+        return True
+
+    def _ending(self) -> str:
+        try:
+            text = self.oracle.text(self.chat, self.tools)
+        except Refused:
+            return SAYS_NO
+        is_whole = all(each["content"] in text for each in self.chat if each["role"] != "assistant")
+        return "" if is_whole else OMITS
+
+
+def built(template: str, kind: Kind) -> tuple[Oracle, HFChatTokenizer]:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        oracle = Oracle(template, kind, folder)
+    except Refused:  # it wants a BOS
+        oracle = Oracle(template, kind._replace(has_bos=True), folder)
+    return oracle, HFChatTokenizer(folder)
