@@ -28,7 +28,7 @@ class CharRenderer:
 
     end_ids = frozenset({ord(END)})
     special_ids = frozenset({ord(START), ord(END)})
-    closings = frozenset({END})
+    closing = call_closing = END
 
     def __init__(self, habit: Habit = "plain") -> None:
         self.habit = habit

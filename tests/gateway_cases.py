@@ -52,7 +52,7 @@ class ByteTokenizer:
     text_ids = frozenset(range(256))
     special_ids = frozenset(NAMES)
     byte_ids: frozenset[int] = frozenset()
-    closings = frozenset({"<|end|>"})
+    closing = call_closing = "<|end|>"
 
     def render(
         self,

@@ -172,8 +172,10 @@ class ChatTokenizer(Protocol):
     special_ids: frozenset[int]
     byte_ids: frozenset[int]
     """They decode only as a whole run."""
-    closings: frozenset[str]
-    """Special tokens that the chat template writes after an answer, or after a call."""
+    closing: str
+    """Text that the template writes after an answer, through its last special token; may be empty."""
+    call_closing: str
+    """Special token that the template writes after an answer with calls; may be empty."""
 
     def render(
         self,

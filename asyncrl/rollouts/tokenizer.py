@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -95,7 +96,8 @@ class HFChatTokenizer:
         byte_tokens = filter(BYTE_TOKEN.fullmatch, vocabulary) if "ByteFallback" in repr(decoder) else ()
         self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens)
         """Byte-fallback tokens, whose text depends on their neighbors."""
-        self.closings = frozenset(self._closing(*probe) for probe in PROBES) - {""}
+        self.closing, _ = self._closing(*PROBES[0])
+        _, self.call_closing = self._closing(*PROBES[1])
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -157,28 +159,31 @@ class HFChatTokenizer:
             raise ValueError("the text is no Unicode: it has a lone surrogate") from error
         return tuple(encoded.ids)
 
-    def _closing(self, answer: Mapping[str, Any], then: Mapping[str, Any]) -> str:
-        """Return the special token after an answer, which the template also writes after the last one.
+    def _closing(self, answer: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the text from PROBE through the last special token of an answer, and that token.
 
-        A token that only begins the next message, as in GLM 4, does not count.
+        Only text that the template also writes at the end of a chat counts. GLM 4 writes none there, so the
+        role token that follows is not an end.
         """
         chat = [{"role": "user", "content": "question"}, {"role": "assistant", **answer}]
         try:
-            last = self.render(chat, is_open=False).rpartition(PROBE)[2]
+            _, found, last = self.render(chat, is_open=False).rpartition(PROBE)
             inner = self.render([*chat, then]).rpartition(PROBE)[2]
         except ValueError:
-            return ""
-        written, then_written = (
-            [
-                self.decode([token], skip_special_tokens=False)
-                for token in self._ids(text)
-                if token in self.special_ids
-            ]
-            for text in (last, inner)
-        )
-        # gpt-oss ends only the last answer with <|return|>
-        candidates = [*reversed(written), *then_written[:1]] if written else []
-        return next((token for token in candidates if token in then_written), "")
+            return "", ""
+        if not found or not self._special(last):
+            return "", ""
+        shared = os.path.commonprefix([last, inner])
+        tokens = self._special(shared)
+        if not tokens:  # gpt-oss ends only the last answer of a chat with <|return|>
+            tokens = self._special(inner)[:1]
+            shared = inner.partition(tokens[0])[0] + tokens[0] if tokens else ""
+        return shared[: shared.rfind(tokens[-1]) + len(tokens[-1])] if tokens else "", "".join(tokens[-1:])
+
+    def _special(self, text: str) -> list[str]:
+        return [
+            str(self._backend.id_to_token(token)) for token in self._ids(text) if token in self.special_ids
+        ]
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.encode(self.render(messages))

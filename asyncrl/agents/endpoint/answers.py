@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from base64 import b32encode
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cache
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, Tools, overlap
+from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolCall, ToolFormat, Tools, overlap
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.requests import CallRequest
+    from asyncrl.agents.endpoint.requests import AnyRequest
 
 REPLACEMENT = "\ufffd"
 """Decoded incomplete or invalid character."""
@@ -127,6 +129,12 @@ class AnswerText:
         return self._texts.decode(together, skip_special_tokens=False)[known:]
 
 
+def call_id(name: str, number: int) -> str:
+    """Return nine letters and digits: Mistral's templates refuse any other id."""
+    digest = blake2b(f"{name}-{number}".encode(), digest_size=8).digest()
+    return b32encode(digest)[:9].decode()
+
+
 Kind = Literal["thought", "text"]
 
 
@@ -140,23 +148,26 @@ class Answer:
 
     tokenizer: ChatTokenizer
     tool_format: ToolFormat
-    asked: InitVar[CallRequest]
+    asked: InitVar[AnyRequest]
     prefill: str
     name: str
     thoughts: ReasoningSplitter | None = None
     shows_special: InitVar[bool] = True
     before: InitVar[Sequence[int]] = ()
     """The last prompt ids."""
+    is_streamed: bool = False
+    """Calls that have begun stay calls if they are malformed or cut; otherwise such an answer is text."""
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
     thought: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    """While the answer is sampled, the list and the last call's arguments grow. Each has an id."""
     logprobs: list[dict[str, Any]] | None = None
     completion: Completion = field(default_factory=Completion)
     """Once finished."""
 
-    def __post_init__(self, asked: CallRequest, shows_special: bool, before: Sequence[int]) -> None:
+    def __post_init__(self, asked: AnyRequest, shows_special: bool, before: Sequence[int]) -> None:
         self.has_logprobs = asked.logprobs
         self._has_one_call = asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
@@ -180,11 +191,19 @@ class Answer:
         return round(self.num_tokens * len(self.thought) / num_characters) if num_characters else 0
 
     @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in self.calls]
+        return [
+            {"id": call.id, "type": "function", "function": function}
+            for call, function in zip(self.calls, functions, strict=True)
+        ]
+
+    @property
     def message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self.thought:
             message["reasoning_content"] = self.thought
-        if self.tool_calls:
+        if self.calls:
             message["tool_calls"] = self.tool_calls
         return message
 
@@ -208,10 +227,10 @@ class Answer:
         self.finish_reason = completion.finish_reason or ""
         parsed = self.tool_format.parse(self.prefill + self._text, self._tools)
         self.content = parsed.content
-        for number, call in enumerate(parsed.tool_calls[: 1 if self._has_one_call else None]):
-            function = {"name": call.name, "arguments": call.arguments}
-            self.tool_calls.append({"id": f"{self.name}-{number}", "type": "function", "function": function})
-        if self.tool_calls and self.finish_reason == "stop":
+        self.calls += parsed.tool_calls[: 1 if self._has_one_call else None]
+        for number, call in enumerate(self.calls):
+            call.id = call.id or call_id(self.name, number)
+        if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
 
     def build_logprobs(self) -> None:

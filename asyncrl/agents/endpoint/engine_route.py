@@ -24,6 +24,7 @@ from asyncrl.agents.endpoint.requests import (
     RequestReader,
     invalid,
     parse_json,
+    text_joint,
     too_long,
 )
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
@@ -68,7 +69,7 @@ class EngineRoute:
 
     def __post_init__(self) -> None:
         self.counts = GatewayStats()
-        self._reader = RequestReader(self.rules)
+        self._reader = RequestReader(self.rules, text_joint(self.tokenizer))
         self._rendering = asyncio.Lock()
         self._encoding = asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
@@ -109,13 +110,15 @@ class EngineRoute:
         key = call_key(digest, f"seed {asked.seed}" if number is None else f"number {number}")
         tool_format = ToolFormat()
         if isinstance(asked, ChatRequest):
-            calls = asked.tools and asked.tool_choice != "none"
-            tool_format = self.tool_format if calls else self.tool_format.without_tools()
+            tool_format = self.tool_format if asked.callable_tools else self.tool_format.without_tools()
         splits_thoughts = dialect.splits_thoughts
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts_field == "reasoning_content"
         marks = self.tool_format.thinking
         thoughts = ReasoningSplitter(marks, is_open=opens_thought(prompt, marks)) if splits_thoughts else None
+        shows_special = session.shows_special
+        if asked.skip_special_tokens is not None:
+            shows_special = not asked.skip_special_tokens
         answer = Answer(
             self.tokenizer,
             tool_format,
@@ -123,7 +126,7 @@ class EngineRoute:
             prefill=prefill,
             name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
             thoughts=thoughts,
-            shows_special=session.shows_special,
+            shows_special=shows_special,
             before=planned.tail,
         )
         stop = tuple(asked.stop)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.agents.endpoint.tool_formats import Marks, close_thought, drop_empty_thoughts, split_thought
+from asyncrl.agents.endpoint.tool_formats import Marks, close_thought, drop_marks, split_thought
 from asyncrl.messages.work import ChatTokenizer, new_hash
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def _canonical(message: Message, marks: Marks) -> bytes:
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
-        fields["reasoning_content"], fields["content"] = split_thought(message, marks)
+        answer = {**message, "content": fields.pop("unjoined_content", message.get("content"))}
+        fields["reasoning_content"], fields["content"] = split_thought(answer, marks)
         fields.pop("name", None)
     if calls := fields.get("tool_calls"):
         fields["tool_calls"] = [_tool_call(call) for call in calls]
@@ -116,9 +118,18 @@ def _canonical(message: Message, marks: Marks) -> bytes:
 
 
 def _tool_call(call: Mapping[str, Any]) -> list[Any]:
+    """Return a call with the numbers that a JavaScript client would send back: 1 for 1.0, 0 for -0.0,
+    9007199254740992 for 2**53 + 1, null for 1e999.
+    """
     arguments = call["function"]["arguments"]
-    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    text = arguments if isinstance(arguments, str) else _to_json(arguments)
+    parsed = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
     return [call["id"], call["function"]["name"], parsed]
+
+
+def _number(text: str) -> float | None:
+    number = float(text) + 0.0
+    return number if math.isfinite(number) else None
 
 
 def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Message]:
@@ -187,8 +198,10 @@ class Joint(NamedTuple):
     """The text up to the answer."""
     rest: str
     """The text after the sampled ids."""
-    dropped: str = ""
-    """The template's end token, if the answer ended with another one."""
+    neighbor: str = ""
+    """The end that the template writes before `rest`; empty if the sampled ids have none."""
+    is_other_end: bool = False
+    """The sampled ids end with another token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,6 +271,9 @@ class ChatMatcher:
             last = last[-1:]
         return self.tokenizer.decode(last, skip_special_tokens=False)
 
+    def _text(self, answer: ChatNode) -> str:
+        return self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
+
     def _begun(self, prompt: str) -> str:
         return prompt + close_thought(prompt, self.chain.marks) + self.prefill if self.prefill else prompt
 
@@ -273,7 +289,7 @@ class ChatMatcher:
             if lacks_opening is None and whole is not None:
                 return None
             text = self._begun(joint.rest)
-            neighbor = joint.dropped or self._neighbor(answer)
+            neighbor = joint.neighbor or self._neighbor(answer)
             found = self._match("realigned", answer, at + 1, text, neighbor=neighbor)
             if found is not None:
                 deviations = self._deviations(found, joint, whole, lacks_opening=bool(lacks_opening))
@@ -293,9 +309,7 @@ class ChatMatcher:
             closed = self.render(sent, is_open=False)
         except ValueError:
             return None
-        before, prompt, closed = (
-            drop_empty_thoughts(text, self.chain.marks) for text in (before, prompt, closed)
-        )
+        before, prompt, closed = (drop_marks(text, self.chain.marks) for text in (before, prompt, closed))
         common = os.path.commonprefix([before, prompt])
         opening = os.path.commonprefix([closed, prompt]).rstrip()
         return True if len(common) >= len(opening) else None
@@ -307,18 +321,18 @@ class ChatMatcher:
         answer = found.parent
         assert answer is not None
         names: list[Deviation] = [*answer.deviations]
-        if joint.dropped:
+        if not names and whole is not None:
+            # the same ids may decode to another text: sentencepiece, tokens that take white space
+            ids = [*answer.all_ids().tolist(), *self.tokenizer.encode(found.text, after=found.neighbor)]
+            if ids == list(self.tokenizer.encode(self._begun(whole))):
+                return ()
+        if joint.is_other_end:
             names.append("end_token")
-        sampled = self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
-        thought, _ = split_thought({"content": sampled}, self.chain.marks)
+        thought, _ = split_thought({"content": self._text(answer)}, self.chain.marks)
         if thought and thought not in (whole or ""):
             names.append("thought")
         if lacks_opening:
             names.append("opening")
-        if not names and whole is not None:
-            # the same ids may decode to another text: sentencepiece, tokens that take white space
-            ids = [*answer.all_ids().tolist(), *self.tokenizer.encode(found.text, after=found.neighbor)]
-            return () if ids == list(self.tokenizer.encode(self._begun(whole))) else ("form",)
         return tuple(dict.fromkeys(names or ["form"]))
 
     def _joints(self, at: int, answer: ChatNode) -> Iterator[Joint]:
@@ -326,26 +340,25 @@ class ChatMatcher:
 
         The answer's calls stay, since a template may need them for results.
         """
+        sampled = self._text(answer)
         last = [token for token in answer.sampled_ids[-1:].tolist() if token in self.tokenizer.end_ids]
         end = self.tokenizer.decode(last, skip_special_tokens=False)
-        ends = {end, *self.tokenizer.closings} - {""}
-        for keeps_calls in (True, False) if self.messages[at].get("tool_calls") else (False,):
-            before, after = self._around(at, keeps_calls)
-            if not after:
-                continue
-            # the end of a call's text is unknown, but its end token is not
-            places = [(after.find(text), text) for text in ends if text in after]
-            if not keeps_calls:
-                places = [(place, text) for place, text in places if not after[:place].strip()]
-            if not places:
-                if not keeps_calls:
-                    yield Joint(before, after)
-                continue
-            place, text = min(places)
-            if end:
-                yield Joint(before, after[place + len(text) :], text if text != end else "")
-            else:
-                yield Joint(before, after[place if keeps_calls else 0 :])
+        if self.messages[at].get("tool_calls"):
+            before, after = self._around(at, keeps_calls=True)
+            # the rest of a call's text is unknown, but not what ends it
+            ends = (end, self.tokenizer.call_closing)
+            places = [(after.find(mark), mark) for mark in ends if mark and mark in after]
+            for place, mark in sorted(places)[:1]:
+                rest = after[place:].removeprefix(mark if end else "")
+                yield Joint(before, rest, end and mark, end != mark and bool(end))
+        before, after = self._around(at, keeps_calls=False)
+        begun = after.lstrip()
+        closing = self.tokenizer.closing.lstrip()
+        mark = next((mark for mark in (closing, end) if mark and begun.startswith(mark)), "") if end else ""
+        if after:
+            rest = begun.removeprefix(mark) if mark else after
+            is_other_end = bool(end) and not (mark and sampled.endswith(mark))
+            yield Joint(before, rest, mark, is_other_end)
 
     def _around(self, at: int, keeps_calls: bool) -> tuple[str, str]:
         """Return the texts before and after messages[at]; empty if the template refuses."""

@@ -17,7 +17,7 @@ from asyncrl.base.user_code import load_function, raised
 
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _DECODER = json.JSONDecoder()
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_./:-]{1,128}")
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """`{"type": "function", "function": {"name": ..., "parameters": {...}}}` by tool."""
@@ -27,11 +27,17 @@ Read: TypeAlias = Callable[[str, Any, Tools], Found]
 """From text, match of the head, and tools."""
 
 
-class ToolCall(NamedTuple):
-    """`arguments`: JSON text of an object."""
+@dataclass
+class ToolCall:
+    """`arguments`: JSON text of an object; it grows while the call is sampled.
+
+    Example: a streamed call of `add` has the arguments `{"a"`, then `{"a": 1, "b"`, then `{"a": 1, "b": 2}`.
+    """
 
     name: str
-    arguments: str
+    arguments: str = ""
+    id: str | None = None
+    """If the model wrote one."""
 
 
 class ParsedAnswer(NamedTuple):
@@ -74,10 +80,10 @@ def close_thought(prompt: str, marks: Marks) -> str:
     return f"\n{marks[1]}\n\n" if prompt.endswith("\n") else marks[1]
 
 
-def drop_empty_thoughts(text: str, marks: Marks) -> str:
-    """Drop thoughts without text. Templates write them, or leave them out, depending on later messages."""
+def drop_marks(text: str, marks: Marks) -> str:
+    """Drop the marks of thoughts. Templates write empty thoughts depending on later messages."""
     begin, end = map(re.escape, map(str.strip, marks))
-    return re.sub(rf"{begin}\s*{end}\s*", "", text)
+    return re.sub(rf"(?:{begin}|{end})\s*", "", text)
 
 
 def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
