@@ -38,7 +38,9 @@ SOURCES: dict[str, tuple[str, ...] | None] = {
     "axolotl": ("axolotl", "--only-binary=:all:"),
 }
 """Package: arguments of pip, None if it is installed. A newer xinference downloads its templates itself."""
-HOLDS = re.compile(r"chat_template[^/]*/.*\.jinja$|/templates/[^/]+\.jinja$|llm_family\.json$|/chat_templates\.py$")
+HOLDS = re.compile(
+    r"chat_template[^/]*/.*\.jinja$|/templates/[^/]+\.jinja$|llm_family\.json$|/chat_templates\.py$"
+)
 Found = tuple[str, str, dict[str, Any]]
 """Name, template, what is known about it."""
 MARK = re.compile(
@@ -56,7 +58,9 @@ LEAST = 150
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", nargs="?", type=Path, help="folder of the templates; it is created")
     parser.add_argument("--from", dest="archives", type=Path, help="folder of downloaded wheels and sdists")
     parser.add_argument("--table", action="store_true", help="write docs/templates.csv")
@@ -107,7 +111,9 @@ def templates_of(source: str, folder: Path, downloads: bool) -> Iterator[Found]:
         if done.returncode:
             why = done.stderr.strip().splitlines()[-1:] or [f"pip ended with {done.returncode}"]
             print(f"{source}: its templates are missing; pip says: {why[0]}", file=sys.stderr)
-    archives = sorted(file for file in folder.iterdir() if file.name.replace("_", "-").startswith(f"{source}-"))
+    archives = sorted(
+        file for file in folder.iterdir() if file.name.replace("_", "-").startswith(f"{source}-")
+    )
     if not archives:
         print(f"{source}: its templates are missing; there is no archive of it in {folder}", file=sys.stderr)
     return from_files(source, members(archives[-1]) if archives else ())
@@ -116,7 +122,9 @@ def templates_of(source: str, folder: Path, downloads: bool) -> Iterator[Found]:
 def members(archive: Path) -> Iterator[tuple[str, bytes]]:
     """Yield (path, content) of the files that may contain templates, of a folder, wheel or sdist."""
     if archive.is_dir():
-        yield from ((str(path), path.read_bytes()) for path in sorted(archive.rglob("*")) if HOLDS.search(str(path)))
+        yield from (
+            (str(path), path.read_bytes()) for path in sorted(archive.rglob("*")) if HOLDS.search(str(path))
+        )
     elif archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             yield from ((name, wheel.read(name)) for name in sorted(wheel.namelist()) if HOLDS.search(name))
@@ -146,7 +154,11 @@ def from_files(source: str, files: Iterable[tuple[str, bytes]]) -> Iterator[Foun
 def in_json(families: Sequence[Mapping[str, Any]]) -> Iterator[Found]:
     for family in families:
         if template := family.get("chat_template"):
-            yield family["model_name"], template, {"stop": [stop for stop in family.get("stop") or () if stop]}
+            yield (
+                family["model_name"],
+                template,
+                {"stop": [stop for stop in family.get("stop") or () if stop]},
+            )
 
 
 def in_python(text: str) -> Iterator[Found]:
@@ -180,7 +192,12 @@ def described(template: str) -> dict[str, Any]:
     for tools in (None, [TOOL]):
         try:
             (text,), _ = render_jinja_template(
-                [chat], tools, chat_template=template, add_generation_prompt=True, bos_token=BOS, eos_token=EOS
+                [chat],
+                tools,
+                chat_template=template,
+                add_generation_prompt=True,
+                bos_token=BOS,
+                eos_token=EOS,
             )
             break
         except Exception as error:  # a template may raise anything

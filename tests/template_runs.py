@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
 from gateway_capture_cases import Message, Play, check_trained, plan
-from template_oracle import KINDS, TOOLS, Expected, Kind, Oracle, Refused, answer, story
+from template_oracle import STORIES, TOOLS, WITH_THOUGHTS, Expected, Kind, Oracle, Refused, answer, story
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.messages.records import Outcome
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
+NEEDS_TOOLS = re.compile("call|results")
 SAYS_NO, OMITS, NO_ANSWER = "refuses", "leaves out a message", "leaves out an answer"
 """Why the template ends a story."""
 
@@ -21,9 +23,9 @@ class Told:
 
     def __init__(self, oracle: Oracle, product: HFChatTokenizer, title: str, *, keeps: bool = True) -> None:
         self.oracle, self.keeps = oracle, keeps
-        marks = find_tool_format("auto", product.template).thinking
-        self.play = Play(product, marks, keeps_thoughts=keeps)
-        self.tools = TOOLS if "call" in title or "results" in title else None
+        self.marks = find_tool_format("auto", product.template).thinking
+        self.play = Play(product, self.marks, keeps_thoughts=keeps)
+        self.tools = TOOLS if NEEDS_TOOLS.search(title) else None
         self.ending = ""
         self.names: set[str] = set()
         self.chat: list[Message] = []
@@ -59,7 +61,9 @@ class Told:
             assert self.ending, f"{place}: refused by the product alone: {error}"
             return False
         if self.ending:
-            assert self.ending != OMITS, f"{place}: the template leaves out a message, and the product goes on"
+            assert self.ending != OMITS, (
+                f"{place}: the template leaves out a message, and the product goes on"
+            )
             return False
         expected = Expected(self.oracle.ids(self.oracle.text(self.chat, self.tools)))
         if self.answers and self.keeps:
@@ -71,7 +75,9 @@ class Told:
         decode = self.oracle.fast.decode
         prompt = self.planned.prompt_ids.tolist()
         assert prompt == expected.ids, f"{place}:\n{decode(prompt)}\nand not\n{decode(expected.ids)}"
-        names = expected.names - {"tokens"}
+        names = set(expected.names - {"tokens"})
+        if self.marks[0].strip() not in decode(prompt):
+            names = {"form" if name == "thought" else name for name in names}
         self.carried = (self.carried | names - {"form"} or {"form"}) if names else set()
         match = self.planned.match
         found = set(match.deviations) if match else set()
@@ -88,10 +94,31 @@ class Told:
         return "" if is_whole else OMITS
 
 
-def built(template: str, kind: Kind) -> tuple[Oracle, HFChatTokenizer]:
-    folder = Path(tempfile.mkdtemp())
-    try:
-        oracle = Oracle(template, kind, folder)
-    except Refused:  # it wants a BOS
-        oracle = Oracle(template, kind._replace(has_bos=True), folder)
-    return oracle, HFChatTokenizer(folder)
+def tell(template: str, kind: Kind) -> dict[str, Told | None]:
+    """Return the stories told with a template; None for those that it cannot tell. Raises AssertionError."""
+    if "▁" in template:  # sentencepiece would read it as a space
+        kind = kind._replace(base="bytes")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            oracle = Oracle(template, kind, Path(folder))
+        except Refused as refusal:
+            if "bos_token" not in str(refusal):
+                return {}
+            oracle = Oracle(template, kind._replace(has_bos=True), Path(folder))
+        product = HFChatTokenizer(folder)
+    told: dict[str, Told | None] = {}
+    faults = []
+    for title in (*STORIES, *WITH_THOUGHTS):
+        told[title] = None
+        if not oracle.tools and NEEDS_TOOLS.search(title):
+            continue
+        if not kind.has_several_ends and "other end" in title:
+            continue
+        try:
+            told[title] = Told(oracle, product, title)
+            if title in WITH_THOUGHTS:
+                Told(oracle, product, title, keeps=False)
+        except AssertionError as fault:
+            faults.append(str(fault))
+    assert not faults, "\n".join(faults)
+    return told
