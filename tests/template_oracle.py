@@ -257,8 +257,8 @@ class Oracle:
     def expected(self, chat: Chat, tools: Any, at: int, kept: list[int]) -> Expected:
         """Return the prompt of a chat that goes on after chat[at], up to which `kept` was sent and sampled."""
         whole, said = self.text(chat, tools), chat[at]
-        after = whole.partition(anchor(said))[2]
         has_calls = bool(said.get("tool_calls"))
+        after = whole.rpartition(chat[at + 1]["content"])[2]
         if has_calls and said["content"].strip() and said["content"].strip() in after:
             # the template writes it behind the results, where it would stand a second time
             whole = self.text([*chat[:at], {**said, "content": ""}, *chat[at + 1 :]], tools)
