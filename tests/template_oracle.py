@@ -246,7 +246,8 @@ class Oracle:
                     mark.start() for mark in SPECIAL.finditer(whole) if mark.start() < common < mark.end()
                 )
                 written = whole[next(inside, common) :]
-                if whole.startswith(prompt) and thought in written:
+                is_said = thought in written and not re.search(r"<think>\s*</think>", thought and written)
+                if whole.startswith(prompt) and is_said:
                     return written
         if not said.get("tool_calls"):
             written = said["content"]
@@ -270,12 +271,12 @@ class Oracle:
         rest = next((index for index, (start, _) in enumerate(offsets) if start >= begin), len(ids))
         close = next((index for index in range(rest, len(ids)) if ids[index] in self.closers), None)
         closing = "" if close is None else whole[begin : offsets[close][1]].strip()
-        names = set()
-        if close is not None and (has_calls or closing in (self.closing.strip(), self.last.strip())):
-            is_same = ids[close] == kept[-1]
+        if not has_calls and closing not in (self.closing.strip(), self.last.strip()):
+            close = None
+        is_same = close is not None and ids[close] == kept[-1]
+        names = set() if is_same else {"end_token"}
+        if close is not None:
             rest = close + (is_same or self.writes_end)
-            if not is_same and self.writes_end:
-                names.add("end_token")
         if kept == ids[:rest]:
             return Expected(ids)
         if not self._shown(chat, tools).startswith(self._before(chat[:at], tools)):

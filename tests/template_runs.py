@@ -76,7 +76,8 @@ class Told:
         prompt = self.planned.prompt_ids.tolist()
         assert prompt == expected.ids, f"{place}:\n{decode(prompt)}\nand not\n{decode(expected.ids)}"
         names = set(expected.names - {"tokens"})
-        if "".join(self.marks[0].split()) not in "".join(decode(prompt).split()):
+        sampled = "".join(decode(ids) for _, ids in self.sampled)
+        if "".join(self.marks[1].split()) not in "".join(sampled.split()):  # it takes them for text
             names = {"form" if name == "thought" else name for name in names}
         self.carried = (self.carried | names - {"form"} or {"form"}) if names else set()
         match = self.planned.match
