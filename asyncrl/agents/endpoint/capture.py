@@ -188,7 +188,7 @@ class Capture:
         """
         render = partial(self._tokenizer.render, tools=tools, settings=settings)
         try:
-            chain = Chain(messages, [tools, settings], self._thinking, self._recorded)
+            chain = Chain(messages, tools, settings, self._thinking, self._recorded)
             matcher = ChatMatcher(
                 self._tokenizer, render, self._recorded, messages, prefill, chain, self._keeps_thoughts
             )

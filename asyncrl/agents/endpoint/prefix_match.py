@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,10 +85,13 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 class Chain:
     """Hash of a chat, message by message. `recorded`: answers count as they were delivered."""
 
-    def __init__(self, messages: Messages, options: Any, marks: Marks, recorded: Recorded) -> None:
-        """`options`: other values that the template reads. A chat with other tools is another chat."""
+    def __init__(
+        self, messages: Messages, tools: Messages | None, settings: Any, marks: Marks, recorded: Recorded
+    ) -> None:
+        """A chat with other tools or other template variables (`settings`) is another chat."""
         self.marks = marks
-        self._state = new_hash(_to_json(options).encode())
+        self._defaults = {each["function"]["name"]: _defaults(each["function"]) for each in tools or ()}
+        self._state = new_hash(_to_json([tools, settings]).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
         for index, message in enumerate(messages):
@@ -99,11 +103,11 @@ class Chain:
 
     def key_with(self, message: Message) -> bytes:
         state = self._state.copy()
-        state.update(_canonical(message, self.marks))
+        state.update(_canonical(message, self.marks, self._defaults))
         return state.digest()
 
 
-def _canonical(message: Message, marks: Marks) -> bytes:
+def _canonical(message: Message, marks: Marks, defaults: Mapping[str, Any]) -> bytes:
     """Serialize a message without None fields, key order, JSON spacing, outer white space, and an answer's
     name and place of the thought: harnesses change them.
     """
@@ -113,18 +117,36 @@ def _canonical(message: Message, marks: Marks) -> bytes:
         fields["reasoning_content"], fields["content"] = split_thought(answer, marks)
         fields.pop("name", None)
     if calls := fields.get("tool_calls"):
-        fields["tool_calls"] = [_tool_call(call) for call in calls]
+        fields["tool_calls"] = [_tool_call(call, defaults) for call in calls]
     return _to_json(fields).encode()
 
 
-def _tool_call(call: Mapping[str, Any]) -> list[Any]:
-    """Return a call with the numbers that a JavaScript client would send back: 1 for 1.0, 0 for -0.0,
-    9007199254740992 for 2**53 + 1, null for 1e999.
+def _tool_call(call: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Any]:
+    """Return a call without the arguments that are its tool's defaults: Claude Code adds them."""
+    name = call["function"]["name"]
+    arguments = _plain(call["function"]["arguments"])
+    if isinstance(arguments, dict):
+        known = defaults.get(name, {})
+        arguments = {key: value for key, value in arguments.items() if known.get(key) != _to_json(value)}
+    return [call["id"], name, arguments]
+
+
+def _defaults(function: Mapping[str, Any]) -> dict[str, str]:
+    """Return the JSON of the default of each parameter that has one."""
+    parameters = (function.get("parameters") or {}).get("properties") or {}
+    return {
+        name: _to_json(_plain(schema["default"]))
+        for name, schema in parameters.items()
+        if isinstance(schema, Mapping) and "default" in schema
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value, or its JSON text, with the numbers that a JavaScript client would send back: 1 for 1.0,
+    0 for -0.0, 9007199254740992 for 2**53 + 1, null for 1e999.
     """
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else _to_json(arguments)
-    parsed = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
-    return [call["id"], call["function"]["name"], parsed]
+    text = value if isinstance(value, str) else _to_json(value)
+    return json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
 
 
 def _number(text: str) -> float | None:
@@ -246,9 +268,9 @@ class ChatMatcher:
         if extended is not None and node is not None and node.num_messages > at:
             return extended
         joined = self._joined(at, answer, whole)
-        found = joined or extended or self._match("edited", None, 0, text, whole=Prefix().then(text))
+        found = joined or extended or self._match("edited", None, at + 1, text, whole=Prefix().then(text))
         if found is None:
-            index = left_out(self.messages, text)
+            index = left_out(self.render, self.messages, text, at + 1)
             what = f"the chat template leaves out what messages[{index}] says"
             rule = f"it has no place there for role {self.messages[index or 0]['role']}"
             raise ValueError(f"{what}: {rule}; send no such message, or set another model.chat_template")
@@ -258,7 +280,7 @@ class ChatMatcher:
         self, how: How, parent: ChatNode | None, num_covered: int, text: str, **fields: Any
     ) -> PromptMatch | None:
         """Return the match if the text has every message after the first `num_covered`."""
-        if left_out(self.messages, text, num_covered) is not None:
+        if left_out(self.render, self.messages, text, num_covered) is not None:
             return None
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
@@ -392,24 +414,75 @@ class ChatMatcher:
         return {"role": "assistant", "content": "", "tool_calls": swapped}
 
 
-def left_out(messages: Messages, text: str, start: int = 0) -> int | None:
+LONG = 16
+"""Characters of a text that a template does not write by chance."""
+
+
+def left_out(render: Callable[[Messages], str], messages: Messages, text: str, start: int = 0) -> int | None:
     """Return the index of the first message from `start` on that is missing from the text, answers aside.
 
-    White space, case and JSON escapes do not count.
+    `text`: the end of what `render` writes. A long text that is found once is there. For others a render with
+    marks around them decides: "18" is in "2018", and SmolLM3 takes the switch `/no_think` out of a text.
     """
     squeezed = _squeezed(text)
-    at = 0
+    given = _squeezed("\0".join(_all_texts(messages[start:])))
+    marked = list(messages)
+    doubtful: list[int] = []
     for index, message in enumerate(messages):
-        if index < start or message["role"] == "assistant":
+        if index < start or message["role"] == "assistant" or _is_unique(message, squeezed, given):
             continue
-        said = str(message.get("content") or "")
-        ways = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
-        places = (squeezed.find(_squeezed(way), begin) for begin in (at, 0) for way in ways)
-        place = next((place for place in places if place >= 0), None)
-        if place is None:
+        doubtful.append(index)
+        begin, end = _marks(index)
+        marked[index] = {**message, "content": f"{begin}{message.get('content') or ''}{end}"}
+    if not doubtful:
+        return None
+    try:
+        shown = render(marked).casefold()
+    except ValueError:  # the template refuses the chat; the text is of a similar one
+        shown = None
+    for index in doubtful:
+        if shown is None:
+            is_there = any(way in squeezed for way in _ways(messages[index]))
+        else:
+            begin, end = _marks(index)
+            before, _, after = shown.rpartition(end)
+            num_after = len(_MARK.sub("", after))  # `text` is the end
+            is_there = begin in before and num_after < len(text)
+        if not is_there:
             return index
-        at = max(at, place)
     return None
+
+
+_MARK = re.compile(rf"{SENTINEL}\d+[be]")
+
+
+def _marks(index: int) -> tuple[str, str]:
+    """Return marks of the beginning and the end of a message's text."""
+    return f"{SENTINEL}{index}b", f"{SENTINEL}{index}e"
+
+
+def _is_unique(message: Message, squeezed: str, given: str) -> bool:
+    """Return whether the message's text is long, not a system's, which may be the template's own, and only in
+    its own place.
+    """
+    ways = _ways(message)
+    if message["role"] not in ("user", "tool") or len(ways[0]) < LONG:
+        return False
+    return given.count(ways[0]) == 1 and any(squeezed.count(way) == 1 for way in ways)
+
+
+def _ways(message: Message) -> list[str]:
+    """Return the text without white space and case, as it is and as JSON."""
+    said = str(message.get("content") or "")
+    ways = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
+    return [_squeezed(way) for way in ways]
+
+
+def _all_texts(messages: Messages) -> Iterator[str]:
+    for message in messages:
+        yield str(message.get("content") or "")
+        yield str(message.get("reasoning_content") or "")
+        yield json.dumps(message.get("tool_calls"), ensure_ascii=False)
 
 
 def _squeezed(text: str) -> str:

@@ -467,7 +467,7 @@ class RequestReader:
         if asked.tool_choice not in (("none", "auto", "required", *names) if names else ("none",)):
             raise invalid(f"tool_choice {shown(asked.tool_choice)} is not among the tools.", "tool_choice")
         asked.tools = body["tools"] if names else []  # unchanged, keys in order
-        limits = [each for each in (asked.max_completion_tokens, asked.max_tokens) if each is not None]
+        limits = filter(None, (asked.max_completion_tokens, asked.max_tokens))
         asked.max_tokens = min(limits, default=None)
         if (effort := asked.reasoning_effort) is not None:  # like vLLM
             settings: Settings = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
