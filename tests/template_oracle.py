@@ -98,28 +98,61 @@ class Refused(Exception):
     """The template refuses the chat, or leaves out the answer."""
 
 
+PROBES = ("ssu", "us", "susu", "suasu")
+"""Roles of chats: a template that refuses one, or leaves out a message, gets system texts in one message."""
+
+
 def rendered(template: str, chat: Chat, tools: Any, **options: Any) -> str:
-    """Return the text with the repairs of vLLM: arguments are objects, later system texts join the first."""
+    """Return the text with the repairs of vLLM: arguments are objects, system texts are merged, texts are parts."""
+    chat = [_as_server(message) for message in chat]
+    late = any(message["role"] == "system" for message in chat[1:])
+    wants_parts = not _writes(template, "u", options, wants_parts=False)
+    if late and not all(_writes(template, probe, options, wants_parts=wants_parts) for probe in PROBES):
+        text = "".join(each["content"] for each in chat if each["role"] == "system")
+        chat = [{"role": "system", "content": text}, *(each for each in chat if each["role"] != "system")]
     refusal = ""
-    for form in (_with_arguments(chat, json.loads), chat, _merged(_with_arguments(chat, json.loads))):
+    for form in (chat, _with_text_arguments(chat)):
         try:
-            return str(render_jinja_template([form], tools, chat_template=template, **options)[0][0])
-        except Exception as error:  # a template may raise anything
+            return _render(template, form, tools, options, wants_parts=wants_parts)
+        except Refused as error:
             refusal = refusal or str(error)
     raise Refused(refusal)
 
 
-def _with_arguments(chat: Chat, convert: Callable[[str], Any]) -> Chat:
+def _render(template: str, chat: Chat, tools: Any, options: Any, *, wants_parts: bool) -> str:
+    if wants_parts:
+        chat = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in chat]
+    try:
+        return str(render_jinja_template([chat], tools, chat_template=template, **options)[0][0])
+    except Exception as error:  # a template may raise anything
+        raise Refused(str(error)) from None
+
+
+def _writes(template: str, probe: str, options: Any, *, wants_parts: bool) -> bool:
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    chat = [{"role": roles[each], "content": f"Text {number}."} for number, each in enumerate(probe)]
+    try:
+        options = {**options, "add_generation_prompt": True}
+        text = _render(template, chat, None, options, wants_parts=wants_parts)
+    except Refused:
+        return False
+    return all(message["content"] in text for message in chat)
+
+
+def _as_server(message: Message) -> Message:
+    message = copy.deepcopy(message)
+    if thought := message.get("reasoning_content"):
+        message |= {"reasoning": thought, "thinking": thought}
+    for call in message.get("tool_calls", ()):
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return message
+
+
+def _with_text_arguments(chat: Chat) -> list[Message]:
     chat = copy.deepcopy(list(chat))
-    for function in (call["function"] for message in chat for call in message.get("tool_calls", ())):
-        function["arguments"] = convert(function["arguments"])
+    for call in (call for message in chat for call in message.get("tool_calls", ())):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     return chat
-
-
-def _merged(chat: Chat) -> Chat:
-    texts = [each["content"] for each in chat if each["role"] == "system"]
-    others = [each for each in chat if each["role"] != "system"]
-    return [{"role": "system", "content": "".join(texts)}, *others] if texts else others
 
 
 def _without(message: Message, name: str) -> Message:
@@ -231,11 +264,10 @@ class Oracle:
 
     def _written(self, prompt: str, chat: Chat, said: Message, tools: Any) -> str:
         """Return the answer as the template writes it at the end of a chat, else in the form of most models."""
-        thought = said.get("reasoning_content", "")
         bare = _without(said, "reasoning_content")
+        thought = said.get("reasoning_content", "")
         forms = [said]
-        if thought:
-            forms += [{**bare, name: thought} for name in ("thinking", "reasoning")]
+        if thought and "<think>" in self.template:
             forms.append({**bare, "content": THOUGHT.format(thought) + said["content"]})
         written = ""
         for form in forms:
@@ -251,12 +283,15 @@ class Oracle:
                     return written
         if not said.get("tool_calls"):
             written = said["content"]
+        if "<think>" not in self.template:
+            return written
         if prompt.rstrip().endswith("<think>"):
             return THOUGHT.format(thought).removeprefix("<think>\n") + written
         return (THOUGHT.format(thought) if thought else "") + written
 
-    def expected(self, chat: Chat, tools: Any, at: int, kept: list[int]) -> Expected:
-        """Return the prompt of a chat that goes on after chat[at], up to which `kept` was sent and sampled."""
+    def expected(self, chat: Chat, tools: Any, places: Sequence[int], kept: list[int]) -> Expected:
+        """Return the prompt of a chat with answers at `places`, up to the last of which `kept` was sent or sampled."""
+        at = places[-1]
         whole, said = self.text(chat, tools), chat[at]
         has_calls = bool(said.get("tool_calls"))
         after = whole.rpartition(chat[at + 1]["content"])[2]
@@ -285,14 +320,13 @@ class Oracle:
         if mine == self.fast.decode(ids[:rest]):
             names = {"tokens"}
         else:
-            names |= self._names(chat, tools, mine, whole)
+            names |= self._names(chat, tools, mine, whole, places)
         return Expected([*kept, *ids[rest:]], frozenset(names or {"form"}))
 
-    def _names(self, chat: Chat, tools: Any, mine: str, whole: str) -> set[str]:
+    def _names(self, chat: Chat, tools: Any, mine: str, whole: str, places: Sequence[int]) -> set[str]:
         is_stripped = any(thought not in whole for thought in re.findall(r"hm\d+", mine))
-        answers = [index for index, message in enumerate(chat) if message["role"] == "assistant"]
         text = self.text(_with_stand_ins(chat), tools)
-        is_opened = all(text.startswith(self.text(_with_stand_ins(chat[:index]), tools)) for index in answers)
+        is_opened = all(text.startswith(self.text(_with_stand_ins(chat[:index]), tools)) for index in places)
         return ({"thought"} if is_stripped else set()) | (set() if is_opened else {"opening"})
 
     def _shown(self, chat: Chat, tools: Any, *, is_open: bool = True) -> str:

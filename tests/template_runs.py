@@ -68,7 +68,8 @@ class Told:
         expected = Expected(self.oracle.ids(self.oracle.text(self.chat, self.tools)))
         if self.answers and self.keeps:
             try:
-                expected = self.oracle.expected(self.chat, self.tools, *self.answers[-1])
+                places = [place for place, _ in self.answers]
+                expected = self.oracle.expected(self.chat, self.tools, places, self.answers[-1][1])
             except Refused:
                 self.ending = NO_ANSWER
                 return False
@@ -84,6 +85,8 @@ class Told:
         found = set(match.deviations) if match else set()
         assert found == self.carried, f"{place}: {found} are counted, not {self.carried}: {decode(prompt)}"
         self.names |= expected.names
+        if not expected.names:
+            self.answers.clear()
         return True
 
     def _ending(self) -> str:
