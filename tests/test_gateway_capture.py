@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from gateway_capture_cases import END, Message, Play, assistant, completion, plan, user
@@ -236,14 +237,14 @@ def test_forced_call_is_not_begun_inside_a_thought(
 # ---- what a template leaves out, and its settings
 
 
-def contents(chat: Sequence[Message], *, but: str = "") -> str:
+def contents(chat: Sequence[Mapping[str, Any]], *, but: str = "") -> str:
     """A template that writes contents, except of one role."""
     return " ".join(message["content"] for message in chat if message["role"] != but)
 
 
 def test_message_is_found_however_the_template_writes_it() -> None:
     said = [user(text) for text in ("one", 'the "two"', "drei \u00fc", "Four  and\nfive", "/no_think")]
-    habits: list[Callable[[Sequence[Message]], str]] = [
+    habits: list[Callable[[Sequence[Mapping[str, Any]]], str]] = [
         contents,
         lambda chat: json.dumps(contents(chat)).upper(),
         lambda chat: " ".join(contents(chat).split()),

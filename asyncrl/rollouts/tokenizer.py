@@ -141,8 +141,8 @@ class HFChatTokenizer:
         know the role. Then, or if the template refuses or omits system messages that are not the first
         message, they are merged into the first, like in vLLM.
 
-        Templates get tool-call arguments as objects, since most would quote a text again; those that fail on
-        objects get texts. If the template refuses the calls' ids, those that are not nine alphanumerics are
+        Templates get tool-call arguments as objects, since most would quote a text again; templates that fail
+        on objects get texts. If the template refuses the calls' ids, all others than nine alphanumerics are
         replaced (Mistral).
         """
         options = self._options(settings)
@@ -333,7 +333,7 @@ def _short(call_id: str) -> str:
 
 
 FORMS = ((_as_object, str), (_as_text, str), (_as_text, _short), (_as_object, _short))
-"""Forms of a chat's calls, best first; the refusal of the last is told."""
+"""Forms of a chat's calls, best first. A template's refusal of the last one is reported."""
 
 
 class PlainText:

@@ -9,8 +9,9 @@ from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolCall, ToolFormat, Tools, overlap
+from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolCall, ToolFormat, Tools
 from asyncrl.messages.records import Completion
+from asyncrl.messages.sampling import ThoughtGate, overlap
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:
@@ -36,8 +37,12 @@ class AnswerText:
         keep_special: Collection[str] = (),
         shows_special: bool = True,
         before: Sequence[int] = (),
+        gate: ThoughtGate | None = None,
     ) -> None:
-        """`keep_special`: marks of tool calls and thoughts. `before`: the last prompt ids."""
+        """`keep_special`: marks of tool calls and thoughts. `before`: the last prompt ids. `gate`: no stop
+        string counts before the end of the thought.
+        """
+        self._gate = gate
         self._texts = texts
         self._stop = stop
         self._stop_ids = self._special(stop)
@@ -59,12 +64,14 @@ class AnswerText:
             if token not in self._marks:
                 run.append(token)
                 continue
-            text += self._add(run) + self.finish()
+            text += self._add(run) + self.finish(is_last=False)
             run = []
             if self.stopped_by is not None:
                 return text
             mark = self._texts.decode([token], skip_special_tokens=False)
-            if token in self._stop_ids:
+            thought, mark = self._past_thought(mark)
+            text += thought
+            if mark and token in self._stop_ids:
                 self.stopped_by = mark
                 return text
             text += mark
@@ -78,19 +85,23 @@ class AnswerText:
         self._has_unsure = text.endswith(REPLACEMENT)
         return self._until_stop(text[:-1] if self._has_unsure else text)
 
-    def finish(self) -> str:
+    def finish(self, *, is_last: bool = True) -> str:
         run = self._run
         self._run = []
-        text = self._until_stop(self._decode(run))
+        text = self._until_stop(self._decode(run), is_last=is_last)
         self._has_unsure = False
         if self.stopped_by is None:
             text += self._held
             self._held = ""
         return text
 
-    def _until_stop(self, text: str) -> str:
+    def _past_thought(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
+        return ("", text) if self._gate is None else self._gate.feed(text, is_last=is_last)
+
+    def _until_stop(self, text: str, *, is_last: bool = False) -> str:
         if self.stopped_by is not None:
             return ""
+        thought, text = self._past_thought(text, is_last=is_last)
         held = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
         if found:
@@ -98,7 +109,7 @@ class AnswerText:
         else:
             end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[end:]
-        return held[:end]
+        return thought + held[:end]
 
     def _special(self, names: Iterable[str]) -> set[int]:
         return {
@@ -155,6 +166,7 @@ class Answer:
     shows_special: InitVar[bool] = True
     before: InitVar[Sequence[int]] = ()
     """The last prompt ids."""
+    gate: InitVar[ThoughtGate | None] = None
     is_streamed: bool = False
     """Calls that have begun stay calls if they are malformed or cut; otherwise such an answer is text."""
     finish_reason: str = ""
@@ -167,14 +179,21 @@ class Answer:
     completion: Completion = field(default_factory=Completion)
     """Once finished."""
 
-    def __post_init__(self, asked: AnyRequest, shows_special: bool, before: Sequence[int]) -> None:
+    def __post_init__(
+        self, asked: AnyRequest, shows_special: bool, before: Sequence[int], gate: ThoughtGate | None
+    ) -> None:
         self.has_logprobs = asked.logprobs
         self._has_one_call = asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
         kept = (*self.tool_format.opens, *marks)
         self._answer = AnswerText(
-            self.tokenizer, asked.stop, keep_special=kept, shows_special=shows_special, before=before
+            self.tokenizer,
+            asked.stop,
+            keep_special=kept,
+            shows_special=shows_special,
+            before=before,
+            gate=gate,
         )
         self._text = ""
         self._shown = ""

@@ -31,7 +31,7 @@ from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessio
 from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, opens_thought
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.sampling import SamplingRequest, ThoughtGate
 from asyncrl.messages.work import ChatTokenizer
 
 Value = TypeVar("Value")
@@ -115,7 +115,8 @@ class EngineRoute:
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts_field == "reasoning_content"
         marks = self.tool_format.thinking
-        thoughts = ReasoningSplitter(marks, is_open=opens_thought(prompt, marks)) if splits_thoughts else None
+        is_open = opens_thought(prompt, marks)
+        thoughts = ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None
         shows_special = session.shows_special
         if asked.skip_special_tokens is not None:
             shows_special = not asked.skip_special_tokens
@@ -128,6 +129,8 @@ class EngineRoute:
             thoughts=thoughts,
             shows_special=shows_special,
             before=planned.tail,
+            gate=ThoughtGate(marks, is_open=is_open) if asked.stop else None,
+            is_streamed=asked.stream,
         )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
@@ -145,6 +148,8 @@ class EngineRoute:
             after=session.last_span,
             grammar=grammar,
             top_logprobs=asked.top_logprobs,
+            thinking=marks if stop else None,
+            is_thinking=is_open,
         )
         return GatewayCall(
             name=f"{dialect.name}-{planned.number}",
