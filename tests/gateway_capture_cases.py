@@ -90,7 +90,9 @@ def plan(
 class Play:
     """A session: asks, and records answers as chatcmpl-0, chatcmpl-1, ... in the order of recording."""
 
-    def __init__(self, renderer: Any = None, thinking: Marks = THINKING, *, keeps_thoughts: bool = True) -> None:
+    def __init__(
+        self, renderer: Any = None, thinking: Marks = THINKING, *, keeps_thoughts: bool = True
+    ) -> None:
         self.renderer = renderer if renderer is not None else CharRenderer()
         self.capture = Capture(self.renderer, GatewayStats(), thinking, keeps_thoughts=keeps_thoughts)
         self.num_recorded = 0

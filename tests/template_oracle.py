@@ -1,7 +1,7 @@
 """What a chat template makes of a chat, said by transformers alone: no code of asyncrl runs here.
 
-A tokenizer is built around a template in kinds that real models have. `Oracle.expected` is the prompt of a turn: the
-ids of `apply_chat_template(whole chat, tokenize=True)`, or the sampled ids and then the template's own.
+A tokenizer is built around a template in kinds that real models have. `Oracle.expected` is the prompt of a
+turn: the ids of `apply_chat_template(whole chat, tokenize=True)`, or the sampled ids and then the template's own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,7 +94,7 @@ def base_tokenizer(base: str) -> Tokenizer:
 # ---- the oracle
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818  no error of ours
     """The template refuses the chat, or leaves out the answer."""
 
 
@@ -103,7 +103,7 @@ PROBES = ("ssu", "us", "susu", "suasu")
 
 
 def rendered(template: str, chat: Chat, tools: Any, **options: Any) -> str:
-    """Return the text with the repairs of vLLM: arguments are objects, system texts are merged, texts are parts."""
+    """Return the text, with the repairs of vLLM: arguments as objects, system texts merged, texts as parts."""
     chat = [_as_server(message) for message in chat]
     late = any(message["role"] == "system" for message in chat[1:])
     wants_parts = not _writes(template, "u", options, wants_parts=False)
@@ -207,7 +207,7 @@ class Oracle:
         return list(self.fast(text, add_special_tokens=False)["input_ids"])
 
     def _closings(self, said: Message, then: Message, tools: Any) -> tuple[str, str]:
-        """Return the text from an answer to its end mark, if it is the last one, and before another message."""
+        """Return the text from an answer through its end mark, at the end of a chat and before a message."""
         chat = [user("Ask 98"), said]
         texts = ["", ""]
         with contextlib.suppress(Refused):
@@ -263,7 +263,7 @@ class Oracle:
         return [*ids[:end], last]
 
     def _written(self, prompt: str, chat: Chat, said: Message, tools: Any) -> str:
-        """Return the answer as the template writes it at the end of a chat, else in the form of most models."""
+        """Return the answer as the template writes it at the end of a chat, else in the usual form."""
         bare = _without(said, "reasoning_content")
         thought = said.get("reasoning_content", "")
         forms = [said]
@@ -290,7 +290,7 @@ class Oracle:
         return (THOUGHT.format(thought) if thought else "") + written
 
     def expected(self, chat: Chat, tools: Any, places: Sequence[int], kept: list[int]) -> Expected:
-        """Return the prompt of a chat with answers at `places`, up to the last of which `kept` was sent or sampled."""
+        """Return the prompt of a chat with answers at `places`. `kept`: the ids through the last of them."""
         at = places[-1]
         whole, said = self.text(chat, tools), chat[at]
         has_calls = bool(said.get("tool_calls"))
@@ -324,7 +324,8 @@ class Oracle:
         return Expected([*kept, *ids[rest:]], frozenset(names or {"form"}))
 
     def _names(self, chat: Chat, tools: Any, mine: str, whole: str, places: Sequence[int]) -> set[str]:
-        is_stripped = any(thought not in whole for thought in re.findall(r"hm\d+", mine))
+        thought = "hm" + re.findall(r"\d+", anchor(chat[places[-1]]))[0]
+        is_stripped = thought in mine and thought not in whole
         text = self.text(_with_stand_ins(chat), tools)
         is_opened = all(text.startswith(self.text(_with_stand_ins(chat[:index]), tools)) for index in places)
         return ({"thought"} if is_stripped else set()) | (set() if is_opened else {"opening"})
@@ -407,8 +408,8 @@ STORIES = {
     "edited": "u10 a10; u11 a11; edited u12 a12; u13 a13",
     "trimmed": "u10 a10; u11 a11; trimmed u12 a12; u13 a13",
 }
-"""Turns of messages: s system, u user, r result, a answer, c calls; + with text, ! with another end token. A word
-changes the history.
+"""Turns of messages: s system, u user, r result, a answer, c calls; + with text, ! with another end token.
+A word changes the history.
 """
 CHANGES = ("edited", "trimmed")
 HOWS = ("apart", "inline", "dropped")

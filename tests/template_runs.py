@@ -19,7 +19,7 @@ SAYS_NO, OMITS, NO_ANSWER = "refuses", "leaves out a message", "leaves out an an
 
 
 class Told:
-    """A story. `ending`: why the template ends it early; `names`: of all deviations. Raises AssertionError."""
+    """A story. `ending`: why the template ends it early. `names`: of its deviations."""
 
     def __init__(self, oracle: Oracle, product: HFChatTokenizer, title: str, *, keeps: bool = True) -> None:
         self.oracle, self.keeps = oracle, keeps
@@ -58,7 +58,8 @@ class Told:
         try:
             self.planned = plan(self.play.capture, self.chat, self.tools)
         except ValueError as error:
-            assert self.ending, f"{place}: refused by the product alone: {error}"
+            if not self.ending:
+                raise AssertionError(f"{place}: refused by the product alone: {error}") from None
             return False
         if self.ending:
             assert self.ending != OMITS, (
@@ -131,7 +132,7 @@ def tell(template: str, kind: Kind) -> dict[str, Told | None]:
 
 
 def row(template: str, kind: Kind) -> list[str]:
-    """Return the cells of docs/templates.csv: tool format, thoughts, joints, deviations, what is not possible."""
+    """Return a row of docs/templates.csv without the template's name."""
     tool_format = find_tool_format("auto", template)
     name = "none" if tool_format.refusal else tool_format.name
     try:

@@ -1,4 +1,4 @@
-"""Every chat template, with tokenizers of many kinds: a prompt is what transformers makes of the whole chat."""
+"""Chat templates with many kinds of tokenizers: a prompt is what transformers makes of the whole chat."""
 
 from __future__ import annotations
 
