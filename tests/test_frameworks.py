@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,6 +66,7 @@ class Framework:
     """One script of tests/frameworks, imported once; each scenario runs in a fork."""
 
     def __init__(self, name: str, home: Path) -> None:
+        self.reader = ThreadPoolExecutor(1)  # the gateway needs the threads of the loop
         kept = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), **OFFLINE}
         command = [frameworks_python(name), "-P", "-W", "ignore", SCRIPTS / "play.py", SCRIPTS / f"{name}.py"]
         self.process = subprocess.Popen(
@@ -84,7 +86,9 @@ class Framework:
         assert self.process.stdout is not None
         print(json.dumps({"scenario": scenario, "env": env}), file=self.process.stdin, flush=True)
         try:
-            line = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), PLAY_S)
+            loop = asyncio.get_running_loop()
+            reading = loop.run_in_executor(self.reader, self.process.stdout.readline)
+            line = await asyncio.wait_for(reading, PLAY_S)
         except TimeoutError:
             self.process.kill()
             pytest.fail(f"{scenario} has not ended after {PLAY_S:.0f} s")
@@ -201,50 +205,20 @@ SLOW += (
     "programs-ai_chat",
 )
 
+CONDENSED = (ADD_TWICE, "A summary.", "They are 10.")
+TOO_LONG = ["ContextWindowExceededError"]
 OVERFLOWS = [
-    Case("litellm_chat", "overflow", (ADD_TWICE,), ["ContextWindowExceededError"], 1, 1, 3000),
-    Case("litellm_chat", "anthropic_overflow", (ADD_TWICE,), ["ContextWindowExceededError"], 1, 1, 3000),
+    Case("litellm_chat", "overflow", (ADD_TWICE,), TOO_LONG, 1, 1, 9000),
+    Case("litellm_chat", "anthropic_overflow", (ADD_TWICE,), TOO_LONG, 1, 1, 9000),
+    Case("mini_swe_agent", "overflow", (call("bash", command=COUNT),), TOO_LONG, 1, 1, 9000),
+    Case("langchain_agent", "overflow", (ADD_TWICE,), ["ContextOverflowError"], 1, 1, 9000),
+    Case("crewai_agent", "overflow", (ADD_TWICE,), ["LLMContextLengthExceededError"], 1, 2, 9000),
+    Case("openhands_agent", "overflow", CONDENSED, ["They are 10.", 2], 3, 1, 22_000),
     Case(
-        "mini_swe_agent",
-        "overflow",
-        (call("bash", command=COUNT),),
-        ["ContextWindowExceededError"],
-        1,
-        1,
-        9000,
-    ),
-    Case(
-        "langchain_agent",
-        "overflow",
-        (ADD_TWICE, "A summary.", "They are 10."),
-        ["They are 10.", 2],
-        3,
-        1,
-        9000,
-    ),
-    Case(
-        "crewai_agent", "overflow", (ADD_TWICE, "A summary.", "They are 10."), ["They are 10.", 2], 3, 1, 9000
-    ),
-    Case(
-        "openhands_agent",
-        "overflow",
-        (ADD_TWICE, "A summary.", "They are 10."),
-        ["They are 10.", 2],
-        3,
-        1,
-        22_000,
-    ),
-    Case(
-        "programs",
-        "claude",
-        (call("Bash", command=COUNT), "A summary.", "Joined."),
-        ["Joined.", None],
-        3,
-        1,
-        47_000,
+        "programs", "claude", (call("Bash", command=COUNT), "Short.", "Done."), ["Done.", None], 3, 1, 49_000
     ),
     Case("programs", "codex", (call("exec_command", cmd=COUNT),), ["context window", None], 1, 1, 29_000),
-    Case("programs", "ai_overflow", (ADD_TWICE,), ["400 context_length_exceeded", 2], 1, 1, 3000),
+    Case("programs", "ai_overflow", (ADD_TWICE,), ["400 context_length_exceeded", 2], 1, 1, 9000),
 ]
 """Clients whose second call is too long. They summarize the conversation, or end with a clear error."""
 

@@ -1,9 +1,10 @@
-"""crewai: an agent with its own OpenAI client. After an overflow it asks again with a summary."""
+"""crewai: an agent with its own OpenAI client. After an overflow it asks for a summary."""
 
 import os
 
 from crewai import LLM, Agent
 from crewai.tools import tool
+from crewai.utilities.exceptions.context_window_exceeding_exception import LLMContextLengthExceededError
 from framework_tasks import QUESTION, add_up
 
 
@@ -31,4 +32,8 @@ def tools():
 
 
 def overflow():
-    return calculate(is_long=True)
+    """The summary's prompt is too long as well."""
+    try:
+        return calculate(is_long=True)
+    except LLMContextLengthExceededError as error:
+        return [type(error).__name__]
