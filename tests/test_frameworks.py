@@ -145,6 +145,7 @@ def shell(tool: str, argument: str, *last: str) -> tuple[str, ...]:
 SUBMIT = call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 JOINED = ["Joined.", "alpha\nbeta\n"]
 COUNT = "seq 2000"
+LOOKUP = (call("directory", name="b"), "4")
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,8 @@ CONVERSATIONS = [
     Case("programs", "codex", shell("exec_command", "cmd", "Joined."), JOINED),
     Case("programs", "ai_chat"),
     Case("programs", "ai_messages"),
+    Case("example_agents", "openai_agents", LOOKUP, ["", 1.0]),
+    Case("example_agents", "langgraph", LOOKUP, ["", 1.0]),
 ]
 SLOW = ("litellm_chat-tools", "openai_agents-tools", "langchain_agent-streamed_tools", "mini_swe_agent-tools")
 SLOW += (
@@ -214,9 +217,7 @@ OVERFLOWS = [
     Case("langchain_agent", "overflow", (ADD_TWICE,), ["ContextOverflowError"], 1, 1, 9000),
     Case("crewai_agent", "overflow", (ADD_TWICE,), ["LLMContextLengthExceededError"], 1, 2, 9000),
     Case("openhands_agent", "overflow", CONDENSED, ["They are 10.", 2], 3, 1, 22_000),
-    Case(
-        "programs", "claude", (call("Bash", command=COUNT), "Short.", "Done."), ["Done.", None], 3, 1, 49_000
-    ),
+    Case("programs", "claude", (call("Bash", command=COUNT),), ["Prompt is too long", None], 1, 5, 47_000),
     Case("programs", "codex", (call("exec_command", cmd=COUNT),), ["context window", None], 1, 1, 29_000),
     Case("programs", "ai_overflow", (ADD_TWICE,), ["400 context_length_exceeded", 2], 1, 1, 9000),
 ]
