@@ -9,7 +9,14 @@ from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolCall, ToolFormat, Tools, overlap
+from asyncrl.agents.endpoint.tool_formats import (
+    CallReader,
+    ReasoningSplitter,
+    ToolCall,
+    ToolFormat,
+    Tools,
+    overlap,
+)
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
@@ -157,6 +164,8 @@ class Answer:
     """The last prompt ids."""
     is_streamed: bool = False
     """Calls that have begun stay calls if they are malformed or cut; otherwise such an answer is text."""
+    is_thinking: InitVar[bool] = False
+    """The prompt opened a thought."""
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
@@ -167,16 +176,23 @@ class Answer:
     completion: Completion = field(default_factory=Completion)
     """Once finished."""
 
-    def __post_init__(self, asked: AnyRequest, shows_special: bool, before: Sequence[int]) -> None:
+    def __post_init__(
+        self, asked: AnyRequest, shows_special: bool, before: Sequence[int], is_thinking: bool
+    ) -> None:
         self.has_logprobs = asked.logprobs
-        self._has_one_call = asked.has_one_call
-        self._tools: Tools = getattr(asked, "tools", ())
+        self._max_calls = 1 if asked.has_one_call else None
+        tools: Tools = getattr(asked, "tools", ())
+        is_inside = self.thoughts is None and is_thinking
+        self._reader = CallReader(
+            self.tool_format, tools, is_thinking=is_inside if self.is_streamed else None
+        )
         marks = self.thoughts.marks if self.thoughts is not None else ()
         kept = (*self.tool_format.opens, *marks)
         self._answer = AnswerText(
             self.tokenizer, asked.stop, keep_special=kept, shows_special=shows_special, before=before
         )
         self._text = ""
+        self._unread = self.prefill
         self._shown = ""
         self._held_from = 0
 
@@ -225,11 +241,9 @@ class Answer:
         self._add(self._answer.finish(), is_last=True)
         self.completion = completion
         self.finish_reason = completion.finish_reason or ""
-        parsed = self.tool_format.parse(self.prefill + self._text, self._tools)
+        parsed = self.tool_format.parsed(self._reader, keeps_begun=self.is_streamed)
         self.content = parsed.content
-        self.calls += parsed.tool_calls[: 1 if self._has_one_call else None]
-        for number, call in enumerate(self.calls):
-            call.id = call.id or call_id(self.name, number)
+        self._take(parsed.tool_calls)
         if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
 
@@ -253,3 +267,15 @@ class Answer:
             thought, text = self.thoughts.feed(text, is_last=is_last)
             self.thought += thought
         self._text += text
+        self._unread += text
+        if self.is_streamed or is_last:
+            self._reader.feed(self._unread, is_last=is_last)
+            self._unread = ""
+        if self.is_streamed:
+            self._take(self._reader.calls)
+
+    def _take(self, calls: Sequence[ToolCall]) -> None:
+        for number, call in enumerate(calls[: self._max_calls]):
+            if number == len(self.calls):
+                call.id = call.id or call_id(self.name, number)
+                self.calls.append(call)

@@ -128,6 +128,8 @@ class EngineRoute:
             thoughts=thoughts,
             shows_special=shows_special,
             before=planned.tail,
+            is_streamed=asked.stream,
+            is_thinking=opens_thought(prompt, marks),
         )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
