@@ -190,11 +190,11 @@ class Gateway:
             if not reply.has_begun:
                 raise
             told = error if isinstance(error, ApiError) else internal_error()
-            self._refused[told.status] += 1
             if told.status != CLIENT_GONE:
                 await reply.write(reply.failed(told), is_last=True)
             if told is not error:
-                raise
+                raise  # to be logged and counted by _failed
+            self._refused[told.status] += 1
 
     async def _complete(
         self, session: GatewaySession, dialect: Dialect, request: Request, reply: _Reply

@@ -313,11 +313,11 @@ class ResponseWriter(Writer):
         index = len(self._blocks) - 1
         name = _PARTS[block.part][1]
         is_call = block.part == "call"
-        place = {"output_index": index, "item_id": _item_id(call, block)}
+        place: dict[str, Any] = {"output_index": index, "item_id": _item_id(call, block)}
         place |= {} if is_call else {"content_index": 0}
         if step == "delta":
-            logprobs = {"logprobs": []} if block.part == "text" else {}
-            return event(f"response.{name}.delta", **place, **logprobs, delta=text)
+            place |= {"logprobs": []} if block.part == "text" else {}
+            return event(f"response.{name}.delta", **place, delta=text)
         item = self._item(call, block)
         part = None if is_call else item["content"][0]
         if step == "open":

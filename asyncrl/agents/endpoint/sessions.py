@@ -342,13 +342,13 @@ class GatewaySession:
     async def in_hand(self, connection: Client) -> AsyncIterator[None]:
         """Count refusals. Raise ApiError in the block when the session ends (410) or its client leaves."""
 
-        def error(reason: str | None) -> ApiError:
+        def cut(reason: str | None) -> ApiError:
             if reason is None:
                 return client_gone()
             run_end = self.sessions.run_end
             return session_ended(reason) if run_end is None else engine_unavailable(run_end)
 
-        ended = self._until_end(error)
+        ended = self._until_end(cut)
         try:
             async with ended as scope:
                 connection.on_lost = partial(scope.reschedule, 0.0)
