@@ -16,9 +16,7 @@ from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
 from asyncrl.agents.endpoint.requests import (
-    NO_RETRY,
     AnyRequest,
-    ApiError,
     CallRules,
     ChatRequest,
     RequestReader,
@@ -27,7 +25,13 @@ from asyncrl.agents.endpoint.requests import (
     text_joint,
     too_long,
 )
-from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
+from asyncrl.agents.endpoint.sessions import (
+    GatewayCall,
+    GatewaySession,
+    Sessions,
+    engine_unavailable,
+    session_ended,
+)
 from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, opens_thought
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
@@ -182,11 +186,9 @@ class EngineRoute:
             session.fail_nowait(failure)
             raise session_ended(session.ended or "") from None
         except RoomError as error:
+            self.sessions.end_run_nowait(error.what)
             self.on_broken(error)
-            why = f"The run is ending: {error.what}"
-            raise ApiError(
-                503, why, type="server_error", code="engine_unavailable", headers=NO_RETRY
-            ) from None
+            raise engine_unavailable(error.what) from None
         finally:
             call.is_sampled = True
             call.news.set()
