@@ -223,7 +223,7 @@ OVERFLOWS = [
 ]
 """Clients whose second call is too long. They summarize the conversation, or end with a clear error."""
 
-FORKS = {"smolagents_agents-code-apart": 2, "smolagents_agents-litellm_code-apart": 2}
+FORKS = {"smolagents_agents-code-reasoning_content": 2, "smolagents_agents-litellm_code-reasoning_content": 2}
 """Number of branches if a framework rewrites answers: smolagents adds a line and Qwen3's template omits the
 thought before it.
 """
