@@ -100,3 +100,50 @@ def test_client_and_engine_stop_at_the_same_text(parts: list[str], stop: list[st
     assert (answer.stopped_by is not None) == is_stopped
     plain = tokenizer.decode(sampled)
     assert shown == (plain if answer.stopped_by in (START, PYTHON) else cut_at_stop(plain, stop))
+
+
+def cut_after_thought(text: str, stop: Sequence[str], thinking: tuple[str, str]) -> str:
+    """Cut the text at the first stop string after its leading thought."""
+    opening, closing = thinking
+    bare = text.lstrip()
+    if not bare.startswith(opening):
+        return text if opening.startswith(bare) else cut_at_stop(text, stop)
+    _, found, after = bare.removeprefix(opening).partition(closing)
+    return text.removesuffix(after) + cut_at_stop(after, stop) if found else text
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        st.sampled_from(["the", " fox", "ab", " ", "\U0001f600", "<", "[", "[ab]", "[/ab]", "]the"]), max_size=12
+    ),
+    stop=st.lists(st.sampled_from(["]", "[", "the", " fox", "e f", "ab", "\U0001f600"]), min_size=1, max_size=3),
+    thinking=st.sampled_from([("[ab]", "[/ab]"), ("", "[/ab]"), ("the", "\U0001f600ab"), (START, PYTHON)]),
+    cuts=st.lists(st.integers(0, 4), max_size=12),
+    data=st.data(),
+)
+def test_stop_text_counts_only_after_the_thought(
+    parts: list[str], stop: list[str], thinking: tuple[str, str], cuts: list[int], data: st.DataObject
+) -> None:
+    tokenizer = _saved["byte_level"]
+    if START in thinking:
+        named = {"[ab]": START, "[/ab]": PYTHON}
+        parts = [named.get(part, part) for part in parts]
+        stop = [text for text in stop if text in (" fox", "ab")] or ["the"]  # no special token is spanned
+    sampled: list[int] = []
+    watch = StopWatch(stop, tokenizer.decode, thinking=thinking)
+    is_stopped = False
+    for token in tokenizer.encode("".join(parts)):
+        if data.draw(st.booleans()):  # the engine was interrupted
+            watch = StopWatch(stop, tokenizer.decode, sampled, thinking=thinking)
+        sampled.append(token)
+        shown = tokenizer.decode(sampled, skip_special_tokens=False)
+        whole = shown.rstrip("\ufffd")
+        is_stopped = cut_after_thought(whole, stop, thinking) != whole
+        assert watch.is_complete(token) == is_stopped
+        if is_stopped:
+            break
+    answer = AnswerText(tokenizer, stop, keep_special=thinking, shows_special=False, thinking=thinking)
+    text = tokenizer.decode(sampled, skip_special_tokens=False)
+    assert "".join(pieces(answer, sampled, cuts)) == cut_after_thought(text, stop, thinking)
+    assert (answer.stopped_by is not None) == is_stopped

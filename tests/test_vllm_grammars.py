@@ -47,6 +47,28 @@ def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
     house.run(story, facts={"end_ids": (end,)})
 
 
+def test_stop_string_of_vllm_counts_only_after_the_thought(house: House) -> None:
+    """Also if the thought, or its closing mark, was sampled before an interruption."""
+
+    async def story(server: VllmServer) -> None:
+        request = house.request(max_tokens=60, seed=3)
+        whole = (await server.generate_segment(request)).token_ids
+        closing = house.tokenizer.decode(whole[9:11])
+        texts = [house.tokenizer.decode(whole[: num + 1]) for num in range(len(whole))]
+        num_thought = next(num for num, text in enumerate(texts) if closing in text)
+        begun = house.decode(whole[: num_thought + 1])
+        stop = next(letter for letter in house.decode(whole[num_thought + 1 :]) if letter in begun)
+        last = next(at for at in range(num_thought + 1, len(whole)) if stop in house.decode([whole[at]]))
+        for cut in (0, 4, num_thought + 1):
+            prompt = [*request.prompt_ids, *whole[:cut]]
+            # vLLM's random stream begins with each request, so the tokens are compared only if greedy
+            asked = replace(request, request_id=f"cut {cut}", prompt_ids=prompt, num_resumed=cut, stop=(stop,))
+            answer = await server.generate_segment(replace(asked, thinking=("", closing)))
+            assert (answer.finish_reason, answer.token_ids) == ("stop", whole[cut : last + 1])
+
+    house.run(story)
+
+
 TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>
 {% endif %}{% for message in messages %}<|user|>{{ message.content or '' }}\
 {% for call in message.tool_calls or [] %}<tool_call>

@@ -115,7 +115,12 @@ class EngineRoute:
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts_field == "reasoning_content"
         marks = self.tool_format.thinking
-        thoughts = ReasoningSplitter(marks, is_open=opens_thought(prompt, marks)) if splits_thoughts else None
+        is_open = opens_thought(prompt, marks)
+        thoughts = ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None
+        thinking = None
+        # A stop text with the closing mark is meant to end the thought.
+        if isinstance(asked, ChatRequest) and not any(marks[1] in text for text in asked.stop):
+            thinking = ("" if is_open else marks[0], marks[1])
         shows_special = session.shows_special
         if asked.skip_special_tokens is not None:
             shows_special = not asked.skip_special_tokens
@@ -128,6 +133,7 @@ class EngineRoute:
             thoughts=thoughts,
             shows_special=shows_special,
             before=planned.tail,
+            thinking=thinking,
         )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
@@ -145,6 +151,7 @@ class EngineRoute:
             after=session.last_span,
             grammar=grammar,
             top_logprobs=asked.top_logprobs,
+            thinking=thinking,
         )
         return GatewayCall(
             name=f"{dialect.name}-{planned.number}",
