@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from gateway_capture_cases import Message, Play, assistant, check_trained, plan, user
+from jinja2 import TemplateError
 from text_tokenizers import byte_level, save
 from tokenizers import AddedToken
 
@@ -26,14 +27,16 @@ TEMPLATES = {
 }
 OURS = Path(__file__).parent / "chat_templates"
 TEMPLATES |= {file.stem: file.read_text(encoding="utf-8") for file in OURS.glob("*.jinja")}
-NO_TEXT = {"idefics3", "llava_next", "smolvlm"}
-"""They write the parts of a message, and nothing of a message that is a text."""
 NO_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "llama3"}
 NO_TOOLS |= {"phi3", "phi3_5", "qwen2_5_vl", "chatml", "inst", "merges_white_space"}
+PARTS = {"idefics3", "llava_next", "smolvlm"}
+"""They write the parts of a message, and nothing of a message that is a text."""
+NO_TOOLS |= PARTS
 REWRITES = re.compile(
     "cohere2|deepseek|glm4moe|gptoss|muse_glimmer|nemotron_3|qwen3_(5_think|5_nothink$|6|8|training)"
+    "|idefics3|llava_next|smolvlm"
 )
-"""They write something of thoughts or channels that is not in the answer."""
+"""They write something of thoughts or channels, or a space, that is not in the answer."""
 
 SPECIAL = re.compile(
     r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_(?:turn|utterance)>|</s>|<eos>|\[/?INST\]"
@@ -52,6 +55,20 @@ ADD = {
 }
 TOOLS = [{"type": "function", "function": ADD}]
 Renderers = Callable[..., HFChatTokenizer]
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def as_transformers(renderer: HFChatTokenizer, chat: list[Message]) -> str:
+    """Return what the template itself writes; empty if it refuses the chat or takes only parts."""
+    try:
+        return str(renderer._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    except TemplateError:
+        return ""
+
+
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
@@ -206,7 +223,7 @@ class Told:
         return len(branches)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if base(name) not in NO_TEXT))
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_growing_conversation_is_one_branch_trained_as_sampled(name: str, renderer_for: Renderers) -> None:
     has_tools = base(name) not in NO_TOOLS
     for title, turns in stories(has_tools):
@@ -220,7 +237,7 @@ def test_growing_conversation_is_one_branch_trained_as_sampled(name: str, render
             assert ("realigned" in told.hows) == bool(REWRITES.match(name))
 
 
-@pytest.mark.parametrize("name", sorted({base(name) for name in TEMPLATES} - NO_TEXT))
+@pytest.mark.parametrize("name", sorted({base(name) for name in TEMPLATES}))
 @pytest.mark.parametrize("kind", ["edited", "trimmed"])
 def test_edited_history_begins_one_branch(kind: str, name: str, renderer_for: Renderers) -> None:
     told = Told(renderer_for(name), None)
@@ -236,7 +253,25 @@ def test_edited_history_begins_one_branch(kind: str, name: str, renderer_for: Re
     assert told.check_training() == 2
 
 
-@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if base(name) in NO_TEXT))
-def test_template_that_writes_no_texts_is_refused(name: str, renderer_for: Renderers) -> None:
-    with pytest.raises(ValueError, match=r"leaves out what messages\[0\] says: (.|\n)*model.chat_template"):
-        Told(renderer_for(name), None).turn(PLAIN[0])
+LATE = [
+    [system("Be brief."), user("go"), system("Be kind.")],
+    [user("go"), assistant("Yes."), user("on"), system("Be brief."), system("Be kind.")],
+    [system("Be brief."), {"role": "developer", "content": "Be kind."}, user("go")],
+]
+
+
+@pytest.mark.parametrize("name", sorted({base(name) for name in TEMPLATES} - {"gemma"}))
+def test_system_messages_reach_the_prompt_wherever_they_are(name: str, renderer_for: Renderers) -> None:
+    renderer = renderer_for(name)
+    kept = 0
+    for chat in LATE:
+        texts = [message["content"] for message in chat]
+        others = [message for message in chat if message["role"] in ("user", "assistant")]
+        merged = as_transformers(renderer, [system("Be brief.\n\nBe kind."), *others])
+        as_given = as_transformers(renderer, chat)
+        sent = renderer.render(chat)
+        assert all(text in sent for text in texts)
+        assert base(name) in PARTS or sent in (as_given, merged)
+        kept += sent == as_given
+    if name in ("qwen2_5", "qwen3", "llama3_1", "phi3"):
+        assert kept == 2, "system messages stay where a template takes them; developer's become system's"

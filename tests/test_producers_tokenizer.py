@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from text_tokenizers import SPECIAL, byte_level, save
+from text_tokenizers import SPECIAL, byte_fallback, byte_level, save
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -98,12 +102,81 @@ def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_p
         return HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat)
 
     assert rendered("{{ arguments | tojson }}") == '{"b": 1.5, "a": "x"}', "an object: not quoted once more"
-    as_it_is = "{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}"
-    assert rendered(as_it_is) == said
     wants_text = "{{ 'f(' + arguments + ')' }}"
-    assert rendered(wants_text) == f"f({said})"
-    call["function"]["arguments"] = {"b": 1.5}
-    assert rendered(wants_text) == 'f({"b": 1.5})'
+    assert rendered(wants_text) == 'f({"b": 1.5, "a": "x"})'
+    for malformed in ("", None, '{"a', "[1]", 3):
+        call["function"]["arguments"] = malformed
+        assert rendered(wants_text) == "f({})"
+
+
+def test_call_ids_take_the_form_that_a_template_demands(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Mistral's templates demand nine alphanumerics."""
+    template = tmp_path / "chat.jinja"
+    write = (
+        "{% for message in messages %}{% set id = message.tool_call_id or message.tool_calls[0].id %}"
+        "CHECK{{ id }} {% endfor %}"
+    )
+    demand = "{% if id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+    chat = []
+    for call_id in ("functions.f:0", "abcdefgh1"):
+        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
+        chat.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        chat.append({"role": "tool", "tool_call_id": call_id, "content": "1"})
+
+    def ids(check: str) -> list[str]:
+        template.write_text(write.replace("CHECK", check))
+        return HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()
+
+    assert ids("") == ["functions.f:0"] * 2 + ["abcdefgh1"] * 2
+    first, result, *others = ids(demand)
+    assert first == result
+    assert re.fullmatch("[a-zA-Z0-9]{9}", first)
+    assert others == ["abcdefgh1"] * 2
+    chat[1]["tool_call_id"] = None
+    assert re.fullmatch("[a-zA-Z0-9]{9}", ids(demand)[1])
+
+
+def test_template_writes_the_date_that_it_is_given(tiny_model_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% macro day() %}{{ strftime_now('%d %b %Y %H') }}{% endmacro %}{{ day() }}")
+    for year in (2024, 2031):
+        day = datetime.date(year, 7, 26)
+        tokenizer = HFChatTokenizer(tiny_model_dir, chat_template=template, now=day)
+        assert tokenizer.render(CHAT) == f"26 Jul {year} 00"
+
+
+MARKS = ("<|q|>", "<|user|>", "<|end|>")
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{{ tools }}"
+)
+GIVEN = ["<|q|>", "the <|q|>the", "a<|q|> <|q|>\n the", "\n<|q|>", "<|<|q|>", " the the<|q|>"]
+
+
+@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}])
+@pytest.mark.parametrize("kind", ["bytes", "prepend", "always", "first", "never"])
+def test_names_of_special_tokens_in_messages_are_text(kind: str, strips: Any, tmp_path: Path) -> None:
+    """The reference is another text, with j in the place of q, whose ids are then exchanged."""
+    backend = byte_level() if kind == "bytes" else byte_fallback()
+    if kind not in ("bytes", "prepend"):
+        backend.normalizer = normalizers.Replace(" ", "\u2581")
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    backend.add_special_tokens([AddedToken(mark, normalized=False, **strips) for mark in MARKS])
+    save(backend, tmp_path)
+    template = tmp_path / "marked.jinja"
+    template.write_text(MARKED)
+    parsed = HFChatTokenizer(tmp_path, chat_template=template)
+    plain = HFChatTokenizer(tmp_path, chat_template=template, parse_special_tokens=False)
+    for text in GIVEN:
+        tools = [{"type": "function", "function": {"name": "f", "description": text}}]
+        chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "<|q|>"}, *CHAT]
+        other = [{"role": "user", "content": text.replace("q", "j")}, *chat[1:]]
+        other_tools = json.loads(json.dumps(tools).replace("q", "j"))
+        expected = parsed.encode(parsed.render(other, tools=other_tools))
+        q, j = (backend.token_to_id(letter) for letter in "qj")
+        ids = plain.encode(plain.render(chat, tools=tools))
+        assert ids == tuple(q if token == j else token for token in expected)
+        assert ids.count(backend.token_to_id("<|q|>")) == 1, "the answer's"
 
 
 def test_lone_surrogate_is_refused(bos_tokenizer: HFChatTokenizer) -> None:
