@@ -157,7 +157,9 @@ async def test_temperature_that_vllm_would_change_is_refused() -> None:
 
 
 def test_stop_string_across_two_segments_is_found() -> None:
-    needed = VllmRequirements("/model", "float32", 1, 1000, (), decode=lambda ids, **_: "".join(map(chr, ids)))
+    needed = VllmRequirements(
+        "/model", "float32", 1, 1000, (), decode=lambda ids, **_: "".join(map(chr, ids))
+    )
     for resumed, new, stop, taken in (
         ("hello wo", "rld!", ["world"], 3),  # over the joint: ends with its last letter
         ("hello wo", "rk", ["world", ""], None),

@@ -115,9 +115,12 @@ def cut_after_thought(text: str, stop: Sequence[str], thinking: tuple[str, str])
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     parts=st.lists(
-        st.sampled_from(["the", " fox", "ab", " ", "\U0001f600", "<", "[", "[ab]", "[/ab]", "]the"]), max_size=12
+        st.sampled_from(["the", " fox", "ab", " ", "\U0001f600", "<", "[", "[ab]", "[/ab]", "]the"]),
+        max_size=12,
     ),
-    stop=st.lists(st.sampled_from(["]", "[", "the", " fox", "e f", "ab", "\U0001f600"]), min_size=1, max_size=3),
+    stop=st.lists(
+        st.sampled_from(["]", "[", "the", " fox", "e f", "ab", "\U0001f600"]), min_size=1, max_size=3
+    ),
     thinking=st.sampled_from([("[ab]", "[/ab]"), ("", "[/ab]"), ("the", "\U0001f600ab"), (START, PYTHON)]),
     cuts=st.lists(st.integers(0, 4), max_size=12),
     data=st.data(),

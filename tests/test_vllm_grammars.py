@@ -62,7 +62,9 @@ def test_stop_string_of_vllm_counts_only_after_the_thought(house: House) -> None
         for cut in (0, 4, num_thought + 1):
             prompt = [*request.prompt_ids, *whole[:cut]]
             # vLLM's random stream begins with each request, so the tokens are compared only if greedy
-            asked = replace(request, request_id=f"cut {cut}", prompt_ids=prompt, num_resumed=cut, stop=(stop,))
+            asked = replace(
+                request, request_id=f"cut {cut}", prompt_ids=prompt, num_resumed=cut, stop=(stop,)
+            )
             answer = await server.generate_segment(replace(asked, thinking=("", closing)))
             assert (answer.finish_reason, answer.token_ids) == ("stop", whole[cut : last + 1])
 
