@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from gateway_capture_cases import END, Message, Play, assistant, completion, plan, user
@@ -76,6 +77,16 @@ def test_other_tools_are_another_chat() -> None:
     chat = [user("hi"), assistant("yo"), user("more")]
     assert plan(play.capture, chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how == "extended"
     assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "edited"
+
+
+def test_edited_answer_after_a_recorded_one_is_in_the_prompt(renderer_for: Renderers) -> None:
+    play = Play(renderer_for("qwen3"))
+    play.ask([user("1+2")], f"{THOUGHT}3{IM_END}", assistant("3"))
+    chat = [user("1+2"), assistant("3"), user("Sure?"), assistant("It is edited."), user("Why?")]
+    planned = plan(play.capture, chat)
+    assert planned.parent is not None
+    added = play.renderer.decode(planned.added.tolist(), skip_special_tokens=False)
+    assert added == play.renderer.render(chat).partition(f"3{IM_END}")[2]
 
 
 def test_other_settings_are_not_continued(renderer_for: Renderers) -> None:
@@ -236,14 +247,14 @@ def test_forced_call_is_not_begun_inside_a_thought(
 # ---- what a template leaves out, and its settings
 
 
-def contents(chat: Sequence[Message], *, but: str = "") -> str:
+def contents(chat: Sequence[Mapping[str, Any]], *, but: str = "") -> str:
     """A template that writes contents, except of one role."""
     return " ".join(message["content"] for message in chat if message["role"] != but)
 
 
 def test_message_is_found_however_the_template_writes_it() -> None:
     said = [user(text) for text in ("one", 'the "two"', "drei \u00fc", "Four  and\nfive", "/no_think")]
-    habits: list[Callable[[Sequence[Message]], str]] = [
+    habits: list[Callable[[Sequence[Mapping[str, Any]]], str]] = [
         contents,
         lambda chat: json.dumps(contents(chat)).upper(),
         lambda chat: " ".join(contents(chat).split()),

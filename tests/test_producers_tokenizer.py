@@ -92,8 +92,9 @@ def test_template_refusal_is_a_value_error(
 def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     said = '{"b": 1.50,"a": "x"}'
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": said}}
-    chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    function: dict[str, Any] = {"name": "f", "arguments": said}
+    call = {"id": "1", "type": "function", "function": function}
+    chat: list[Any] = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
     def rendered(expression: str) -> str:
         template.write_text(
@@ -105,35 +106,26 @@ def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_p
     wants_text = "{{ 'f(' + arguments + ')' }}"
     assert rendered(wants_text) == 'f({"b": 1.5, "a": "x"})'
     for malformed in ("", None, '{"a', "[1]", 3):
-        call["function"]["arguments"] = malformed
+        function["arguments"] = malformed
         assert rendered(wants_text) == "f({})"
 
 
 def test_call_ids_take_the_form_that_a_template_demands(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Mistral's templates demand nine alphanumerics."""
     template = tmp_path / "chat.jinja"
-    write = (
-        "{% for message in messages %}{% set id = message.tool_call_id or message.tool_calls[0].id %}"
-        "CHECK{{ id }} {% endfor %}"
-    )
-    demand = "{% if id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
-    chat = []
+    chat: list[dict[str, Any]] = []
     for call_id in ("functions.f:0", "abcdefgh1"):
         call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
-        chat.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        chat.append({"role": "assistant", "tool_calls": [call]})
         chat.append({"role": "tool", "tool_call_id": call_id, "content": "1"})
-
-    def ids(check: str) -> list[str]:
-        template.write_text(write.replace("CHECK", check))
-        return HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()
-
-    assert ids("") == ["functions.f:0"] * 2 + ["abcdefgh1"] * 2
-    first, result, *others = ids(demand)
-    assert first == result
-    assert re.fullmatch("[a-zA-Z0-9]{9}", first)
-    assert others == ["abcdefgh1"] * 2
-    chat[1]["tool_call_id"] = None
-    assert re.fullmatch("[a-zA-Z0-9]{9}", ids(demand)[1])
+    ids = "{% for one in messages %}{{ one.tool_call_id or one.tool_calls[0].id }} {% endfor %}"
+    demand = "{% if messages[1].tool_call_id | length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
+    template.write_text(ids)
+    assert HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()[1] == "functions.f:0"
+    template.write_text(demand + ids)
+    called, result, *others = HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()
+    assert re.fullmatch("[a-zA-Z0-9]{9}", called)
+    assert [result, *others] == [called, "abcdefgh1", "abcdefgh1"]
 
 
 def test_template_writes_the_date_that_it_is_given(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -145,7 +137,7 @@ def test_template_writes_the_date_that_it_is_given(tiny_model_dir: Path, tmp_pat
         assert tokenizer.render(CHAT) == f"26 Jul {year} 00"
 
 
-MARKS = ("<|q|>", "<|user|>", "<|end|>")
+MARKS = ("<|q|>", "<|x|>", "<|user|>", "<|end|>")
 MARKED = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
     "{{ tools }}"
@@ -167,16 +159,15 @@ def test_names_of_special_tokens_in_messages_are_text(kind: str, strips: Any, tm
     template.write_text(MARKED)
     parsed = HFChatTokenizer(tmp_path, chat_template=template)
     plain = HFChatTokenizer(tmp_path, chat_template=template, parse_special_tokens=False)
+    q, j = (backend.token_to_id(letter) for letter in "qj")
     for text in GIVEN:
-        tools = [{"type": "function", "function": {"name": "f", "description": text}}]
-        chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "<|q|>"}, *CHAT]
-        other = [{"role": "user", "content": text.replace("q", "j")}, *chat[1:]]
-        other_tools = json.loads(json.dumps(tools).replace("q", "j"))
-        expected = parsed.encode(parsed.render(other, tools=other_tools))
-        q, j = (backend.token_to_id(letter) for letter in "qj")
-        ids = plain.encode(plain.render(chat, tools=tools))
+        answer = {"role": "assistant", "content": "<|x|>"}
+        chats = [[{"role": "user", "content": given}, answer] for given in (text, text.replace("q", "j"))]
+        tools = [[{"description": given}] for given in (text, text.replace("q", "j"))]
+        ids = plain.encode(plain.render(chats[0], tools=tools[0]))
+        expected = parsed.encode(parsed.render(chats[1], tools=tools[1]))
         assert ids == tuple(q if token == j else token for token in expected)
-        assert ids.count(backend.token_to_id("<|q|>")) == 1, "the answer's"
+        assert ids.count(backend.token_to_id("<|x|>")) == 1, "an answer's special token stays"
 
 
 def test_lone_surrogate_is_refused(bos_tokenizer: HFChatTokenizer) -> None:

@@ -113,6 +113,12 @@ class LeadingThought:
         return self._decode(token_ids, skip_special_tokens=False)
 
 
+def overlap(text: str, marker: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
+    longest = min(len(text), len(marker) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
+
+
 class StopWatch:
     """Detect stop strings after the leading thought. While an answer may begin a thought, nothing stops it.
 

@@ -141,8 +141,8 @@ class HFChatTokenizer:
         know the role. Then, or if the template refuses or omits system messages that are not the first
         message, they are merged into the first, like in vLLM.
 
-        Templates get tool-call arguments as objects, since most would quote a text again; those that fail on
-        objects get texts. If the template refuses the calls' ids, those that are not nine alphanumerics are
+        Templates get tool-call arguments as objects, since most would quote a text again; templates that fail
+        on objects get texts. If the template refuses the calls' ids, all others than nine alphanumerics are
         replaced (Mistral).
         """
         options = self._options(settings)
@@ -242,9 +242,14 @@ class HFChatTokenizer:
         shared = os.path.commonprefix([last, inner])
         tokens = self._special(shared)
         if not tokens:  # gpt-oss ends only the last answer of a chat with <|return|>
+            shared = inner
             tokens = self._special(inner)[:1]
-            shared = inner.partition(tokens[0])[0] + tokens[0] if tokens else ""
-        return shared[: shared.rfind(tokens[-1]) + len(tokens[-1])] if tokens else "", "".join(tokens[-1:])
+        # some templates begin the next answer whether or not they are asked to (Command A)
+        ends = [token for token in tokens if self._backend.token_to_id(token) in self.end_ids] or tokens
+        if not ends:
+            return "", ""
+        place = shared.find(ends[0]) if shared is inner else shared.rfind(ends[-1])
+        return shared[: place + len(ends[-1])], ends[-1]
 
     def _special(self, text: str) -> list[str]:
         return [
@@ -333,7 +338,7 @@ def _short(call_id: str) -> str:
 
 
 FORMS = ((_as_object, str), (_as_text, str), (_as_text, _short), (_as_object, _short))
-"""Forms of a chat's calls, best first; the refusal of the last is told."""
+"""Forms of a chat's calls, best first. A template's refusal of the last one is reported."""
 
 
 class PlainText:

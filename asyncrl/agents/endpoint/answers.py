@@ -9,9 +9,9 @@ from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolCall, ToolFormat, Tools, overlap
+from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolCall, ToolFormat, Tools
 from asyncrl.messages.records import Completion
-from asyncrl.messages.sampling import REPLACEMENT, LeadingThought
+from asyncrl.messages.sampling import REPLACEMENT, LeadingThought, overlap
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:

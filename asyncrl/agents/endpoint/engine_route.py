@@ -119,8 +119,9 @@ class EngineRoute:
         thoughts = ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None
         thinking = None
         # A stop text with the closing mark is meant to end the thought.
-        if isinstance(asked, ChatRequest) and not any(marks[1] in text for text in asked.stop):
-            thinking = ("" if is_open else marks[0], marks[1])
+        opening, closing = (mark.strip() for mark in marks)
+        if isinstance(asked, ChatRequest) and not any(closing in text for text in asked.stop):
+            thinking = ("" if is_open else opening, closing)
         shows_special = session.shows_special
         if asked.skip_special_tokens is not None:
             shows_special = not asked.skip_special_tokens
@@ -134,6 +135,7 @@ class EngineRoute:
             shows_special=shows_special,
             before=planned.tail,
             thinking=thinking,
+            is_streamed=asked.stream,
         )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:

@@ -385,8 +385,8 @@ class ChatMatcher:
     def _around(self, at: int, keeps_calls: bool) -> tuple[str, str]:
         """Return the texts before and after messages[at]; empty if the template refuses."""
         stand_in = self._stand_in(self.messages[at], SENTINEL, keeps_calls=keeps_calls)
-        others = [self._stand_in(message) for message in self.messages]
-        shown = [*others[:at], stand_in, *others[at + 1 :]]
+        earlier = [self._stand_in(message) for message in self.messages[:at]]
+        shown = [*earlier, stand_in, *self.messages[at + 1 :]]
         single = [
             {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each
             for each in shown
@@ -421,8 +421,8 @@ LONG = 16
 def left_out(render: Callable[[Messages], str], messages: Messages, text: str, start: int = 0) -> int | None:
     """Return the index of the first message from `start` on that is missing from the text, answers aside.
 
-    `text`: the end of what `render` writes. A long text that is found once is there. For others a render with
-    marks around them decides: "18" is in "2018", and SmolLM3 takes the switch `/no_think` out of a text.
+    `text`: the end of what `render` writes. A long content that is found once is present. For others a render
+    with marks around them decides: "18" is in "2018", and SmolLM3 removes the switch `/no_think` from a text.
     """
     squeezed = _squeezed(text)
     given = _squeezed("\0".join(_all_texts(messages[start:])))
@@ -472,7 +472,7 @@ def _is_unique(message: Message, squeezed: str, given: str) -> bool:
 
 
 def _ways(message: Message) -> list[str]:
-    """Return the text without white space and case, as it is and as JSON."""
+    """Return the text without white space and case, verbatim and as JSON."""
     said = str(message.get("content") or "")
     ways = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
     return [_squeezed(way) for way in ways]

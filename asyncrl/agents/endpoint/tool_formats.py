@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
+from asyncrl.messages.sampling import overlap
 
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _DECODER = json.JSONDecoder()
@@ -96,12 +97,6 @@ def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
         return apart, content.strip()
     inner = before.strip().removeprefix(begin).strip()
     return apart if inner in ("", apart) else f"{apart}\n{inner}".strip(), after.strip()
-
-
-def overlap(text: str, marker: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    longest = min(len(text), len(marker) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 
 
 class ReasoningSplitter:
