@@ -55,14 +55,14 @@ def test_stop_string_of_vllm_counts_only_after_the_thought(house: House) -> None
         whole = (await server.generate_segment(request)).token_ids
         closing = house.tokenizer.decode(whole[9:11])
 
-        def after_thought(token_ids: list[int]) -> str:
-            for num in range(1, len(token_ids)):
-                if closing in house.tokenizer.decode(token_ids[:num]):
-                    return house.decode(token_ids[num:])
-            return ""
+        def num_before(token_ids: list[int]) -> int:
+            num = 0
+            while num < len(token_ids) and closing not in house.tokenizer.decode(token_ids[:num]):
+                num += 1
+            return num
 
-        text = after_thought(whole)
-        num_thought = len(whole) - len(text)
+        num_thought = num_before(whole)
+        text = house.decode(whole[num_thought:])
         stop = next(letter for letter in text if letter in house.decode(whole[:num_thought]))
         for cut in (0, 4, num_thought):
             begun = whole[:cut]
@@ -71,7 +71,8 @@ def test_stop_string_of_vllm_counts_only_after_the_thought(house: House) -> None
                 request, request_id=f"cut {cut}", prompt_ids=prompt, num_resumed=cut, stop=(stop,)
             )
             answer = await server.generate_segment(replace(asked, thinking=("", closing)))
-            found = after_thought([*begun, *answer.token_ids])
+            sampled = [*begun, *answer.token_ids]
+            found = house.decode(sampled[num_before(sampled) :])
             assert found.find(stop) == (len(found) - 1 if answer.finish_reason == "stop" else -1)
             if not begun:  # vLLM's random stream begins with each request
                 assert (answer.finish_reason, found) == ("stop", text[: text.index(stop) + 1])
