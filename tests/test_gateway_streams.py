@@ -63,7 +63,9 @@ def content_of(event: dict[str, Any]) -> Any:
 @dialects
 @pytest.mark.parametrize("held_by", ["a queue", "a weight push"])
 @in_loop
-async def test_streams_begin_at_once_and_ping(monkeypatch: pytest.MonkeyPatch, path: str, held_by: str) -> None:
+async def test_streams_begin_at_once_and_ping(
+    monkeypatch: pytest.MonkeyPatch, path: str, held_by: str
+) -> None:
     monkeypatch.setattr(f"{SESSIONS}.PING_S", 0.01)
     gate = asyncio.Event()
     async with gateway_world(ScriptedEngine(gate=gate)) as world, AsyncExitStack() as held:
@@ -79,7 +81,9 @@ async def test_streams_begin_at_once_and_ping(monkeypatch: pytest.MonkeyPatch, p
                 gate.set()
                 await held.aclose()
         assert "".join(map(content_of, events)) == "Hello there."
-        ids = {event.get("id") or event.get("response", event.get("message", {})).get("id") for event in events}
+        ids = {
+            event.get("id") or event.get("response", event.get("message", {})).get("id") for event in events
+        }
         assert len(ids - {None}) == 1, "pings belong to the answer"
 
 
@@ -94,7 +98,9 @@ async def test_official_clients_accept_pings(monkeypatch: pytest.MonkeyPatch) ->
 
 
 CALLS = [{"a": 1, "b": [2, "ü"]}, {}]
-CALL_TEXTS = [f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(each)}}}\n</tool_call>' for each in CALLS]
+CALL_TEXTS = [
+    f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(each)}}}\n</tool_call>' for each in CALLS
+]
 
 
 @callers
@@ -121,7 +127,10 @@ async def continued(talk: Talk, path: str) -> list[str]:
         uses = [block for block in answer.content if block.type == "tool_use"]
         assert [block.input for block in uses] == CALLS
         results = [{"type": "tool_result", "tool_use_id": block.id, "content": "3"} for block in uses]
-        said: list[Any] = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
+        said: list[Any] = [
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": results},
+        ]
         await talk.message([*HI, *said], tools=TOOLS[path])
         return [block.type for block in answer.content]
     answer = await talk.respond(streamed=True, tools=TOOLS[path])
