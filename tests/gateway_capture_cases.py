@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
+from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.messages.records import Completion, Rollout, VersionSpan
 
 START, END = "\ue000", "\ue001"
@@ -89,9 +90,11 @@ def plan(
 class Play:
     """A session: asks, and records answers as chatcmpl-0, chatcmpl-1, ... in the order of recording."""
 
-    def __init__(self, renderer: Any = None) -> None:
+    def __init__(
+        self, renderer: Any = None, thinking: Marks = THINKING, *, keeps_thoughts: bool = True
+    ) -> None:
         self.renderer = renderer if renderer is not None else CharRenderer()
-        self.capture = Capture(self.renderer, GatewayStats())
+        self.capture = Capture(self.renderer, GatewayStats(), thinking, keeps_thoughts=keeps_thoughts)
         self.num_recorded = 0
 
     def answer(

@@ -163,7 +163,7 @@ def test_stop_string_across_two_segments_is_found() -> None:
     ):
         asked = request(prompt=tuple(map(ord, "ask: " + resumed)))
         asked = replace(asked, num_resumed=len(resumed), stop=tuple(stop))
-        watch = joint_watch(asked, lambda ids: "".join(map(chr, ids)))
+        watch = joint_watch(asked, lambda ids: "".join(map(chr, ids)), {})
         assert watch is not None
         found = [watch.is_complete(ord(letter)) for letter in new[: watch.window]]
         assert (found.index(True) + 1 if True in found else None) == taken

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 from gateway_capture_cases import END, Message, Play, assistant, completion, plan, user
@@ -74,6 +77,16 @@ def test_other_tools_are_another_chat() -> None:
     chat = [user("hi"), assistant("yo"), user("more")]
     assert plan(play.capture, chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how == "extended"
     assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "edited"
+
+
+def test_edited_answer_after_a_recorded_one_is_in_the_prompt(renderer_for: Renderers) -> None:
+    play = Play(renderer_for("qwen3"))
+    play.ask([user("1+2")], f"{THOUGHT}3{IM_END}", assistant("3"))
+    chat = [user("1+2"), assistant("3"), user("Sure?"), assistant("It is edited."), user("Why?")]
+    planned = plan(play.capture, chat)
+    assert planned.parent is not None
+    added = play.renderer.decode(planned.added.tolist(), skip_special_tokens=False)
+    assert added == play.renderer.render(chat).partition(f"3{IM_END}")[2]
 
 
 def test_other_settings_are_not_continued(renderer_for: Renderers) -> None:
@@ -234,22 +247,56 @@ def test_forced_call_is_not_begun_inside_a_thought(
 # ---- what a template leaves out, and its settings
 
 
+def contents(chat: Sequence[Mapping[str, Any]], *, but: str = "") -> str:
+    """A template that writes contents, except of one role."""
+    return " ".join(message["content"] for message in chat if message["role"] != but)
+
+
 def test_message_is_found_however_the_template_writes_it() -> None:
-    said = [user(text) for text in ("one", 'the "two"', "drei \u00fc", "Four  and\nfive")]
-    text = r'one {"the \"two\""} drei \u00fc FOUR AND FIVE'
-    assert left_out(said, text) is None
-    assert left_out([*said, assistant("no"), user("six")], text) == 5
-    many = [user(f"message {number} says something") for number in range(3000)]
-    assert left_out([*many, user("no")], "".join(message["content"] for message in many)) == 3000
+    said = [user(text) for text in ("one", 'the "two"', "drei \u00fc", "Four  and\nfive", "/no_think")]
+    habits: list[Callable[[Sequence[Mapping[str, Any]]], str]] = [
+        contents,
+        lambda chat: json.dumps(contents(chat)).upper(),
+        lambda chat: " ".join(contents(chat).split()),
+        lambda chat: contents(chat).replace("/no_think", ""),
+    ]
+    for habit in habits:
+        assert left_out(habit, said, habit(said)) is None
+
+
+@pytest.mark.parametrize("lost", ["18", "", "open", "the door is open today", "The tool says this"])
+def test_message_is_missed_although_its_text_is_elsewhere(lost: str) -> None:
+    result = {"role": "tool", "content": lost}
+    chat = [
+        user("In 2018, is it open?"),
+        assistant(""),
+        result,
+        assistant("The door is open today."),
+        user("x"),
+    ]
+    no_tools = partial(contents, but="tool")
+    assert left_out(contents, chat, contents(chat)) is None
+    assert left_out(no_tools, chat, no_tools(chat)) == 2
+    assert left_out(no_tools, chat, "x", 3) is None
+
+
+def test_text_that_only_the_template_says_is_missed() -> None:
+    default = "You are a helpful assistant."
+    chat = [{"role": "system", "content": default}, user("Hi.")]
+    assert left_out(lambda chat: default + contents(chat, but="system"), chat, f"{default}Hi.") == 0
+    late = [user("Hi."), assistant("Yes."), {"role": "system", "content": "Be brief."}]
+    first = left_out(lambda chat: contents([chat[2], *chat[:2]]), late, " the rest", 2)
+    assert first == 2, "it is before the rest"
+    assert left_out(lambda chat: contents(chat)[:100], [user("word " * 50)], "word " * 20) == 0, "it is cut"
 
 
 @in_loop
 async def test_message_that_the_template_omits_gets_400(renderer_for: Renderers) -> None:
-    async with gateway_world(tokenizer=renderer_for("qwen3_vl")) as world:
-        chat = [user("Hi."), {"role": "developer", "content": "Secret."}]
+    async with gateway_world(tokenizer=renderer_for("phi3")) as world:
+        chat = [user("In 2018?"), called("{}"), {**RESULT, "content": "18"}]
         status, answer = await world.post({"messages": chat})
         assert (status, answer["error"]["param"]) == (400, "messages")
-        assert "the chat template leaves out what messages[1] says" in answer["error"]["message"]
+        assert "the chat template leaves out what messages[2] says" in answer["error"]["message"]
 
 
 def test_developer_is_the_system_where_the_template_knows_none(renderer_for: Renderers) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +11,7 @@ from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, save
 from transformers import AutoTokenizer
 
 from asyncrl.agents.endpoint.answers import AnswerText
-from asyncrl.messages.sampling import StopWatch
+from asyncrl.messages.sampling import StopWatch, ThoughtGate
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 MARKER = "<tool_call>"
@@ -55,6 +54,14 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     return st.lists(encoded | ids, max_size=25).map(lambda each: sum(each, []))
 
 
+def thought_of(text: str, marks: tuple[str, str] | None, *, is_open: bool) -> str:
+    """The beginning of an answer through the end of its thought."""
+    if marks is None or not (is_open or text.lstrip().startswith(marks[0])):
+        return ""
+    before, end, _ = text.partition(marks[1])
+    return before + end
+
+
 @pytest.mark.parametrize("shows_special", [True, False])
 @pytest.mark.parametrize("name", [*MAKERS])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -77,26 +84,57 @@ def test_text_does_not_depend_on_its_pieces(
         assert shown == tokenizer.decode(kept, skip_special_tokens=not shows_special)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MARKS = [(START, PYTHON), ("the", "fox"), ("the" + START, "ab")]
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    parts=st.lists(st.sampled_from(["the", " fox", "ab", START, PYTHON, "|", "<"]), max_size=12),
+    parts=st.lists(st.sampled_from(["the", " fox", "fox", "ab", START, PYTHON, "|", "<"]), max_size=12),
     stop=st.lists(st.sampled_from(["|", "<", "python", "xa", "foxab", PYTHON, START, "e f"]), max_size=3),
     cuts=st.lists(st.integers(0, 4), max_size=12),
+    marks=st.none() | st.sampled_from(MARKS),
+    is_open=st.booleans(),
+    num_resumed=st.integers(0, 12),
 )
-def test_client_and_engine_stop_at_the_same_text(parts: list[str], stop: list[str], cuts: list[int]) -> None:
+def test_client_and_engine_stop_at_the_same_text(
+    parts: list[str],
+    stop: list[str],
+    cuts: list[int],
+    marks: tuple[str, str] | None,
+    is_open: bool,
+    num_resumed: int,
+) -> None:
+    """Marks: no stop text counts before the thought at the beginning has ended."""
     tokenizer = _saved["byte_level"]
     engine_tokenizer = AutoTokenizer.from_pretrained(tokenizer.model_path)
     added = engine_tokenizer.added_tokens_decoder.items()
     stop_ids = [index for index, token in added if token.special and str(token) in stop]
-    watch = StopWatch(stop, partial(engine_tokenizer.decode, skip_special_tokens=True), stop_ids=stop_ids)
+
+    def decode(ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return str(engine_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def gate() -> ThoughtGate | None:
+        return None if marks is None else ThoughtGate(marks, is_open=is_open)
+
+    ids = tokenizer.encode("".join(parts))
+    thought = thought_of("".join(parts), marks, is_open=is_open)
     sampled: list[int] = []
     is_stopped = False
-    for token in tokenizer.encode("".join(parts)):
+    watch = StopWatch(stop, decode, stop_ids=stop_ids, gate=gate())
+    for token in ids:
+        if len(sampled) == num_resumed:  # another engine continues
+            watch = StopWatch(stop, decode, sampled, stop_ids, gate())
         sampled.append(token)
         if is_stopped := bool(stop) and watch.is_complete(token):
             break
-    answer = AnswerText(tokenizer, stop, shows_special=False)
+    kept = marks or ()
+    answer = AnswerText(tokenizer, stop, keep_special=kept, shows_special=False, gate=gate())
     shown = "".join(pieces(answer, sampled, cuts))
     assert (answer.stopped_by is not None) == is_stopped
-    plain = tokenizer.decode(sampled)
-    assert shown == (plain if answer.stopped_by in (START, PYTHON) else cut_at_stop(plain, stop))
+    if marks is None:
+        plain = tokenizer.decode(sampled)
+        assert shown == (plain if answer.stopped_by in (START, PYTHON) else cut_at_stop(plain, stop))
+    after = tokenizer.decode(sampled, skip_special_tokens=False)[len(thought) :]
+    visible = after.replace(START, "").replace(PYTHON, "")
+    expected = any(text in (after if text in (START, PYTHON) else visible) for text in stop)
+    assert marks is None or is_stopped == expected

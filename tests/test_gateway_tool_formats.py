@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_capture_cases import assistant, user
-from gateway_cases import gateway_world, in_loop
+from gateway_cases import ByteTokenizer, gateway_world, in_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from test_gateway_capture_matrix import END, TEMPLATES, Renderers, base, renderers
 
+from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.requests import ChatRequest
 from asyncrl.agents.endpoint.tool_formats import (
     FAMILIES,
+    CallReader,
     ParsedAnswer,
     ToolCall,
     ToolFormat,
     find_tool_format,
 )
 from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.messages.json_values import typed
+from asyncrl.messages.records import Completion
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -107,93 +115,12 @@ def test_calls_that_a_template_writes_are_read_back(name: str, renderer_for: Ren
 
 # ---- formats whose templates trl does not ship, as their vendors publish them
 
-F, G = '{"s": "a b", "n": 1}', "{}"
+F = '{"s": "a b", "n": 1}'
 BOTH: Calls = [("f", {"s": "a b", "n": 1}), ("g_h", {})]
-V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
-V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
-KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
-LISTED = f'[{{"name": "f", "arguments": {F}}}, {{"name": "g_h", "arguments": {G}, "id": "abc"}}]'
-INVOKED = (
-    '<{0}invoke name="f">\n<{0}parameter name="s">a b</{0}parameter>\n<{0}parameter name="n">1</{0}parameter>\n'
-    '</{0}invoke>\n<{0}invoke name="g_h">\n</{0}invoke>'
-)
-DSML = INVOKED.format("｜DSML｜").replace('"s"', '"s" string="true"').replace('"n"', '"n" string="false"')
-SOLAR = "<|tool_call:begin|>abc<|tool_call:name|>{}<|tool_call:args|>{}<|tool_call:end|>"
-M = "]<]minimax[>["
-PUBLISHED: list[tuple[str, str]] = [
-    ("deepseek", f"<｜tool▁calls▁begin｜>{V3.format('f', F)}\n{V3.format('g_h', G)}<｜tool▁calls▁end｜>"),
-    ("deepseek", f"<｜tool▁calls▁begin｜>{V31.format('f', F)}{V31.format('g_h', G)}<｜tool▁calls▁end｜>"),
-    ("mistral", f"[TOOL_CALLS] {LISTED}"),
-    ("mistral", f"[TOOL_CALLS]f[ARGS]{F}[TOOL_CALLS]g_h[ARGS]{G}"),
-    ("mistral", f"[TOOL_CALLS]f[CALL_ID]abc[ARGS]{F}[TOOL_CALLS]g_h{G}"),
-    (
-        "kimi",
-        f"<|tool_calls_section_begin|>{KIMI.format('f', 0, F)}{KIMI.format('g_h', 1, G)}"
-        "<|tool_calls_section_end|>",
-    ),
-    (
-        "glm",  # since 4.7 without line feeds
-        "<tool_call>f<arg_key>s</arg_key><arg_value>a b</arg_value><arg_key>n</arg_key>"
-        "<arg_value>1</arg_value></tool_call><tool_call>g_h</tool_call>",
-    ),
-    ("hermes", f"<tool_call>\n{LISTED}\n</tool_call>"),
-    ("llama", f'{{"name": "f", "parameters": {F}}}; {{"name": "g_h", "parameters": {G}}}'),
-    (
-        "qwen3_coder",
-        "<tool_call>\n<function=f>\n<parameter=s>\na b\n</parameter>\n<parameter=n>\n1\n</parameter>\n"
-        "</function>\n</tool_call>\n<tool_call>\n<function=g_h>\n</function>\n</tool_call>",
-    ),
-    (
-        "gpt_oss",
-        f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{F}<|call|><|start|>assistant"
-        f"<|channel|>commentary to=functions.g_h<|message|>{G}",
-    ),
-    ("phi4", f"<|tool_call|>{LISTED}<|/tool_call|>"),
-    ("phi4", f"functools{LISTED}"),
-    ("granite", f"<|tool_call|>{LISTED}"),
-    ("apertus", f'<|tools_prefix|>[{{"f": {F}}}, {{"g_h": {G}}}]<|tools_suffix|>'),
-    (
-        "cohere",
-        f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "f", "parameters": {F}}},\n'
-        f'    {{"tool_call_id": "1", "tool_name": "g_h", "parameters": {G}}}\n]<|END_ACTION|>',
-    ),
-    ("nemotron_nano", f"<TOOLCALL>{LISTED}</TOOLCALL>"),
-    ("apriel", f"<tool_calls>{LISTED}</tool_calls>"),
-    (
-        "minimax_m1",
-        f'<tool_calls>\n{{"name": "f", "arguments": {F}}}\n{{"name": "g_h", "arguments": {G}}}\n</tool_calls>',
-    ),
-    (
-        "seed_oss",
-        "<seed:tool_call>\n<function=f>\n<parameter=s>a b</parameter>\n<parameter=n>1</parameter>\n</function>\n"
-        "</seed:tool_call>\n<seed:tool_call>\n<function=g_h>\n</function>\n</seed:tool_call>",
-    ),
-    ("minimax_m2", f"<minimax:tool_call>\n{INVOKED.format('')}\n</minimax:tool_call>"),
-    ("deepseek_dsml", f"<｜DSML｜function_calls>\n{INVOKED.format('｜DSML｜')}\n</｜DSML｜function_calls>"),
-    ("deepseek_dsml", f"<｜DSML｜tool_calls>\n{DSML}\n</｜DSML｜tool_calls>"),
-    (
-        "minimax_m3",
-        f'{M}<tool_call>\n{M}<invoke name="f">{M}<s>a b{M}</s>{M}<n>1{M}</n>{M}</invoke>\n{M}<invoke name="g_h">{M}</invoke>\n{M}</tool_call>',
-    ),
-    ("lfm2", "<|tool_call_start|>[f(s='a b', n=1), g_h()]<|tool_call_end|>"),
-    ("pythonic", "[f(s='a b', n=1), g_h()]"),
-    ("pythonic", "```tool_code\nf(s='a b', n=1)\ng_h()\n```"),
-    ("gemma4", '<|tool_call>call:f{n:1,s:<|"|>a b<|"|>}<tool_call|><|tool_call>call:g_h{}<tool_call|>'),
-    (
-        "hunyuan",
-        "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>s</arg_key>\n<arg_value>a b</arg_value>\n<arg_key>n</arg_key>\n"
-        "<arg_value>1</arg_value>\n</tool_call>\n<tool_call>g_h<tool_sep>\n</tool_call>\n</tool_calls>",
-    ),
-    ("solar", f"<|tool_calls|>{SOLAR.format('f', F)}{SOLAR.format('g_h', G)}"),
-    ("functionary", f"<function=f>{F}</function><function=g_h>{G}</function>"),
-    (
-        "gigachat",
-        f'<|function_call|>{{"name": "f", "arguments": {F}}}<|function_call|>{{"name": "g_h", "arguments": {G}}}',
-    ),
-    (
-        "minicpm",
-        '<function name="f"><param name="s"><![CDATA[a b]]></param><param name="n">1</param></function>\n<function name="g_h"></function>',
-    ),
+PUBLISHED = [
+    (name, text)
+    for name, texts in tomllib.loads(Path(__file__).with_name("published_calls.toml").read_text()).items()
+    for text in texts
 ]
 
 
@@ -277,6 +204,27 @@ def test_shown_pieces_are_a_prefix_of_the_content(name: str, data: st.DataObject
         assert content.startswith(shown)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), cuts=st.lists(st.integers(0, 9), max_size=40))
+def test_streamed_calls_grow_to_those_of_the_whole(name: str, data: st.DataObject, cuts: list[int]) -> None:
+    tool_format = find_tool_format(name, "")
+    parts = re.split(r"(?<=[>\n])", RAW[name])
+    place = data.draw(st.integers(0, len(parts)))
+    text = "".join([*parts[:place], data.draw(st.sampled_from(["", *PIECES, *parts])), *parts[place:]])
+    whole, streamed = (CallReader(tool_format, TOOLS, is_thinking=False) for _ in range(2))
+    whole.feed(text, is_last=True)
+    seen: list[str] = []
+    for cut in cuts:
+        streamed.feed(text[len(streamed.text) :][:cut])
+        now = [f"{call.name} {call.arguments}" for call in streamed.calls]
+        assert all(map(str.startswith, now, seen))
+        seen = now
+    streamed.feed(text[len(streamed.text) :], is_last=True)
+    assert (streamed.calls, streamed.content) == (whole.calls, whole.content)
+    assert streamed.is_malformed == whole.is_malformed
+
+
 def test_thought_whose_mark_is_half_there_is_not_shown() -> None:
     tool_format = find_tool_format("gpt_oss", "")
     thought = "".join(tool_format.thinking)
@@ -302,6 +250,73 @@ def test_channels_show_only_the_text_for_the_user() -> None:
         assert tool_format.show(text) == tool_format.show(text[:-10]) == ("Four.", len(text) - 10)
     called = f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|message|>{F}"
     assert found("gptoss").parse(called).content == "I look."
+
+
+# ---- answers while they are sampled, and types of arguments
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_only_a_streamed_answer_keeps_a_call_that_was_cut(is_streamed: bool) -> None:
+    ids = RAW["hermes"].partition(F)[0].encode() + F[:9].encode()
+    asked = ChatRequest(messages=[user("Q")], tools=TOOLS)
+    answer = Answer(ByteTokenizer(), HERMES, asked, prefill="", name="call_1", is_streamed=is_streamed)
+    for token in ids:
+        answer.feed([token])
+    answer.finish(Completion(tuple(ids), (0.0,) * len(ids), finish_reason="length"))
+    assert [call.arguments for call in answer.calls] == [F[:9]] * is_streamed
+    assert answer.content == (None if is_streamed else ids.decode())
+    assert all(re.fullmatch("[A-Z0-9]{9}", str(call.id)) for call in answer.calls)
+
+
+def test_model_keeps_the_ids_that_it_wrote() -> None:
+    for name, own_id in (("kimi", "functions.f:0"), ("solar", "abc"), ("hermes", None)):
+        assert find_tool_format(name, "").parse(RAW[name], TOOLS).tool_calls[0].id == own_id
+
+
+VALUES = st.sampled_from([1, -2.5, True, None, "1", "1.0", "true", "null", "a", "[1]", [1], {"a": 1}])
+KINDS = [
+    "string",
+    "integer",
+    "number",
+    "boolean",
+    "null",
+    "array",
+    "object",
+    ["string", "null"],
+    ["integer", "string"],
+]
+LEAVES = st.one_of(
+    st.sampled_from([{}, {"description": "x"}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]),
+    st.builds(lambda kind: {"type": kind}, st.sampled_from(KINDS)),
+    st.builds(lambda values: {"enum": values}, st.lists(VALUES, min_size=1, max_size=3)),
+    st.builds(lambda value: {"const": value}, VALUES),
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.builds(
+        lambda key, parts, leaf: {**leaf, key: parts},
+        st.sampled_from(["anyOf", "allOf"]),
+        st.lists(inner, min_size=1, max_size=3),
+        LEAVES,
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(schema=SCHEMAS, value=VALUES)
+def test_text_that_a_schema_allows_stays_text(schema: dict[str, Any], value: Any) -> None:
+    root = {"$defs": {"a": {"enum": ["1", "true", "null"]}, "b": {"type": ["string", "null"]}}}
+    valid = Draft202012Validator({**root, "allOf": [schema]}).is_valid
+    raw = value if isinstance(value, str) else json.dumps(value)
+    with contextlib.suppress(ValueError):
+        value = json.loads(raw)
+    read = typed(raw, schema, root)
+    is_free = all(map(valid, ["q", 0.5, True, None, [], {}]))
+    if valid(raw) and not is_free and not (value is None and valid(None)):
+        assert read == raw
+    elif valid(value):
+        assert (read, type(read)) == (value, type(value))
 
 
 # ---- Hermes and Llama

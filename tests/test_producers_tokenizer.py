@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from text_tokenizers import SPECIAL, byte_level, save
+from text_tokenizers import SPECIAL, byte_fallback, byte_level, save
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -88,8 +92,9 @@ def test_template_refusal_is_a_value_error(
 def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     said = '{"b": 1.50,"a": "x"}'
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": said}}
-    chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    function: dict[str, Any] = {"name": "f", "arguments": said}
+    call = {"id": "1", "type": "function", "function": function}
+    chat: list[Any] = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
     def rendered(expression: str) -> str:
         template.write_text(
@@ -98,12 +103,71 @@ def test_tool_arguments_reach_a_template_in_its_form(tiny_model_dir: Path, tmp_p
         return HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat)
 
     assert rendered("{{ arguments | tojson }}") == '{"b": 1.5, "a": "x"}', "an object: not quoted once more"
-    as_it_is = "{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}"
-    assert rendered(as_it_is) == said
     wants_text = "{{ 'f(' + arguments + ')' }}"
-    assert rendered(wants_text) == f"f({said})"
-    call["function"]["arguments"] = {"b": 1.5}
-    assert rendered(wants_text) == 'f({"b": 1.5})'
+    assert rendered(wants_text) == 'f({"b": 1.5, "a": "x"})'
+    for malformed in ("", None, '{"a', "[1]", 3):
+        function["arguments"] = malformed
+        assert rendered(wants_text) == "f({})"
+
+
+def test_call_ids_take_the_form_that_a_template_demands(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Mistral's templates demand nine alphanumerics."""
+    template = tmp_path / "chat.jinja"
+    chat: list[dict[str, Any]] = []
+    for call_id in ("functions.f:0", "abcdefgh1"):
+        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
+        chat.append({"role": "assistant", "tool_calls": [call]})
+        chat.append({"role": "tool", "tool_call_id": call_id, "content": "1"})
+    ids = "{% for one in messages %}{{ one.tool_call_id or one.tool_calls[0].id }} {% endfor %}"
+    demand = "{% if messages[1].tool_call_id | length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
+    template.write_text(ids)
+    assert HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()[1] == "functions.f:0"
+    template.write_text(demand + ids)
+    called, result, *others = HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat).split()
+    assert re.fullmatch("[a-zA-Z0-9]{9}", called)
+    assert [result, *others] == [called, "abcdefgh1", "abcdefgh1"]
+
+
+def test_template_writes_the_date_that_it_is_given(tiny_model_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% macro day() %}{{ strftime_now('%d %b %Y %H') }}{% endmacro %}{{ day() }}")
+    for year in (2024, 2031):
+        day = datetime.date(year, 7, 26)
+        tokenizer = HFChatTokenizer(tiny_model_dir, chat_template=template, now=day)
+        assert tokenizer.render(CHAT) == f"26 Jul {year} 00"
+
+
+MARKS = ("<|q|>", "<|x|>", "<|user|>", "<|end|>")
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{{ tools }}"
+)
+GIVEN = ["<|q|>", "the <|q|>the", "a<|q|> <|q|>\n the", "\n<|q|>", "<|<|q|>", " the the<|q|>"]
+
+
+@pytest.mark.parametrize("strips", [{}, {"rstrip": True}, {"lstrip": True}])
+@pytest.mark.parametrize("kind", ["bytes", "prepend", "always", "first", "never"])
+def test_names_of_special_tokens_in_messages_are_text(kind: str, strips: Any, tmp_path: Path) -> None:
+    """The reference is another text, with j in the place of q, whose ids are then exchanged."""
+    backend = byte_level() if kind == "bytes" else byte_fallback()
+    if kind not in ("bytes", "prepend"):
+        backend.normalizer = normalizers.Replace(" ", "\u2581")
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    backend.add_special_tokens([AddedToken(mark, normalized=False, **strips) for mark in MARKS])
+    save(backend, tmp_path)
+    template = tmp_path / "marked.jinja"
+    template.write_text(MARKED)
+    parsed = HFChatTokenizer(tmp_path, chat_template=template)
+    plain = HFChatTokenizer(tmp_path, chat_template=template, parse_special_tokens=False)
+    q, j = (backend.token_to_id(letter) for letter in "qj")
+    for text in GIVEN:
+        answer = {"role": "assistant", "content": "<|x|>"}
+        chats = [[{"role": "user", "content": given}, answer] for given in (text, text.replace("q", "j"))]
+        tools = [[{"description": given}] for given in (text, text.replace("q", "j"))]
+        ids = plain.encode(plain.render(chats[0], tools=tools[0]))
+        expected = parsed.encode(parsed.render(chats[1], tools=tools[1]))
+        assert ids == tuple(q if token == j else token for token in expected)
+        assert ids.count(backend.token_to_id("<|x|>")) == 1, "an answer's special token stays"
 
 
 def test_lone_surrogate_is_refused(bos_tokenizer: HFChatTokenizer) -> None:

@@ -138,6 +138,9 @@ class GatewayConfig(FrozenConfig):
     starts a branch if it differs from the sampled tokens."""
     thoughts_field: Literal["content", "reasoning_content"] = "content"
     """Field of an answer in /v1/chat/completions that contains its thought."""
+    parse_special_tokens: bool = True
+    """Encode the name of a special token in a message or tool as that token, like vLLM. false: as any other
+    text, so that a web page that a tool reads cannot write a turn."""
     max_calls: int = Field(default=256, ge=1)
     """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl serve gateway` has no
     limit."""

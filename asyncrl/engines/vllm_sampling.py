@@ -9,7 +9,7 @@ import hashlib
 import io
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,9 @@ class Segment:
         self.answered = asyncio.Event()
         self._process = process
         self._requirements = requirements
-        self._watch = joint_watch(request, requirements.decode)
+        self._watches_all = any(request.stop) and request.thinking is not None
+        """vLLM would find stop strings in thoughts, so it gets none."""
+        self._watch = joint_watch(request, requirements.decode, requirements.special_ids)
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[TopLogprobs] = []
@@ -127,8 +129,9 @@ class Segment:
                 num_before = len(self._token_ids)
                 self._add(part)
                 if watch is not None and num_wanted is None:
-                    # Past its window no stop string reaches back.
-                    for at in range(num_before, min(len(self._token_ids), watch.window)):
+                    # Past its window no stop string reaches back to an earlier segment.
+                    num_watched = None if self._watches_all else watch.window
+                    for at in range(num_before, len(self._token_ids[:num_watched])):
                         if watch.is_complete(self._token_ids[at]):
                             num_wanted = at + 1
                             break
@@ -148,16 +151,14 @@ class Segment:
         request, requirements = self.request, self._requirements
         place = f"{request.seed}|{len(request.prompt_ids)}".encode()
         special = requirements.special_ids
+        stop = [text for text in request.stop if text and not self._watches_all]
         sampling: dict[str, Any] = {
             **request.parameters,
             "max_tokens": request.max_tokens,
             "seed": int.from_bytes(hashlib.sha256(place).digest()[:8], "big") >> 1,
-            "stop": [text for text in request.stop if text],
-            "stop_token_ids": [
-                *requirements.end_ids,
-                *(special[text] for text in request.stop if text in special),
-            ],
-            "detokenize": bool(request.stop),
+            "stop": stop,
+            "stop_token_ids": [*requirements.end_ids, *(special[text] for text in stop if text in special)],
+            "detokenize": bool(stop),
             "logprobs": request.top_logprobs + 1 if request.top_logprobs else 0,
         }
         if request.grammar is not None:
@@ -254,8 +255,14 @@ def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
     return found
 
 
-def joint_watch(request: SamplingRequest, decode: Decode | None) -> StopWatch | None:
-    """Watch for stop strings across segments; vLLM searches only new text."""
-    if decode is None or not request.num_resumed or not any(request.stop):
+def joint_watch(
+    request: SamplingRequest, decode: Decode | None, special_ids: Mapping[str, int]
+) -> StopWatch | None:
+    """Watch for stop strings across segments, since vLLM searches only new text, and after thoughts."""
+    if decode is None or not any(request.stop) or not (request.num_resumed or request.thinking):
         return None
-    return StopWatch(request.stop, decode, ids_of(request)[-request.num_resumed :])
+    resumed = ids_of(request)[len(request.prompt_ids) - request.num_resumed :]
+    if request.thinking is None:
+        return StopWatch(request.stop, decode, resumed)
+    stop_ids = [special_ids[text] for text in request.stop if text in special_ids]
+    return StopWatch(request.stop, decode, resumed, stop_ids, request.gate())

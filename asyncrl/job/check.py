@@ -135,7 +135,10 @@ def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
             found.lines.append(f"model: {model.source} {text}")
             return None
         tokenizer = HFChatTokenizer(
-            folder, chat_template=template, chat_template_kwargs=model.chat_template_kwargs
+            folder,
+            chat_template=template,
+            chat_template_kwargs=model.chat_template_kwargs,
+            parse_special_tokens=config.gateway.parse_special_tokens,
         )
     if config.rollout.facts.has_model:
         _refuse_beyond_positions(config.rollout, architecture.get("text_config", architecture))

@@ -101,7 +101,8 @@ def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
     return int(status), ErrorBody.model_validate(body)
 
 
-_PLAIN = [*SAMPLING_PARAMETERS, *"request_id max_tokens num_resumed stop seed top_logprobs".split()]
+_CALL = "request_id max_tokens num_resumed stop seed top_logprobs thinking is_thinking".split()
+_PLAIN = [*SAMPLING_PARAMETERS, *_CALL]
 _plain = attrgetter(*_PLAIN)
 
 
@@ -129,6 +130,7 @@ def read_submit(frame: Frame) -> list[Asked]:
     for number, is_streamed, prompt, grammar, plain in rows:
         values = dict(zip(_PLAIN, plain, strict=True))
         values["stop"] = tuple(values["stop"])
+        values["thinking"] = values["thinking"] and tuple(values["thinking"])
         request = SamplingRequest(prompt_ids=prompts[prompt], grammar=grammars[grammar], **values)
         asked.append(Asked(number, request, is_streamed))
     return asked

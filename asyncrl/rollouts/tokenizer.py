@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import datetime
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Template, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from asyncrl.base.errors import ConfigError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-
-ARGUMENTS_ARE_STRING = re.compile(r"arguments\s+is\s+string")
-"""Found in templates that write textual tool-call arguments verbatim (Qwen3)."""
-
 
 PROBE = "answer to the question"
 PROBES: Sequence[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -37,6 +39,16 @@ PROBES: Sequence[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
 ]
 """(an answer, the next message)."""
+SHAPES = ("system system user", "user system", "system user system user", "system user assistant system user")
+"""Roles of chats that a template must write whole, or its system messages are merged."""
+SYSTEM = ("system", "developer")
+CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+"""Form of a call's id in the templates that refuse others (Mistral)."""
+
+GIVEN, WRITTEN = (f"asyncrl{secrets.token_hex(16)}" for _ in range(2))
+"""Marks of the name of a special token: before one in a given text, behind one that the template wrote.
+Not guessable; ASCII, since templates escape other characters.
+"""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
@@ -52,9 +64,14 @@ class HFChatTokenizer:
         *,
         chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime.date | None = None,
+        parse_special_tokens: bool = True,
     ) -> None:
-        """`chat_template`: Jinja file; `chat_template_kwargs`: default template variables. Raises
-        ConfigError.
+        """Load the tokenizer. Raises ConfigError.
+
+        `chat_template`: Jinja file; `chat_template_kwargs`: default template variables. `now`: the date that
+        templates write (None: today). Without `parse_special_tokens`, the name of a special token in a
+        message or tool is encoded as any other text, answers aside.
         """
         self.model_path = str(model_path)
         self._tokenizer = tokenizer = _load(self.model_path)
@@ -80,10 +97,17 @@ class HFChatTokenizer:
             known_names = ", ".join(sorted(self._variables)) or "nothing here"
             way_out = f"model.chat_template_kwargs may set {known_names}."
             raise ConfigError(what, way_out=way_out)
-        self._has_developer = "developer" in template
+        self._roles = {} if "developer" in template else {"developer": "system"}
+        today = now or datetime.date.today()
+        self._constants = {**tokenizer.special_tokens_map, "documents": None, "strftime_now": today.strftime}
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._plain = None if parse_special_tokens else PlainText(self._backend, template)
+        self._writes_system = cache(self._finds_system)
+        for self._wants_parts in (False, True, False):  # True for SmolVLM, Idefics 3, LLaVA
+            if self._writes("user"):
+                break
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._decoder = tokenizer if cleans else self._backend  # the same text, 4 times as fast
         decoder = self._backend.decoder
@@ -111,34 +135,72 @@ class HFChatTokenizer:
         settings: Mapping[str, Any] | None = None,
         is_open: bool = True,
     ) -> str:
-        """Raises ValueError if the template refuses the chat.
+        """Return the template's text, repaired as servers do. Raises ValueError if it refuses the chat.
 
         `settings` override the run's template variables. Developer becomes system if the template does not
-        know the role. Templates get tool-call arguments as objects, since most would quote a text again;
-        templates with `is string` or that fail on objects get texts.
+        know the role. Then, or if the template refuses or omits system messages that are not the first
+        message, they are merged into the first, like in vLLM.
+
+        Templates get tool-call arguments as objects, since most would quote a text again; templates that fail
+        on objects get texts. If the template refuses the calls' ids, all others than nine alphanumerics are
+        replaced (Mistral).
         """
+        options = self._options(settings)
+        options["add_generation_prompt"] = is_open
+        chat = [self._tidied(message) for message in messages]
+        roles = [message["role"] for message in messages if message["role"] in SYSTEM]
+        is_late = any(message["role"] in SYSTEM for message in chat[1:])
+        if is_late and not all(map(self._writes_system, roles)):
+            chat = _merged(chat)
+        if self._plain is not None:
+            chat = [each if each["role"] == "assistant" else self._plain.marked(each) for each in chat]
+            tools = self._plain.marked(tools)
+        options["tools"] = [dict(tool) for tool in tools] if tools else None
+        for arguments_of, id_of in FORMS:
+            form = [_with_calls(message, arguments_of, id_of) for message in chat]
+            try:
+                return self._apply_template(form, options)
+            except ValueError as error:
+                refusal = error
+        raise refusal
+
+    def _options(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         known = {**self._settings, **(settings or {})}
         options = {name: value for name, value in known.items() if name in self._variables}
-        options |= {"tools": [dict(tool) for tool in tools] if tools else None}
-        options |= {"add_generation_prompt": is_open}
-        chat = [dict(message) for message in messages]
-        for message in chat:
-            if message.get("role") == "developer" and not self._has_developer:
-                message["role"] = "system"
-        if ARGUMENTS_ARE_STRING.search(self.template) or not any(one.get("tool_calls") for one in chat):
-            return self._apply_template(chat, options)
-        try:
-            return self._apply_template(_with_arguments(chat, _as_object), options)
-        except ValueError as refusal:
-            with contextlib.suppress(ValueError):
-                return self._apply_template(_with_arguments(chat, _as_text), options)
-            raise refusal
+        return {**self._constants, **options, "tools": None, "add_generation_prompt": True}
+
+    def _tidied(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message with a content and a role that the template knows."""
+        tidied = {name: value for name, value in message.items() if value is not None}
+        tidied["role"] = self._roles.get(message["role"], message["role"])
+        tidied.setdefault("content", "")
+        thought = tidied.get("reasoning_content")
+        # the names under which templates read a thought (gpt-oss, Gemma 4)
+        return tidied if thought is None else {"thinking": thought, "reasoning": thought, **tidied}
 
     def _apply_template(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        if self._wants_parts:
+            chat = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in chat]
         try:
-            return str(self._tokenizer.apply_chat_template(chat, tokenize=False, **options))
+            text = self._tokenizer.get_chat_template(None, options["tools"])
+            return _compile(text, "the chat template").render(messages=chat, **options)
         except Exception as error:  # it may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+    def _writes(self, shape: str) -> bool:
+        """Return whether the template writes every message of a chat of these roles."""
+        chat = [{"role": role, "content": f"{PROBE} {at}."} for at, role in enumerate(shape.split())]
+        try:
+            text = self._apply_template(chat, self._options())
+        except ValueError:
+            return False
+        return all(message["content"] in text for message in chat)
+
+    def _finds_system(self, role: str) -> bool:
+        """Return whether the template writes messages of the role, system or developer, anywhere."""
+        return role not in self._roles and all(
+            self._writes(shape.replace("system", role)) for shape in SHAPES
+        )
 
     def encode(self, text: str, *, after: str = "", adds_special: bool = False) -> tuple[int, ...]:
         """Encode a text that follows the text `after`. Raises ValueError for lone surrogates.
@@ -153,8 +215,12 @@ class HFChatTokenizer:
         return self._ids(text)  # a token spans both texts, and the ids of the first stay
 
     def _ids(self, text: str, adds_special: bool = False) -> tuple[int, ...]:
+        backend = self._backend
+        if self._plain is not None:
+            backend = self._plain.backend
+            text = self._plain.renamed(text)
         try:
-            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=adds_special)
+            (encoded,) = backend.encode_batch_fast([text], add_special_tokens=adds_special)
         except TypeError as error:
             raise ValueError("the text is no Unicode: it has a lone surrogate") from error
         return tuple(encoded.ids)
@@ -176,9 +242,14 @@ class HFChatTokenizer:
         shared = os.path.commonprefix([last, inner])
         tokens = self._special(shared)
         if not tokens:  # gpt-oss ends only the last answer of a chat with <|return|>
+            shared = inner
             tokens = self._special(inner)[:1]
-            shared = inner.partition(tokens[0])[0] + tokens[0] if tokens else ""
-        return shared[: shared.rfind(tokens[-1]) + len(tokens[-1])] if tokens else "", "".join(tokens[-1:])
+        # some templates begin the next answer whether or not they are asked to (Command A)
+        ends = [token for token in tokens if self._backend.token_to_id(token) in self.end_ids] or tokens
+        if not ends:
+            return "", ""
+        place = shared.find(ends[0]) if shared is inner else shared.rfind(ends[-1])
+        return shared[: place + len(ends[-1])], ends[-1]
 
     def _special(self, text: str) -> list[str]:
         return [
@@ -227,20 +298,76 @@ def _compile(template: str, name: str) -> Template:
     return compiled
 
 
-def _with_arguments(chat: list[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    chat = copy.deepcopy(chat)
-    for message in chat:
-        for call in message.get("tool_calls") or ():
-            call["function"]["arguments"] = convert(call["function"]["arguments"])
-    return chat
+def _merged(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge all system messages into the first message, joined like in vLLM."""
+    texts = [message["content"] for message in chat if message["role"] in SYSTEM]
+    system = {"role": "system", "content": "".join(texts)}
+    return [system, *(message for message in chat if message["role"] not in SYSTEM)]
 
 
-def _as_object(arguments: Any) -> Any:
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
+def _with_calls(
+    message: dict[str, Any], arguments_of: Callable[[Any], Any], id_of: Callable[[str], str]
+) -> dict[str, Any]:
+    changed = dict(message)
+    if "tool_call_id" in message or message["role"] == "tool":
+        changed["tool_call_id"] = id_of(message.get("tool_call_id", ""))
+    if message.get("tool_calls"):
+        changed["tool_calls"] = calls = []
+        for call in message["tool_calls"]:
+            function = call["function"]
+            arguments = arguments_of(function.get("arguments"))
+            call_id = id_of(call.get("id", ""))
+            calls.append({**call, "id": call_id, "function": {**function, "arguments": arguments}})
+    return changed
+
+
+def _as_object(arguments: Any) -> dict[str, Any]:
+    """Return `{}` for arguments that are not an object, like vLLM."""
+    with contextlib.suppress(ValueError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return json.dumps(_as_object(arguments), ensure_ascii=False)
+
+
+def _short(call_id: str) -> str:
+    """Return nine alphanumerics. Example: `functions.f:0` becomes `5e0d2bf6c`."""
+    return call_id if CALL_ID.fullmatch(call_id) else blake2b(call_id.encode()).hexdigest()[:9]
+
+
+FORMS = ((_as_object, str), (_as_text, str), (_as_text, _short), (_as_object, _short))
+"""Forms of a chat's calls, best first. A template's refusal of the last one is reported."""
+
+
+class PlainText:
+    """Encode the names of special tokens in given texts as ordinary text.
+
+    marked() marks these names in messages before the template is applied. In the backend here, special
+    tokens have other names, which renamed() gives to the unmarked ones. So all other ids, with the spaces
+    that tokenizers add and strip, are those of the original backend.
+    """
+
+    def __init__(self, backend: Tokenizer, template: str) -> None:
+        added = backend.get_added_tokens_decoder().values()
+        # also <tool_call> and <think>, which may not be special, but not a newline
+        names = [
+            one.content for one in added if one.special or one.content.strip() and one.content in template
+        ]
+        longest_first = sorted(names, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first))
+        self._name = re.compile(f"({GIVEN})?({pattern})")
+        renamed = re.sub(f'"({pattern})"', rf'"\g<1>{WRITTEN}"', backend.to_str())
+        self.backend: Tokenizer = type(backend).from_str(renamed)
+
+    def marked(self, value: Any) -> Any:
+        """Mark the names in all texts of a JSON value."""
+        text = self._name.sub(rf"{GIVEN}\g<2>", json.dumps(value, ensure_ascii=False))
+        return json.loads(text)
+
+    def renamed(self, text: str) -> str:
+        return self._name.sub(lambda found: found[2] if found[1] else found[2] + WRITTEN, text)
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from base64 import b32encode
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.agents.endpoint.tool_formats import (
-    CallReader,
-    ReasoningSplitter,
-    ToolCall,
-    ToolFormat,
-    Tools,
-    overlap,
-)
+from asyncrl.agents.endpoint.tool_formats import CallReader, ReasoningSplitter, ToolCall, ToolFormat, Tools
 from asyncrl.messages.records import Completion
+from asyncrl.messages.sampling import ThoughtGate, overlap
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:
@@ -43,8 +37,12 @@ class AnswerText:
         keep_special: Collection[str] = (),
         shows_special: bool = True,
         before: Sequence[int] = (),
+        gate: ThoughtGate | None = None,
     ) -> None:
-        """`keep_special`: marks of tool calls and thoughts. `before`: the last prompt ids."""
+        """`keep_special`: marks of tool calls and thoughts. `before`: the last prompt ids. `gate`: no stop
+        string counts before the end of the thought.
+        """
+        self._gate = gate
         self._texts = texts
         self._stop = stop
         self._stop_ids = self._special(stop)
@@ -66,15 +64,19 @@ class AnswerText:
             if token not in self._marks:
                 run.append(token)
                 continue
-            text += self._add(run) + self.finish()
+            text += self._add(run) + self.finish(is_last=False)
             run = []
+            mark = self._texts.decode([token], skip_special_tokens=False)
+            if self.stopped_by is None:
+                thought, after = self._past_thought(mark)
+                before = after.removesuffix(mark)  # a text that might have begun the mark of a thought
+                text += thought + self._until_stop(before) + self.finish(is_last=False)
+            if self.stopped_by is None and after:
+                is_stop = token in self._stop_ids
+                self.stopped_by = mark if is_stop else None
+                text += "" if is_stop else mark
             if self.stopped_by is not None:
                 return text
-            mark = self._texts.decode([token], skip_special_tokens=False)
-            if token in self._stop_ids:
-                self.stopped_by = mark
-                return text
-            text += mark
             self._context = [token]
         return text + self._add(run)
 
@@ -85,19 +87,23 @@ class AnswerText:
         self._has_unsure = text.endswith(REPLACEMENT)
         return self._until_stop(text[:-1] if self._has_unsure else text)
 
-    def finish(self) -> str:
+    def finish(self, *, is_last: bool = True) -> str:
         run = self._run
         self._run = []
-        text = self._until_stop(self._decode(run))
+        text = self._until_stop(self._decode(run), is_last=is_last)
         self._has_unsure = False
         if self.stopped_by is None:
             text += self._held
             self._held = ""
         return text
 
-    def _until_stop(self, text: str) -> str:
+    def _past_thought(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
+        return ("", text) if self._gate is None else self._gate.feed(text, is_last=is_last)
+
+    def _until_stop(self, text: str, *, is_last: bool = False) -> str:
         if self.stopped_by is not None:
             return ""
+        thought, text = self._past_thought(text, is_last=is_last)
         held = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
         if found:
@@ -105,7 +111,7 @@ class AnswerText:
         else:
             end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[end:]
-        return held[:end]
+        return thought + held[:end]
 
     def _special(self, names: Iterable[str]) -> set[int]:
         return {
@@ -140,6 +146,22 @@ def call_id(name: str, number: int) -> str:
     """Return nine letters and digits: Mistral's templates refuse any other id."""
     digest = blake2b(f"{name}-{number}".encode(), digest_size=8).digest()
     return b32encode(digest)[:9].decode()
+
+
+@cache
+def _bytes_of_letters() -> Mapping[str, int]:
+    """Byte-level vocabularies write each byte as a letter."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def part_of_character(tokenizer: ChatTokenizer, token: int) -> bytes:
+    """Return the bytes of a token that is not valid Unicode. Examples: `<0xE2>` or, at byte level, `âĤ`."""
+    piece = next(piece for piece, known in tokenizer.vocabulary.items() if known == token)
+    if token in tokenizer.byte_ids:
+        return bytes.fromhex(piece[3:5])
+    return bytes(_bytes_of_letters()[letter] for letter in piece)
 
 
 Kind = Literal["thought", "text"]
@@ -189,7 +211,12 @@ class Answer:
         marks = self.thoughts.marks if self.thoughts is not None else ()
         kept = (*self.tool_format.opens, *marks)
         self._answer = AnswerText(
-            self.tokenizer, asked.stop, keep_special=kept, shows_special=shows_special, before=before
+            self.tokenizer,
+            asked.stop,
+            keep_special=kept,
+            shows_special=shows_special,
+            before=before,
+            gate=ThoughtGate(self.tool_format.thinking, is_open=is_thinking) if asked.stop else None,
         )
         self._text = ""
         self._unread = self.prefill
@@ -253,7 +280,8 @@ class Answer:
         @cache
         def shown(token: int) -> dict[str, Any]:
             text = self.tokenizer.decode((token,), skip_special_tokens=False)
-            return {"token": text, "bytes": None if REPLACEMENT in text else list(text.encode())}
+            data = part_of_character(self.tokenizer, token) if REPLACEMENT in text else text.encode()
+            return {"token": text, "bytes": list(data)}
 
         found = self.completion
         tops = found.top_logprobs or [()] * len(found.token_ids)

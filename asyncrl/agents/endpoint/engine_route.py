@@ -119,7 +119,8 @@ class EngineRoute:
         if splits_thoughts is None:
             splits_thoughts = session.limits.thoughts_field == "reasoning_content"
         marks = self.tool_format.thinking
-        thoughts = ReasoningSplitter(marks, is_open=opens_thought(prompt, marks)) if splits_thoughts else None
+        is_open = opens_thought(prompt, marks)
+        thoughts = ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None
         shows_special = session.shows_special
         if asked.skip_special_tokens is not None:
             shows_special = not asked.skip_special_tokens
@@ -133,7 +134,7 @@ class EngineRoute:
             shows_special=shows_special,
             before=planned.tail,
             is_streamed=asked.stream,
-            is_thinking=opens_thought(prompt, marks),
+            is_thinking=is_open,
         )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
@@ -151,6 +152,8 @@ class EngineRoute:
             after=session.last_span,
             grammar=grammar,
             top_logprobs=asked.top_logprobs,
+            thinking=marks if stop else None,
+            is_thinking=is_open,
         )
         return GatewayCall(
             name=f"{dialect.name}-{planned.number}",

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -267,9 +268,9 @@ class ChatMatcher:
         if extended is not None and node is not None and node.num_messages > at:
             return extended
         joined = self._joined(at, answer, whole)
-        found = joined or extended or self._match("edited", None, 0, text, whole=Prefix().then(text))
+        found = joined or extended or self._match("edited", None, at + 1, text, whole=Prefix().then(text))
         if found is None:
-            index = left_out(self.messages, text)
+            index = left_out(self.render, self.messages, text, at + 1)
             what = f"the chat template leaves out what messages[{index}] says"
             rule = f"it has no place there for role {self.messages[index or 0]['role']}"
             raise ValueError(f"{what}: {rule}; send no such message, or set another model.chat_template")
@@ -279,7 +280,7 @@ class ChatMatcher:
         self, how: How, parent: ChatNode | None, num_covered: int, text: str, **fields: Any
     ) -> PromptMatch | None:
         """Return the match if the text has every message after the first `num_covered`."""
-        if left_out(self.messages, text, num_covered) is not None:
+        if left_out(self.render, self.messages, text, num_covered) is not None:
             return None
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
@@ -384,8 +385,8 @@ class ChatMatcher:
     def _around(self, at: int, keeps_calls: bool) -> tuple[str, str]:
         """Return the texts before and after messages[at]; empty if the template refuses."""
         stand_in = self._stand_in(self.messages[at], SENTINEL, keeps_calls=keeps_calls)
-        others = [self._stand_in(message) for message in self.messages]
-        shown = [*others[:at], stand_in, *others[at + 1 :]]
+        earlier = [self._stand_in(message) for message in self.messages[:at]]
+        shown = [*earlier, stand_in, *self.messages[at + 1 :]]
         single = [
             {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each
             for each in shown
@@ -413,24 +414,75 @@ class ChatMatcher:
         return {"role": "assistant", "content": "", "tool_calls": swapped}
 
 
-def left_out(messages: Messages, text: str, start: int = 0) -> int | None:
+LONG = 16
+"""Characters of a text that a template does not write by chance."""
+
+
+def left_out(render: Callable[[Messages], str], messages: Messages, text: str, start: int = 0) -> int | None:
     """Return the index of the first message from `start` on that is missing from the text, answers aside.
 
-    White space, case and JSON escapes do not count.
+    `text`: the end of what `render` writes. A long content that is found once is present. For others a render
+    with marks around them decides: "18" is in "2018", and SmolLM3 removes the switch `/no_think` from a text.
     """
     squeezed = _squeezed(text)
-    at = 0
+    given = _squeezed("\0".join(_all_texts(messages[start:])))
+    marked = list(messages)
+    doubtful: list[int] = []
     for index, message in enumerate(messages):
-        if index < start or message["role"] == "assistant":
+        if index < start or message["role"] == "assistant" or _is_unique(message, squeezed, given):
             continue
-        said = str(message.get("content") or "")
-        ways = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
-        places = (squeezed.find(_squeezed(way), begin) for begin in (at, 0) for way in ways)
-        place = next((place for place in places if place >= 0), None)
-        if place is None:
+        doubtful.append(index)
+        begin, end = _marks(index)
+        marked[index] = {**message, "content": f"{begin}{message.get('content') or ''}{end}"}
+    if not doubtful:
+        return None
+    try:
+        shown = render(marked).casefold()
+    except ValueError:  # the template refuses the chat; the text is of a similar one
+        shown = None
+    for index in doubtful:
+        if shown is None:
+            is_there = any(way in squeezed for way in _ways(messages[index]))
+        else:
+            begin, end = _marks(index)
+            before, _, after = shown.rpartition(end)
+            num_after = len(_MARK.sub("", after))  # `text` is the end
+            is_there = begin in before and num_after < len(text)
+        if not is_there:
             return index
-        at = max(at, place)
     return None
+
+
+_MARK = re.compile(rf"{SENTINEL}\d+[be]")
+
+
+def _marks(index: int) -> tuple[str, str]:
+    """Return marks of the beginning and the end of a message's text."""
+    return f"{SENTINEL}{index}b", f"{SENTINEL}{index}e"
+
+
+def _is_unique(message: Message, squeezed: str, given: str) -> bool:
+    """Return whether the message's text is long, not a system's, which may be the template's own, and only in
+    its own place.
+    """
+    ways = _ways(message)
+    if message["role"] not in ("user", "tool") or len(ways[0]) < LONG:
+        return False
+    return given.count(ways[0]) == 1 and any(squeezed.count(way) == 1 for way in ways)
+
+
+def _ways(message: Message) -> list[str]:
+    """Return the text without white space and case, verbatim and as JSON."""
+    said = str(message.get("content") or "")
+    ways = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
+    return [_squeezed(way) for way in ways]
+
+
+def _all_texts(messages: Messages) -> Iterator[str]:
+    for message in messages:
+        yield str(message.get("content") or "")
+        yield str(message.get("reasoning_content") or "")
+        yield json.dumps(message.get("tool_calls"), ensure_ascii=False)
 
 
 def _squeezed(text: str) -> str:

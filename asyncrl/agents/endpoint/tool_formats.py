@@ -18,6 +18,7 @@ from pydantic_core import from_json
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 from asyncrl.messages.json_values import PYTHON_WORDS, from_python, property_schema, typed
+from asyncrl.messages.sampling import overlap
 
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_./:-]{1,128}")
@@ -96,12 +97,6 @@ def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
         return apart, content.strip()
     inner = before.strip().removeprefix(begin).strip()
     return apart if inner in ("", apart) else f"{apart}\n{inner}".strip(), after.strip()
-
-
-def overlap(text: str, marker: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    longest = min(len(text), len(marker) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 
 
 class ReasoningSplitter:
@@ -253,6 +248,7 @@ def read_json(reader: CallReader, head: Any) -> Steps[str]:
 
 def _grow(reader: CallReader, call: ToolCall) -> Steps[None]:
     """Copy text to the arguments until its brackets are closed."""
+    yield from reader.need(r"(?=\{)")
     start = reader.at
     depth = 0
     is_quoted = False
@@ -518,7 +514,9 @@ def _data() -> dict[str, Any]:
 
 
 _DATA = _data()
-FAMILIES = [ToolFormat(**family) for family in _DATA["family"]]
+FAMILIES = [
+    ToolFormat(**family | {"thinking": tuple(family.get("thinking", THINKING))}) for family in _DATA["family"]
+]
 
 
 # ---- which format a template writes
@@ -631,8 +629,9 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
     if _PROBED not in prompt:
         refusal = f"the chat template never mentions `tools`, so the model would not see them{probe.why}"
     elif tool_format is None:
-        reads = f"gateway.tool_format={name} cannot read a tool call of this chat template{probe.why}"
-        refusal = f"{reads}, which writes {called!r:.300}. Set it to {known}, or module:function of a parser"
+        why = f", which writes {called!r:.300}" if called else probe.why
+        refusal = f"gateway.tool_format={name} cannot read a tool call of this chat template{why}"
+        refusal += f". Set it to {known}, or module:function of a parser"
     if refusal:
         refusal += "; or set model.chat_template to another Jinja file."
     found = tool_format or default

@@ -95,9 +95,9 @@ class LoadedModel:
         """Raises GrammarError."""
         return TokenGrammars(self.tokenizer, self.vocab_size)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         assert self.tokenizer is not None, "stop strings need a tokenizer"
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def give_back(self) -> None:
         if self.device.type == "cuda":

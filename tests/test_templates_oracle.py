@@ -1,0 +1,31 @@
+"""Chat templates with many kinds of tokenizers: a prompt is what transformers makes of the whole chat."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from template_oracle import KINDS, collected, installed
+from template_runs import tell
+
+TEMPLATES = installed()
+FOLDER = os.environ.get("ASYNCRL_TEMPLATES", "")
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(TEMPLATES)))
+def test_prompts_are_the_template_s_own_or_deviate_by_name(number: int, name: str) -> None:
+    tell(TEMPLATES[name], KINDS[7 * number % len(KINDS)])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not FOLDER, reason="ASYNCRL_TEMPLATES names no folder of scripts/templates.py")
+def test_collected_templates_are_as_exact() -> None:
+    faults = []
+    for number, (name, template) in enumerate(collected(Path(FOLDER)).items()):
+        for kind in KINDS[number % 4 :: 4]:  # each base once
+            try:
+                tell(template, kind)
+            except AssertionError as fault:
+                faults.append(f"{name} {kind}: {fault}")
+    assert not faults, "\n".join(faults)
