@@ -127,14 +127,9 @@ async def sent(world: World, number: int, **body: Any) -> bytes:
 @in_loop
 async def test_retry_of_an_only_call_gets_its_answer(is_streamed: bool) -> None:
     async with gateway_world() as world:
-        bodies: list[tuple[int, dict[str, Any]]] = [
-            (0, {}),
-            (1, {}),
-            (0, {}),
-            (1, {}),
-            (1, {"max_tokens": 5}),
-        ]
-        first, again, *others = [await sent(world, n, stream=is_streamed, **body) for n, body in bodies]
+        ask = partial(sent, world, stream=is_streamed)
+        first, again, *others = [await ask(number) for number in (0, 1, 0, 1)]
+        others.append(await ask(1, max_tokens=5))
         assert again == first, "nobody else can have asked for it"
         assert len({first, *others}) == 4, "one of two equal answers may be another call's"
         assert world.session.num_completions == 4
@@ -170,14 +165,18 @@ async def test_retry_never_gets_the_answer_of_an_equal_call(is_streamed: bool, i
 async def test_answer_that_its_client_did_not_read_is_given_again(is_streamed: bool) -> None:
     body = json.dumps({"messages": HI, "stream": is_streamed}).encode()
     async with gateway_world() as world:
-        await sent(world, 0, stream=is_streamed)
         host, port = world.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as client:
-            length = f"Content-Length: {len(body)}"
-            head = ["POST /v1/chat/completions HTTP/1.1", f"Authorization: {world.headers['Authorization']}"]
-            client.sendall("\r\n".join([*head, "Host: x", length, "", ""]).encode() + body)
-            await until(lambda: world.session.num_completions == 2)
-        await until(lambda: len(world.gateway.listener.connections) == 1)  # that of the read answer
+        lines = ["POST /v1/chat/completions HTTP/1.1", f"Authorization: {world.headers['Authorization']}"]
+        head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "Host: x", "", ""]).encode()
+        for num_answers, is_read in ((1, True), (2, False)):
+            with socket.create_connection((host, int(port))) as client:
+                client.settimeout(60)
+                client.sendall(head + body)
+                end = b"0\r\n\r\n" if is_streamed else b"}}"
+                while is_read and not (await asyncio.to_thread(client.recv, 2**16)).endswith(end):
+                    pass
+                await until(lambda number=num_answers: world.session.num_completions == number)
+            await until(lambda: not world.gateway.listener.connections)
         lost, new = [
             await world.http.post(
                 f"{world.url}/v1/chat/completions", data=body, headers=world.headers | retry(number)
