@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import socket
+from functools import partial
 from typing import Any
 
 import pytest
-from gateway_cases import HI, ScriptedEngine, gateway_world, in_loop, make_gateway, until
+from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, make_gateway, until
 
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import ChatNode
@@ -18,6 +21,7 @@ from asyncrl.messages.records import Completion, Outcome, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 
 SESSIONS = "asyncrl.agents.endpoint.sessions"
+streams = pytest.mark.parametrize("is_streamed", [False, True])
 
 
 @in_loop
@@ -86,7 +90,7 @@ async def test_calls_in_flight_get_the_first_reason_of_the_end() -> None:
         assert world.session.num_completions == 0
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@streams
 @in_loop
 async def test_call_without_client_is_cancelled_and_keeps_its_seed(is_streamed: bool) -> None:
     gate = asyncio.Event()
@@ -106,15 +110,82 @@ async def test_call_without_client_is_cancelled_and_keeps_its_seed(is_streamed: 
         assert (stats.refused, stats.edited) == ({}, 2), "the second call starts the session"
 
 
+def retry(number: int) -> dict[str, str]:
+    return {"x-stainless-retry-count": str(number)}
+
+
+async def sent(world: World, number: int, **body: Any) -> bytes:
+    """Return the whole answer to a call; `number` of its retry."""
+    headers = world.headers | retry(number)
+    url = f"{world.url}/v1/chat/completions"
+    async with world.http.post(url, headers=headers, json={"messages": HI, **body}) as response:
+        assert response.status == 200
+        return await response.read()
+
+
+@streams
 @in_loop
-async def test_retry_of_a_delivered_call_gets_its_answer() -> None:
+async def test_retry_of_an_only_call_gets_its_answer(is_streamed: bool) -> None:
     async with gateway_world() as world:
-        ids = []
-        for retries, more in (("0", {}), ("1", {}), ("0", {}), ("1", {"max_tokens": 5})):
-            headers = {"x-stainless-retry-count": retries}
-            _, answer = await world.post({"messages": HI, **more}, headers=headers)
-            ids.append(answer["id"])
-        assert ids == ["chatcmpl-0", "chatcmpl-0", "chatcmpl-1", "chatcmpl-2"]
+        ask = partial(sent, world, stream=is_streamed)
+        first, again, *others = [await ask(number) for number in (0, 1, 0, 1)]
+        others.append(await ask(1, max_tokens=5))
+        assert again == first, "nobody else can have asked for it"
+        assert len({first, *others}) == 4, "one of two equal answers may be another call's"
+        assert world.session.num_completions == 4
+
+
+@streams
+@pytest.mark.parametrize("is_seen", [False, True])
+@in_loop
+async def test_retry_never_gets_the_answer_of_an_equal_call(is_streamed: bool, is_seen: bool) -> None:
+    """Best of three with one timeout, which the gateway may see only after the retry."""
+    gate = asyncio.Event()
+    async with gateway_world(ScriptedEngine(gate=gate)) as world:
+        ask = partial(sent, world, stream=is_streamed)
+        calls = [asyncio.ensure_future(ask(0)) for _ in range(3)]
+        await until(lambda: len(world.engine.requests) == 3)
+        calls[1].cancel()
+        if is_seen:
+            await until(lambda: len(world.engine.cancelled) == 1)
+            gate.set()
+            await asyncio.gather(calls[0], calls[2])
+        retried = asyncio.ensure_future(ask(1))
+        gate.set()
+        answers = await asyncio.gather(calls[0], calls[2], retried)
+        assert len({*answers}) == 3
+        if is_seen:
+            assert world.engine.requests[3].seed == world.engine.requests[1].seed
+        assert await ask(2) not in answers, "a second retry is a fourth call"
+        assert sum(each.num_sampled for each in world.session.rollout(0, Outcome(), 1.0)) == 4 * 13
+
+
+@streams
+@in_loop
+async def test_answer_that_its_client_did_not_read_is_given_again(is_streamed: bool) -> None:
+    body = json.dumps({"messages": HI, "stream": is_streamed}).encode()
+    async with gateway_world() as world:
+        host, port = world.url.removeprefix("http://").split(":")
+        lines = ["POST /v1/chat/completions HTTP/1.1", f"Authorization: {world.headers['Authorization']}"]
+        head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "Host: x", "", ""]).encode()
+        for num_answers, is_read in ((1, True), (2, False)):
+            with socket.create_connection((host, int(port))) as client:
+                client.settimeout(60)
+                client.sendall(head + body)
+                end = b"0\r\n\r\n" if is_streamed else b"}}"
+                while is_read and not (await asyncio.to_thread(client.recv, 2**16)).endswith(end):
+                    pass
+                await until(lambda number=num_answers: world.session.num_completions == number)
+            await until(lambda: not world.gateway.listener.connections)
+        lost, new = [
+            await world.http.post(
+                f"{world.url}/v1/chat/completions", data=body, headers=world.headers | retry(number)
+            )
+            for number in (1, 2)
+        ]
+        assert [b'"chatcmpl-1"' in await each.read() for each in (lost, new)] == [True, False]
+        assert lost.content_type == ("text/event-stream" if is_streamed else "application/json")
+        assert world.session.num_completions == 3
 
 
 class CountingEngine(ScriptedEngine):

@@ -120,7 +120,7 @@ async def test_arguments_arrive_while_they_are_sampled(path: str) -> None:
 
 
 async def continued(talk: Talk, path: str) -> list[str]:
-    """Stream an answer, send its results back, and return the order of its blocks."""
+    """Stream an answer by the vendor's client and send results; return the order of its blocks."""
     if path == "messages":
         answer = await talk.message(streamed=True, tools=TOOLS[path])
         uses = [block for block in answer.content if block.type == "tool_use"]
