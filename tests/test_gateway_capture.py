@@ -79,6 +79,16 @@ def test_other_tools_are_another_chat() -> None:
     assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "edited"
 
 
+def test_edited_answer_after_a_recorded_one_is_in_the_prompt(renderer_for: Renderers) -> None:
+    play = Play(renderer_for("qwen3"))
+    play.ask([user("1+2")], f"{THOUGHT}3{IM_END}", assistant("3"))
+    chat = [user("1+2"), assistant("3"), user("Sure?"), assistant("It is edited."), user("Why?")]
+    planned = plan(play.capture, chat)
+    assert planned.parent is not None
+    added = play.renderer.decode(planned.added.tolist(), skip_special_tokens=False)
+    assert added == play.renderer.render(chat).partition(f"3{IM_END}")[2]
+
+
 def test_other_settings_are_not_continued(renderer_for: Renderers) -> None:
     play = Play(renderer_for("gptoss"))
     low, high = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}

@@ -141,10 +141,14 @@ class StopWatch:
     def is_complete(self, token_id: int) -> bool:
         """Add a token; return true if it completes a stop string."""
         if self._gate is not None:
-            _, self._before = self._gate.feed(self._decode([token_id], skip_special_tokens=False))
+            written = self._decode([token_id], skip_special_tokens=False)
+            _, after = self._gate.feed(written)
             if self._gate.is_past:
                 self._gate = None
-            return any(stop in self._before for stop in self._stop)
+            is_special = bool(after) and not self._decode([token_id])
+            self._before = after.removesuffix(written) if is_special else after
+            is_named = is_special and token_id in self._stop_ids
+            return is_named or any(stop in self._before for stop in self._stop)
         self._tail = [*self._tail, token_id][-self.window :]
         if token_id in self._stop_ids:
             return True

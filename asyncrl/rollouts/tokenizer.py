@@ -242,9 +242,14 @@ class HFChatTokenizer:
         shared = os.path.commonprefix([last, inner])
         tokens = self._special(shared)
         if not tokens:  # gpt-oss ends only the last answer of a chat with <|return|>
+            shared = inner
             tokens = self._special(inner)[:1]
-            shared = inner.partition(tokens[0])[0] + tokens[0] if tokens else ""
-        return shared[: shared.rfind(tokens[-1]) + len(tokens[-1])] if tokens else "", "".join(tokens[-1:])
+        # some templates begin the next answer whether or not they are asked to (Command A)
+        ends = [token for token in tokens if self._backend.token_to_id(token) in self.end_ids] or tokens
+        if not ends:
+            return "", ""
+        place = shared.find(ends[0]) if shared is inner else shared.rfind(ends[-1])
+        return shared[: place + len(ends[-1])], ends[-1]
 
     def _special(self, text: str) -> list[str]:
         return [

@@ -69,8 +69,13 @@ class AnswerText:
             if self.stopped_by is not None:
                 return text
             mark = self._texts.decode([token], skip_special_tokens=False)
-            thought, mark = self._past_thought(mark)
+            thought, after = self._past_thought(mark)
             text += thought
+            if after != mark and after:
+                text += self._until_stop(after.removesuffix(mark)) + self.finish(is_last=False)
+            if self.stopped_by is not None:
+                return text
+            mark = after and mark
             if mark and token in self._stop_ids:
                 self.stopped_by = mark
                 return text

@@ -385,8 +385,8 @@ class ChatMatcher:
     def _around(self, at: int, keeps_calls: bool) -> tuple[str, str]:
         """Return the texts before and after messages[at]; empty if the template refuses."""
         stand_in = self._stand_in(self.messages[at], SENTINEL, keeps_calls=keeps_calls)
-        others = [self._stand_in(message) for message in self.messages]
-        shown = [*others[:at], stand_in, *others[at + 1 :]]
+        earlier = [self._stand_in(message) for message in self.messages[:at]]
+        shown = [*earlier, stand_in, *self.messages[at + 1 :]]
         single = [
             {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each
             for each in shown
