@@ -131,23 +131,18 @@ def tell(template: str, kind: Kind) -> dict[str, Told | None]:
     return told
 
 
-def row(template: str, kind: Kind) -> list[str]:
+def row(template: str, told: dict[str, Told | None]) -> list[str]:
     """Return a row of docs/templates.csv without the template's name."""
     tool_format = find_tool_format("auto", template)
-    name = "none" if tool_format.refusal else tool_format.name
-    try:
-        told = tell(template, kind)
-    except AssertionError:
-        return [name, "", "wrong", "", ""]
-    stories = {title: each for title, each in told.items() if each}
+    stories = {title: each for title, each in told.items() if each and title != "other end"}
     thoughts = [title for title in WITH_THOUGHTS if title in stories and "thought" in stories[title].names]
-    names = {
-        name
-        for title, each in stories.items()
-        if title not in (*thoughts, "other end")
-        for name in each.names
-    }
+    names = {name for title, each in stories.items() if title not in thoughts for name in each.names}
     endings = [f"{title} ({each.ending})" for title, each in stories.items() if each.ending]
     if not any(NEEDS_TOOLS.search(title) for title in stories):
         endings.append("tools")
-    return [name, "stripped" if thoughts else "kept", "exact", " ".join(sorted(names)), "; ".join(endings)]
+    return [
+        "none" if tool_format.refusal else tool_format.name,
+        "stripped" if thoughts else "kept",
+        " ".join(sorted(names - {"tokens", "end_token"})) or "none",
+        "; ".join(endings),
+    ]
