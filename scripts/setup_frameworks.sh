@@ -1,23 +1,35 @@
 #!/usr/bin/env bash
 # Installs agent frameworks, as they come, into .venv-frameworks (VENV_FRAMEWORKS=DIR for another place), for tests/test_frameworks.py.
-# A Python of their own: some need openai 3, verifiers in .venv needs openai 2. About 500 MB, no torch; seconds when nothing changed.
+# A Python of their own: some need openai 3, verifiers in .venv needs openai 2. CrewAI and OpenHands have venvs of their own inside, because
+# they need openai 2 and two versions of pydantic. Coding agents and the AI SDK come from npm. About 2.5 GB, no torch; seconds when nothing changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=${VENV_FRAMEWORKS:-.venv-frameworks}
 python=${PYTHON:-python3}
 frameworks=(
-    'openai>=3.54,<4' 'anthropic>=2.13,<3' 'litellm>=1.83,<2' 'openai-agents>=0.24,<0.25' 'langchain>=1.4,<2' 'langchain-openai>=1.7,<2'
+    'openai>=3.54,<4' 'anthropic>=2.13,<3' 'litellm>=1.110,<2' 'openai-agents>=0.24,<0.25' 'langchain>=1.5,<2' 'langchain-openai>=1.7,<2'
     'pydantic-ai-slim[openai,anthropic]>=2.68,<3' 'smolagents[openai]>=1.26,<2' 'inspect-ai>=0.3.285,<0.4'
 )
 alone=('mini-swe-agent>=2.4,<3') # without what it requires beside litellm: `datasets`, for its benchmarks
 needed=('prompt_toolkit' 'platformdirs' 'textual' 'typer' 'tenacity' 'python-dotenv')
+crewai=('crewai>=1.15.30,<2')
+openhands=('openhands-sdk>=1.58,<2') # Python 3.12 or newer
+programs=('@anthropic-ai/claude-code@2.1.332' '@openai/codex@0.171' 'ai@7' '@ai-sdk/openai-compatible@3' '@ai-sdk/anthropic@4' 'zod@4')
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "setup-frameworks: $("$python" --version) is too old; asyncrl needs Python 3.11 or newer. Way out: PYTHON=python3.11 make setup-frameworks" >&2
     exit 2
 }
-stamp=$(cksum <scripts/setup_frameworks.sh; "$python" --version)
+python312=''
+for candidate in "$python" python3.12 python3.13 "$HOME"/.pyenv/versions/3.1[2-9].*/bin/python; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+        python312=$candidate
+        break
+    fi
+done
+npm=$(command -v npm || true)
+stamp=$(cksum <scripts/setup_frameworks.sh; "$python" --version; echo "$python312 $npm")
 if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.setup-stamp" 2>/dev/null)" = "$stamp" ]; then
     exit 0
 fi
@@ -27,10 +39,37 @@ rm -f "$venv/.setup-stamp" # what is broken off half-way is not taken for whole
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 echo '*' >"$venv/.gitignore"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+pip install -qq --no-compile uv # ten times faster than pip
+
+# uv does not read pip's configuration: it gets the same package indexes.
+indexes=()
+default=$(pip config get global.index-url 2>/dev/null || echo "${PIP_INDEX_URL:-}")
+[ -z "$default" ] || indexes+=(--default-index "$default")
+for index in $(pip config get global.extra-index-url 2>/dev/null || echo "${PIP_EXTRA_INDEX_URL:-}"); do
+    indexes+=(--index "$index")
+done
+install() { # FOLDER [OPTION] PACKAGE...
+    local folder=$1
+    shift
+    "$venv/bin/uv" pip install -q -p "$folder/bin/python" --index-strategy unsafe-best-match ${indexes[@]+"${indexes[@]}"} "$@"
+}
 
 echo "setup-frameworks: installing into $venv (a minute the first time)"
-pip install -qq --no-compile "${frameworks[@]}" "${needed[@]}"
-pip install -qq --no-compile --no-deps "${alone[@]}"
+install "$venv" "${frameworks[@]}" "${needed[@]}"
+install "$venv" --no-deps "${alone[@]}"
+"$python" -m venv --without-pip "$venv/crewai"
+install "$venv/crewai" "${crewai[@]}"
+if [ -n "$python312" ]; then
+    "$python312" -m venv --without-pip "$venv/openhands"
+    install "$venv/openhands" "${openhands[@]}"
+else
+    echo "setup-frameworks: no Python 3.12 here, which OpenHands needs: its tests are skipped"
+fi
+if [ -n "$npm" ]; then
+    npm install --silent --no-audit --no-fund --prefix "$venv/npm" "${programs[@]}"
+else
+    echo "setup-frameworks: no npm here, which Claude Code, Codex and the AI SDK need: their tests are skipped"
+fi
 if pip show -qq torch 2>/dev/null; then
     echo "setup-frameworks: one of these now pulls in torch, which none of the tests need: give it without that extra" >&2
     exit 1

@@ -10,9 +10,10 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from gateway_cases import ScriptedEngine, gateway_world, in_loop
@@ -34,28 +35,40 @@ OFFLINE = {
     "MSWEA_SILENT_STARTUP": "1",
     "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
     "HF_HUB_OFFLINE": "1",
+    "OTEL_SDK_DISABLED": "true",
+    "OPENHANDS_SUPPRESS_BANNER": "1",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
 }
 """Settings that stop calls to other servers than the gateway."""
 PLAY_S = 240.0
+SILENT_S = 40.0
+"""How long a slow call is silent in the middle of its answer."""
+PLACES = {"crewai_agent": "crewai", "openhands_agent": "openhands", "programs": "npm"}
+"""Folders of .venv-frameworks for what cannot share a venv, or comes from npm."""
 
 
-def frameworks_python() -> Path:
-    """Return the Python with the frameworks. Without one, skip the test, or fail it if
+def frameworks_python(name: str) -> Path:
+    """Return the Python for a script. Without the frameworks, skip the test, or fail it if
     ASYNCRL_REQUIRE_FRAMEWORKS=1.
     """
-    python = Path(os.environ.get("VENV_FRAMEWORKS", ROOT / ".venv-frameworks")) / "bin" / "python"
-    if not python.exists():
+    venv = Path(os.environ.get("VENV_FRAMEWORKS", ROOT / ".venv-frameworks"))
+    if not venv.exists():
         end = pytest.fail if os.environ.get("ASYNCRL_REQUIRE_FRAMEWORKS") == "1" else pytest.skip
-        end(f"no frameworks at {python}: run `make setup-frameworks`")
-    return python
+        end(f"no frameworks at {venv}: run `make setup-frameworks`")
+    place = venv / PLACES.get(name, "")
+    if not place.exists():
+        pytest.skip(f"no {place}: install npm and Python 3.12, and run `make setup-frameworks`")
+    own = place / "bin" / "python"
+    return own if own.exists() else venv / "bin" / "python"
 
 
 class Framework:
     """One script of tests/frameworks, imported once; each scenario runs in a fork."""
 
     def __init__(self, name: str, home: Path) -> None:
+        self.reader = ThreadPoolExecutor(1)  # the gateway needs the threads of the loop
         kept = {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), **OFFLINE}
-        command = [frameworks_python(), "-P", "-W", "ignore", SCRIPTS / "play.py", SCRIPTS / f"{name}.py"]
+        command = [frameworks_python(name), "-P", "-W", "ignore", SCRIPTS / "play.py", SCRIPTS / f"{name}.py"]
         self.process = subprocess.Popen(
             list(map(str, command)),
             stdin=subprocess.PIPE,
@@ -73,7 +86,9 @@ class Framework:
         assert self.process.stdout is not None
         print(json.dumps({"scenario": scenario, "env": env}), file=self.process.stdin, flush=True)
         try:
-            line = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), PLAY_S)
+            loop = asyncio.get_running_loop()
+            reading = loop.run_in_executor(self.reader, self.process.stdout.readline)
+            line = await asyncio.wait_for(reading, PLAY_S)
         except TimeoutError:
             self.process.kill()
             pytest.fail(f"{scenario} has not ended after {PLAY_S:.0f} s")
@@ -85,17 +100,22 @@ class Framework:
         self.process.communicate()
 
 
-def played(tokenizer: HFChatTokenizer, says: Sequence[str]) -> ScriptedEngine:
-    """Return an engine that samples `says` in order, each as the continuation of a prefilled answer."""
+def played(tokenizer: HFChatTokenizer, says: Sequence[str], is_slow: bool) -> ScriptedEngine:
+    """Return an engine that samples `says` in order, each as the continuation of a prefilled answer. A slow
+    engine is silent in the middle of its first answer.
+    """
+    gate = asyncio.Event()
 
     def answer(request: SamplingRequest) -> str:
         text = says[len(engine.requests) - 1]
         begun = tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
         begun = begun.rpartition("<|im_start|>assistant\n")[2].removeprefix("<think>\n\n</think>\n\n")
         assert text.startswith(begun), f"the gateway began {begun!r}, and the model wants to say {text!r}"
+        if len(engine.requests) == 1:
+            asyncio.get_running_loop().call_later(SILENT_S if is_slow else 0, gate.set)
         return text.removeprefix(begun)
 
-    engine = ScriptedEngine(answer, tokenizer=tokenizer, end=tokenizer.encode(END)[0])
+    engine = ScriptedEngine(answer, gate, tokenizer=tokenizer, end=tokenizer.encode(END)[0])
     return engine
 
 
@@ -114,10 +134,18 @@ CODE = (
     "Thought: add them.\n<code>\nx = add(1, 2)\ny = add(3, 4)\nprint(x, y)\n</code>",
     "Thought: and their sum.\n<code>\nfinal_answer(add(3, 7))\n</code>",
 )
-SHELL = (
-    call("bash", command="echo done > answer.txt"),
-    call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-)
+
+
+def shell(tool: str, argument: str, *last: str) -> tuple[str, ...]:
+    """Return answers that read two files at once, and then join them, in calls of a shell."""
+    read = [call(tool, **{argument: f"cat {name}.txt"}) for name in "ab"]
+    return "\n".join(read), call(tool, **{argument: "cat a.txt b.txt > c.txt"}), *last
+
+
+SUBMIT = call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+JOINED = ["Joined.", "alpha\nbeta\n"]
+COUNT = "seq 2000"
+LOOKUP = (call("directory", name="b"), "4")
 
 
 @dataclass(frozen=True)
@@ -131,6 +159,8 @@ class Case:
     says: tuple[str, ...] = SUMS
     result: Any = None
     num_branches: int = 1
+    num_refused: int = 0
+    max_prompt_tokens: int = 60_000
     thoughts: str | None = None
     is_typed: bool = False
 
@@ -159,14 +189,49 @@ CONVERSATIONS = [
     Case("inspect_ai_eval", "anthropic_tools"),
     Case("smolagents_agents", "code", CODE, ["10", 3]),
     Case("smolagents_agents", "litellm_code", CODE, ["10", 3]),
-    Case("mini_swe_agent", "tools", SHELL, ["Submitted", "done"]),
+    Case("mini_swe_agent", "tools", shell("bash", "command", SUBMIT), ["Submitted", JOINED[1]]),
+    Case("crewai_agent", "tools"),
+    Case("openhands_agent", "tools"),
+    Case("programs", "claude", shell("Bash", "command", "Joined."), JOINED),
+    Case("programs", "codex", shell("exec_command", "cmd", "Joined."), JOINED),
+    Case("programs", "ai_chat"),
+    Case("programs", "ai_messages"),
+    Case("example_agents", "openai_agents", LOOKUP, ["", 1.0]),
+    Case("example_agents", "langgraph", LOOKUP, ["", 1.0]),
 ]
+SLOW = ("litellm_chat-tools", "openai_agents-tools", "langchain_agent-streamed_tools", "mini_swe_agent-tools")
+SLOW += (
+    "crewai_agent-tools",
+    "openhands_agent-tools",
+    "programs-claude",
+    "programs-codex",
+    "programs-ai_chat",
+)
 
-FORKS = {"smolagents_agents-code-apart": 2, "smolagents_agents-litellm_code-apart": 2}
+CONDENSED = (ADD_TWICE, "A summary.", "They are 10.")
+TOO_LONG = ["ContextWindowExceededError"]
+OVERFLOWS = [
+    Case("litellm_chat", "overflow", (ADD_TWICE,), TOO_LONG, 1, 1, 9000),
+    Case("litellm_chat", "anthropic_overflow", (ADD_TWICE,), TOO_LONG, 1, 1, 9000),
+    Case("mini_swe_agent", "overflow", (call("bash", command=COUNT),), TOO_LONG, 1, 1, 9000),
+    Case("langchain_agent", "overflow", (ADD_TWICE,), ["ContextOverflowError"], 1, 1, 9000),
+    Case("crewai_agent", "overflow", (ADD_TWICE,), ["LLMContextLengthExceededError"], 1, 2, 9000),
+    Case("openhands_agent", "overflow", CONDENSED, ["They are 10.", 2], 3, 1, 22_000),
+    Case("programs", "claude", (call("Bash", command=COUNT),), ["Prompt is too long", None], 1, 5, 47_000),
+    Case("programs", "codex", (call("exec_command", cmd=COUNT),), ["context window", None], 1, 1, 29_000),
+    Case("programs", "ai_overflow", (ADD_TWICE,), ["400 context_length_exceeded", 2], 1, 1, 9000),
+]
+"""Clients whose second call is too long. They summarize the conversation, or end with a clear error."""
+
+FORKS = {"smolagents_agents-code-reasoning_content": 2, "smolagents_agents-litellm_code-reasoning_content": 2}
 """Number of branches if a framework rewrites answers: smolagents adds a line and Qwen3's template omits the
 thought before it.
 """
-THOUGHTS = [case.thinking("reasoning_content") for case in CONVERSATIONS if "streamed" not in case.scenario]
+THOUGHTS = [
+    case.thinking("reasoning_content")
+    for case in CONVERSATIONS
+    if "streamed" not in case.scenario and case.framework not in PLACES
+]
 ALONE = [Case("openai_agents", "one_call_at_a_time", result=["They are 10.", 2])]
 
 END = "<|im_end|>"
@@ -203,16 +268,29 @@ def framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFChatTokenizer:
-    return renderers(tmp_path_factory.mktemp("qwen3"))("qwen3")
+    folder = tmp_path_factory.mktemp("qwen3")
+    renderers(folder)("qwen3")
+    return Recording(folder, chat_template=folder / "qwen3.jinja")
 
 
-@pytest.mark.parametrize("case", [*CONVERSATIONS, *ALONE, *THOUGHTS, *STRUCTURED], ids=str)
-@in_loop
-async def test_each_answer_is_trained_once(
-    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
+class Recording(HFChatTokenizer):
+    """Keeps the texts that the template renders."""
+
+    texts: ClassVar[set[str]] = set()
+
+    def render(self, messages: Any, **more: Any) -> str:
+        text = super().render(messages, **more)
+        self.texts.add(text)
+        return text
+
+
+async def check(
+    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer, is_slow: bool = False
 ) -> None:
-    model = played(tokenizer, case.says)
-    config: dict[str, Any] = {"max_tokens": 4096, "max_prompt_tokens": 60_000, "max_length": 64_096}
+    """Play a case. Each sampled token is trained once, and prompts are what the template renders."""
+    model = played(tokenizer, case.says, is_slow)
+    most = case.max_prompt_tokens
+    config: dict[str, Any] = {"max_tokens": 4096, "max_prompt_tokens": most, "max_length": most + 4096}
     config |= {"thoughts_field": case.thoughts} if case.thoughts else {}
     async with gateway_world(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, **config) as world:
         result = await framework(case.framework).play(case.scenario, world.url, world.session.key)
@@ -221,7 +299,7 @@ async def test_each_answer_is_trained_once(
     if isinstance(result, list):  # with the thought, where that is part of the text
         result[0] = result[0].rpartition("</think>")[2].strip()
     assert result == (case.result or ADDED)
-    assert dict(stats.refused) == {}
+    assert dict(stats.refused) == ({400: case.num_refused} if case.num_refused else {})
     sampled = [tokenizer.decode(list(each), skip_special_tokens=False) for each in model.sampled]
     assert len(sampled) == len(case.says)
     ids = [each.token_ids[each.loss_mask].tolist() for each in branches]
@@ -235,3 +313,25 @@ async def test_each_answer_is_trained_once(
         if case.is_typed:
             assert request.grammar is not None, "its form was asked for"
             grammars.begin(request.grammar, tokenizer.encode(text.removesuffix(END)))  # raises if not of it
+        elif case.thoughts is None:
+            prompt = tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
+            assert prompt in Recording.texts, "it is not what the template renders"
+
+
+@pytest.mark.parametrize("case", [*CONVERSATIONS, *ALONE, *THOUGHTS, *STRUCTURED, *OVERFLOWS], ids=str)
+@in_loop
+async def test_each_answer_is_trained_once(
+    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
+) -> None:
+    await check(case, framework, tokenizer)
+
+
+@in_loop
+async def test_slow_call_is_not_cut(
+    framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
+) -> None:
+    slow = [case for case in CONVERSATIONS if str(case) in SLOW]
+    assert len(slow) == len(SLOW)
+    async with asyncio.TaskGroup() as group:
+        for case in slow:
+            group.create_task(check(case, framework, tokenizer, is_slow=True))

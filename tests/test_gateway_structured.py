@@ -114,6 +114,13 @@ def test_grammar_accepts_what_was_asked_for_and_nothing_else(
                 accepted(texts, grammar, text.removeprefix(prefill))
 
 
+def test_pattern_that_matches_a_named_property_is_refused(engine: InProcess) -> None:
+    schema = {"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {}}}
+    read = RequestReader(RULES).chat({"messages": HI, "response_format": schema_format({"items": schema})})
+    with pytest.raises(ApiError, match="patternProperties '.a.' matches a name"):
+        grammar_of(read, find_tool_format("hermes", ""), engine.tokenizer, prefill="", prompt="")
+
+
 def test_response_format_with_tools_needs_a_grammar(engine: InProcess) -> None:
     body = {"messages": HI, "tools": TOOLS, **SCHEMA}
     read = RequestReader(RULES).chat(body)

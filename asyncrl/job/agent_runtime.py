@@ -187,6 +187,7 @@ class AgentRuntime:
         return f"{work['harness/queued']:.0f} rollouts wait, and no worker has been seen lately; {way_out}"
 
     async def aclose(self) -> None:
+        self.gateway.sessions.end_all_nowait("it has ended")
         await self.queue.aclose()
         if self.queue.is_over and not self.workers:
             with contextlib.suppress(TimeoutError), waiting("their goodbye", on="workers elsewhere"):

@@ -177,6 +177,11 @@ class ChatTokenizer(Protocol):
     call_closing: str
     """Special token that the template writes after an answer with calls; may be empty."""
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Ids of tokens as the tokenizer writes them, such as `<0xE2>`."""
+        ...
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

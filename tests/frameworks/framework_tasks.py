@@ -19,19 +19,20 @@ class City(BaseModel):
     people: int = Field(ge=0, le=99)
 
 
-def add_of(arguments):
-    return str(arguments["a"] + arguments["b"])
+def add_up(calls, a, b, is_long=False):
+    """Return the sum, or 5,000 characters that fill the context."""
+    calls.append((a, b))
+    return "7" * 5000 if is_long else str(a + b)
 
 
-def chat_loop(ask):
+def chat_loop(ask, is_long=False):
     """Call tools until the model answers; return the answer and the number of calls."""
-    messages, calls = [*ASKED], 0
+    messages, calls = [*ASKED], []
     while True:
         message = ask(messages=messages, tools=[{"type": "function", "function": ADD}])
         messages.append(message)
         if not message.tool_calls:
-            return [message.content, calls]
+            return [message.content, len(calls)]
         for call in message.tool_calls:
-            calls += 1
-            total = add_of(json.loads(call.function.arguments))
+            total = add_up(calls, **json.loads(call.function.arguments), is_long=is_long)
             messages.append({"role": "tool", "tool_call_id": call.id, "name": "add", "content": total})

@@ -1,21 +1,22 @@
 """langchain: its agent (on langgraph), and with_structured_output in each of its methods."""
 
-from framework_tasks import QUESTION, City
+from framework_tasks import QUESTION, City, add_up
 from langchain.agents import create_agent
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 
-def calculator(**more):
+def calculator(is_long=False, **more):
     calls = []
 
     @tool
-    def add(a: int, b: int) -> int:
+    def add(a: int, b: int) -> str:
         """Add two numbers."""
-        calls.append((a, b))
-        return a + b
+        return add_up(calls, a, b, is_long)
 
-    agent = create_agent(ChatOpenAI(model="policy", **more), tools=[add], system_prompt="Be brief.")
+    llm = ChatOpenAI(model="policy", **more)
+    agent = create_agent(llm, tools=[add], system_prompt="Be brief.")
     state = agent.invoke({"messages": [{"role": "user", "content": QUESTION}]})
     return [state["messages"][-1].text, len(calls)]
 
@@ -30,6 +31,13 @@ def streamed_tools():
 
 def responses_tools():
     return calculator(use_responses_api=True)
+
+
+def overflow():
+    try:
+        return calculator(is_long=True)
+    except ContextOverflowError:  # of which langchain's middleware makes a summary
+        return ["ContextOverflowError"]
 
 
 def structured(method):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import minisweagent
 import yaml
+from litellm import ContextWindowExceededError
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
@@ -19,5 +20,14 @@ def tools():
     with tempfile.TemporaryDirectory() as folder:
         model = LitellmModel(model_name="openai/policy", cost_tracking="ignore_errors", **settings)
         agent = DefaultAgent(model, LocalEnvironment(cwd=folder), **limits)
-        ended = agent.run("Write the word done into the file answer.txt.")
-        return [ended["exit_status"], (Path(folder) / "answer.txt").read_text().strip()]
+        (Path(folder) / "a.txt").write_text("alpha\n")
+        (Path(folder) / "b.txt").write_text("beta\n")
+        ended = agent.run("Join a.txt and b.txt into c.txt.")
+        return [ended["exit_status"], (Path(folder) / "c.txt").read_text()]
+
+
+def overflow():
+    try:
+        return tools()
+    except ContextWindowExceededError as error:
+        return [type(error).__name__]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from base64 import b32encode
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolCall, ToolFormat, Tools
+from asyncrl.agents.endpoint.tool_formats import CallReader, ReasoningSplitter, ToolCall, ToolFormat, Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import ThoughtGate, overlap
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
@@ -66,20 +66,17 @@ class AnswerText:
                 continue
             text += self._add(run) + self.finish(is_last=False)
             run = []
-            if self.stopped_by is not None:
-                return text
             mark = self._texts.decode([token], skip_special_tokens=False)
-            thought, after = self._past_thought(mark)
-            text += thought
-            if after != mark and after:
-                text += self._until_stop(after.removesuffix(mark)) + self.finish(is_last=False)
+            if self.stopped_by is None:
+                thought, after = self._past_thought(mark)
+                before = after.removesuffix(mark)  # a text that might have begun the mark of a thought
+                text += thought + self._until_stop(before) + self.finish(is_last=False)
+            if self.stopped_by is None and after:
+                is_stop = token in self._stop_ids
+                self.stopped_by = mark if is_stop else None
+                text += "" if is_stop else mark
             if self.stopped_by is not None:
                 return text
-            mark = after and mark
-            if mark and token in self._stop_ids:
-                self.stopped_by = mark
-                return text
-            text += mark
             self._context = [token]
         return text + self._add(run)
 
@@ -151,6 +148,22 @@ def call_id(name: str, number: int) -> str:
     return b32encode(digest)[:9].decode()
 
 
+@cache
+def _bytes_of_letters() -> Mapping[str, int]:
+    """Byte-level vocabularies write each byte as a letter."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def part_of_character(tokenizer: ChatTokenizer, token: int) -> bytes:
+    """Return the bytes of a token that is not valid Unicode. Examples: `<0xE2>` or, at byte level, `âĤ`."""
+    piece = next(piece for piece, known in tokenizer.vocabulary.items() if known == token)
+    if token in tokenizer.byte_ids:
+        return bytes.fromhex(piece[3:5])
+    return bytes(_bytes_of_letters()[letter] for letter in piece)
+
+
 Kind = Literal["thought", "text"]
 
 
@@ -171,9 +184,10 @@ class Answer:
     shows_special: InitVar[bool] = True
     before: InitVar[Sequence[int]] = ()
     """The last prompt ids."""
-    gate: InitVar[ThoughtGate | None] = None
     is_streamed: bool = False
     """Calls that have begun stay calls if they are malformed or cut; otherwise such an answer is text."""
+    is_thinking: InitVar[bool] = False
+    """The prompt opened a thought."""
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
@@ -185,11 +199,15 @@ class Answer:
     """Once finished."""
 
     def __post_init__(
-        self, asked: AnyRequest, shows_special: bool, before: Sequence[int], gate: ThoughtGate | None
+        self, asked: AnyRequest, shows_special: bool, before: Sequence[int], is_thinking: bool
     ) -> None:
         self.has_logprobs = asked.logprobs
-        self._has_one_call = asked.has_one_call
-        self._tools: Tools = getattr(asked, "tools", ())
+        self._max_calls = 1 if asked.has_one_call else None
+        tools: Tools = getattr(asked, "tools", ())
+        is_inside = self.thoughts is None and is_thinking
+        self._reader = CallReader(
+            self.tool_format, tools, is_thinking=is_inside if self.is_streamed else None
+        )
         marks = self.thoughts.marks if self.thoughts is not None else ()
         kept = (*self.tool_format.opens, *marks)
         self._answer = AnswerText(
@@ -198,9 +216,10 @@ class Answer:
             keep_special=kept,
             shows_special=shows_special,
             before=before,
-            gate=gate,
+            gate=ThoughtGate(self.tool_format.thinking, is_open=is_thinking) if asked.stop else None,
         )
         self._text = ""
+        self._unread = self.prefill
         self._shown = ""
         self._held_from = 0
 
@@ -249,11 +268,9 @@ class Answer:
         self._add(self._answer.finish(), is_last=True)
         self.completion = completion
         self.finish_reason = completion.finish_reason or ""
-        parsed = self.tool_format.parse(self.prefill + self._text, self._tools)
+        parsed = self.tool_format.parsed(self._reader, keeps_begun=self.is_streamed)
         self.content = parsed.content
-        self.calls += parsed.tool_calls[: 1 if self._has_one_call else None]
-        for number, call in enumerate(self.calls):
-            call.id = call.id or call_id(self.name, number)
+        self._take(parsed.tool_calls)
         if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
 
@@ -263,7 +280,8 @@ class Answer:
         @cache
         def shown(token: int) -> dict[str, Any]:
             text = self.tokenizer.decode((token,), skip_special_tokens=False)
-            return {"token": text, "bytes": None if REPLACEMENT in text else list(text.encode())}
+            data = part_of_character(self.tokenizer, token) if REPLACEMENT in text else text.encode()
+            return {"token": text, "bytes": list(data)}
 
         found = self.completion
         tops = found.top_logprobs or [()] * len(found.token_ids)
@@ -277,3 +295,15 @@ class Answer:
             thought, text = self.thoughts.feed(text, is_last=is_last)
             self.thought += thought
         self._text += text
+        self._unread += text
+        if self.is_streamed or is_last:
+            self._reader.feed(self._unread, is_last=is_last)
+            self._unread = ""
+        if self.is_streamed:
+            self._take(self._reader.calls)
+
+    def _take(self, calls: Sequence[ToolCall]) -> None:
+        for number, call in enumerate(calls[: self._max_calls]):
+            if number == len(self.calls):
+                call.id = call.id or call_id(self.name, number)
+                self.calls.append(call)

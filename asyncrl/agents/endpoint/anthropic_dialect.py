@@ -10,15 +10,17 @@ from pydantic_core import PydanticCustomError, from_json
 from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.dialects import (
+    Block,
     Dialect,
     Kept,
     KeptAnswers,
     Read,
     Writer,
     anthropic_error,
-    blocks,
     encoded,
+    grow_blocks,
     kept_answer,
+    whole_blocks,
 )
 from asyncrl.agents.endpoint.requests import (
     ApiError,
@@ -37,7 +39,7 @@ from asyncrl.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.sessions import GatewayCall
+    from asyncrl.agents.endpoint.sessions import GatewayCall, Part
 
 
 BILLING = "x-anthropic-billing-header:"
@@ -156,6 +158,15 @@ def _choice(choice: Mapping[str, Any]) -> Any:
 
 SIGNATURE = "asyncrl"
 """Some clients drop thoughts without a signature."""
+PING = {"type": "ping"}
+_OPENED: Mapping[Part, dict[str, str]] = {"thought": {"signature": ""}, "text": {}, "call": {}}
+"""What differs in a block that begins."""
+_DELTAS: Mapping[Part, tuple[str, str]] = {
+    "thought": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""(type, field of the text)."""
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -165,13 +176,7 @@ class MessageWriter(Writer):
 
     def body(self, call: GatewayCall) -> dict[str, Any]:
         answer = call.answer
-        content: list[dict[str, Any]] = []
-        if answer.thought:
-            content.append({"type": "thinking", "thinking": answer.thought, "signature": SIGNATURE})
-        if answer.content or not (content or answer.tool_calls):
-            content.append({"type": "text", "text": answer.content or ""})
-        for each in answer.tool_calls:
-            content.append(_use(each) | {"input": from_json(each["function"]["arguments"])})
+        content = [_block(answer, block) for block in whole_blocks(answer)]
         usage = _usage(call, answer.num_tokens)
         return {**_head(call), "content": content, "usage": usage, **_ending(answer)}
 
@@ -179,26 +184,21 @@ class MessageWriter(Writer):
         answer = call.answer
         ending = {"stop_reason": None, "stop_sequence": None}
         message = {**_head(call), "content": [], "usage": _usage(call, 0), **ending}
-        yield encoded({"type": "message_start", "message": message}, {"type": "ping"})
-        index = 0
-        async for step, kind, text in blocks(call):
-            name = "thinking" if kind == "thought" else "text"
-            if step == "open":
-                signature = {"signature": ""} if kind == "thought" else {}
-                yield _event("start", index, content_block={"type": name, name: "", **signature})
+        yield encoded({"type": "message_start", "message": message}, PING)
+        blocks = list[Block]()
+        async for step, block, text in grow_blocks(call, blocks):
+            index = len(blocks) - 1
+            if step == "ping":
+                yield encoded(PING)
+            elif step == "open":
+                yield _event("start", index, content_block=_block(answer, block) | _OPENED[block.part])
             elif step == "delta":
-                yield _event("delta", index, delta={"type": f"{name}_delta", name: text})
+                kind, name = _DELTAS[block.part]
+                yield _event("delta", index, delta={"type": kind, name: text})
             else:
-                if kind == "thought":
+                if block.part == "thought":
                     yield _event("delta", index, delta={"type": "signature_delta", "signature": SIGNATURE})
                 yield _event("stop", index)
-                index += 1
-        for each in answer.tool_calls:
-            arguments = each["function"]["arguments"]
-            yield _event("start", index, content_block=_use(each) | {"input": {}})
-            yield _event("delta", index, delta={"type": "input_json_delta", "partial_json": arguments})
-            yield _event("stop", index)
-            index += 1
         usage = _usage(call, answer.num_tokens)
         last = {"type": "message_delta", "delta": _ending(answer), "usage": usage}
         yield encoded(last, {"type": "message_stop"})
@@ -216,8 +216,13 @@ def _usage(call: GatewayCall, num_output: int) -> dict[str, int]:
     return usage | {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
-def _use(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+def _block(answer: Answer, block: Block) -> dict[str, Any]:
+    if block.part == "thought":
+        return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
+    if block.part == "text":
+        return {"type": "text", "text": block.text}
+    call = answer.calls[block.number]
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": from_json(block.text or "{}")}
 
 
 def _ending(answer: Answer) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from pydantic_core import to_json
 from asyncrl.agents.endpoint.requests import ApiError, Newest, shown
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.answers import Kind
+    from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
-    from asyncrl.agents.endpoint.sessions import GatewayCall
+    from asyncrl.agents.endpoint.sessions import GatewayCall, Part
 
 Event = Mapping[str, Any]
 
@@ -48,7 +48,10 @@ class Writer(ABC):
 
     @abstractmethod
     def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        """Yield the stream. Once the call is sampled, the rest comes without waiting."""
+        """Yield the stream: at once an event that begins it, then one whenever a piece or a ping comes.
+
+        Once the call is sampled, the rest comes without waiting.
+        """
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes: ...
@@ -80,24 +83,48 @@ def encoded(*events: Event) -> bytes:
     return b"".join(texts)
 
 
-Step = Literal["open", "delta", "close"]
+Step = Literal["open", "delta", "close", "ping"]
 
 
-async def blocks(call: GatewayCall) -> AsyncIterator[tuple[Step, Kind, str]]:
-    """Yield the steps of a stream: a thought, a text, or an empty text without either."""
-    opened: Kind | None = None
-    async for kind, text in call.pieces():
-        if opened != kind:
-            if opened is not None:
-                yield "close", opened, ""
-            yield "open", kind, ""
-            opened = kind
-        yield "delta", kind, text
-    if opened is None and not call.answer.tool_calls:
-        yield "open", "text", ""
-        opened = "text"
-    if opened is not None:
-        yield "close", opened, ""
+@dataclass(eq=False)
+class Block:
+    part: Part
+    number: int
+    """Among the blocks of its part; a tool call's own."""
+    text: str = ""
+
+
+def whole_blocks(answer: Answer) -> list[Block]:
+    """Return a thought, a text and the calls of an answer, or an empty text."""
+    blocks = [Block("thought", 0, answer.thought)] if answer.thought else []
+    if answer.content or not (blocks or answer.calls):
+        blocks.append(Block("text", 0, answer.content or ""))
+    return blocks + [Block("call", number, each.arguments) for number, each in enumerate(answer.calls)]
+
+
+async def grow_blocks(call: GatewayCall, blocks: list[Block]) -> AsyncIterator[tuple[Step, Block, str]]:
+    """Append to `blocks` while a call is sampled, in the order in which it was sampled; yield the steps.
+
+    An answer without any block gets an empty text.
+    """
+    async for part, number, text in call.pieces():
+        if part == "ping":
+            yield "ping", Block(part, 0), ""
+            continue
+        last = blocks[-1] if blocks else None
+        if last is None or last.part != part or (part == "call" and last.number != number):
+            if last is not None:
+                yield "close", last, ""
+            last = Block(part, sum(each.part == part for each in blocks))
+            blocks.append(last)
+            yield "open", last, ""
+        if text:
+            last.text += text
+            yield "delta", last, text
+    if not blocks:
+        blocks.append(Block("text", 0))
+        yield "open", blocks[-1], ""
+    yield "close", blocks[-1], ""
 
 
 # ---- errors and models

@@ -16,9 +16,7 @@ from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
 from asyncrl.agents.endpoint.requests import (
-    NO_RETRY,
     AnyRequest,
-    ApiError,
     CallRules,
     ChatRequest,
     RequestReader,
@@ -27,11 +25,17 @@ from asyncrl.agents.endpoint.requests import (
     text_joint,
     too_long,
 )
-from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
+from asyncrl.agents.endpoint.sessions import (
+    GatewayCall,
+    GatewaySession,
+    Sessions,
+    engine_unavailable,
+    session_ended,
+)
 from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, opens_thought
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.sampling import SamplingRequest, ThoughtGate
+from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.work import ChatTokenizer
 
 Value = TypeVar("Value")
@@ -129,8 +133,8 @@ class EngineRoute:
             thoughts=thoughts,
             shows_special=shows_special,
             before=planned.tail,
-            gate=ThoughtGate(marks, is_open=is_open) if asked.stop else None,
             is_streamed=asked.stream,
+            is_thinking=is_open,
         )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
@@ -182,11 +186,9 @@ class EngineRoute:
             session.fail_nowait(failure)
             raise session_ended(session.ended or "") from None
         except RoomError as error:
+            self.sessions.end_run_nowait(error.what)
             self.on_broken(error)
-            why = f"The run is ending: {error.what}"
-            raise ApiError(
-                503, why, type="server_error", code="engine_unavailable", headers=NO_RETRY
-            ) from None
+            raise engine_unavailable(error.what) from None
         finally:
             call.is_sampled = True
             call.news.set()

@@ -29,7 +29,15 @@ from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
 from asyncrl.agents.endpoint.openai_dialects import CHAT, RESPONSES, TEXT
 from asyncrl.agents.endpoint.prefix_match import Deviation
 from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, CallRules
-from asyncrl.agents.endpoint.sessions import CLIENT_GONE, GatewayCall, GatewaySession, Sessions, client_gone
+from asyncrl.agents.endpoint.sessions import (
+    CLIENT_GONE,
+    MAX_REMEMBERED,
+    GatewayCall,
+    GatewaySession,
+    Sessions,
+    Written,
+    client_gone,
+)
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
@@ -40,8 +48,6 @@ from asyncrl.messages.work import ChatTokenizer
 
 MAX_BODY_BYTES = 2**22
 """Size of the largest call; a larger one gets 413."""
-MAX_REMEMBERED = 2**18
-"""Bytes of an answer that a retry gets again."""
 READ_TIMEOUT_S = 30.0
 """Seconds in which a client must have sent its whole request."""
 MAX_CONNECTIONS = 8192
@@ -163,8 +169,7 @@ class Gateway:
             why = f"Invalid URL. {_ROUTES}" if error.status_code == 404 else error.detail
             error = ApiError(error.status_code, why, headers=error.headers)
         elif not isinstance(error, ApiError):
-            why = "Internal error of the gateway; its log has the traceback."
-            error = ApiError(500, why, type="server_error", headers=NO_RETRY)
+            error = internal_error()
         self._refused[error.status] += 1
         headers = error.headers | ({"Connection": "close"} if error.status in (408, 500) else {})
         body = error_body(error, request.scope["path"], request.headers)
@@ -181,21 +186,41 @@ class Gateway:
         try:
             async with session.in_hand(request.scope["connection"]):
                 await self._complete(session, dialect, request, reply)
-        except ApiError as error:
+        except Exception as error:
             if not reply.has_begun:
                 raise
-            self._refused[error.status] += 1
-            if error.status != CLIENT_GONE:
-                await reply.write(reply.failed(error), is_last=True)
+            told = error if isinstance(error, ApiError) else internal_error()
+            if told.status != CLIENT_GONE:
+                await reply.write(reply.failed(told), is_last=True)
+            if told is not error:
+                raise  # to be logged and counted by _failed
+            self._refused[told.status] += 1
 
     async def _complete(
         self, session: GatewaySession, dialect: Dialect, request: Request, reply: _Reply
     ) -> None:
-        route = session.route
         body = await read_body(request, MAX_BODY_BYTES)
         digest, is_retry = _identity(dialect, body, request)
-        if is_retry and digest in session.delivered:
-            return await reply.write(session.delivered[digest], is_last=True, is_stream=False)
+        connection = request.scope["connection"]
+        written = session.retries.begin(digest, is_retry=is_retry)
+        if written is not None:
+            connection.written = written
+            return await reply.write(written.content, is_last=True, is_stream=written.is_stream)
+        try:
+            rest, is_stream = await self._sampled(session, dialect, body, request, reply)
+        except ApiError as error:
+            if error.status != CLIENT_GONE:
+                session.retries.refused_nowait(digest)
+            raise
+        connection.written = Written(bytes(reply.written + rest), is_stream)
+        session.retries.answered_nowait(digest, connection.written)
+        await reply.write(rest, is_last=True, is_stream=is_stream)
+
+    async def _sampled(
+        self, session: GatewaySession, dialect: Dialect, body: bytes, request: Request, reply: _Reply
+    ) -> tuple[bytes, bool]:
+        """Record an answer; return what is left to write, and whether it is a stream. Raises ApiError."""
+        route = session.route
         asked, writer = await route.read(session, dialect, body)
         reply.failed = writer.failed
         call = await route.plan(session, dialect, asked, len(body))
@@ -210,9 +235,7 @@ class Gateway:
             session.deliver_nowait(call, writer.continues)
         finally:
             session.withdraw_nowait(call)
-        if not asked.stream and len(rest) <= MAX_REMEMBERED:
-            session.delivered[digest] = rest
-        await reply.write(rest, is_last=True, is_stream=asked.stream)
+        return rest, asked.stream
 
     async def _count(self, request: Request) -> Response:
         session = self.sessions.find(shown_key(request))
@@ -223,6 +246,11 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         self.sessions.find(shown_key(request))
         return JSONResponse(model_body(self._model, request.path_params.get("model")))
+
+
+def internal_error() -> ApiError:
+    why = "Internal error of the gateway; its log has the traceback."
+    return ApiError(500, why, type="server_error", headers=NO_RETRY)
 
 
 def is_connected(request: Request) -> bool:
@@ -238,6 +266,8 @@ class _Reply(Response):
         super().__init__()
         self._answer = answer
         self.has_begun = False
+        self.written = bytearray()
+        """The beginning of a stream, for a retry."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
@@ -249,12 +279,13 @@ class _Reply(Response):
             length = (b"content-length", str(len(content)).encode())
             headers = _EVENT_STREAM if is_stream else [*_JSON, length]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        if not is_last and len(self.written) <= MAX_REMEMBERED:
+            self.written += content
         await self._send({"type": "http.response.body", "body": content, "more_body": not is_last})
 
 
 async def _stream(call: GatewayCall, writer: Writer, reply: _Reply) -> bytes:
     """Write a stream while the call is sampled; return the rest, written once the answer is recorded."""
-    await call.news.wait()
     rest = b""
     async for event in writer.events(call):
         if call.is_sampled:
@@ -320,6 +351,7 @@ class Connection(HttpToolsProtocol):
         self._max_connections = max_connections
         self._num_head: int | None = None
         self.on_lost: Callable[[], None] = lambda: None
+        self.written: Written | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._max_connections:
@@ -333,6 +365,11 @@ class Connection(HttpToolsProtocol):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if (
+            self.written is not None
+        ):  # what was written after the client's end shows as an error of the socket
+            error = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            self.written.is_lost = exc is not None or error != 0 or not self.cycle.response_complete
         super().connection_lost(exc)
         super()._unset_keepalive_if_required()
         self.on_lost()
@@ -347,6 +384,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_head = 0
+        self.written = None
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import regex  # with time limits, because patterns come from clients
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest, Newest, invalid
@@ -15,6 +16,7 @@ from asyncrl.messages.token_grammars import GrammarError, check_grammar
 from asyncrl.messages.work import ChatTokenizer
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_MATCH_S = 0.1
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -69,6 +71,26 @@ def _is_strict(function: Mapping[str, Any]) -> bool:
     return function.get("strict") is True
 
 
+def _overlapping_pattern(schema: Any) -> str | None:
+    """Return a pattern that matches a named property. llguidance fails in the middle of an answer if no other
+    name is left for the pattern (NoExtensionBias).
+
+    Example: `{"properties": {"a": {}}, "patternProperties": {"^a$": {}}}`.
+    """
+    if not isinstance(schema, (dict, list)):
+        return None
+    if isinstance(schema, list):
+        return next(filter(None, map(_overlapping_pattern, schema)), None)
+    for pattern in schema.get("patternProperties") or ():
+        try:
+            names = [*(schema.get("properties") or ()), *(schema.get("required") or ())]
+            if any(regex.search(pattern, name, timeout=_MATCH_S) for name in names):
+                return str(pattern)
+        except (TypeError, TimeoutError, regex.error):
+            return str(pattern)
+    return _overlapping_pattern(list(schema.values()))
+
+
 class _Rules:
     def __init__(self, tokenizer: ChatTokenizer, tool_format: ToolFormat) -> None:
         self._tokenizer = tokenizer
@@ -86,9 +108,13 @@ class _Rules:
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
         options = {} if is_strict else {"x-guidance": {"lenient": True}}
         try:
-            return self._add("json", f"%json {to_json({**schema, **options}).decode()}")
+            text = to_json({**schema, **options}).decode()
         except ValueError:
             raise invalid("A schema is nested too deep.") from None
+        if (pattern := _overlapping_pattern(schema)) is not None:
+            why = f"patternProperties {pattern!r:.100} matches a name in properties or required"
+            raise invalid(f"A schema cannot be followed: {why}. Drop one of them.")
+        return self._add("json", f"%json {text}")
 
     def call(self, tools: Sequence[Mapping[str, Any]], prefill: str = "") -> str | None:
         """Return the rule of a call of any of the tools, None if the format has no JSON arguments."""

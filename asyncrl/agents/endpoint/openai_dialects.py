@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import FailFast
 
 from asyncrl.agents.endpoint.dialects import (
+    Block,
     Dialect,
     Kept,
     KeptAnswers,
     Read,
+    Step,
     Writer,
-    blocks,
     encoded,
+    grow_blocks,
     kept_answer,
+    whole_blocks,
 )
 from asyncrl.agents.endpoint.requests import (
     ApiError,
@@ -35,8 +38,8 @@ from asyncrl.agents.endpoint.requests import (
 )
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.answers import Answer, Kind
-    from asyncrl.agents.endpoint.sessions import GatewayCall
+    from asyncrl.agents.endpoint.answers import Answer
+    from asyncrl.agents.endpoint.sessions import GatewayCall, Part, Piece
 
 
 # ---- chats and completions
@@ -55,14 +58,9 @@ class ChatWriter(Writer):
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
         yield self._event(call, delta={"role": "assistant", "content": "", "refusal": None})
-        async for kind, text in call.pieces():
-            yield self._event(call, delta={"content" if kind == "text" else "reasoning_content": text})
-        answer = call.answer
-        if answer.tool_calls:
-            calls = [{"index": index, **each} for index, each in enumerate(answer.tool_calls)]
-            yield self._event(call, delta={"tool_calls": calls})
-        logprobs = self._choice(answer)["logprobs"]
-        yield self._end(call, delta={}, logprobs=logprobs)
+        async for piece in call.pieces():
+            yield self._event(call, delta=_delta(call.answer, piece))
+        yield self._end(call, delta={}, logprobs=self._choice(call.answer)["logprobs"])
 
     def failed(self, error: ApiError) -> bytes:
         return encoded({"error": error.error})
@@ -90,13 +88,28 @@ class ChatWriter(Writer):
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
+def _delta(answer: Answer, piece: Piece) -> dict[str, Any]:
+    """Return at most one call: some clients read no more. Its first delta has the name."""
+    part, number, text = piece
+    if part == "ping":
+        return {}
+    if part != "call":
+        return {"content" if part == "text" else "reasoning_content": text}
+    entry: dict[str, Any] = {"index": number, "function": {"arguments": text}}
+    if not text:
+        call = answer.calls[number]
+        entry |= {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+    return {"tool_calls": [entry]}
+
+
 class TextWriter(ChatWriter):
     whole = "text_completion"
     chunk = "text_completion"
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        async for _, text in call.pieces():
-            yield self._event(call, text=text)
+        yield self._event(call, text="")
+        async for piece in call.pieces():
+            yield self._event(call, text=piece.text)
         yield self._end(call, text="")
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
@@ -177,9 +190,15 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
             last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
         elif "content" in message and last.keys() == {"role", "reasoning_content"}:
             last |= message
+        elif "content" in message and "tool_calls" in last:  # a text behind a call
+            last["content"] = [*_parts(last.get("content")), *_parts(message["content"])]
         else:
             messages.append(message)
     return messages
+
+
+def _parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [content] if content else []
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
@@ -211,7 +230,7 @@ def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
         case "rs":
             return {"type": "reasoning", "content": answer.get("reasoning_content", "")}
         case "msg":
-            return {"role": "assistant", "content": answer["content"]}
+            return {"role": "assistant", "content": "" if index else answer["content"]}
         case "fc" if index in map(str, range(len(calls))):
             call = calls[int(index)]
             return {"type": "function_call", "call_id": call["id"], **call["function"]}
@@ -245,21 +264,24 @@ def _tools(tools: Sequence[Any], reader: RequestReader) -> Iterator[dict[str, An
                 reader.log_once("tools", f"a tool that is no function is omitted: {tool!r:.200}")
 
 
-_PARTS: Mapping[Kind, tuple[str, str]] = {"thought": ("rs", "reasoning_text"), "text": ("msg", "output_text")}
-"""(beginning of an item's id, type of its part)."""
+_PARTS: Mapping[Part, tuple[str, str]] = {
+    "thought": ("rs", "reasoning_text"),
+    "text": ("msg", "output_text"),
+    "call": ("fc", "function_call_arguments"),
+}
+"""(beginning of an item's id, name of its events)."""
 
 
 class ResponseWriter(Writer):
     def __init__(self, asked: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> None:
         self.continues = Kept(messages) if asked.store else None
         self._is_sealed = "reasoning.encrypted_content" in asked.include
+        self._blocks = list[Block]()
         self._echoed = asked.model_dump(exclude=NOT_ECHOED)
 
     def body(self, call: GatewayCall) -> dict[str, Any]:
         answer = call.answer
-        kinds: list[Kind] = ["thought"] if answer.thought else []
-        if answer.content or not (kinds or answer.tool_calls):
-            kinds.append("text")
+        self._blocks = self._blocks or whole_blocks(answer)
         usage = {
             "input_tokens": call.planned.whole.length,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -267,7 +289,7 @@ class ResponseWriter(Writer):
             "output_tokens_details": {"reasoning_tokens": answer.num_thought_tokens},
             "total_tokens": call.planned.whole.length + answer.num_tokens,
         }
-        output = [*(self._item(call, kind) for kind in kinds), *self._calls(call)]
+        output = [self._item(call, block) for block in self._blocks]
         body = self._head(call) | {"status": "completed", "output": output, "usage": usage}
         if answer.finish_reason == "length":
             body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -278,38 +300,35 @@ class ResponseWriter(Writer):
         event = self._event
         started = self._head(call) | {"status": "in_progress", "output": [], "usage": None}
         yield event("response.created", response=started) + event("response.in_progress", response=started)
-        index = 0
-        async for step, kind, text in blocks(call):
-            prefix, part_type = _PARTS[kind]
-            place = {"output_index": index, "item_id": f"{prefix}_{call.name}", "content_index": 0}
-            fields = {"text": "", "logprobs": []} if kind == "text" else {"text": ""}
-            if step == "delta":
-                del fields["text"]
-                yield event(f"response.{part_type}.delta", **place, **fields, delta=text)
+        async for step, block, text in grow_blocks(call, self._blocks):
+            if step == "ping":
+                yield event("response.in_progress", response=started)
                 continue
-            item = self._item(call, kind)
-            (part,) = item["content"]
-            if step == "open":
-                begun = item | {"status": "in_progress", "content": []}
-                yield event("response.output_item.added", output_index=index, item=begun)
-                yield event("response.content_part.added", **place, part=part | fields)
-                continue
-            done = {name: part[name] for name in fields}
-            yield event(f"response.{part_type}.done", **place, **done)
-            yield event("response.content_part.done", **place, part=part)
-            yield event("response.output_item.done", output_index=index, item=item)
-            index += 1
-        for item in self._calls(call):
-            begun = item | {"status": "in_progress", "arguments": ""}
-            place = {"output_index": index, "item_id": item["id"]}
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            yield event("response.output_item.added", output_index=index, item=begun)
-            yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **place, **done)
-            yield event("response.output_item.done", output_index=index, item=item)
-            index += 1
+            yield self._step(call, step, block, text)
         body = self.body(call)
         yield event(f"response.{body['status']}", response=body)
+
+    def _step(self, call: GatewayCall, step: Step, block: Block, text: str) -> bytes:
+        event = self._event
+        index = len(self._blocks) - 1
+        name = _PARTS[block.part][1]
+        is_call = block.part == "call"
+        place: dict[str, Any] = {"output_index": index, "item_id": _item_id(call, block)}
+        place |= {} if is_call else {"content_index": 0}
+        if step == "delta":
+            place |= {"logprobs": []} if block.part == "text" else {}
+            return event(f"response.{name}.delta", **place, delta=text)
+        item = self._item(call, block)
+        part = None if is_call else item["content"][0]
+        if step == "open":
+            begun = item | ({} if is_call else {"content": []}) | {"status": "in_progress"}
+            first = event("response.output_item.added", output_index=index, item=begun)
+            return first if is_call else first + event("response.content_part.added", **place, part=part)
+        done = present(part or item, "name", "arguments", "text", "logprobs")
+        first = event(f"response.{name}.done", **place, **done)
+        if not is_call:
+            first += event("response.content_part.done", **place, part=part)
+        return first + event("response.output_item.done", output_index=index, item=item)
 
     def failed(self, error: ApiError) -> bytes:
         """OpenAI's clients read only the `error` event."""
@@ -322,25 +341,27 @@ class ResponseWriter(Writer):
     def _event(self, kind: str, **fields: Any) -> bytes:
         return encoded({"type": kind, "sequence_number": next(self._numbers), **fields})
 
-    def _item(self, call: GatewayCall, kind: Kind) -> dict[str, Any]:
+    def _item(self, call: GatewayCall, block: Block) -> dict[str, Any]:
         answer = call.answer
-        prefix, part_type = _PARTS[kind]
-        item: dict[str, Any] = {"id": f"{prefix}_{call.name}", "status": "completed"}
-        part: dict[str, Any] = {"type": part_type}
-        if kind == "thought":
-            part["text"] = answer.thought
+        is_cut = answer.finish_reason == "length" and block is self._blocks[-1]
+        status = "incomplete" if is_cut else "completed"
+        item: dict[str, Any] = {"id": _item_id(call, block), "status": status}
+        if block.part == "call":
+            made = answer.calls[block.number]
+            item |= {"type": "function_call", "call_id": made.id}
+            return item | {"name": made.name, "arguments": block.text}
+        part: dict[str, Any] = {"type": _PARTS[block.part][1], "text": block.text}
+        if block.part == "thought":
             if self._is_sealed:
-                item["encrypted_content"] = _SEALED + base64.b64encode(answer.thought.encode()).decode()
+                item["encrypted_content"] = _SEALED + base64.b64encode(block.text.encode()).decode()
             return item | {"type": "reasoning", "summary": [], "content": [part]}
-        if answer.finish_reason == "length":
-            item["status"] = "incomplete"
-        part |= {"text": answer.content or "", "annotations": [], "logprobs": answer.logprobs or []}
+        part |= {"annotations": [], "logprobs": (not block.number and answer.logprobs) or []}
         return item | {"type": "message", "role": "assistant", "content": [part]}
 
-    def _calls(self, call: GatewayCall) -> Iterator[dict[str, Any]]:
-        for number, each in enumerate(call.answer.tool_calls):
-            item = {"id": f"fc_{call.name}_{number}", "type": "function_call", "call_id": each["id"]}
-            yield item | {"status": "completed", **each["function"]}
+
+def _item_id(call: GatewayCall, block: Block) -> str:
+    number = f"_{block.number}" if block.number or block.part == "call" else ""
+    return f"{_PARTS[block.part][0]}_{call.name}{number}"
 
 
 RESPONSES = Dialect("resp", "responses", True, _read_response, ResponsesRequest)

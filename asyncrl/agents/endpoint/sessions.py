@@ -6,18 +6,18 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from asyncrl.agents.endpoint.answers import Answer, Kind
+from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import Capture, PromptPlan
 from asyncrl.agents.endpoint.dialects import Kept, KeptAnswers
 from asyncrl.agents.endpoint.prefix_match import Messages
-from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError, Newest
+from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
@@ -31,17 +31,98 @@ MAX_CONCURRENT_CALLS = 16
 OPEN_SHARE = 4
 """Requests read per answer being sampled."""
 NUM_RETRIED = 16
+"""Answers that a session remembers for retries."""
+MAX_REMEMBERED = 2**18
+"""Bytes of the longest of them."""
 FREE_SHARE = 10
 """Refused calls and counted chats, per call of max_calls."""
 CLIENT_GONE = 499
+PING_S = 10.0
+"""Seconds after which a stream without news sends a ping."""
+
+
+@dataclass(eq=False, repr=False)
+class Written:
+    """An answer that was written to a client."""
+
+    content: bytes
+    is_stream: bool
+    is_lost: bool = False
+    """Its connection broke before the client had read it."""
 
 
 class Client(Protocol):
     on_lost: Callable[[], None]
+    written: Written | None
+    """The last answer, until the next request: a client that sends one has read the answer."""
+
+
+class Retries:
+    """Answers for retried calls, by a digest of the body; none that an equal call got.
+
+    A client retries a call whose answer it does not have. A retry gets
+
+    1. an answer whose connection broke before the client had read it: a client that closes a connection
+       with unread data resets it;
+    2. otherwise a new answer, if an equal call has none: it is being sampled, or its client left;
+    3. otherwise the answer of the only equal call: a proxy may have lost it;
+    4. otherwise a new answer.
+
+    Example: of three equal calls one times out, the others are answered. Its retry is sampled with the seed
+    of the call that timed out.
+    """
+
+    def __init__(self) -> None:
+        self._num_open = Counter[bytes]()
+        self._num_answered = Counter[bytes]()
+        self._written = deque[tuple[bytes, Written]](maxlen=NUM_RETRIED)
+
+    def begin(self, digest: bytes, *, is_retry: bool) -> Written | None:
+        """Count a call, or return the answer that its client gets again."""
+        num_open = self._num_open[digest]
+        if is_retry:
+            written = [each for key, each in self._written if key == digest]
+            found = [each for each in written if each.is_lost]
+            if num_open == 0 and self._num_answered[digest] == 1:
+                found += written
+            if found:
+                found[0].is_lost = False
+                return found[0]
+        if num_open == 0 or not is_retry:  # otherwise it replaces a call without an answer
+            self._num_open[digest] += 1
+        return None
+
+    def answered_nowait(self, digest: bytes, written: Written) -> None:
+        self._num_answered[digest] += 1
+        self.refused_nowait(digest)
+        if len(written.content) <= MAX_REMEMBERED:
+            self._written.append((digest, written))
+
+    def refused_nowait(self, digest: bytes) -> None:
+        self._num_open[digest] = max(0, self._num_open[digest] - 1)
+
+    def clear(self) -> None:
+        for memory in (self._num_open, self._num_answered, self._written):
+            memory.clear()
+
+
+Part = Literal["thought", "text", "call", "ping"]
+
+
+class Piece(NamedTuple):
+    part: Part
+    number: int
+    """Of the tool call."""
+    text: str
 
 
 def session_ended(reason: str) -> ApiError:
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
+
+
+def engine_unavailable(reason: str) -> ApiError:
+    why = f"The run is ending: {reason}"
+    return ApiError(503, why, type="server_error", code="engine_unavailable", headers=NO_RETRY)
 
 
 def client_gone() -> ApiError:
@@ -74,20 +155,41 @@ class GatewayCall:
         self.answer.feed(token_ids)
         self.news.set()
 
-    async def pieces(self) -> AsyncIterator[tuple[Kind, str]]:
-        """Yield thought and text as they grow, until the call is sampled."""
-        num_yielded = Counter[Kind]()
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield what grows until the call is sampled, and a ping after PING_S without a piece.
+
+        Each tool call begins with an empty piece. Opened ones grow first and new ones last: a text stands
+        behind the call that it follows.
+        """
+        loop = asyncio.get_running_loop()
+        num_yielded = dict[tuple[Part, int], int]()
+        num_opened = 0
+        ping_at = loop.time() + PING_S
         is_last = False
         while not is_last:
             if not self.is_sampled:
+                timer = loop.call_at(ping_at, self.news.set)
                 await self.news.wait()
+                timer.cancel()
                 self.news.clear()
             is_last = self.is_sampled
-            texts: dict[Kind, str] = {"thought": self.answer.thought, "text": self.answer.shown}
-            for kind, text in texts.items():
-                if piece := text[num_yielded[kind] :]:
-                    num_yielded[kind] += len(piece)
-                    yield kind, piece
+            answer = self.answer
+            texts = [Piece("thought", 0, answer.thought), Piece("text", 0, answer.shown)]
+            calls = [Piece("call", number, call.arguments) for number, call in enumerate(answer.calls)]
+            grown = [*calls[:num_opened], *texts, *calls[num_opened:]]
+            num_opened = len(calls)
+            for part, number, text in grown:
+                if (start := num_yielded.get((part, number))) is None:
+                    start = 0
+                    if part == "call":
+                        yield Piece(part, number, "")
+                num_yielded[part, number] = len(text)
+                if len(text) > start:
+                    ping_at = loop.time() + PING_S
+                    yield Piece(part, number, text[start:])
+            if loop.time() >= ping_at and not is_last:
+                ping_at = loop.time() + PING_S
+                yield Piece("ping", 0, "")
 
 
 @dataclass(eq=False, repr=False)
@@ -122,8 +224,7 @@ class GatewaySession:
             keeps_thoughts=self.limits.thoughts == "keep",
         )
         self.kept = KeptAnswers(self.limits.max_calls)
-        self.delivered = Newest[bytes, bytes](NUM_RETRIED)
-        """Whole answers by the call's digest, for retries."""
+        self.retries = Retries()
         self.opening: Messages | None = None
         self.last_span: VersionSpan | None = None
         """Its engine has the cache."""
@@ -150,7 +251,7 @@ class GatewaySession:
         if self.ended is not None:
             return
         self.ended = reason
-        self.delivered.clear()
+        self.retries.clear()
         self._numbers.clear()
         self.kept.clear()
         del self.sessions.open[self.key]
@@ -240,7 +341,14 @@ class GatewaySession:
     @asynccontextmanager
     async def in_hand(self, connection: Client) -> AsyncIterator[None]:
         """Count refusals. Raise ApiError in the block when the session ends (410) or its client leaves."""
-        ended = self._until_end(lambda reason: client_gone() if reason is None else session_ended(reason))
+
+        def cut(reason: str | None) -> ApiError:
+            if reason is None:
+                return client_gone()
+            run_end = self.sessions.run_end
+            return session_ended(reason) if run_end is None else engine_unavailable(run_end)
+
+        ended = self._until_end(cut)
         try:
             async with ended as scope:
                 connection.on_lost = partial(scope.reschedule, 0.0)
@@ -284,14 +392,23 @@ class Sessions:
     def __init__(self, limits: GatewayConfig) -> None:
         self.limits = limits
         self.open: dict[str, GatewaySession] = {}
+        self.run_end: str | None = None
+        """Why the run is ending. From then on, unknown keys may be those of its sessions."""
 
     def find(self, key: str) -> GatewaySession:
-        """Raises ApiError (401), never with the key: answers are logged."""
+        """Raises ApiError (401, 503 while the run ends), never with the key: answers are logged."""
         if (session := self.open.get(key)) is None:
+            if self.run_end is not None:
+                raise engine_unavailable(self.run_end)
             why = "Unknown or missing session key, or its session has ended. Send `Authorization: Bearer KEY`"
             raise ApiError(401, f"{why} or `x-api-key: KEY`, or call /s/KEY/v1/....", code="invalid_api_key")
         return session
 
+    def end_run_nowait(self, reason: str) -> None:
+        """Answer calls of ended sessions with 503. Idempotent."""
+        self.run_end = self.run_end or reason
+
     def end_all_nowait(self, reason: str) -> None:
+        self.end_run_nowait(reason)
         for session in list(self.open.values()):
             session.end_nowait(reason)

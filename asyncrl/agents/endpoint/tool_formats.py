@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic_core import from_json
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
+from asyncrl.messages.json_values import PYTHON_WORDS, from_python, property_schema, typed
 from asyncrl.messages.sampling import overlap
 
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
-_DECODER = json.JSONDecoder()
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_./:-]{1,128}")
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """`{"type": "function", "function": {"name": ..., "parameters": {...}}}` by tool."""
-Found: TypeAlias = tuple[list[tuple[Any, Any]], int]
-"""((name, arguments) by call, end)."""
-Read: TypeAlias = Callable[[str, Any, Tools], Found]
-"""From text, match of the head, and tools."""
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -48,12 +48,12 @@ class ParsedAnswer(NamedTuple):
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-def make_call(name: Any, arguments: Any) -> ToolCall:
-    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
-        raise ValueError("a call needs the name of a tool and an object of arguments")
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    from_json(text)  # no lone surrogates, limited depth
-    return ToolCall(name, text)
+def check_arguments(text: str) -> None:
+    """Raise ValueError unless the text is a JSON object of finite numbers and valid Unicode."""
+    arguments = from_json(text, allow_inf_nan=False)
+    if not isinstance(arguments, dict):
+        raise ValueError("a call needs an object of arguments")
+    json.dumps(arguments, allow_nan=False)  # 1e999
 
 
 @cache
@@ -152,87 +152,180 @@ class ReasoningSplitter:
         return piece
 
 
-# ---- arguments
-
-_BETWEEN = re.compile(r"[\s;]*")
+# ---- reading
 
 
-def _after(pattern: Any, text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    if found is None:
-        raise ValueError(f"a call does not continue with {pattern.pattern}")
-    return int(found.end())
+class CallReader:
+    """Reads an answer while it grows: `calls`, the last one with its arguments so far, and `content`.
 
-
-def read_json(text: str, begun: Any, tools: Tools) -> Found:
-    """Read the arguments of a named call, or `{"name": ..., "arguments": {...}}` repeatedly or in a list."""
-    name = begun.groupdict().get("tool")
-    at = _after(_BETWEEN, text, begun.end())
-    if name is not None:
-        arguments, at = _DECODER.raw_decode(text, at)
-        return [(name, arguments)], _after(_BETWEEN, text, at)
-    values: list[Any] = []
-    while not values or text.startswith("{", at):
-        value, at = _DECODER.raw_decode(text, at)
-        values += value if isinstance(value, list) else [value]
-        at = _after(_BETWEEN, text, at)
-    return [(each["name"], each["arguments" if "arguments" in each else "parameters"]) for each in values], at
-
-
-def tagged(pattern: str) -> Read:
-    """Read tagged arguments. Groups: `key`, `value`."""
-    arguments = re.compile(pattern, re.DOTALL)
-
-    def read(text: str, begun: Any, tools: Tools) -> Found:
-        name, at = begun["tool"], begun.end()
-        function: Mapping[str, Any] = next(
-            (each["function"] for each in tools if each["function"]["name"] == name), {}
-        )
-        schemas = (function.get("parameters") or {}).get("properties") or {}
-        found: dict[str, Any] = {}
-        while match := arguments.match(text, at):
-            at = match.end()
-            key = match["key"]
-            if key in found:
-                raise ValueError("an argument is given twice")
-            found[key] = typed(match["value"], schemas.get(key))
-        return [(name, found)], at
-
-    return read
-
-
-_TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-
-def typed(raw: str, schema: Any) -> Any:
-    """Parse `raw` as JSON if the parameter's type allows it; otherwise it is text.
-
-    Without a type, quoted strings stay text, because templates write text unquoted.
+    A format reads by a generator that yields to wait for more text. Invariant: calls and content do not
+    depend on the split into feeds.
     """
-    types = _types(schema)
-    if types == {"string"}:
-        return raw
-    try:
-        value = json.loads(_PYTHON_WORDS.get(raw.strip(), raw) if types else raw)
-    except (ValueError, RecursionError):
-        return raw
-    if isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)):
-        return raw
-    found = _TYPES[type(value)]
-    return value if not types or found in types or (found == "integer" and "number" in types) else raw
+
+    def __init__(
+        self, tool_format: ToolFormat, tools: Tools = (), *, is_thinking: bool | None = None
+    ) -> None:
+        """`is_thinking`: whether the prompt opened a thought; None if the answer is fed at once."""
+        self.tools = tools
+        self.is_thinking = is_thinking
+        self.text = ""
+        self.at = 0
+        self.calls: list[ToolCall] = []
+        self.content: list[str] = []
+        """Text outside the calls, as far as it was read."""
+        self.is_last = False
+        self.is_malformed = False
+        self._steps = tool_format.steps(self)
+
+    def feed(self, text: str, *, is_last: bool = False) -> None:
+        self.text += text
+        self.is_last = is_last
+        try:
+            next(self._steps, None)
+        except MALFORMED:
+            self.is_malformed = True
+
+    def begin(self, name: Any, own_id: str | None = None) -> ToolCall:
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            raise ValueError("a call needs the name of a tool")
+        self.calls.append(ToolCall(name, id=own_id))
+        return self.calls[-1]
+
+    def match(self, pattern: str) -> Steps[Any]:
+        """Read a pattern. Return None if the text continues differently."""
+        found = yield from self._find(_compiled(pattern).match)
+        if found is not None:
+            self.at = found.end()
+        return found
+
+    def need(self, pattern: str) -> Steps[Any]:
+        found = yield from self.match(pattern)
+        if found is None:
+            raise ValueError(f"a call does not continue with {pattern}")
+        return found
+
+    def search(self, pattern: str) -> Steps[Any]:
+        """Return the next match anywhere, None if there is none in the whole text."""
+        return (yield from self._find(_compiled(pattern).search, is_search=True))
+
+    def _find(self, find: Callable[..., Any], *, is_search: bool = False) -> Steps[Any]:
+        start = self.at
+        while True:
+            found = find(self.text, start, partial=not self.is_last)
+            is_sure = found is not None and found.end() < len(self.text)  # otherwise it may grow
+            if self.is_last or is_sure or (found is None and not is_search):
+                return found
+            start = len(self.text) if found is None else found.start()
+            # Searching a long argument again at each token would take quadratic time.
+            enough = len(self.text) + (len(self.text) - start) // 16
+            yield
+            while len(self.text) <= enough and not self.is_last:
+                yield
 
 
-def _types(schema: Any) -> set[str]:
-    """Return the types that a schema names; none if it allows others, too."""
-    found: set[str] = set()
-    schema = schema if isinstance(schema, Mapping) else {}
-    for part in schema.get("anyOf") or schema.get("oneOf") or [schema]:
-        declared = part.get("type") if isinstance(part, Mapping) else None
-        if not declared:
-            return set()
-        found.update([declared] if isinstance(declared, str) else declared)
-    return found
+Steps: TypeAlias = Generator[None, None, Value]
+
+_JSON_PIECE = re.compile(r'[^"\\{}\[\]]+|\\.|["{}\[\]]', re.DOTALL)
+_STRING = r'"\w+"\s*:\s*"[^"]*"'
+JSON_HEAD = (
+    rf'(?P<object>\{{)\s*(?:{_STRING}\s*,\s*)*?"(?:tool_)?name"\s*:\s*"(?P<tool>[^"\\]+)"\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*'
+)
+"""`{"name": ..., "arguments": `, perhaps with an id."""
+JSON_END = rf"(?:\s*,\s*{_STRING})*\s*\}}"
+
+
+def read_json(reader: CallReader, head: Any) -> Steps[str]:
+    """Read JSON arguments as they are sampled, and the rest of the object around them."""
+    groups = head.groupdict()
+    call = reader.begin(head["tool"], groups.get("id"))
+    yield from _grow(reader, call)
+    check_arguments(call.arguments)
+    if groups.get("object"):
+        yield from reader.need(JSON_END)
+    return ""
+
+
+def _grow(reader: CallReader, call: ToolCall) -> Steps[None]:
+    """Copy text to the arguments until its brackets are closed."""
+    yield from reader.need(r"(?=\{)")
+    start = reader.at
+    depth = 0
+    is_quoted = False
+    while True:
+        for piece in _JSON_PIECE.finditer(reader.text, reader.at):
+            reader.at = piece.end()
+            if piece[0] == '"':
+                is_quoted = not is_quoted
+            elif not is_quoted:
+                depth += (piece[0] in ("{", "[")) - (piece[0] in ("}", "]"))
+            if not depth:
+                break
+        call.arguments = reader.text[start : reader.at]
+        if not depth and call.arguments:
+            return
+        if reader.is_last:
+            raise ValueError("a call is cut")
+        yield
+
+
+def read_tagged(reader: CallReader, head: Any, pattern: str, values: str) -> Steps[str]:
+    """Read arguments one by one. Groups: `key`, `value`, and `kind` if the model writes the type."""
+    call = reader.begin(head["tool"])
+    functions = [tool["function"] for tool in reader.tools if tool["function"]["name"] == call.name]
+    root = functions[0].get("parameters") if functions else None
+    keys: set[str] = set()
+    call.arguments = "{"
+    while found := (yield from reader.match(pattern)):
+        key, raw = found["key"], found["value"]
+        kind = found.groupdict().get("kind")
+        if key in keys:
+            raise ValueError("an argument is given twice")
+        if kind is None:
+            value = _CONVERT[values](raw, property_schema(root, key, root), root)
+        else:
+            value = raw if kind in ("true", "string") else from_json(raw)
+        text = json.dumps({key: value}, ensure_ascii=False)
+        check_arguments(text)
+        call.arguments += (", " if keys else "") + text[1:-1]
+        keys.add(key)
+    return "}"
+
+
+# ---- values
+
+_GEMMA = re.compile(
+    r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<key>[^\s{}\[\],:]+)(?=\s*:)|\b(?:True|False|None)\b', re.DOTALL
+)
+
+
+def from_gemma(text: str, *_: Any) -> Any:
+    """Parse Gemma 4's values. Raises ValueError. Example: `{k:[1,null,<|"|>x<|"|>]}`."""
+
+    def as_json(found: re.Match[str]) -> str:
+        quoted = found["text"] if found["text"] is not None else found["key"]
+        return PYTHON_WORDS[found[0]] if quoted is None else json.dumps(quoted)
+
+    return json.loads(_GEMMA.sub(as_json, text))
+
+
+def from_minimax(text: str, schema: Any, root: Any) -> Any:
+    """Parse MiniMax-M3's nested tags. Example: `]<]minimax[>[<item>1]<]minimax[>[</item>` is [1]."""
+    parts = [(part["key"], part["value"]) for part in _compiled(_NESTED).finditer(text)]
+    if not parts:
+        return typed(text, schema, root)
+    if {key for key, _ in parts} == {"item"}:
+        items = property_schema(schema, None, root)
+        return [from_minimax(value, items, root) for _, value in parts]
+    return {key: from_minimax(value, property_schema(schema, key, root), root) for key, value in parts}
+
+
+_CONVERT: Mapping[str, Callable[..., Any]] = {
+    "typed": typed,
+    "python": from_python,
+    "gemma": from_gemma,
+    "minimax": from_minimax,
+}
 
 
 # ---- formats
@@ -240,23 +333,35 @@ def _types(schema: Any) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """`head`: pattern of a call up to its arguments, with a group `tool` for a name there. `read`: reads the
-    arguments. `tail`: pattern of its end.
+    """Patterns of a block of calls: `open`; `entry`, arguments and `tail` of each call, with `between` before
+    further calls; `last`. The entry has the group `tool`, and `id` if the model writes ids.
 
-    `noise`: pattern of text that is no content: thoughts and heads of channels. Templates of channels refuse
-    thoughts sent back.
+    Example: in `<calls>[f(x=1), g()]</calls>` they are `<calls>[`, `f(`, `)`, `, `, and `]</calls>`.
+
+    `noise`: pattern of text that is no content, such as heads of channels. `has_channels`: thoughts are
+    noise, and templates refuse thoughts sent back.
     """
 
     name: str = "none"
-    head: str = r"(?!)"
-    read: Read = read_json
+    open: str = r"(?!)"
+    entry: str = ""
+    """Empty: `open` has the group."""
+    argument: str = ""
+    """An argument with its `key` and `value`. Empty: arguments are JSON."""
+    values: str = "typed"
+    """How values are written: typed (by the tool's schema), python, gemma or minimax."""
     tail: str = ""
+    between: str = r"(?!)"
+    last: str = ""
     noise: str = ""
+    has_channels: bool = False
     marks: Sequence[str] = ()
     """Markers that may be special tokens."""
     call: str = ""
     """A call of the tool NAME up to its arguments, or with JSON ARGUMENTS. Empty: no call can be forced."""
     close: str | None = None
+    taught: str = r"(?!)"
+    """Pattern of what a prompt with tools says if its template writes no calls."""
     thinking: Marks = THINKING
     refusal: str = ""
 
@@ -267,37 +372,60 @@ class ToolFormat:
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
         """An answer with a malformed call is all text. `tools` give unquoted arguments their types."""
-        try:
-            content, calls = self._read(text, tools)
-        except MALFORMED:
-            calls = ()
-        return ParsedAnswer(content or None, tuple(calls)) if calls else ParsedAnswer(self._clean(text))
+        reader = CallReader(self, tools)
+        reader.feed(text, is_last=True)
+        return self.parsed(reader, keeps_begun=False)
 
-    def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
+    def parsed(self, reader: CallReader, *, keeps_begun: bool) -> ParsedAnswer:
+        """`keeps_begun`: a malformed call is kept with the arguments so far; no text follows it."""
+        if not reader.calls or (reader.is_malformed and not keeps_begun):
+            return ParsedAnswer(self._clean(reader.text))
+        return ParsedAnswer("".join(reader.content) or None, tuple(reader.calls))
+
+    def steps(self, reader: CallReader) -> Steps[None]:
         """Raises MALFORMED errors."""
-        head, tail = _compiled(self.head), _compiled(self.tail)
-        calls: list[ToolCall] = []
-        content: list[str] = []
         end = 0
-        begun = head.search(text, 0 if self.noise else text.find(self.thinking[1]) + 1)
-        while begun:
-            content.append(self._clean(text[end : begun.start()]).rstrip())
-            found, end = self.read(text, begun, tools)
-            calls += [make_call(*each) for each in found]
-            end = _after(tail, text, end)
-            begun = head.search(text, end)
-        return "".join([*content, self._clean(text[end:]).rstrip()]), calls
+        if not self.has_channels:
+            reader.at = yield from self._end_of_thought(reader)
+        while begun := (yield from reader.search(self.open)):
+            reader.content.append(self._clean(reader.text[end : begun.start()]).rstrip())
+            reader.at = begun.end()
+            head = (yield from reader.need(self.entry)) if self.entry else begun
+            while head is not None:
+                if self.argument:
+                    closing = yield from read_tagged(reader, head, self.argument, self.values)
+                else:
+                    closing = yield from read_json(reader, head)
+                yield from reader.need(self.tail)
+                reader.calls[-1].arguments += closing
+                head = yield from reader.match(f"{self.between}(?:{self.entry})")
+            yield from reader.need(self.last)
+            end = reader.at
+        reader.content.append(self._clean(reader.text[end:]).rstrip())
+
+    def _end_of_thought(self, reader: CallReader) -> Steps[int]:
+        begin, close = self.thinking
+        if reader.is_thinking is not None:
+            while not reader.is_last and begin.startswith(reader.text.lstrip()):
+                yield
+            is_open = reader.is_thinking or reader.text.lstrip().startswith(begin)
+            if not is_open:
+                return 0
+            while not reader.is_last and close not in reader.text:
+                yield
+        return reader.text.find(close) + 1
 
     def _clean(self, text: str) -> str:
         if not self.noise:
             return text
-        return "".join(part.rstrip() for part in _compiled(self.noise).split(text))
+        parts = _compiled(self.noise).split(text)
+        return "".join(part.rstrip() for part in parts) if len(parts) > 1 else text
 
     def show(self, text: str, start: int = 0) -> tuple[str, int]:
         """Return (final text from `start` on, the next start). The joined pieces are a prefix of
         parse(...).content.
         """
-        begun = _compiled(self.head).search(text, start, partial=True)
+        begun = _compiled(self.open).search(text, start, partial=True)
         end = begun.start() if begun else len(text)
         pieces: list[str] = []
         for found in _compiled(self.noise).finditer(text, start, end, partial=True) if self.noise else ():
@@ -329,7 +457,10 @@ class ToolFormat:
         return (head.replace("NAME", name), tail) if found else None
 
     def without_tools(self) -> ToolFormat:
-        return ToolFormat(noise=self.noise, marks=self.marks if self.noise else (), thinking=self.thinking)
+        marks = self.marks if self.noise else ()
+        return ToolFormat(
+            noise=self.noise, has_channels=self.has_channels, marks=marks, thinking=self.thinking
+        )
 
 
 USAGE = "parse(text) -> [(name, arguments), ...] or None"
@@ -340,20 +471,25 @@ class UserFormat(ToolFormat):
     """User-defined `parse(text)` of a whole answer."""
 
     function: Callable[[str], Any]
-    head: str = r"\A"
+    open: str = r"\A"
 
-    def _read(self, text: str, tools: Tools) -> tuple[str | None, Sequence[ToolCall]]:
+    def steps(self, reader: CallReader) -> Steps[None]:
+        while not reader.is_last:
+            yield
         try:
-            found = self.function(text)
+            found = self.function(reader.text)
         except (ValueError, RecursionError):
-            return text, ()
+            return
         except Exception as error:  # user errors are data
             raise self._misused(raised(error)) from error
         try:
             pairs = [(name, arguments) for name, arguments in found or ()]
         except (TypeError, ValueError):
             raise self._misused(f"returned {found!r:.200}") from None
-        return None, [make_call(*pair) for pair in pairs]
+        for name, arguments in pairs:
+            call = reader.begin(name)
+            call.arguments = json.dumps(arguments, ensure_ascii=False)
+            check_arguments(call.arguments)
 
     def _misused(self, what: str) -> RolloutFailure:
         rule = f"it is called as {USAGE}; a ValueError says that a call is malformed"
@@ -362,129 +498,141 @@ class UserFormat(ToolFormat):
 
 # ---- families
 
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
-_JSON_CALL = '{"name": "NAME", "arguments": ARGUMENTS}'
-_HERMES = ToolFormat(
-    name="hermes",
-    head=OPEN,
-    tail=rf"{CLOSE}|\Z",
-    marks=(OPEN, CLOSE),
-    call=f"{OPEN}\n{_JSON_CALL}\n{CLOSE}",
-    close=CLOSE,
-)
-_LLAMA = ToolFormat(
-    name="llama",
-    head=r"\A\s*(?=\{)|<\|python_tag\|>",
-    tail=r"(?=<\|python_tag\|>)|\Z",
-    marks=("<|python_tag|>",),
-    call='{"name": "NAME", "parameters": ARGUMENTS}',
-)
-_QWEN3_CODER = ToolFormat(
-    name="qwen3_coder",
-    head=rf"{OPEN}\s*<function=(?P<tool>[^>\n]+)>",
-    read=tagged(
-        r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))"
-    ),
-    tail=rf"\s*</function>\s*(?:{CLOSE}|\Z)",
-    marks=(OPEN, CLOSE),
-    call=f"{OPEN}\n<function=NAME>",
-    close=CLOSE,
-)
-_GLM = ToolFormat(
-    name="glm",
-    head=rf"{OPEN}\s*(?P<tool>[^\s<]+)",
-    read=tagged(
-        r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-        r"(?=\s*(?:<arg_key>|</tool_call>|\Z))"
-    ),
-    tail=rf"\s*{CLOSE}|\n\s*\Z|(?<=</arg_value>)\Z",  # a name that was cut off is no call
-    marks=(OPEN, CLOSE),
-    call=f"{OPEN}NAME",
-    close=CLOSE,
-)
-_BEGIN = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
-_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-_DEEPSEEK = ToolFormat(
-    name="deepseek",
-    head=r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?=[^\s{]))?"
-    r"(?P<tool>[^\s<]+)(?:<｜tool▁sep｜>|\s*```json)",
-    tail=r"(?:```)?\s*(?:<｜tool▁call▁end｜>|\Z)(?:\s*<｜tool▁calls▁end｜>)?",
-    marks=[f"<｜tool▁{part}｜>" for part in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")],
-    call=f"{_BEGIN}NAME<｜tool▁sep｜>ARGUMENTS{_END}",
-    close="<｜tool▁call▁end｜>",
-)
-"""V3.1: the name, then JSON. V3 and R1: `function`, then the name and a JSON block."""
-_DEEPSEEK_V3 = replace(_DEEPSEEK, call=f"{_BEGIN}function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```{_END}")
-_KIMI_CALL = "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"
-_KIMI_PARTS = ("s_section_begin", "_begin", "_argument_begin", "_end", "s_section_end")
-_KIMI = ToolFormat(
-    name="kimi",
-    head=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?"
-    r"(?P<tool>[^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-    tail=r"(?:<\|tool_call_end\|>|\Z)(?:\s*<\|tool_calls_section_end\|>)?",
-    marks=[f"<|tool_call{part}|>" for part in _KIMI_PARTS],
-    call=f"<|tool_calls_section_begin|>{_KIMI_CALL}<|tool_calls_section_end|>",
-    close="<|tool_call_end|>",
-)
-_MISTRAL = ToolFormat(
-    name="mistral",
-    head=r"\[TOOL_CALLS\]\s*(?:(?P<tool>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{))?",
-    marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    call=f"[TOOL_CALLS][{_JSON_CALL}]",
-)
-_MISTRAL_V11 = replace(_MISTRAL, call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", thinking=("[THINK]", "[/THINK]"))
-_START = r"(?:\A|<\|start\|>assistant)"
-_END_OF_MESSAGE = r"(?:<\|(?:end|return|call)\|>|(?=<\|start\|>assistant)|\Z)"
-_CONSTRAINED = r"(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?"
-_GPT_OSS = ToolFormat(
-    name="gpt_oss",
-    head=rf"{_START}[^<]*(?:<\|channel\|>[^<]*)?\bto=functions\.(?P<tool>[\w.-]+)"
-    rf"[^<]*{_CONSTRAINED}<\|message\|>",
-    tail=_END_OF_MESSAGE,
-    noise=rf"{_START}\s*<\|channel\|>analysis\s*<\|message\|>.*?{_END_OF_MESSAGE}"
-    rf"|{_START}\s*{_CONSTRAINED}<\|message\|>"
-    r"|<\|(?:end|return|call|channel|constrain|start|message)\|>",
-    marks=[f"<|{name}|>" for name in "end return call channel constrain start message".split()],
-    call=" to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS",
-    thinking=("<|channel|>analysis<|message|>", "<|end|>"),
-)
+MINIMAX = "]<]minimax[>["
+WORDS = {"JSON_HEAD": f"(?:{JSON_HEAD})", "MINIMAX_TAG": re.escape(MINIMAX)}
+_NESTED = (
+    r"MINIMAX_TAG<(?P<key>[^>/\s]+)>(?P<value>(?:(?!MINIMAX_TAG<).|MINIMAX_TAG<[^>/]+>(?&value)"
+    r"MINIMAX_TAG</[^>]+>)*+)MINIMAX_TAG</(?P=key)>"
+).replace("MINIMAX_TAG", WORDS["MINIMAX_TAG"])
 
-FAMILIES: Sequence[tuple[tuple[str, ...], ToolFormat]] = [
-    (("<|channel|>", "functions."), _GPT_OSS),
-    (("<｜tool▁call▁begin｜>", "```json"), _DEEPSEEK_V3),
-    (("<｜tool▁call▁begin｜>",), _DEEPSEEK),
-    (("<|tool_call_argument_begin|>",), _KIMI),
-    (("[TOOL_CALLS]", "[ARGS]"), _MISTRAL_V11),
-    (("[TOOL_CALLS]",), _MISTRAL),
-    (("<arg_key>",), _GLM),
-    (("<function=", "<parameter="), _QWEN3_CODER),
-    ((f"{OPEN}[",), replace(_HERMES, call=f"{OPEN}[\n{_JSON_CALL}\n]{CLOSE}")),  # SmolLM2
-    ((OPEN,), _HERMES),
-    (('"parameters"', "<|python_tag|>"), _LLAMA),
-    (('"parameters"', "ipython"), _LLAMA),
+
+def _data() -> dict[str, Any]:
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    for word, pattern in WORDS.items():
+        text = text.replace(word, pattern)
+    return tomllib.loads(text)
+
+
+_DATA = _data()
+FAMILIES = [
+    ToolFormat(**family | {"thinking": tuple(family.get("thinking", THINKING))}) for family in _DATA["family"]
 ]
-"""(substrings of chat templates, format); the first match counts, or the last format of a name."""
+
+
+# ---- which format a template writes
+
+_QUESTION = {"role": "user", "content": "Question?"}
+_THOUGHT = "Some thought."
+_SAID = "Some answer."
+_CALLS = [(name, tool["arguments"]) for name, tool in _DATA["probe"].items()]
+_PROBED = _CALLS[0][0]
+_PROBE_TOOLS = [{"type": "function", "function": tool["function"]} for tool in _DATA["probe"].values()]
+_WAYS: Sequence[Mapping[str, Any]] = ({}, {"as_text": True}, {"own_id": "functions.{name}:{number}"})
+"""What templates want a call to be. Kimi's write the id instead of the name."""
+
+
+class TemplateProbe:
+    """What a chat template writes; nothing if it fails."""
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+        self.why = ""
+        """Why it failed."""
+
+    def render(self, *answer: Mapping[str, Any], tools: Tools | None = None, is_open: bool = False) -> str:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        chat = {"messages": [_QUESTION, *answer], "tools": tools, "add_generation_prompt": is_open}
+        try:
+            template = _compile_jinja_template(self._template)
+            return str(template.render(**chat, bos_token="<bos>", eos_token="<eos>"))
+        except Exception as error:  # templates raise what they like
+            self.why = f" (it fails with {type(error).__name__}: {error})"[:200]
+            return ""
+
+    def answer(self, **message: Any) -> str:
+        """Return what a model would have sampled, with the end of the turn."""
+        whole = self.render({"role": "assistant", **message}, tools=_PROBE_TOOLS)
+        prompt = self.render(tools=_PROBE_TOOLS, is_open=True)
+        shared = os.path.commonprefix([whole, prompt])
+        if shared != prompt:
+            shared = re.sub(r"[<\[][^<>\[\]]*\Z", "", shared)  # no half of a mark
+        return whole[len(shared) :]
+
+    def called(self, num_calls: int, *, as_text: bool = False, own_id: str = "probe000{number}") -> str:
+        """Return an answer of calls, without the end of the turn; empty if the template leaves them out."""
+        calls = []
+        for number, (name, arguments) in enumerate(_CALLS[:num_calls]):
+            function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
+            call_id = own_id.format(name=name, number=number)
+            calls.append({"type": "function", "id": call_id, "function": function})
+        text = self.answer(content="", tool_calls=calls)
+        _, _, end = self.answer(content=_SAID).partition(_SAID)
+        end = os.path.commonprefix([text[::-1], end[::-1]])[::-1]
+        end = re.sub(r"\A[^<>]*>", "", end)
+        return text.removesuffix(end) if _PROBED in text else ""
+
+    def thinking(self, known: Marks) -> Marks:
+        """Return the marks around a thought, `known` if the template writes none."""
+        thoughts = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), _THOUGHT)
+        answer = {"role": "assistant", "content": _SAID, **thoughts}
+        before, found, after = self.render(answer).partition(_THOUGHT)
+        before = before if found else self.render(is_open=True)
+        mark = r"(?:<\|?[^<>\s|]+\|?>|\[[A-Z_]+\])"
+        begin = re.search(rf"({mark})\s*\Z", before)
+        end = re.match(rf"\s*({mark})", after)
+        if before.rstrip().endswith(known[0]) or begin is None or end is None:
+            return known
+        return (begin[1], end[1]) if "think" in begin[1].lower() else known
+
+
+def _find_readers(probe: TemplateProbe, fitting: Sequence[ToolFormat]) -> Iterator[ToolFormat]:
+    """Yield the formats that read what the template writes, those first that begin a forced call like it."""
+    others: list[ToolFormat] = []
+    for number, way in itertools.product((2, 1), _WAYS):  # some templates write only one call, or fail
+        text = probe.called(number, **way)
+        for tool_format in fitting:
+            calls = tool_format.parse(text, _PROBE_TOOLS).tool_calls
+            if [(call.name, json.loads(call.arguments)) for call in calls] != list(_CALLS[:number]):
+                continue
+            if (tool_format.prefill(_PROBED) or "") in text:
+                yield tool_format
+            others.append(tool_format)
+    yield from others
 
 
 def find_tool_format(name: str, template: str) -> ToolFormat:
-    """Return the format `name`; auto: by the chat template. Raises ConfigError."""
+    """Return the format `name`; auto: the first that reads a call which the chat template writes.
+
+    If no format reads the template's calls, `refusal` says why, for requests with tools. Raises ConfigError.
+    """
     if ":" in name:
         function = load_function(name, "gateway.tool_format", usage=USAGE, arguments=("",))
         return UserFormat(name=name, function=function)
-    fitting = [each for shown, each in FAMILIES if all(mark in template for mark in shown)]
-    named = {each.name: each for _, each in FAMILIES} | {each.name: each for each in reversed(fitting)}
+    named = {each.name: each for each in FAMILIES}
     known = ", ".join(named)
-    named["none"] = ToolFormat()
-    named["auto"] = fitting[0] if fitting else named["none"]
-    if name not in named:
+    default = named.get(name, ToolFormat())
+    if name not in (*named, "auto", "none"):
         way_out = f"set it to auto, {known}, none, or module:function of a parser of your own."
         raise ConfigError(f"gateway.tool_format={name} is not known", way_out=way_out)
-    tool_format = named[name]
-    if template and not re.search(r"\btools\b", template):
-        why = "the chat template never mentions `tools`, so the model would not see them"
-        return replace(tool_format, refusal=f"{why}. Set model.chat_template to another Jinja file.")
-    if tool_format.name == "none":
-        why = f"gateway.tool_format={name} knows no tool calls of this chat template. Set it to {known}, or "
-        return replace(tool_format, refusal=f"{why}module:function of a parser, or set model.chat_template.")
-    return tool_format
+    if not template:
+        return default
+    fitting = [each for each in FAMILIES if name in ("auto", each.name)]
+    probe = TemplateProbe(template)
+    tool_format = next(_find_readers(probe, fitting), None)
+    prompt = probe.render(tools=_PROBE_TOOLS, is_open=True)
+    called = probe.called(1)
+    if tool_format is None and not called:  # such templates leave the calls of an answer to the engine
+        taught = [each for each in fitting if re.search(each.taught, prompt)]
+        tool_format = next(iter(taught), named.get(name))
+    refusal = ""
+    if _PROBED not in prompt:
+        refusal = f"the chat template never mentions `tools`, so the model would not see them{probe.why}"
+    elif tool_format is None:
+        why = f", which writes {called!r:.300}" if called else probe.why
+        refusal = f"gateway.tool_format={name} cannot read a tool call of this chat template{why}"
+        refusal += f". Set it to {known}, or module:function of a parser"
+    if refusal:
+        refusal += "; or set model.chat_template to another Jinja file."
+    found = tool_format or default
+    return replace(found, refusal=refusal, thinking=probe.thinking(found.thinking))

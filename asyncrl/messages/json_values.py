@@ -1,0 +1,121 @@
+"""Values of untyped text: the types that a JSON schema gives them, and Python literals."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import unquote
+
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]"}
+_PYTHON = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\b(?:True|False|None)\b|[()]", re.DOTALL)
+_ESCAPE = re.compile(r"\\['\"\\/bfnrtu]|\\x(?=[0-9a-fA-F]{2})|[\\\"]")
+_ESCAPED = {"\\'": "'", '"': '\\"', "\\": "\\\\", "\\x": "\\u00"}
+
+
+def _quoted(text: str) -> str:
+    """Return a Python string as JSON. Quotes inside may not be escaped."""
+    inner = _ESCAPE.sub(lambda found: _ESCAPED.get(found[0], found[0]), text[1:-1])
+    return f'"{inner}"'
+
+
+def from_python(text: str, *_: Any) -> Any:
+    """Parse a Python literal, or JSON. Raises ValueError.
+
+    Example: `{'k': [1, None, "it's"]}`.
+    """
+    if len(text) > 1 and text[0] == text[-1] and text[0] in ("'", '"'):
+        return json.loads(_quoted(text), strict=False)
+    tokens = _PYTHON.sub(lambda found: PYTHON_WORDS.get(found[0]) or _quoted(found[0]), text)
+    return json.loads(tokens, strict=False)
+
+
+_KINDS = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array"}
+_SAMPLES = ("\ufffe", -0.12345, False, None, ["\ufffe"], {"\ufffe": 0})
+"""Only a schema without types allows all of them."""
+_MAX_SCHEMAS = 100
+
+
+def typed(raw: str, schema: Any, root: Any) -> Any:
+    """Return text if the schema allows this text, else the JSON or Python value. `root` has the definitions.
+
+    A `null` that the schema allows is None. Without types, numbers, words and brackets are JSON, because
+    templates write text unquoted.
+    """
+    is_text = fits(raw, schema, root)
+    try:
+        value = json.loads(raw) if is_text else from_python(raw)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return raw
+    if isinstance(value, str):
+        return raw
+    is_value = fits(value, schema, root)
+    if is_text and is_value:
+        is_free = all(fits(each, schema, root) for each in _SAMPLES)
+        return value if is_free or value is None else raw
+    if not is_text and not is_value:
+        is_text, is_value = (fits(each, schema, root, by_kind=True) for each in (raw, value))
+    return value if is_value and not is_text else raw
+
+
+def fits(value: Any, schema: Any, root: Any, *, by_kind: bool = False, left: list[int] | None = None) -> bool:
+    """Return whether a schema's types, enums and constants allow a value; `by_kind`: a value of its kind.
+
+    `left` bounds the schemas that are read: definitions may be recursive.
+    """
+    left = [_MAX_SCHEMAS] if left is None else left
+    left[0] -= 1
+    if not isinstance(schema, Mapping) or left[0] < 0:
+        return schema is not False
+    kind = _KINDS.get(type(value), "object")
+    declared = schema.get("type", kind)
+    kinds = declared if isinstance(declared, list) else [declared]
+    is_whole = kind == "number" and (by_kind or value == int(value))
+    if kind not in kinds and not (is_whole and "integer" in kinds):
+        return value is None and schema.get("nullable") is True
+    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if allowed is not None:
+        alike = [each for each in allowed if _KINDS.get(type(each), "object") == kind]
+        if not alike or not (by_kind or value in alike):
+            return False
+    inner = partial(fits, root=root, by_kind=by_kind, left=left)
+    return all(any(inner(value, each) for each in choice) for choice in _choices(schema, root))
+
+
+def _choices(schema: Mapping[str, Any], root: Any) -> Sequence[Sequence[Any]]:
+    """Return lists of schemas of which each has one that applies."""
+    every = list(schema.get("allOf", ()))
+    if "$ref" in schema:
+        every.append(_resolved(schema["$ref"], root))
+    return [*([each] for each in every), *(schema[key] for key in ("anyOf", "oneOf") if schema.get(key))]
+
+
+def _resolved(ref: Any, root: Any) -> Any:
+    """Return the schema of a local `$ref`. Another document's allows anything."""
+    found = root if str(ref).startswith("#") else {}
+    try:
+        for part in str(ref).split("/")[1:]:
+            part = unquote(part).replace("~1", "/").replace("~0", "~")
+            found = found[int(part) if isinstance(found, list) else part]
+    except (KeyError, ValueError, IndexError, TypeError):
+        return {}
+    return found
+
+
+def property_schema(schema: Any, key: str | None, root: Any, left: list[int] | None = None) -> Any:
+    """Return the schema of a property, of items if the key is None."""
+    left = [_MAX_SCHEMAS] if left is None else left
+    left[0] -= 1
+    if not isinstance(schema, Mapping) or left[0] < 0:
+        return {}
+    properties = schema.get("properties") or {}
+    other = schema.get("items" if key is None else "additionalProperties", {})
+    found = [properties.get(key, other)]
+    whole: Any = [] if key is None else {}
+    for choice in _choices(schema, root):
+        fitting = [each for each in choice if fits(whole, each, root, by_kind=True)]
+        found.append({"anyOf": [property_schema(each, key, root, left) for each in fitting]})
+    return {"allOf": found}
