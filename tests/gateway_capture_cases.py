@@ -26,17 +26,24 @@ class CharRenderer:
     """One token a character."""
 
     end_ids = frozenset({ord(END)})
+    special_ids = frozenset({ord(START), ord(END)})
+    closings = frozenset({END})
 
     def __init__(self, habit: Habit = "plain") -> None:
         self.habit = habit
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, settings: Any = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        settings: Any = None,
+        is_open: bool = True,
     ) -> str:
         text = f"{START}tools\n{len(tools)}{END}\n" if tools else ""
         for message in messages:
             text += f"{START}{message['role']}\n{self._content(message)}{END}\n"
-        return text + f"{START}assistant\n"
+        return text + f"{START}assistant\n" * is_open
 
     def _content(self, message: Mapping[str, Any]) -> str:
         content = message.get("content") or ""
@@ -49,7 +56,7 @@ class CharRenderer:
             content = content.split("|")[-1]
         return str(content.upper() if self.habit == "shouts" else content)
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, after: str = "", adds_special: bool = False) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -76,7 +83,7 @@ def plan(
 ) -> PromptPlan:
     """The prompt of a chat."""
     match = capture.match(messages, tools, prefill=prefill)
-    return capture.plan(capture._tokenizer.encode(match.text), match)
+    return capture.plan(capture._tokenizer.encode(match.text, after=match.neighbor), match)
 
 
 class Play:

@@ -52,18 +52,24 @@ class ByteTokenizer:
     text_ids = frozenset(range(256))
     special_ids = frozenset(NAMES)
     byte_ids: frozenset[int] = frozenset()
+    closings = frozenset({"<|end|>"})
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, settings: Any = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        settings: Any = None,
+        is_open: bool = True,
     ) -> str:
         parts = [f"<|start|>tools\n{[tool['function']['name'] for tool in tools]}<|end|>"] if tools else []
         for message in messages:
             functions = [call["function"] for call in message.get("tool_calls") or ()]
             calls = "".join(f"<tool_call>\n{function}\n</tool_call>" for function in functions)
             parts.append(f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>")
-        return "".join(parts) + "<|start|>assistant\n"
+        return "".join(parts) + "<|start|>assistant\n" * is_open
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, after: str = "", adds_special: bool = False) -> tuple[int, ...]:
         ids: list[int] = []
         for part in re.split(r"(<\|start\|>|<\|end\|>)", text):
             ids += [START if part == "<|start|>" else END] if part in NAMES.values() else part.encode()

@@ -223,15 +223,14 @@ OVERFLOWS = [
 ]
 """Clients whose second call is too long. They summarize the conversation, or end with a clear error."""
 
-FORKS = {"smolagents_agents-code-apart": 2, "smolagents_agents-litellm_code-apart": 2}
+FORKS = {
+    "smolagents_agents-code-reasoning_content": 2,
+    "smolagents_agents-litellm_code-reasoning_content": 2,
+}
 """Number of branches if a framework rewrites answers: smolagents adds a line and Qwen3's template omits the
 thought before it.
 """
-THOUGHTS = [
-    case.thinking("apart")
-    for case in CONVERSATIONS
-    if "streamed" not in case.scenario and case.framework not in PLACES
-]
+THOUGHTS = [case.thinking("reasoning_content") for case in CONVERSATIONS if "streamed" not in case.scenario]
 ALONE = [Case("openai_agents", "one_call_at_a_time", result=["They are 10.", 2])]
 
 END = "<|im_end|>"
@@ -291,7 +290,7 @@ async def check(
     model = played(tokenizer, case.says, is_slow)
     most = case.max_prompt_tokens
     config: dict[str, Any] = {"max_tokens": 4096, "max_prompt_tokens": most, "max_length": most + 4096}
-    config |= {"thoughts": case.thoughts} if case.thoughts else {}
+    config |= {"thoughts_field": case.thoughts} if case.thoughts else {}
     async with gateway_world(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, **config) as world:
         result = await framework(case.framework).play(case.scenario, world.url, world.session.key)
         stats = world.gateway.stats()

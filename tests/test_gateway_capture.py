@@ -10,6 +10,7 @@ from gateway_capture_cases import END, Message, Play, assistant, completion, pla
 from gateway_cases import gateway_world, in_loop
 from test_gateway_capture_matrix import Renderers, renderers
 
+from asyncrl.agents.endpoint.capture import Capture, GatewayStats
 from asyncrl.agents.endpoint.prefix_match import left_out
 from asyncrl.agents.harness import OUTCOME
 from asyncrl.base.errors import ConfigError, RolloutFailure
@@ -57,6 +58,18 @@ def test_other_tools_are_another_chat() -> None:
     chat = [user("hi"), assistant("yo"), user("more")]
     assert plan(play.capture, chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how == "extended"
     assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "edited"
+
+
+def test_other_settings_are_not_continued(renderer_for: Renderers) -> None:
+    play = Play(renderer_for("gptoss"))
+    low, high = {"reasoning_effort": "low"}, {"reasoning_effort": "high"}
+    match = play.capture.match([user("hi")], None, settings=low)
+    planned = play.capture.plan(play.renderer.encode(match.text), match)
+    play.answer(planned, "<|channel|>final<|message|>yo<|return|>", assistant("yo"))
+    chat = [user("hi"), assistant("yo"), user("more")]
+    assert play.capture.match(chat, None, settings=low).how == "realigned"
+    other = play.capture.match(chat, None, settings=high)
+    assert (other.how, other.text) == ("edited", play.renderer.render(chat, settings=high))
 
 
 def test_prompt_of_ids_continues_the_longest_recorded_ids() -> None:
@@ -138,7 +151,7 @@ OTHER_ORDER = '{"arguments": {"a": 1}, "name": "add"}'
 @pytest.mark.parametrize(
     ("sampled", "behind"),
     [
-        (f"I add.\n<tool_call>\n{CALL}\n</tool_call>{EOT}", IM_END),
+        (f"I add.\n<tool_call>\n{CALL}\n</tool_call>{EOT}", ""),
         (f"I add.\n<tool_call>\n{CALL}\n</tool_call>", IM_END),
         (f"I add.\n<tool_call>\n{OTHER_ORDER}</tool_call>{IM_END}", ""),
     ],
@@ -151,6 +164,41 @@ def test_end_of_a_call_is_not_repeated(sampled: str, behind: str, renderer_for: 
     added = renderer.decode(planned.added.tolist(), skip_special_tokens=False)
     assert planned.how == "realigned"
     assert added.partition("\n<|im_start|>user")[0] == behind
+
+
+CHAT = [user("1+2"), assistant("3"), user("Sure?")]
+
+
+@pytest.mark.parametrize(
+    ("template", "sampled", "deviation"),
+    [
+        ("qwen3", f"{THOUGHT}3{IM_END}", "thought"),
+        ("qwen3", f"3{EOT}", "end_token"),
+        ("qwen3", f"3\n{IM_END}", "form"),
+        ("gptoss", "<|channel|>final<|message|>3<|return|>", "end_token"),
+        ("qwen3_5_nothink", f"3{IM_END}", "opening"),
+    ],
+)
+def test_realigned_prompt_names_its_deviation(
+    template: str, sampled: str, deviation: str, renderer_for: Renderers
+) -> None:
+    renderer = renderer_for(template)
+    kept, as_template = Play(renderer), Play(renderer)
+    as_template.capture = Capture(renderer, GatewayStats(), keeps_thoughts=False)
+    for play in (kept, as_template):
+        play.ask(CHAT[:1], sampled, CHAT[1])
+    whole = renderer.render(CHAT)
+    planned = plan(kept.capture, CHAT)
+    assert planned.match is not None
+    assert planned.match.deviations == (deviation,)
+    begun = [*kept.renderer.encode(renderer.render(CHAT[:1])), *renderer.encode(sampled)]
+    assert planned.prompt_ids.tolist()[: len(begun)] == begun
+    end = "<|end|>" if template == "gptoss" else IM_END
+    after = whole.rpartition(f"3{end}")[2]
+    assert renderer.decode(planned.prompt_ids.tolist()[len(begun) :], skip_special_tokens=False) == after
+    planned = plan(as_template.capture, CHAT)
+    assert planned.how == "edited"
+    assert renderer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False) == whole
 
 
 @pytest.mark.parametrize(("template", "closed"), [("qwen3_5_think", "\n</think>\n\n"), ("qwen3", "")])

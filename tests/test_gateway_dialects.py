@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from anthropic.types.beta.message_create_params import MessageCreateParamsStreaming
 from gateway_cases import HI, RULES, ScriptedEngine, gateway_world, in_loop, talking
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsStreaming as TextParams
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
 from asyncrl.agents.endpoint import anthropic_dialect, openai_dialects
 from asyncrl.agents.endpoint.dialects import Dialect, KeptAnswers, anthropic_error
-from asyncrl.agents.endpoint.requests import ApiError, CallRequest, ChatRequest, RequestReader
+from asyncrl.agents.endpoint.requests import ApiError, CallRequest, ChatRequest, RequestReader, too_long
 from asyncrl.base.errors import EngineError, RequestRefused
 from asyncrl.messages.records import Outcome
 
@@ -30,12 +36,6 @@ BASES: dict[str, dict[str, Any]] = {
 
 def said(*messages: Any) -> dict[str, Any]:
     return {"messages": list(messages)}
-
-
-def calling(arguments: str) -> dict[str, Any]:
-    function = {"name": "f", "arguments": arguments}
-    call = {"id": "c", "type": "function", "function": function}
-    return said(*HI, {"role": "assistant", "tool_calls": [call]})
 
 
 def user(**block: Any) -> dict[str, Any]:
@@ -55,36 +55,35 @@ def schema_of(schema: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[str, Any, str]] = [
-    *((path, {**base, "guided_json": 1}, "guided_json=1 is refused") for path, base in BASES.items()),
+    *((path, {**base, "guided": 0}, "guided=0 is refused: there is no such") for path, base in BASES.items()),
     *((path, [1], "JSON object") for path in BASES),
     *((path, {}, "") for path in BASES),
-    *((path, {**base, "frequency_penalty": 1}, "frequency_penalty=1 is") for path, base in BASES.items()),
     (CHAT, said(*HI) | {"temperature": "hot"}, "temperature"),
     (CHAT, b"\xff\xfe", "not JSON"),
     (CHAT, b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}', "temperature"),
     (CHAT, b"[" * 100_000, "recursion"),
     (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
     (CHAT, b'{"messages": [], "seed": ' + b"9" * 4000 + b"}", "seed"),
-    (CHAT, said(*HI) | {"n": 2}, "n=2 is refused"),
     (CHAT, said(*HI * 2001), "2001 messages of a token"),
-    (CHAT, user(type="image_url", image_url={"url": "x"}), "text parts"),
+    (CHAT, user(type="image_url", image_url={"url": "x"}), "'image_url' is not supported"),
     (CHAT, said({"role": "wizard", "content": "x"}), "wizard"),
     (CHAT, said(*HI, {"role": "assistant", "audio": {"id": "a"}}), "reads text"),
-    (CHAT, calling('{"a": "\\ud800"}'), "arguments"),
     (CHAT, said(*HI) | {"tools": [{"type": "web_search"}]}, "tools"),
     (CHAT, said(*HI) | {"chat_template_kwargs": {"x": [1]}}, "a list of 1 entries"),
     (CHAT, said(*HI) | {"response_format": {"type": "xml"}}, "response_format"),
     (CHAT, said(*HI) | {"response_format": schema_of({"$ref": "#/nowhere"})}, "response_format"),
-    (TEXT, {"prompt": "x", "logprobs": 1}, "logprobs"),
+    (CHAT, said(*HI) | {"top_logprobs": 1}, "needs logprobs=true"),
+    (TEXT, {"prompt": "x", "logprobs": 0}, "logprobs=0 is refused: use /v1/chat/completions"),
+    (TEXT, {"prompt": ["x", "y"]}, "one prompt a call"),
     (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),
     (RESPONSES, item(type="computer_call"), "computer_call"),
-    (RESPONSES, {"input": "x", "background": True}, "background"),
     (MESSAGES, said({"role": "wizard", "content": "x"}), "messages[0]"),
-    (MESSAGES, user(type="image", source={}), "messages[0].content[0]: a block of type 'image'"),
-    (MESSAGES, assistant(type="tool_use", id="c", name="f", input=[1]), "tool_use"),
+    (MESSAGES, user(type="image", source={}), "messages[0].content[0]: a part of type 'image'"),
+    (MESSAGES, assistant(type="tool_use", id="c", name="f"), "tool_use"),
+    (MESSAGES, said(*HI) | {"thinking": {"type": "off"}}, "thinking"),
     (MESSAGES, said(*HI, {"role": "assistant", "content": "The"}), "cannot continue it"),
     (MESSAGES, said(*HI) | {"tools": [{"type": "web_search_2025", "name": "web"}]}, "web_search_2025"),
-    (MESSAGES, said(*HI) | {"mcp_servers": [{}]}, "mcp_servers"),
+    (CHAT, said(*HI) | {"min_tokens": 5}, "changes the sampled distribution, which training would not know"),
 ]
 
 
@@ -121,6 +120,48 @@ json_values = st.recursive(
 )
 
 
+FIELDS = """
+    min_p=0 repetition_penalty=1 top_k=0 frequency_penalty=0 presence_penalty=0 n=1 length_penalty=1
+    min_tokens=0 use_beam_search=false ignore_eos=false echo=false watermarking=false
+    include_stop_str_in_output=false
+    include_reasoning=true add_generation_prompt=true continue_final_message=false add_special_tokens=false
+    return_token_ids=false return_tokens_as_token_ids=false return_prompt_text=false top_logprobs=0
+    stop=[] stop_token_ids=[] bad_words=[] documents=[] logprob_token_ids=[] previous_input_messages=[]
+    logit_bias={} media_io_kwargs={} mm_processor_kwargs={} vllm_xargs={} chat_template_kwargs={}
+    structured_outputs={} thinking_token_budget allowed_token_ids prompt_logprobs truncate_prompt_tokens
+    chat_template kv_transfer_params ec_transfer_params repetition_detection prompt_embeds response_format
+    logprobs seed user skip_special_tokens spaces_between_special_tokens truncation_side priority request_id
+    session_id routed_experts_prompt_start return_token_offsets mm_payload return_mm_kwargs cache_salt
+    stream_interval enable_response_messages
+    best_of=1 suffix="" functions=[] fallbacks=[] mcp_servers=[] background=false modalities=["text"]
+    logits_processors=[] typical_p=1 enable_thinking thinking guided_json guided_regex guided_choice"""
+"""Fields of the requests of vLLM 0.32, then others, with the values that have no effect there."""
+PARAMETERS: Any = [
+    ChatParams,
+    TextParams,
+    ResponseCreateParamsStreaming,
+    MessageCreateParamsStreaming,
+]
+PAGE = Path(__file__).parents[1] / "docs" / "gateway.md"
+
+
+@pytest.mark.parametrize(("dialect", "params"), [*zip(DIALECTS, PARAMETERS, strict=True)])
+def test_known_parameters_are_read_refused_or_documented(dialect: Dialect, params: Any) -> None:
+    reader = RequestReader(replace(RULES, on_sampling_override="honour"))
+    ignored = PAGE.read_text().partition("Ignored, and logged once:")[2].split("```")[1].split()
+    known = dict(each.split("=") if "=" in each else (each, "null") for each in FIELDS.split())
+    for name in {*known, *params.__annotations__} - dialect.body.model_fields.keys():
+        for odd in ("false", "true", "0", "1", "2", '""', '"x"', "[]", '["text"]', "{}", '{"x": 1}'):
+            body = BASES[f"/v1/{dialect.path}"] | {name: json.loads(odd)}
+            if name in ignored or body[name] == json.loads(known.get(name, "null")):
+                dialect.read(reader, body, KeptAnswers(9))
+                continue
+            with pytest.raises(ApiError, match="is refused") as refusal:
+                dialect.read(reader, body, KeptAnswers(9))
+            assert refusal.value.error["param"] == name
+            assert "no such parameter" not in str(refusal.value), "the reason is missing"
+
+
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda each: each.name)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(texts(*FIELDS.split()), json_values), st.lists(json_values, max_size=2))
@@ -147,6 +188,22 @@ LITELLM: Any = {
     "audio": None,
     "function_call": None,
 }
+PARTS: list[Any] = [
+    "a",
+    {"type": "refusal", "refusal": "No."},
+    {"type": "redacted_thinking", "data": "xx"},
+    {"type": "tool_reference", "tool_name": "f"},
+    {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "d"}},
+    {"type": "search_result", "source": "http://x", "title": "S", "content": [{"type": "text", "text": "r"}]},
+]
+TEXT = "a\nNo.\nf\nd\nS\nr"
+
+
+def calling(arguments: Any) -> dict[str, Any]:
+    call = {"id": "c", "function": {"name": "get weather!" * 20, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 PART = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
 MINE = {"role": "assistant", "content": "yes"}
 
@@ -158,6 +215,9 @@ MINE = {"role": "assistant", "content": "yes"}
         ({"role": "user", "content": [PART], "cache_control": {}}, {"role": "user", "content": "Hi"}),
         ({**MINE, "reasoning": "hm"}, {**MINE, "reasoning_content": "hm"}),
         ({**MINE, "reasoning": {"effort": 1}, "reasoning_content": ""}, MINE),
+        *(({"role": role, "content": PARTS}, {"role": role, "content": TEXT}) for role in ("system", "tool")),
+        ({"role": "tool", "content": None}, {"role": "tool", "content": ""}),
+        *((calling(odd), calling({})) for odd in ("", None, '{"a": 1', "[]", "42", '{"a": "\\ud800"}', [1])),
     ],
 )
 def test_templates_get_only_the_keys_they_may_read(sent: Any, read_as: Any) -> None:
@@ -172,6 +232,7 @@ async def test_sampling_overrides_follow_the_config() -> None:
         assert (await world.ask(user="me", store=True, temperature=0.3, **off))[0] == 200
         (request,) = world.engine.requests
         assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 400)
+        assert (await world.ask(frequency_penalty=0.3))[0] == 200
     cases: list[dict[str, Any]] = [{"temperature": 0.0, "top_p": 0.5}, {"top_p": 0.5}, {"top_p": 0}]
     async with gateway_world(on_sampling_override="honour") as world:
         for asked in (*cases, {"temperature": 0.001}, {}):
@@ -188,8 +249,8 @@ async def test_errors_are_the_exceptions_of_each_client() -> None:
         with pytest.raises(openai.BadRequestError, match="logit_bias") as bad:
             await talk.chat(logit_bias={"5": 1})
         assert (bad.value.param, bad.value.type) == ("logit_bias", "invalid_request_error")
-        with pytest.raises(anthropic.BadRequestError, match="top_k"):
-            await talk.message(extra_body={"top_k": 5})
+        with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
+            await talk.message(extra_body={"mcp_servers": [{}]})
         with pytest.raises(openai.AuthenticationError, match="session key"):
             await talk.gpt.with_options(api_key="wrong").models.list()
         with pytest.raises(anthropic.AuthenticationError):
@@ -223,3 +284,40 @@ async def test_docs_show_every_parameter_without_a_key() -> None:
         for path, text in (("docs", "openapi.json"), ("openapi.json", "parallel_tool_calls")):
             async with world.http.get(f"{world.url}/{path}") as response:
                 assert (response.status, text in await response.text()) == (200, True)
+
+
+def test_anthropic_turns_become_chat_messages() -> None:
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": PARTS}
+    turns: list[Any] = [
+        {"role": "system", "content": ["A", "B"]},
+        {"role": "system", "content": [], "output_config": {"effort": "low"}},
+        {"role": "assistant", "content": [thought, {"type": "redacted_thinking"}]},
+        {"role": "user", "content": [result]},
+    ]
+    read_as = anthropic_dialect.MESSAGES.read(RequestReader(RULES), said(*turns), KeptAnswers(9))[0].messages
+    assert [each["content"] for each in read_as] == ["AB", "", TEXT]
+    assert read_as[1]["reasoning_content"] == "hm"
+
+
+@in_loop
+async def test_answers_continue_through_javascript_and_in_parts() -> None:
+    sampled = '{"a": 1.0, "b": [9007199254740993, -0.0, 1e21]}'
+    says = f'One. Two.<tool_call>\n{{"name": "add", "arguments": {sampled}}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    async with talking(says, "Done.") as talk:
+        answer = (await talk.chat(tools=tools)).choices[0].message.model_dump(exclude_none=True)
+        answer["tool_calls"][0]["function"]["arguments"] = '{"a":1,"b":[9007199254740992,0,1e+21]}'
+        answer["content"] = [{"type": "text", "text": "One. "}, {"type": "text", "text": "Two."}]
+        await talk.chat([*HI, answer, {"role": "tool", "content": "3"}], tools=tools)
+        assert talk.is_one_branch_of(says, "Done.")
+
+
+def test_errors_have_the_words_and_types_of_the_vendors() -> None:
+    error = too_long("2001 tokens", 2000, "messages")
+    most = "This model's maximum context length is 2000 tokens."
+    assert str(error).startswith(f"{most} However, your messages resulted in 2001 tokens.")
+    assert anthropic_error(error)["error"]["message"] == "prompt is too long: 2001 tokens > 2000 maximum"
+    for each in "401 authentication, 403 permission, 408 timeout, 410 invalid_request, 502 api".split(", "):
+        status, kind = each.split()
+        assert anthropic_error(ApiError(int(status), "x"))["error"]["type"] == f"{kind}_error"

@@ -120,9 +120,9 @@ class WaitingTokenizer(ByteTokenizer):
         self._wait(len(messages) > 100)
         return super().render(messages, **options)
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, **place: Any) -> tuple[int, ...]:
         self._wait(len(text) >= LONG_TEXT)
-        return super().encode(text)
+        return super().encode(text, **place)
 
 
 LONG = [{"role": "user", "content": "x" * LONG_TEXT}]

@@ -55,14 +55,16 @@ def test_split_does_not_depend_on_the_pieces(text: str, is_open: bool, lengths: 
 class Opening(ByteTokenizer):
     """Its template opens the thought."""
 
-    def render(self, messages: Any, *, tools: Any = None, settings: Any = None) -> str:
-        return super().render(messages, tools=tools) + "<think>\n"
+    def render(self, messages: Any, *, is_open: bool = True, **options: Any) -> str:
+        return super().render(messages, is_open=is_open, **options) + "<think>\n" * is_open
 
 
 @in_loop
 async def test_separate_thoughts_return_to_one_branch() -> None:
     text = "Hm.\n</think>\n\nYes."
-    async with talking(engine=ScriptedEngine(lambda _: text, tokenizer=Opening()), thoughts="apart") as talk:
+    async with talking(
+        engine=ScriptedEngine(lambda _: text, tokenizer=Opening()), thoughts_field="reasoning_content"
+    ) as talk:
         messages: list[Any] = list(HI)
         for _ in range(2):
             message = (await talk.chat(messages)).choices[0].message
@@ -78,18 +80,18 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 @pytest.mark.parametrize(
     ("text", "thoughts", "content", "num_calls"),
     [
-        ("<think>Hm.</think>Yes.", "inline", "<think>Hm.</think>Yes.", 0),
-        (f"<think>\nI could {CALL}", "apart", "", 0),
-        (f"<think>{CALL}</think>No.", "apart", "No.", 0),
-        (f"<think>Yes.</think>{CALL}", "apart", None, 1),
+        ("<think>Hm.</think>Yes.", "content", "<think>Hm.</think>Yes.", 0),
+        (f"<think>\nI could {CALL}", "reasoning_content", "", 0),
+        (f"<think>{CALL}</think>No.", "reasoning_content", "No.", 0),
+        (f"<think>Yes.</think>{CALL}", "reasoning_content", None, 1),
     ],
 )
 @in_loop
 async def test_unclosed_thought_is_no_answer_and_hides_calls(
     text: str, thoughts: str, content: str | None, num_calls: int
 ) -> None:
-    async with gateway_world(ScriptedEngine(lambda _: text), thoughts=thoughts) as world:
+    async with gateway_world(ScriptedEngine(lambda _: text), thoughts_field=thoughts) as world:
         _, answer = await world.ask(tools=[{"type": "function", "function": {"name": "f"}}])
         message = answer["choices"][0]["message"]
         assert (message["content"], len(message.get("tool_calls", []))) == (content, num_calls)
-        assert ("reasoning_content" in message) == (thoughts == "apart")
+        assert ("reasoning_content" in message) == (thoughts == "reasoning_content")

@@ -132,8 +132,12 @@ class GatewayConfig(FrozenConfig):
     tool_format: str = "auto"
     """Format of tool calls: a format of docs/gateway.md, none, or `module:function`:
     parse(text) -> [(name, arguments), ...] or None (auto = from the chat template)."""
-    thoughts: Literal["inline", "apart"] = "inline"
-    """Thoughts in /v1/chat/completions: in `content` (inline) or in `reasoning_content` (apart)."""
+    thoughts: Literal["keep", "as_template"] = "keep"
+    """Thoughts that the chat template strips from earlier answers. keep: later prompts contain the sampled
+    tokens, so a conversation is one branch. as_template: each prompt is the template's own render, which
+    starts a branch if it differs from the sampled tokens."""
+    thoughts_field: Literal["content", "reasoning_content"] = "content"
+    """Field of an answer in /v1/chat/completions that contains its thought."""
     max_calls: int = Field(default=256, ge=1)
     """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl serve gateway` has no
     limit."""

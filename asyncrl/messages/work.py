@@ -172,6 +172,8 @@ class ChatTokenizer(Protocol):
     special_ids: frozenset[int]
     byte_ids: frozenset[int]
     """They decode only as a whole run."""
+    closings: frozenset[str]
+    """Special tokens that the chat template writes after an answer, or after a call."""
 
     def render(
         self,
@@ -179,17 +181,36 @@ class ChatTokenizer(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
+        is_open: bool = True,
     ) -> str:
-        """Return the chat up to the next answer. `settings`: template variables. Raises ValueError."""
+        """Return the chat, with the beginning of the next answer if `is_open`.
+
+        `settings`: template variables. Raises ValueError.
+        """
         ...
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Special tokens are recognized, none is added. Raises ValueError for invalid Unicode. Long texts run
-        in a thread.
+    def encode(self, text: str, *, after: str = "", adds_special: bool = False) -> tuple[int, ...]:
+        """Return the ids of a text that follows the text `after`. Raises ValueError for invalid Unicode.
+
+        Special tokens are recognized; with `adds_special` the tokenizer adds its own, such as BOS. Long texts
+        run in a thread.
         """
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+CONTEXT_TOKENS = 4
+"""Tokens before a text that decide how it decodes: three bytes of a character, and a leading space."""
+
+
+def decode_after(tokenizer: ChatTokenizer, before: Sequence[int], token_ids: Sequence[int]) -> str:
+    """Return the text, special tokens included, of ids that follow the ids `before`.
+
+    Example: sentencepiece decodes the first token of a text without its space.
+    """
+    known = tokenizer.decode(before, skip_special_tokens=False)
+    return tokenizer.decode([*before, *token_ids], skip_special_tokens=False)[len(known) :]
 
 
 def answer_text(tokenizer: ChatTokenizer, token_ids: Sequence[int], *, shows_special: bool) -> str:

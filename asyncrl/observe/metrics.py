@@ -111,6 +111,12 @@ GAUGES: Mapping[str, Gauge] = {
     "gateway/calls": Gauge("total", "calls", "of harnesses to the model"),
     "gateway/extended": Gauge("total", "calls", "that continued a branch"),
     "gateway/realigned": Gauge("total", "calls", "whose prompt tokenizes differently than it was sampled"),
+    "gateway/kept_thought": Gauge("total", "calls", "realigned, with a thought that the template strips"),
+    "gateway/kept_opening": Gauge("total", "calls", "realigned, with text of an earlier generation prompt"),
+    "gateway/kept_end_token": Gauge("total", "calls", "realigned, with an end token unlike the template's"),
+    "gateway/kept_form": Gauge(
+        "total", "calls", "realigned, with an answer in another form than the template's"
+    ),
     "gateway/edited": Gauge("total", "calls", "that started a branch with an edited history"),
     "gateway/refused": Gauge("total", "calls", "answered with an error"),
     "harness/queued": Gauge("now", "rollouts", "waiting for a worker"),

@@ -22,6 +22,20 @@ ARGUMENTS_ARE_STRING = re.compile(r"arguments\s+is\s+string")
 """Found in templates that write textual tool-call arguments verbatim (Qwen3)."""
 
 
+PROBE = "answer to the question"
+PROBES: Sequence[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"content": PROBE}, {"role": "user", "content": "question"}),
+    (
+        {
+            "content": "",
+            "tool_calls": [
+                {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": PROBE}}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "result"},
+    ),
+]
+"""(an answer, the next message)."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
@@ -81,6 +95,7 @@ class HFChatTokenizer:
         byte_tokens = filter(BYTE_TOKEN.fullmatch, vocabulary) if "ByteFallback" in repr(decoder) else ()
         self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens)
         """Byte-fallback tokens, whose text depends on their neighbors."""
+        self.closings = frozenset(self._closing(*probe) for probe in PROBES) - {""}
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -92,6 +107,7 @@ class HFChatTokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
+        is_open: bool = True,
     ) -> str:
         """Raises ValueError if the template refuses the chat.
 
@@ -101,7 +117,8 @@ class HFChatTokenizer:
         """
         known = {**self._settings, **(settings or {})}
         options = {name: value for name, value in known.items() if name in self._variables}
-        options |= {"tools": [dict(tool) for tool in tools] if tools else None, "add_generation_prompt": True}
+        options |= {"tools": [dict(tool) for tool in tools] if tools else None}
+        options |= {"add_generation_prompt": is_open}
         chat = [dict(message) for message in messages]
         for message in chat:
             if message.get("role") == "developer" and not self._has_developer:
@@ -121,17 +138,54 @@ class HFChatTokenizer:
         except Exception as error:  # it may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Raises ValueError for lone surrogates."""
+    def encode(self, text: str, *, after: str = "", adds_special: bool = False) -> tuple[int, ...]:
+        """Encode a text that follows the text `after`. Raises ValueError for lone surrogates.
+
+        The ids depend on `after`: a special token may take the white space that follows it, and sentencepiece
+        puts a space before the first word of a text.
+        """
+        before = self._ids(after) if after else ()
+        ids = self._ids(after + text, adds_special)
+        if ids[: len(before)] == before:
+            return ids[len(before) :]
+        return self._ids(text)  # a token spans both texts, and the ids of the first stay
+
+    def _ids(self, text: str, adds_special: bool = False) -> tuple[int, ...]:
         try:
-            return tuple(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=adds_special)
         except TypeError as error:
             raise ValueError("the text is no Unicode: it has a lone surrogate") from error
+        return tuple(encoded.ids)
+
+    def _closing(self, answer: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+        """Return the special token after an answer, which the template also writes after the last one.
+
+        A token that only begins the next message, as in GLM 4, does not count.
+        """
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", **answer}]
+        try:
+            last = self.render(chat, is_open=False).rpartition(PROBE)[2]
+            inner = self.render([*chat, then]).rpartition(PROBE)[2]
+        except ValueError:
+            return ""
+        written, then_written = (
+            [
+                self.decode([token], skip_special_tokens=False)
+                for token in self._ids(text)
+                if token in self.special_ids
+            ]
+            for text in (last, inner)
+        )
+        # gpt-oss ends only the last answer with <|return|>
+        candidates = [*reversed(written), *then_written[:1]] if written else []
+        return next((token for token in candidates if token in then_written), "")
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.encode(self.render(messages))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if not skip_special_tokens and len(token_ids) == 1 and token_ids[0] in self.special_ids:
+            return str(self._backend.id_to_token(token_ids[0]))  # sentencepiece decodes its marks of spaces
         return str(self._decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 

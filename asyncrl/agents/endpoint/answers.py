@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, Tools, overlap
 from asyncrl.messages.records import Completion
-from asyncrl.messages.work import ChatTokenizer
+from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.requests import CallRequest
+    from asyncrl.agents.endpoint.requests import AnyRequest
 
 REPLACEMENT = "\ufffd"
 """Decoded incomplete or invalid character."""
-
-CONTEXT_TOKENS = 4
-"""Tokens decoded again: three bytes of a character, and a leading space."""
 
 
 class AnswerText:
@@ -36,8 +33,9 @@ class AnswerText:
         *,
         keep_special: Collection[str] = (),
         shows_special: bool = True,
+        before: Sequence[int] = (),
     ) -> None:
-        """`keep_special`: marks of tool calls and thoughts."""
+        """`keep_special`: marks of tool calls and thoughts. `before`: the last prompt ids."""
         self._texts = texts
         self._stop = stop
         self._stop_ids = self._special(stop)
@@ -46,7 +44,7 @@ class AnswerText:
             self._marks |= texts.special_ids - texts.end_ids
         self._held = ""
         """It may begin a stop string."""
-        self._context: list[int] = []
+        self._context = list(before)
         self._run: list[int] = []
         self._has_unsure = False
         """The context ends in a replacement character that was not returned."""
@@ -142,11 +140,13 @@ class Answer:
 
     tokenizer: ChatTokenizer
     tool_format: ToolFormat
-    asked: InitVar[CallRequest]
+    asked: InitVar[AnyRequest]
     prefill: str
     name: str
     thoughts: ReasoningSplitter | None = None
     shows_special: InitVar[bool] = True
+    before: InitVar[Sequence[int]] = ()
+    """The last prompt ids."""
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
@@ -156,13 +156,15 @@ class Answer:
     completion: Completion = field(default_factory=Completion)
     """Once finished."""
 
-    def __post_init__(self, asked: CallRequest, shows_special: bool) -> None:
+    def __post_init__(self, asked: AnyRequest, shows_special: bool, before: Sequence[int]) -> None:
         self.has_logprobs = asked.logprobs
         self._has_one_call = asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
         kept = (*self.tool_format.opens, *marks)
-        self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=kept, shows_special=shows_special)
+        self._answer = AnswerText(
+            self.tokenizer, asked.stop, keep_special=kept, shows_special=shows_special, before=before
+        )
         self._text = ""
         self._shown = ""
         self._held_from = 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic_core import from_json, to_json
+from pydantic import ConfigDict, FailFast, Field
+from pydantic_core import PydanticCustomError, from_json
+from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.dialects import (
     Dialect,
@@ -28,25 +29,33 @@ from asyncrl.agents.endpoint.requests import (
     Stops,
     chat_format,
     invalid,
+    joined,
     present,
     shown,
+    text_of,
 )
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
+
 BILLING = "x-anthropic-billing-header:"
 """It differs in each call of Claude Code, so no chat would continue another."""
 
 
+class _Thinking(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
 class MessagesRequest(CallParameters):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: str | list[dict[str, Any]] = ""
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1), FailFast()]
+    system: str | list[Any] = ""
     max_tokens: Count | None = None
-    tools: list[dict[str, Any]] = []
+    tools: Annotated[list[dict[str, Any]], FailFast()] = []
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] = {}
+    thinking: _Thinking | None = None
     stop_sequences: Stops = []
     output_config: dict[str, Any] = {}
     thread: dict[str, Any] | None = None
@@ -62,8 +71,10 @@ def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Rea
     if asked.tool_choice is not None:
         chat["tool_choice"] = _choice(asked.tool_choice)
         chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
-    if asked.thinking.get("type") == "disabled":
-        chat["chat_template_kwargs"] = {"enable_thinking": False} | asked.chat_template_kwargs
+    if asked.thinking is not None and asked.thinking["type"] == "disabled":
+        off = {"enable_thinking": False, "thinking": False}
+        chat["chat_template_kwargs"] = off | asked.chat_template_kwargs
+    chat["reasoning_effort"] = asked.output_config.get("effort")
     chat["response_format"] = chat_format(asked.output_config.get("format"), name="output", strict=True)
     return reader.chat(chat), MessageWriter(Kept(messages, tools) if asked.thread else None)
 
@@ -82,44 +93,47 @@ def _continued(asked: MessagesRequest, kept: KeptAnswers) -> Kept:
 
 
 def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
-    system = asked.system
-    if isinstance(system, list):
-        system = [each for each in system if not str(each.get("text")).startswith(BILLING)]
-    messages = _turn("system", system, "system") if system else []
+    messages = _turn("system", asked.system, "system") if asked.system else []
     for number, turn in enumerate(asked.messages):
         messages += _turn(str(turn.get("role")), turn.get("content"), f"messages[{number}].content")
-    if messages[-1]["role"] == "assistant":
+    if messages and messages[-1]["role"] == "assistant":
         raise invalid("The last message is the assistant's: this server cannot continue it.", "messages")
     return messages
 
 
 def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    """Return the tool results and the message of one turn. The chat joins the parts of a message; a system's
+    are joined by nothing, like in vLLM.
+    """
+    blocks = [content] if isinstance(content, str) else content
     if not isinstance(blocks, list):
         raise invalid(f"{where}: it must be a text or a list of blocks, not {shown(blocks)}.", where)
-    message: dict[str, Any] = {"role": role, "content": ""}
+    parts: list[Any] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
         match role, block:
-            case _, {"type": "text", "text": str(text)}:
-                message["content"] += text
-            case "assistant", {"type": "thinking", "thinking": str(thought)}:
-                thoughts = [message.get("reasoning_content"), thought]
-                message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
-            case "assistant", {"type": "tool_use", "id": str(name), "name": tool, "input": dict(arguments)}:
-                function = {"name": tool, "arguments": to_json(arguments).decode()}
-                call = {"id": name, "type": "function", "function": function}
-                message.setdefault("tool_calls", []).append(call)
+            case "assistant", {"type": "tool_use", "id": str(name), "name": tool, "input": arguments}:
+                function = {"name": tool, "arguments": arguments}
+                calls.append({"id": name, "type": "function", "function": function})
             case "user", {"type": "tool_result", "tool_use_id": str(name)}:
-                (result,) = _turn("system", block.get("content") or "", f"{place}.content")
-                text = f"Error: {result['content']}" if block.get("is_error") else result["content"]
+                (result,) = _turn("tool", block.get("content") or "", f"{place}.content")
+                text = joined(result["content"])
+                text = f"Error: {text}" if block.get("is_error") else text
                 results.append({"role": "tool", "tool_call_id": name, "content": text})
             case _:
-                kind = block.get("type") if isinstance(block, dict) else block
-                why = "use text, thinking, tool_use and tool_result, whole and in their places"
-                raise invalid(f"{place}: a block of type {shown(kind)} is not supported: {why}.", place)
-    return results if results and not message["content"] else [*results, message]
+                try:
+                    texts.append(text_of(block))
+                except PydanticCustomError as error:
+                    raise invalid(f"{place}: {error}.", place) from None
+                parts.append(block)
+    message = {"role": role, "content": parts, "tool_calls": calls}
+    if role == "system":
+        message["content"] = "".join(text for text in texts if not text.startswith(BILLING))
+        return [message] if message["content"] else []  # an empty one only sets the effort
+    return results if results and not parts else [*results, message]
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from asyncrl.agents.endpoint.prefix_match import (
     Chain,
     ChatMatcher,
+    Deviation,
     How,
     Message,
     Messages,
@@ -33,7 +35,7 @@ from asyncrl.messages.records import (
     VersionSpan,
 )
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS
-from asyncrl.messages.work import ChatTokenizer, answer_text
+from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer, answer_text, decode_after
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +62,7 @@ class ChatNode:
     text: Prefix | None
     is_trained: bool = True
     grammar: str | None = None
+    deviations: Sequence[Deviation] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -90,6 +93,13 @@ class ChatNode:
     def all_ids(self) -> npt.NDArray[np.int32]:
         return np.concatenate([node.ids for node in self.path()])
 
+    def last_ids(self, number: int) -> list[int]:
+        """Return the last `number` ids of all_ids()."""
+        ids = self.ids
+        if len(ids) < number and self.parent is not None:
+            ids = np.concatenate([self.parent.last_ids(number - len(ids)), ids])
+        return [int(token) for token in ids[-number:]]
+
 
 @dataclass(slots=True)
 class GatewayStats:
@@ -99,6 +109,8 @@ class GatewayStats:
     edited: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    deviations: Counter[str] = field(default_factory=Counter)
+    """Realigned prompts by Deviation."""
     refused: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -117,6 +129,12 @@ class PromptPlan:
     def prompt_ids(self) -> npt.NDArray[np.int32]:
         return np.concatenate([self.parent.all_ids(), self.added]) if self.parent else self.added
 
+    @property
+    def tail(self) -> list[int]:
+        """The last prompt ids, which the text of the answer may depend on."""
+        added = self.added[-CONTEXT_TOKENS:].tolist()
+        return added if added or self.parent is None else self.parent.last_ids(CONTEXT_TOKENS)
+
 
 class Capture:
     """Record sent and sampled ids of a session; find the completion that a new call continues.
@@ -125,10 +143,21 @@ class Capture:
     Calls may overlap.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, counts: GatewayStats, thinking: Marks = THINKING) -> None:
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        counts: GatewayStats,
+        thinking: Marks = THINKING,
+        *,
+        keeps_thoughts: bool = True,
+    ) -> None:
+        """`keeps_thoughts` False: prompts are the template's own renders, each in a branch of its own if need
+        be.
+        """
         self._tokenizer = tokenizer
         self._counts = counts
         self._thinking = thinking
+        self._keeps_thoughts = keeps_thoughts
         self._nodes: dict[str, ChatNode] = {}
         self._ends: set[ChatNode] = set()
         """The last sampled node of each branch."""
@@ -159,8 +188,11 @@ class Capture:
         """
         render = partial(self._tokenizer.render, tools=tools, settings=settings)
         try:
-            chain = Chain(messages, tools, self._thinking, self._recorded)
-            return ChatMatcher(self._tokenizer, render, self._recorded, messages, prefill, chain).match()
+            chain = Chain(messages, [tools, settings], self._thinking, self._recorded)
+            matcher = ChatMatcher(
+                self._tokenizer, render, self._recorded, messages, prefill, chain, self._keeps_thoughts
+            )
+            return matcher.match()
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep") from None
 
@@ -176,6 +208,8 @@ class Capture:
             how = "new"
         else:
             setattr(self._counts, how, getattr(self._counts, how) + 1)
+        if match is not None:
+            self._counts.deviations.update(match.deviations)
         whole = (parent.whole if parent else Prefix()).then(added)
         self._num_calls += 1
         return PromptPlan(self._num_calls - 1, how, added, parent, match, whole)
@@ -195,7 +229,7 @@ class Capture:
         match = planned.match
         text = None if match is None else match.whole
         if text is not None:
-            text = text.then(self._tokenizer.decode(completion.token_ids, skip_special_tokens=False))
+            text = text.then(decode_after(self._tokenizer, planned.tail, completion.token_ids))
         node = ChatNode(
             name=name,
             order=planned.number,
@@ -212,6 +246,7 @@ class Capture:
             text=text,
             is_trained=is_trained,
             grammar=grammar,
+            deviations=match.deviations if match else (),
         )
         self._nodes[name] = node
         if node.num_sampled:

@@ -59,7 +59,7 @@ Read: TypeAlias = "tuple[AnyRequest, Writer]"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`name` begins the ids of its calls. `splits_thoughts` None: per gateway.thoughts. `read` raises
+    """`name` begins the ids of its calls. `splits_thoughts` None: per gateway.thoughts_field. `read` raises
     ApiError.
     """
 
@@ -105,18 +105,22 @@ async def blocks(call: GatewayCall) -> AsyncIterator[tuple[Step, Kind, str]]:
 NOT_KEPT = "previous_response_not_found"
 ANTHROPIC_ERRORS = {
     401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
 }
-"""Others are invalid requests."""
+"""Others are invalid requests below 500, and api_error from there on."""
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    kind = ANTHROPIC_ERRORS.get(error.status, "invalid_request_error")
-    body: dict[str, Any] = {"type": kind, "message": error.error["message"]}
+    other = "api_error" if error.status >= 500 else "invalid_request_error"
+    body: dict[str, Any] = {"type": ANTHROPIC_ERRORS.get(error.status, other), "message": error.anthropics}
     if error.error["code"] == NOT_KEPT:  # clients then start a new thread
         body["details"] = {"error_code": "thread_not_found"}
     return {"type": "error", "error": body, "request_id": None}

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
@@ -24,6 +24,7 @@ from asyncrl.agents.endpoint.requests import (
     RequestReader,
     invalid,
     parse_json,
+    text_joint,
     too_long,
 )
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
@@ -68,7 +69,7 @@ class EngineRoute:
 
     def __post_init__(self) -> None:
         self.counts = GatewayStats()
-        self._reader = RequestReader(self.rules)
+        self._reader = RequestReader(self.rules, text_joint(self.tokenizer))
         self._rendering = asyncio.Lock()
         self._encoding = asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
@@ -109,12 +110,15 @@ class EngineRoute:
         key = call_key(digest, f"seed {asked.seed}" if number is None else f"number {number}")
         tool_format = ToolFormat()
         if isinstance(asked, ChatRequest):
-            tool_format = self.tool_format if asked.tools else self.tool_format.without_tools()
+            tool_format = self.tool_format if asked.callable_tools else self.tool_format.without_tools()
         splits_thoughts = dialect.splits_thoughts
         if splits_thoughts is None:
-            splits_thoughts = session.limits.thoughts == "apart"
+            splits_thoughts = session.limits.thoughts_field == "reasoning_content"
         marks = self.tool_format.thinking
         thoughts = ReasoningSplitter(marks, is_open=opens_thought(prompt, marks)) if splits_thoughts else None
+        shows_special = session.shows_special
+        if asked.skip_special_tokens is not None:
+            shows_special = not asked.skip_special_tokens
         answer = Answer(
             self.tokenizer,
             tool_format,
@@ -122,7 +126,8 @@ class EngineRoute:
             prefill=prefill,
             name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
             thoughts=thoughts,
-            shows_special=session.shows_special,
+            shows_special=shows_special,
+            before=planned.tail,
         )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
@@ -189,7 +194,7 @@ class EngineRoute:
             match, ids, num_tokens = await self._matched(session, asked, num_bytes)
         else:
             prompt = asked.prompt
-            ids = await self._encode(prompt, asked) if isinstance(prompt, str) else prompt
+            ids = await self._encode(prompt, asked, adds_special=True) if isinstance(prompt, str) else prompt
             num_tokens = len(ids)
         if num_tokens > self.rules.max_prompt_tokens:
             raise too_long(f"{num_tokens} tokens", self.rules.max_prompt_tokens, asked.param)
@@ -215,16 +220,16 @@ class EngineRoute:
             matched = await _run(self._rendering, match, in_thread=num_bytes >= LONG_BODY)
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
-        ids = await self._encode(matched.text, asked)
+        ids = await self._encode(matched.text, asked, after=matched.neighbor)
         num_before = 0 if matched.parent is None else matched.parent.whole.length
         return matched, ids, num_before + len(ids)
 
-    async def _encode(self, text: str, asked: AnyRequest) -> Sequence[int]:
+    async def _encode(self, text: str, asked: AnyRequest, **place: Any) -> Sequence[int]:
         """Raises ApiError."""
         most = self.rules.max_prompt_tokens
         if len(text) > MAX_CHARACTERS * most:
             raise too_long(f"{len(text)} characters", most, asked.param)
-        encode = partial(self.tokenizer.encode, text)
+        encode = partial(self.tokenizer.encode, text, **place)
         try:
             return await _run(self._encoding, encode, in_thread=len(text) >= LONG_TEXT)
         except ValueError as error:

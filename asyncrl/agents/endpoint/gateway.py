@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, get_args
 
 import uvicorn
 from fastapi import FastAPI
@@ -27,6 +27,7 @@ from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, model_body
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
 from asyncrl.agents.endpoint.openai_dialects import CHAT, RESPONSES, TEXT
+from asyncrl.agents.endpoint.prefix_match import Deviation
 from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, CallRules
 from asyncrl.agents.endpoint.sessions import CLIENT_GONE, GatewayCall, GatewaySession, Sessions, client_gone
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
@@ -145,6 +146,9 @@ class Gateway:
     def gauges(self) -> dict[str, float]:
         names = ("calls", "extended", "realigned", "edited")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
+        counts |= {
+            f"gateway/kept_{name}": self._route.counts.deviations[name] for name in get_args(Deviation)
+        }
         return counts | {"gateway/refused": sum(self.stats().refused.values())}
 
     # ---- routes

@@ -20,7 +20,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "addition
 
 def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: ChatTokenizer) -> str:
     """Return the beginning of an answer that forces a call; empty if the model may think first."""
-    if not isinstance(asked, ChatRequest) or not asked.tools:
+    if not isinstance(asked, ChatRequest) or not asked.callable_tools:
         return ""
     if tool_format.refusal:
         raise invalid(f"tools are refused: {tool_format.refusal}", "tools")
@@ -40,7 +40,7 @@ def grammar_of(
     if not isinstance(asked, ChatRequest):
         return None
     rules = _Rules(tokenizer, tool_format)
-    tools = [tool["function"] for tool in asked.tools]
+    tools = [tool["function"] for tool in asked.callable_tools]
     if asked.tool_choice not in ("none", "auto"):
         name = _forced_name(asked)
         call = rules.call([tool for tool in tools if name in (None, tool["name"])], prefill)

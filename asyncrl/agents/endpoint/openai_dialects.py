@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import FailFast
 
 from asyncrl.agents.endpoint.dialects import (
     Dialect,
@@ -24,6 +24,7 @@ from asyncrl.agents.endpoint.requests import (
     CallParameters,
     ChatRequest,
     Count,
+    NumTops,
     RequestReader,
     Settings,
     TextRequest,
@@ -32,7 +33,6 @@ from asyncrl.agents.endpoint.requests import (
     present,
     shown,
 )
-from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer, Kind
@@ -119,7 +119,7 @@ TEXT = Dialect("cmpl", "completions", False, _read_text, TextRequest)
 
 # ---- responses
 
-NOT_ECHOED = {"input", "include", "stream", "model", "seed", "chat_template_kwargs"}
+NOT_ECHOED = {"input", "include", "stream", "model", "seed", "chat_template_kwargs", "skip_special_tokens"}
 
 
 class ResponsesRequest(CallParameters):
@@ -132,8 +132,8 @@ class ResponsesRequest(CallParameters):
     text: dict[str, Any] = {"format": {"type": "text"}}
     reasoning: dict[str, Any] = {}
     max_output_tokens: Count | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    include: list[str] = []
+    top_logprobs: NumTops = 0
+    include: Annotated[list[str], FailFast()] = []
     store: bool = True
     metadata: dict[str, Any] = {}
     chat_template_kwargs: Settings = {}
@@ -157,7 +157,7 @@ def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswer
         "tool_choice": asked.tool_choice,
         "parallel_tool_calls": asked.parallel_tool_calls,
         "max_tokens": asked.max_output_tokens,
-        "logprobs": "message.output_text.logprobs" in asked.include,
+        "logprobs": "message.output_text.logprobs" in asked.include or asked.top_logprobs > 0,
         "top_logprobs": asked.top_logprobs,
         "reasoning_effort": asked.reasoning.get("effort"),
         "response_format": chat_format(asked.text.get("format")),
@@ -190,7 +190,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
             thought = item.get("content") or unsealed(item, where) or item.get("summary") or ""
             return {"role": "assistant", "reasoning_content": thought}
         case {"type": "function_call", "call_id": name}:
-            call = {"id": name, "type": "function", "function": present(item, "name", "arguments")}
+            call = {"id": name, "type": "function", "function": {"arguments": None, **item}}
             return {"role": "assistant", "tool_calls": [call]}
         case {"type": "function_call_output", "call_id": str(name), "output": output}:
             return {"role": "tool", "tool_call_id": name, "content": output}

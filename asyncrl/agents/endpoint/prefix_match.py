@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.agents.endpoint.tool_formats import Marks, close_thought, split_thought
+from asyncrl.agents.endpoint.tool_formats import Marks, close_thought, drop_empty_thoughts, split_thought
 from asyncrl.messages.work import ChatTokenizer, new_hash
 
 if TYPE_CHECKING:
@@ -31,6 +33,14 @@ Messages = Sequence[Message]
 How = Literal["new", "extended", "realigned", "edited"]
 """Origin of a prompt. edited starts a branch: the last answer was edited, or the text cannot be cut after it.
 """
+
+Deviation = Literal["thought", "opening", "end_token", "form"]
+"""Part of a realigned prompt that the template's own render of the chat lacks or writes differently.
+
+thought: of an earlier answer. opening: text of a generation prompt, such as an empty thought. end_token:
+sampled instead of the template's. form: white space or calls of an answer.
+"""
+NEIGHBOR_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +70,10 @@ class PromptMatch:
     chain: Chain
     num_messages: int
     prefill: str
-    whole: Prefix | None
+    whole: Prefix | None = None
+    neighbor: str = ""
+    """Text before `text`, for the tokenizer."""
+    deviations: Sequence[Deviation] = ()
 
 
 # ---- chats as hashes
@@ -71,9 +84,10 @@ _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 class Chain:
     """Hash of a chat, message by message. `recorded`: answers count as they were delivered."""
 
-    def __init__(self, messages: Messages, tools: Messages | None, marks: Marks, recorded: Recorded) -> None:
+    def __init__(self, messages: Messages, options: Any, marks: Marks, recorded: Recorded) -> None:
+        """`options`: other values that the template reads. A chat with other tools is another chat."""
         self.marks = marks
-        self._state = new_hash(_to_json(tools or None).encode())
+        self._state = new_hash(_to_json(options).encode())
         self.answers: list[tuple[int, bytes]] = []
         """(index of an answer, key of the chat through it)."""
         for index, message in enumerate(messages):
@@ -95,7 +109,8 @@ def _canonical(message: Message, marks: Marks) -> bytes:
     """
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "assistant":
-        fields["reasoning_content"], fields["content"] = split_thought(message, marks)
+        answer = {**message, "content": fields.pop("unjoined_content", message.get("content"))}
+        fields["reasoning_content"], fields["content"] = split_thought(answer, marks)
         fields.pop("name", None)
     if calls := fields.get("tool_calls"):
         fields["tool_calls"] = [_tool_call(call) for call in calls]
@@ -103,9 +118,18 @@ def _canonical(message: Message, marks: Marks) -> bytes:
 
 
 def _tool_call(call: Mapping[str, Any]) -> list[Any]:
+    """Return a call with the numbers that a JavaScript client would send back: 1 for 1.0, 0 for -0.0,
+    9007199254740992 for 2**53 + 1, null for 1e999.
+    """
     arguments = call["function"]["arguments"]
-    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    text = arguments if isinstance(arguments, str) else _to_json(arguments)
+    parsed = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
     return [call["id"], call["function"]["name"], parsed]
+
+
+def _number(text: str) -> float | None:
+    number = float(text) + 0.0
+    return number if math.isfinite(number) else None
 
 
 def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Message]:
@@ -167,33 +191,60 @@ SENTINEL = f"asyncrl{secrets.token_hex(16)}"
 """Replaces an answer in a trial render; not guessable."""
 
 
+class Joint(NamedTuple):
+    """Where the template continues after an answer. Texts of a trial render with placeholders for answers."""
+
+    before: str
+    """The text up to the answer."""
+    rest: str
+    """The text after the sampled ids."""
+    dropped: str = ""
+    """The template's end token, if the answer ended with another one."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatMatcher:
+    """Find the ids that a chat continues.
+
+    Example, Qwen3 (`<|im_end|>` shown as `]`). Turn 1 sent `[user 1+2][assistant ` and sampled
+    `<think>hm</think>3]`. The chat of turn 2 is [1+2, 3, sure?]. The template drops the thought:
+        whole render:  [user 1+2][assistant 3][user sure?][assistant
+        trial render:  [user 1+2][assistant SENTINEL][user sure?][assistant
+    The text before the sentinel is the prompt of turn 1, so its ids and the sampled ids stay, and the text
+    after `SENTINEL]` is appended. A template that moves text (Mistral writes its tools before the last user
+    message) changes the text before the sentinel; then the prompt is the whole render, in its own branch.
+    """
+
     tokenizer: ChatTokenizer
-    render: Callable[[Messages], str]
+    render: Callable[..., str]
     recorded: Recorded
     messages: Messages
     prefill: str
     chain: Chain
+    keeps_thoughts: bool = True
+    """False: a prompt is always the template's own render of the chat."""
 
     def match(self) -> PromptMatch:
         """Raises ValueError if the template refuses the chat or omits a message."""
         at, answer = self.recorded.last_answer(self.chain)
         try:
-            text = self._begun(self.render(self.messages))
+            whole = self.render(self.messages)
         except ValueError:
-            found = self._realigned(at, answer)
-            if found is None:
+            joined = self._joined(at, answer, None)
+            if joined is None:
                 raise
-            return found
+            return joined
+        text = self._begun(whole)
         node = self.recorded.longest(text)
-        found = None
+        extended = None
         if node is not None and node.text is not None:
             rest = text[node.text.length :]
-            found = self._match("extended", node, node.num_messages, rest, node.text.then(rest))
-        if found is None or (node is not None and node.num_messages <= at):
-            found = self._realigned(at, answer) or found
-        found = found or self._match("edited", None, 0, text, Prefix().then(text))
+            fields = {"whole": node.text.then(rest), "neighbor": self._neighbor(node)}
+            extended = self._match("extended", node, node.num_messages, rest, **fields)
+        if extended is not None and node is not None and node.num_messages > at:
+            return extended
+        joined = self._joined(at, answer, whole)
+        found = joined or extended or self._match("edited", None, 0, text, whole=Prefix().then(text))
         if found is None:
             index = left_out(self.messages, text)
             what = f"the chat template leaves out what messages[{index}] says"
@@ -202,61 +253,141 @@ class ChatMatcher:
         return found
 
     def _match(
-        self, how: How, parent: ChatNode | None, num_covered: int, text: str, whole: Prefix | None
+        self, how: How, parent: ChatNode | None, num_covered: int, text: str, **fields: Any
     ) -> PromptMatch | None:
         """Return the match if the text has every message after the first `num_covered`."""
         if left_out(self.messages, text, num_covered) is not None:
             return None
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
-        return PromptMatch(text, how, parent, self.chain, len(self.messages), self.prefill, whole)
+        return PromptMatch(text, how, parent, self.chain, len(self.messages), self.prefill, **fields)
 
-    def _realigned(self, at: int, answer: ChatNode | None) -> PromptMatch | None:
-        for rest in self._cuts(at, answer) if answer is not None else ():
-            if found := self._match("realigned", answer, at + 1, self._begun(rest), None):
-                return found
-        return None
+    def _neighbor(self, parent: ChatNode) -> str:
+        """Return the text before the new text: tokenizers encode a text depending on it."""
+        last = parent.last_ids(NEIGHBOR_TOKENS)
+        if last[-1] in self.tokenizer.special_ids:
+            last = last[-1:]
+        return self.tokenizer.decode(last, skip_special_tokens=False)
 
     def _begun(self, prompt: str) -> str:
         return prompt + close_thought(prompt, self.chain.marks) + self.prefill if self.prefill else prompt
 
-    def _cuts(self, at: int, answer: ChatNode) -> Iterator[str]:
-        """Yield texts after the recorded answer messages[at], best first.
+    def _joined(self, at: int, answer: ChatNode | None, whole: str | None) -> PromptMatch | None:
+        """Return the match that keeps the answer's ids although the template writes it differently.
+
+        `whole`: the template's render of the chat; None if it refuses.
+        """
+        if answer is None or not self.keeps_thoughts:
+            return None
+        for joint in self._joints(at, answer):
+            lacks_opening = self._lacks_opening(at, joint.before)
+            if lacks_opening is None and whole is not None:
+                return None
+            text = self._begun(joint.rest)
+            neighbor = joint.dropped or self._neighbor(answer)
+            found = self._match("realigned", answer, at + 1, text, neighbor=neighbor)
+            if found is not None:
+                deviations = self._deviations(found, joint, whole, lacks_opening=bool(lacks_opening))
+                return replace(found, deviations=deviations)
+        return None
+
+    def _lacks_opening(self, at: int, before: str) -> bool | None:
+        """Return whether the history lacks text that generation prompts wrote, such as `<think>`.
+
+        None: the template changed other text since messages[at] was sampled.
+        """
+        sent = [self._stand_in(message) for message in self.messages[:at]]
+        try:
+            prompt = self.render(sent)
+            if before.startswith(prompt):
+                return False
+            closed = self.render(sent, is_open=False)
+        except ValueError:
+            return None
+        before, prompt, closed = (
+            drop_empty_thoughts(text, self.chain.marks) for text in (before, prompt, closed)
+        )
+        common = os.path.commonprefix([before, prompt])
+        opening = os.path.commonprefix([closed, prompt]).rstrip()
+        return True if len(common) >= len(opening) else None
+
+    def _deviations(
+        self, found: PromptMatch, joint: Joint, whole: str | None, *, lacks_opening: bool
+    ) -> tuple[Deviation, ...]:
+        """Name the deviations of all answers in a prompt."""
+        answer = found.parent
+        assert answer is not None
+        names: list[Deviation] = [*answer.deviations]
+        if joint.dropped:
+            names.append("end_token")
+        sampled = self.tokenizer.decode(answer.sampled_ids.tolist(), skip_special_tokens=False)
+        thought, _ = split_thought({"content": sampled}, self.chain.marks)
+        if thought and thought not in (whole or ""):
+            names.append("thought")
+        if lacks_opening:
+            names.append("opening")
+        if not names and whole is not None:
+            # the same ids may decode to another text: sentencepiece, tokens that take white space
+            ids = [*answer.all_ids().tolist(), *self.tokenizer.encode(found.text, after=found.neighbor)]
+            return () if ids == list(self.tokenizer.encode(self._begun(whole))) else ("form",)
+        return tuple(dict.fromkeys(names or ["form"]))
+
+    def _joints(self, at: int, answer: ChatNode) -> Iterator[Joint]:
+        """Yield the joints after the recorded answer messages[at], best first.
 
         The answer's calls stay, since a template may need them for results.
         """
         last = [token for token in answer.sampled_ids[-1:].tolist() if token in self.tokenizer.end_ids]
         end = self.tokenizer.decode(last, skip_special_tokens=False)
-        calls = self.messages[at].get("tool_calls")
-        if calls and end:
-            _, found, rest = self._after(at, _with_calls(calls)).partition(end)
-            if found:
-                yield rest
-        if after := self._after(at, {"role": "assistant", "content": SENTINEL}):
-            between, found, rest = after.partition(end) if end else (after, "", "")
-            yield rest if found and not between.strip() else after
+        ends = {end, *self.tokenizer.closings} - {""}
+        for keeps_calls in (True, False) if self.messages[at].get("tool_calls") else (False,):
+            before, after = self._around(at, keeps_calls)
+            if not after:
+                continue
+            # the end of a call's text is unknown, but its end token is not
+            places = [(after.find(text), text) for text in ends if text in after]
+            if not keeps_calls:
+                places = [(place, text) for place, text in places if not after[:place].strip()]
+            if not places:
+                if not keeps_calls:
+                    yield Joint(before, after)
+                continue
+            place, text = min(places)
+            if end:
+                yield Joint(before, after[place + len(text) :], text if text != end else "")
+            else:
+                yield Joint(before, after[place if keeps_calls else 0 :])
 
-    def _after(self, at: int, stand_in: Message) -> str:
-        """Return the text after the placeholder of messages[at]; empty if the template refuses."""
-        shown = [*self.messages[:at], stand_in, *self.messages[at + 1 :]]
+    def _around(self, at: int, keeps_calls: bool) -> tuple[str, str]:
+        """Return the texts before and after messages[at]; empty if the template refuses."""
+        stand_in = self._stand_in(self.messages[at], SENTINEL, keeps_calls=keeps_calls)
+        others = [self._stand_in(message) for message in self.messages]
+        shown = [*others[:at], stand_in, *others[at + 1 :]]
         single = [
             {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each
             for each in shown
         ]
         for chat in (shown, single):
             with contextlib.suppress(ValueError):
-                _, found, after = self.render(chat).rpartition(SENTINEL)
-                return after if found else ""
-        return ""
+                text = self.render(chat)
+                before, _, _ = text.partition(SENTINEL)
+                _, found, after = text.rpartition(SENTINEL)
+                return (before, after) if found else ("", "")
+        return "", ""
 
+    def _stand_in(self, message: Message, text: str = "answer", *, keeps_calls: bool = True) -> Message:
+        """Return a placeholder for an answer; other messages stay.
 
-def _with_calls(calls: Sequence[Mapping[str, Any]]) -> Message:
-    """Return the placeholder for an answer with calls. It has no content, which a template may write after
-    them or their results.
-    """
-    arguments = {"x": SENTINEL}
-    swapped = [{**call, "function": {**call["function"], "arguments": arguments}} for call in calls]
-    return {"role": "assistant", "content": "", "tool_calls": swapped}
+        An answer with calls has no content, which a template may write after them or their results.
+        """
+        if message.get("role") != "assistant":
+            return message
+        calls = message.get("tool_calls")
+        if not (calls and keeps_calls):
+            return {"role": "assistant", "content": text}
+        arguments = {"x": text}
+        swapped = [{**call, "function": {**call["function"], "arguments": arguments}} for call in calls]
+        return {"role": "assistant", "content": "", "tool_calls": swapped}
 
 
 def left_out(messages: Messages, text: str, start: int = 0) -> int | None:

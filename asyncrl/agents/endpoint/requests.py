@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Json, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+)
 from pydantic_core import PydanticCustomError, from_json, to_json
 from typing_extensions import TypedDict
 
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingParameters
+from asyncrl.messages.work import ChatTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +31,6 @@ log = logging.getLogger(__name__)
 
 NO_RETRY = {"x-should-retry": "false"}
 _LONGEST_SHOWN = 80
-MAX_TOOLS = 128
 
 
 class ApiError(Exception):
@@ -37,6 +47,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.status = status
+        self.anthropics = message
+        """The message in Anthropic's words."""
         self.headers = dict(headers or {})
         self.error = {"message": message, "type": type, "param": param, "code": code}
         super().__init__(message)
@@ -53,8 +65,18 @@ TOO_LONG = "context_length_exceeded"
 
 
 def too_long(size: str, most: int, param: str) -> ApiError:
-    why = f"This prompt has {size}; rollout.max_prompt_tokens={most} is the most. "
-    return invalid(f"{why}Shorten it, or raise the limit.", param, code=TOO_LONG)
+    """Return the error in each vendor's words, by which clients know that they must condense.
+
+    `size`: of the prompt, such as `2001 tokens`.
+    """
+    error = invalid(
+        f"This model's maximum context length is {most} tokens. However, your {param} resulted in {size}. "
+        f"Please reduce the length of the {param}, or raise rollout.max_prompt_tokens={most}.",
+        param,
+        code=TOO_LONG,
+    )
+    error.anthropics = f"prompt is too long: {size} > {most} maximum"
+    return error
 
 
 def shown(value: object) -> str:
@@ -74,33 +96,56 @@ def wrong(why: str) -> PydanticCustomError:
     return PydanticCustomError("wrong", "{why}", {"why": why})
 
 
-TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
+_READ_PARTS = (
+    "text input_text output_text reasoning_text summary_text refusal thinking tool_reference document "
+    "content search_result"
+).split()
+_HELD = ("text", "refusal", "thinking", "tool_name", "name", "data", "content", "source")
+"""Keys of a part's content, which is a text, a part or a list of parts."""
+
+
+def text_of(part: Any) -> str:
+    """Return the text of a content part. Raises PydanticCustomError for an image, a sound or a file.
+
+    Example: the text of `{"type": "document", "source": {"type": "text", "data": "x"}}` is x.
+    """
+    match part:
+        case str():
+            return part
+        case list():
+            return "\n".join(filter(None, map(text_of, part)))
+        case {"type": "redacted_thinking"}:  # nobody can read it
+            return ""
+        case {"type": str(kind)} if kind in _READ_PARTS:
+            held = [part[key] for key in _HELD if part.get(key) is not None]
+            if held or "text" in part:
+                return text_of([part.get("title") or "", *held[:1]])
+    kind = shown(part.get("type") if isinstance(part, dict) else part)
+    raise wrong(f"a part of type {kind} is not supported: this model reads text")
 
 
 def joined(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    texts: list[str] = []
-    for part in content:
-        match part:
-            case {"type": str(kind), "text": str(text)} if kind in TEXTS:
-                texts.append(text)
-            case _:
-                kind = shown(part.get("type") if isinstance(part, dict) else part)
-                raise wrong(f"a part of type {kind} is not supported; this model reads text parts")
-    return "".join(texts)
+    return text_of(content) if isinstance(content, list) else content
 
 
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}\z")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}\z")]
+"""Of a tool's definition. A model may have called a tool of any other name."""
 
 
 class _Open(TypedDict):
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # type: ignore[misc]
 
 
+def _repaired(arguments: Any) -> Any:
+    """Replace arguments that are not an object by `{}`, like vLLM: every later call has the same history."""
+    with contextlib.suppress(ValueError):
+        arguments = from_json(arguments) if isinstance(arguments, str) else arguments
+    return arguments if isinstance(arguments, dict) else {}
+
+
 class _CalledFunction(_Open):
-    name: Name
-    arguments: Json[dict[str, Any]]
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_repaired)]
 
 
 class _SentCall(_Open):
@@ -112,29 +157,45 @@ class _SentCall(_Open):
 class _Message(_Open):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: NotRequired[str]
-    content: Annotated[str, BeforeValidator(joined)]
+    content: str
+    unjoined_content: NotRequired[str]
     reasoning_content: NotRequired[Annotated[str, BeforeValidator(joined)]]
-    tool_calls: NotRequired[Annotated[list[_SentCall], Field(max_length=MAX_TOOLS)]]
-    tool_call_id: NotRequired[Annotated[str, Field(min_length=1)]]
+    tool_calls: NotRequired[Annotated[list[_SentCall], FailFast()]]
+    tool_call_id: NotRequired[str]
 
 
-def _tidy(message: Any) -> Any:
-    """Keep the keys that templates get. Add empty content to tool calls for SmolLM2 and Phi 3."""
+def _is_thought(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "thinking"
+
+
+def _tidy(message: Any, info: ValidationInfo) -> Any:
+    """Keep the keys that templates get, with all text parts in one `content`. The context is what the
+    template writes between two of them.
+
+    An answer's parts are also kept as `unjoined_content`: the client may have cut a recorded answer.
+    """
     if not isinstance(message, dict):
         return message
     # clients return unused keys empty
-    kept = {key: value for key, value in message.items() if value or (key == "content" and value is not None)}
+    kept = {key: value for key, value in message.items() if value and key != "unjoined_content"}
     role = kept.get("role")
     unread = {"function_call", "audio"} if role == "assistant" else {"function_call", "audio", "tool_calls"}
     for key in unread & kept.keys():
         raise wrong(f"{key} of a message of role {shown(role)} is refused: this model reads text")
-    if role == "tool" and "tool_call_id" not in kept:
-        raise wrong("a message of role tool needs its tool_call_id")
-    if role != "assistant":
-        return kept
-    thought = kept.get("reasoning_content") or kept.get("reasoning")
-    is_text = isinstance(thought, (str, list))
-    return {"content": "", **kept} | ({"reasoning_content": thought} if is_text else {})
+    content = kept.setdefault("content", "")
+    thought = kept.pop("reasoning_content", None) or kept.get("reasoning")
+    if isinstance(content, list):
+        if role == "assistant":
+            thought = thought or [part for part in content if _is_thought(part)]
+            content = [part for part in content if not _is_thought(part)]
+        texts = list(filter(None, map(text_of, content)))
+        joint = "\n" if role == "tool" or info.context is None else info.context
+        kept["content"] = joint.join(texts)
+        if role == "assistant":
+            kept["unjoined_content"] = "".join(texts)
+    if role == "assistant" and thought and isinstance(thought, (str, list)):
+        kept["reasoning_content"] = thought
+    return kept
 
 
 def present(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -183,14 +244,51 @@ LOWEST_TEMPERATURE = 0.01
 IGNORED = frozenset(
     (
         "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-        "prediction truncation verbosity max_tool_calls stream_options prompt_cache_options client_metadata "
-        "inference_geo speed cache_control context_management diagnostics betas user_profile_id workspace_id"
+        "prediction truncation truncation_side verbosity max_tool_calls stream_options stream_interval "
+        "prompt_cache_options client_metadata inference_geo speed cache_control cache_salt diagnostics betas "
+        "context_management user_profile_id workspace_id billing_policy fallback_credit_token request_id "
+        "session_id priority spaces_between_special_tokens return_token_offsets return_mm_kwargs mm_payload "
+        "routed_experts_prompt_start enable_response_messages"
     ).split()
 )
 """Parameters without an effect on sampling."""
 
-OFF: Mapping[str, Any] = {"n": 1, "repetition_penalty": 1, "top_k": -1, "best_of": 1, "modalities": ["text"]}
-"""Values, other than 0, false or empty, that turn a refused parameter off."""
+_DISTRIBUTION = "it changes the sampled distribution, which training would not know"
+_DROPPED = f"{_DISTRIBUTION} (gateway.on_sampling_override=use_config drops it)"
+_REFUSED = {
+    _DROPPED: "frequency_penalty=0 presence_penalty=0 repetition_penalty=1 top_k=-1,0 min_p=0",
+    _DISTRIBUTION: """
+        logit_bias={} bad_words=[] typical_p=1 allowed_token_ids logits_processors=[] min_tokens=0
+        ignore_eos=false watermarking=false thinking_token_budget repetition_detection vllm_xargs={}""",
+    "a call has one answer": "n=1 best_of=1 use_beam_search=false length_penalty=1 fallbacks=[]",
+    "an answer has only sampled text and tokens": """
+        echo=false prompt_logprobs logprob_token_ids=[] return_token_ids=false return_prompt_text=false
+        return_tokens_as_token_ids=false include_stop_str_in_output=false include_reasoning=true""",
+    "this model reads and writes text": """
+        modalities=["text"] audio suffix="" web_search_options prompt_embeds mm_processor_kwargs={}
+        media_io_kwargs={}""",
+    "send it in `chat_template_kwargs`": "enable_thinking thinking",
+    "the chat template is the run's, and an answer follows the last message": """
+        chat_template documents=[] add_generation_prompt=true continue_final_message=false
+        add_special_tokens=false truncate_prompt_tokens""",
+    "use `tools`": 'functions=[] function_call="none","auto"',
+    "use `stop`": "stop_token_ids=[]",
+    "use `response_format`": """
+        structured_outputs={} guided_json guided_regex guided_choice guided_grammar
+        guided_decoding_backend""",
+    "use /v1/chat/completions": "logprobs top_logprobs=0 response_format stop=[] chat_template_kwargs={}",
+    "this server has no such service": """
+        mcp_servers=[] container background=false conversation moderation prompt compaction
+        kv_transfer_params ec_transfer_params previous_input_messages=[]""",
+}
+"""Refused parameters by reason, with the JSON values that have no effect."""
+
+REFUSED: Mapping[str, tuple[str, list[Any]]] = {
+    name: (why, from_json(f"[{off}]"))
+    for why, names in _REFUSED.items()
+    for name, _, off in (each.partition("=") for each in names.split())
+}
+"""(reason, values without an effect) by parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +337,8 @@ Stops = Annotated[
     Field(max_length=MAX_STOPS),
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
-Settings = dict[str, str | int | float | bool | None]
+Settings = Annotated[dict[str, str | int | float | bool | None], FailFast()]
+NumTops = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -259,6 +358,8 @@ class CallParameters(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool = False
+    skip_special_tokens: bool | None = None
+    """None: per task.special_tokens."""
 
     def common(self) -> dict[str, Any]:
         names = {*CallParameters.model_fields, "max_tokens", "chat_template_kwargs"}
@@ -273,8 +374,6 @@ class CallRequest(CallParameters):
     stop: Stops = []
     max_tokens: Count | None = None
     stream_options: dict[str, Any] = {}
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -293,22 +392,33 @@ class ChatRequest(CallRequest):
     param = "messages"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
-    tools: Annotated[list[GivenTool], Field(max_length=MAX_TOOLS)] = []
+    tools: Annotated[list[GivenTool], FailFast()] = []
     tool_choice: Annotated[str, BeforeValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
     max_completion_tokens: Count | None = None
     response_format: ResponseFormat = None
     reasoning_effort: str | None = None
     chat_template_kwargs: Settings = {}
+    logprobs: bool = False
+    top_logprobs: NumTops = 0
+
+    @property
+    def callable_tools(self) -> list[GivenTool]:
+        """Return the tools that an answer may call. The prompt always has all of them."""
+        return [] if self.tool_choice == "none" else self.tools
 
     @property
     def has_one_call(self) -> bool:
-        return bool(self.tools) and not self.parallel_tool_calls
+        return bool(self.callable_tools) and not self.parallel_tool_calls
 
 
-def _is_one(prompt: Any) -> bool:
-    """Return whether it is a list of one prompt, as some clients send it."""
-    return isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list))
+def _one_prompt(prompt: Any) -> Any:
+    """Return the prompt of a list of one, as some clients send it."""
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], (str, list)):
+        return prompt
+    if len(prompt) > 1:
+        raise wrong("a call has one answer: send one prompt a call")
+    return prompt[0]
 
 
 class TextRequest(CallRequest):
@@ -317,13 +427,14 @@ class TextRequest(CallRequest):
     param = "prompt"
 
     prompt: Annotated[
-        str | list[Annotated[int, Field(ge=0)]],
+        str | Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)],
         Field(min_length=1),
-        BeforeValidator(lambda prompt: prompt[0] if _is_one(prompt) else prompt),
+        BeforeValidator(_one_prompt),
     ]
-    logprobs: Literal[False] = False
-    top_logprobs: Literal[0] = 0
     max_tokens: Count | None = 16  # OpenAI's default
+    add_special_tokens: Literal[True] = True
+    logprobs: ClassVar[bool] = False
+    top_logprobs: ClassVar[int] = 0
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -337,28 +448,30 @@ Shape = TypeVar("Shape", bound=CallParameters)
 class RequestReader:
     """Parser of JSON bodies. Logs each ignored name once."""
 
-    def __init__(self, rules: CallRules) -> None:
+    def __init__(self, rules: CallRules, joint: str = "\n") -> None:
+        """`joint`: what the chat template writes between two texts of a message."""
         self._rules = rules
+        self._joint = joint
+        self._is_honoured = rules.on_sampling_override == "honour"
         self._logged: set[str] = set()
 
     def chat(self, body: dict[str, Any]) -> ChatRequest:
         """Raises ApiError."""
         asked = self.checked(body, ChatRequest)
         self._settle_sampling(asked)
-        asked.logprobs |= asked.top_logprobs > 0
+        if asked.top_logprobs and not asked.logprobs:
+            raise invalid("top_logprobs needs logprobs=true.", "top_logprobs")
         names = [f"function:{tool['function']['name']}" for tool in asked.tools]
         if asked.tool_choice == "auto" and not names:
             asked.tool_choice = "none"
         if asked.tool_choice not in (("none", "auto", "required", *names) if names else ("none",)):
             raise invalid(f"tool_choice {shown(asked.tool_choice)} is not among the tools.", "tool_choice")
-        asked.tools = [] if asked.tool_choice == "none" else body["tools"]  # unchanged, keys in order
-        limits = [each for each in (asked.max_completion_tokens, asked.max_tokens) if each is not None]
+        asked.tools = body["tools"] if names else []  # unchanged, keys in order
+        limits = filter(None, (asked.max_completion_tokens, asked.max_tokens))
         asked.max_tokens = min(limits, default=None)
-        if asked.reasoning_effort is not None:
-            asked.chat_template_kwargs = {
-                "reasoning_effort": asked.reasoning_effort,
-                **asked.chat_template_kwargs,
-            }
+        if (effort := asked.reasoning_effort) is not None:  # like vLLM
+            settings: Settings = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+            asked.chat_template_kwargs = settings | asked.chat_template_kwargs
         return asked
 
     def text(self, body: Mapping[str, Any]) -> TextRequest:
@@ -372,15 +485,30 @@ class RequestReader:
     def checked(self, body: Mapping[str, Any], shape: type[Shape]) -> Shape:
         given = {}
         for name, value in body.items():
-            is_field = name in shape.model_fields
-            if name in IGNORED and not is_field:
-                self.log_once(name, f"calls give `{name}`, which has no effect")
-            elif value is not None and (is_field or (value and value != OFF.get(name))):
+            if value is None:
+                continue
+            if name in shape.model_fields:
                 given[name] = value
+            else:
+                self._check_unread(name, value)
         try:
-            return shape.model_validate(given)
+            return shape.model_validate(given, context=self._joint)
         except ValidationError as error:
             raise refused(error) from None
+
+    def _check_unread(self, name: str, value: Any) -> None:
+        """Raise ApiError for a parameter with an effect. A falsy value can have one, too."""
+        param = name[:200]
+        why, off = REFUSED.get(name, ("there is no such parameter here", []))
+        if name in IGNORED:
+            self.log_once(name, f"calls give `{name}`, which has no effect")
+        elif value in off:
+            return
+        elif why == _DROPPED and not self._is_honoured:
+            self.log_once(name, f"calls ask for {name}={shown(value)}, which is dropped: {why}")
+        else:
+            code = "unsupported_parameter" if name in REFUSED else "unknown_parameter"
+            raise invalid(f"{param}={shown(value)} is refused: {why}.", param, code=code)
 
     def _settle_sampling(self, asked: CallRequest) -> None:
         """Settle the sampling parameters (None: the run's)."""
@@ -389,10 +517,11 @@ class RequestReader:
             asked.top_p = None
         for name, fixed in self._rules.sampling.parameters.items():
             value = getattr(asked, name)
-            if value in (None, fixed) or self._rules.on_sampling_override == "use_config":
-                setattr(asked, name, None)
-            if value not in (None, fixed, getattr(asked, name)):
+            if value not in (None, fixed):
+                if self._is_honoured:
+                    continue
                 self.log_once(name, f"calls ask for {name}={value} and get {name}={fixed}")
+            setattr(asked, name, None)
 
     def log_once(self, name: str, text: str) -> None:
         if name not in self._logged:
@@ -416,9 +545,16 @@ def refused(error: ValidationError) -> ApiError:
     parts = [part for part in first["loc"] if part != "str"]  # member of a union
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     param = param.removeprefix(".")[:200]
-    given = shown(first["input"])
-    if first["type"] == "extra_forbidden":
-        why = f"{param}={given} is refused: there is no such parameter here."
-        return invalid(why, param, code="unknown_parameter")
-    not_given = "" if first["type"] in ("missing", "wrong") else f", not {given}"
+    not_given = "" if first["type"] in ("missing", "wrong") else f", not {shown(first['input'])}"
     return invalid(f"{param}: {first['msg']}{not_given}.", param)
+
+
+def text_joint(tokenizer: ChatTokenizer) -> str:
+    """Return what the chat template writes between two texts of a message. If it reads one text only, vLLM
+    writes a newline.
+    """
+    parts = [{"type": "text", "text": "former"}, {"type": "text", "text": "latter"}]
+    found = None
+    with contextlib.suppress(ValueError):
+        found = re.search(r"former([^{}]*)latter", tokenizer.render([{"role": "user", "content": parts}]))
+    return found[1] if found else "\n"

@@ -115,7 +115,12 @@ class GatewaySession:
         self.key = self.user_key or secrets.token_hex(24)
         self.limits = self.sessions.limits
         self.slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        self.capture = Capture(self.route.tokenizer, self.route.counts, self.route.tool_format.thinking)
+        self.capture = Capture(
+            self.route.tokenizer,
+            self.route.counts,
+            self.route.tool_format.thinking,
+            keeps_thoughts=self.limits.thoughts == "keep",
+        )
         self.kept = KeptAnswers(self.limits.max_calls)
         self.delivered = Newest[bytes, bytes](NUM_RETRIED)
         """Whole answers by the call's digest, for retries."""

@@ -17,7 +17,7 @@ from asyncrl.base.user_code import load_function, raised
 
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _DECODER = json.JSONDecoder()
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_./:-]{1,128}")
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """`{"type": "function", "function": {"name": ..., "parameters": {...}}}` by tool."""
@@ -72,6 +72,12 @@ def close_thought(prompt: str, marks: Marks) -> str:
     if not opens_thought(prompt, marks):
         return ""
     return f"\n{marks[1]}\n\n" if prompt.endswith("\n") else marks[1]
+
+
+def drop_empty_thoughts(text: str, marks: Marks) -> str:
+    """Drop thoughts without text. Templates write them, or leave them out, depending on later messages."""
+    begin, end = map(re.escape, map(str.strip, marks))
+    return re.sub(rf"{begin}\s*{end}\s*", "", text)
 
 
 def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
