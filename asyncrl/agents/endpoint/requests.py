@@ -71,6 +71,7 @@ def too_long(size: str, most: int, param: str) -> ApiError:
     """
     error = invalid(
         f"This model's maximum context length is {most} tokens. However, your {param} resulted in {size}. "
+        "Your prompt is too long. "
         f"Please reduce the length of the {param}, or raise rollout.max_prompt_tokens={most}.",
         param,
         code=TOO_LONG,
