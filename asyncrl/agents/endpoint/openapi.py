@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import resources
+from importlib.util import find_spec
 from typing import Any
 
 import yaml
@@ -12,7 +13,7 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 
 from asyncrl.agents.endpoint.anthropic_dialect import MessagesRequest
 from asyncrl.agents.endpoint.openai_dialects import ResponsesRequest
@@ -48,8 +49,6 @@ async def _page(request: Request) -> Response:
     )
 
 
-ROUTES = (
-    Route("/openapi.json", _schema),
-    Route("/docs", _page),
-    Mount("/docs/files", StaticFiles(packages=[("fastapi_swagger", "resources")])),
-)
+ROUTES: tuple[BaseRoute, ...] = (Route("/openapi.json", _schema), Route("/docs", _page))
+if find_spec("fastapi_swagger") is not None:  # machines without an index may lack it; then /docs is blank
+    ROUTES += (Mount("/docs/files", StaticFiles(packages=[("fastapi_swagger", "resources")])),)
