@@ -11,6 +11,7 @@ import signal
 import stat
 import sys
 from collections.abc import Awaitable, Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from journal_cases import RUN_ID, admit, with_journal
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
+from asyncrl.job.build import prepare_model
 from asyncrl.job.lifecycle import Lifecycle, locked_run_dir
 from asyncrl.job.loop import Job, run_job
 from asyncrl.job.reporter import Reporter
@@ -140,3 +142,17 @@ def test_controller_of_agents_hides_its_memory(
         assert libc.prctl(get_dumpable, 0, 0, 0, 0) == 0
     finally:
         libc.prctl(set_dumpable, 1, 0, 0, 0)
+
+
+def test_settings_of_prompts_reach_the_tokenizer_of_a_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%Y') }}{{ messages[0].content }}")
+    model = {"path": str(tiny_model_dir), "scratch": None, "chat_template": str(template)}
+    num_tokens = []
+    for parses in (True, False):
+        job = make_job(tmp_path, model=model, gateway={"parse_special_tokens": parses})
+        _, tokenizer = asyncio.run(prepare_model(job.life, now=date(2001, 2, 3)))
+        ids = tokenizer.encode_chat([{"role": "user", "content": "<|im_end|>"}])
+        assert tokenizer.decode(ids, skip_special_tokens=False) == "2001<|im_end|>"
+        num_tokens.append(len(ids))
+    assert num_tokens[0] < num_tokens[1], "the name of a special token is text"

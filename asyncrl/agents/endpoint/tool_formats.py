@@ -227,20 +227,25 @@ Steps: TypeAlias = Generator[None, None, Value]
 
 _JSON_PIECE = re.compile(r'[^"\\{}\[\]]+|\\.|["{}\[\]]', re.DOTALL)
 _STRING = r'"\w+"\s*:\s*"[^"]*"'
-JSON_HEAD = (
-    rf'(?P<object>\{{)\s*(?:{_STRING}\s*,\s*)*?"(?:tool_)?name"\s*:\s*"(?P<tool>[^"\\]+)"\s*,'
-    r'\s*"(?:arguments|parameters)"\s*:\s*'
-)
-"""`{"name": ..., "arguments": `, perhaps with an id."""
+_NAME = r'"(?:tool_)?name"\s*:\s*"(?P<tool>[^"\\]+)"'
+_ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*'
+_OTHERS = rf"(?:{_STRING}\s*,\s*)*?"
+JSON_HEAD = rf"(?P<object>\{{)\s*{_OTHERS}(?:{_NAME}\s*,\s*)?{_ARGUMENTS}"
+"""`{"name": ..., "arguments": `, perhaps with an id. The name may follow the arguments."""
+_LATE_NAME = rf"\s*,\s*{_OTHERS}{_NAME}"
 JSON_END = rf"(?:\s*,\s*{_STRING})*\s*\}}"
 
 
 def read_json(reader: CallReader, head: Any) -> Steps[str]:
     """Read JSON arguments as they are sampled, and the rest of the object around them."""
     groups = head.groupdict()
-    call = reader.begin(head["tool"], groups.get("id"))
+    is_named = groups["tool"] is not None
+    call = reader.begin(groups["tool"], groups.get("id")) if is_named else ToolCall("")
     yield from _grow(reader, call)
     check_arguments(call.arguments)
+    if not is_named:
+        named = yield from reader.need(_LATE_NAME)
+        reader.begin(named["tool"]).arguments = call.arguments
     if groups.get("object"):
         yield from reader.need(JSON_END)
     return ""
