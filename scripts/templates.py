@@ -65,7 +65,8 @@ llama-cpp-python.ibm-granite-granite-4.0 llama-cpp-python.mistralai-Ministral-3-
 llama-cpp-python.mistralai-Mistral-Nemo-Instruct-2407 llama-cpp-python.openbmb-MiniCPM5-1B
 llama-cpp-python.tencent-Hy3 llama-cpp-python.unsloth-mistral-Devstral-Small-2507 unsloth.chatml
 unsloth.zephyr xinference.Ernie4.5 xinference.deepseek-r1-0528 xinference.glm-5.2
-xinference.internlm3-instruct xinference.mistral-instruct-v0.3 xinference.mistral-large-instruct xinference.seallms-v3
+xinference.internlm3-instruct xinference.mistral-instruct-v0.3 xinference.mistral-large-instruct
+xinference.seallms-v3
 """
 """Rows of the table beside the installed templates."""
 

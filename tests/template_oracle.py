@@ -1,7 +1,7 @@
 """What a chat template makes of a chat, said by transformers alone: no code of asyncrl runs here.
 
 A tokenizer is built around a template in kinds that real models have. `Oracle.expected` is the prompt of a
-turn: the ids of `apply_chat_template(whole chat, tokenize=True)`, or the sampled ids and then the template's own.
+turn: the ids of `apply_chat_template(whole chat, tokenize=True)`, or the sampled ids, then the template's.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ PROBES = ("ssu", "us", "susu", "suasu")
 
 
 def rendered(template: str, chat: Chat, tools: Any, **options: Any) -> str:
-    """Return the text, with the repairs of vLLM: arguments as objects, system texts merged, texts as parts."""
+    """Return the text, repaired like in vLLM: objects as arguments, merged system texts, parts."""
     chat = [_as_server(message) for message in chat]
     late = any(message["role"] == "system" for message in chat[1:])
     wants_parts = not _writes(template, "u", options, wants_parts=False)

@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ from journal_cases import (
 )
 
 from asyncrl.base.errors import JournalError
+from asyncrl.journal import schema
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, batch_story, group_story, read_resume, run_story
 from asyncrl.journal.schema import decode_trajectory, encode_trajectory
 from asyncrl.messages.records import Credit, GrammarSpan, GroupId, Trajectory, VersionSpan
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 NUM_GROUPS = 30
 
@@ -93,7 +96,7 @@ def unread_page(content: bytes) -> bytes:
         (lambda content: content[: len(content) // 2], "is damaged: "),
         (lambda _: b"", "is damaged: it is empty"),
         (lambda _: b"Dear reader, this is no database", "is damaged: file is not a database"),
-        ("PRAGMA user_version = 4", "has schema version 4, this asyncrl reads 6"),
+        ("PRAGMA user_version = 4", "has schema version 4, this asyncrl reads 7"),
         ("UPDATE meta SET value = 'another' WHERE key = 'run_id'", "is the journal of run another, this is"),
     ],
 )
@@ -245,3 +248,29 @@ def test_trajectory_comes_back_with_every_bit(trajectory: Trajectory, group_id: 
     blob = encode_trajectory(group_id, trajectory)
     found = decode_trajectory(blob, group_id, trajectory.sample_index, trajectory.branch)
     assert same_trajectory(found, trajectory)
+
+
+class AnotherDay(date):
+    @classmethod
+    def today(cls) -> AnotherDay:
+        return cls(2031, 1, 2)
+
+
+def test_resume_on_another_day_renders_the_same_prompt(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "llama.jinja"
+    template.write_text("Today Date: {{ strftime_now('%d %b %Y') }}\n{{ messages[0].content }}")
+    chat = [{"role": "user", "content": "What day is it?"}]
+
+    async def prompt(path: Path) -> tuple[int, ...]:
+        journal = open_journal(path)
+        await journal.aclose()
+        tokenizer = HFChatTokenizer(tiny_model_dir, chat_template=template, now=journal.start_date)
+        return tokenizer.encode_chat(chat)
+
+    started = asyncio.run(prompt(tmp_path / "journal.sqlite"))
+    monkeypatch.setattr(schema, "date", AnotherDay)
+    assert asyncio.run(prompt(tmp_path / "journal.sqlite")) == started
+    new_run = asyncio.run(prompt(tmp_path / "new.sqlite"))
+    assert new_run != started

@@ -47,6 +47,41 @@ def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
     house.run(story, facts={"end_ids": (end,)})
 
 
+def test_stop_string_of_vllm_counts_only_after_the_thought(house: House) -> None:
+    """Also if the thought, or its closing mark, was sampled before an interruption."""
+
+    async def story(server: VllmServer) -> None:
+        request = house.request(max_tokens=60, seed=3)
+        whole = (await server.generate_segment(request)).token_ids
+        closing = house.tokenizer.decode(whole[9:11])
+
+        def num_before(token_ids: list[int]) -> int:
+            num = 0
+            while num < len(token_ids) and closing not in house.tokenizer.decode(token_ids[:num]):
+                num += 1
+            return num
+
+        num_thought = num_before(whole)
+        text = house.decode(whole[num_thought:])
+        stop = next(letter for letter in text if letter in house.decode(whole[:num_thought]))
+        for cut in (0, 4, num_thought):
+            begun = whole[:cut]
+            prompt = [*request.prompt_ids, *begun]
+            asked = replace(
+                request, request_id=f"cut {cut}", prompt_ids=prompt, num_resumed=cut, stop=(stop,)
+            )
+            answer = await server.generate_segment(
+                replace(asked, thinking=("<think>", closing), is_thinking=True)
+            )
+            sampled = [*begun, *answer.token_ids]
+            found = house.decode(sampled[num_before(sampled) :])
+            assert found.find(stop) == (len(found) - 1 if answer.finish_reason == "stop" else -1)
+            if not begun:  # vLLM's random stream begins with each request
+                assert (answer.finish_reason, found) == ("stop", text[: text.index(stop) + 1])
+
+    house.run(story)
+
+
 TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>
 {% endif %}{% for message in messages %}<|user|>{{ message.content or '' }}\
 {% for call in message.tool_calls or [] %}<tool_call>

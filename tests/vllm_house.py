@@ -83,8 +83,8 @@ class House:
 
         self.run(story)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def request(self, **fields: Any) -> SamplingRequest:
         self.num_requests += 1

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ async def build(
     feed = make_prompt_source(config, tasks, on_epoch=journal.epoch_nowait)
     is_free = point is not None and point.may_change_model
     model_pin = ModelPin(life.run_dir, config.model.source, is_free=is_free)
-    model_path, tokenizer = await prepare_model(life, model_pin.revision)
+    model_path, tokenizer = await prepare_model(life, model_pin.revision, journal.start_date)
     scorer = Scorers(tasks, config.tasks, tokenizer, seed=config.seed, warn=life.log.warn)
     life.closes("rewards", scorer.aclose)
 
@@ -189,12 +190,22 @@ async def _open_journal(life: Lifecycle) -> tuple[Journal, Path]:
     return journal, staging_dir
 
 
-async def prepare_model(life: Lifecycle, commit: str | None = None) -> tuple[Path, HFChatTokenizer]:
+async def prepare_model(
+    life: Lifecycle, commit: str | None = None, now: date | None = None
+) -> tuple[Path, HFChatTokenizer]:
+    """Return the model's folder and its tokenizer, whose templates write the date `now` (None: today)."""
     model = life.config.model
     life.log.activity("making the model" if model.scratch else "finding the model")
     folder = await make_model_folder(life.config, life.run_dir, run_module, commit=commit)
-    load = partial(HFChatTokenizer, chat_template=model.chat_template)
-    return folder, await asyncio.to_thread(load, folder, chat_template_kwargs=model.chat_template_kwargs)
+    tokenizer = await asyncio.to_thread(
+        HFChatTokenizer,
+        folder,
+        chat_template=model.chat_template,
+        chat_template_kwargs=model.chat_template_kwargs,
+        now=now,
+        parse_special_tokens=life.config.gateway.parse_special_tokens,
+    )
+    return folder, tokenizer
 
 
 def _make_evaluation(

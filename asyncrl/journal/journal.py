@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
+from datetime import date
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -255,6 +256,9 @@ class Journal:
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
+        (start_date,) = connection.execute("SELECT value FROM meta WHERE key = 'start_date'").fetchone()
+        self.start_date = date.fromisoformat(start_date)
+        """Chat templates write it, so that a resumed run renders the same prompts."""
         self._connection = connection
         self._failed: Future[JournalError] = Future()
         self._is_closed = False

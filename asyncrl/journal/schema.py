@@ -11,6 +11,7 @@ import struct
 import zlib
 from contextlib import closing
 from dataclasses import astuple
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from asyncrl.messages.records import Completion, Credit, GrammarSpan, Rollout, T
 
 FILE_NAME = "journal.sqlite"
 """File in the run directory."""
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
 BUSY_S = 10.0
@@ -112,7 +113,8 @@ def create(path: Path, run_id: str) -> None:
     beside.unlink(missing_ok=True)
     with closing(sqlite3.connect(beside, isolation_level=None)) as connection:
         connection.executescript(f"BEGIN; {TABLES}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        connection.execute("INSERT INTO meta VALUES ('run_id', ?)", (run_id,))
+        values = (run_id, date.today().isoformat())
+        connection.execute("INSERT INTO meta VALUES ('run_id', ?), ('start_date', ?)", values)
         connection.execute("PRAGMA journal_mode = WAL")
     sync(beside)
     beside.rename(path)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from asyncrl.agents import Session, Task  # noqa: E402
-from examples import langgraph_lookup, openai_agents_lookup  # noqa: E402
+from asyncrl.agents import Session, Task
+from examples import langgraph_lookup, openai_agents_lookup
 
 
 def look_up(run):
