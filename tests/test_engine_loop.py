@@ -49,16 +49,14 @@ def test_stop_string_in_a_thought_does_not_end_it(tiny_model_dir: Path) -> None:
         closing = "<|assistant|>"
         end = text.index(closing) + len(closing)
         stop = next(letter for letter in text[end:] if letter in text[:end])
-        asked = {"seed": 3, "stop": (stop,), "thinking": ("<think>", closing), "is_thinking": True}
+        asked = {"seed": 3, "stop": (stop,), "thinking": ("", closing)}
         stopped = answered(engine, max_tokens=60, **asked)
         assert tokenizer.decode(stopped.token_ids) == text[: text.index(stop, end) + 1]
         for cut in (5, len(stopped.token_ids) - 1):
             prompt = (1, 2, 3, *whole.token_ids[:cut])
             rest = answered(engine, prompt_ids=prompt, num_resumed=cut, max_tokens=60 - cut, **asked)
             assert (rest.token_ids, rest.finish_reason) == (stopped.token_ids[cut:], "stop")
-        no_thought = answered(
-            engine, max_tokens=60, **asked | {"thinking": ("<think>", "</think>"), "is_thinking": False}
-        )
+        no_thought = answered(engine, max_tokens=60, **asked | {"thinking": ("<think>", "</think>")})
         assert tokenizer.decode(no_thought.token_ids) == text[: text.index(stop) + 1]
 
 

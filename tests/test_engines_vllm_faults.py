@@ -26,6 +26,7 @@ from rollout_cases import virtual
 
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RequestRefused
 from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.vllm_process import VllmRequirements
 from asyncrl.engines.vllm_sampling import joint_watch
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import GenerateResponse, Interrupt
@@ -156,6 +157,9 @@ async def test_temperature_that_vllm_would_change_is_refused() -> None:
 
 
 def test_stop_string_across_two_segments_is_found() -> None:
+    needed = VllmRequirements(
+        "/model", "float32", 1, 1000, (), decode=lambda ids, **_: "".join(map(chr, ids))
+    )
     for resumed, new, stop, taken in (
         ("hello wo", "rld!", ["world"], 3),  # over the joint: ends with its last letter
         ("hello wo", "rk", ["world", ""], None),
@@ -163,7 +167,7 @@ def test_stop_string_across_two_segments_is_found() -> None:
     ):
         asked = request(prompt=tuple(map(ord, "ask: " + resumed)))
         asked = replace(asked, num_resumed=len(resumed), stop=tuple(stop))
-        watch = joint_watch(asked, lambda ids: "".join(map(chr, ids)), {})
+        watch = joint_watch(asked, needed)
         assert watch is not None
         found = [watch.is_complete(ord(letter)) for letter in new[: watch.window]]
         assert (found.index(True) + 1 if True in found else None) == taken

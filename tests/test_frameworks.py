@@ -145,6 +145,8 @@ def shell(tool: str, argument: str, *last: str) -> tuple[str, ...]:
 SUBMIT = call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 JOINED = ["Joined.", "alpha\nbeta\n"]
 COUNT = "seq 2000"
+IDEA = call("think", thought="Add them.")
+LONG_IDEA = call("think", thought="Add " * 1000)
 LOOKUP = (call("directory", name="b"), "4")
 
 
@@ -191,7 +193,7 @@ CONVERSATIONS = [
     Case("smolagents_agents", "litellm_code", CODE, ["10", 3]),
     Case("mini_swe_agent", "tools", shell("bash", "command", SUBMIT), ["Submitted", JOINED[1]]),
     Case("crewai_agent", "tools"),
-    Case("openhands_agent", "tools"),
+    Case("openhands_agent", "think", (f"{IDEA}\n{IDEA}", IDEA, "Done."), ["Done.", 3]),
     Case("programs", "claude", shell("Bash", "command", "Joined."), JOINED),
     Case("programs", "codex", shell("exec_command", "cmd", "Joined."), JOINED),
     Case("programs", "ai_chat"),
@@ -202,13 +204,12 @@ CONVERSATIONS = [
 SLOW = ("litellm_chat-tools", "openai_agents-tools", "langchain_agent-streamed_tools", "mini_swe_agent-tools")
 SLOW += (
     "crewai_agent-tools",
-    "openhands_agent-tools",
+    "openhands_agent-think",
     "programs-claude",
     "programs-codex",
     "programs-ai_chat",
 )
 
-CONDENSED = (ADD_TWICE, "A summary.", "They are 10.")
 TOO_LONG = ["ContextWindowExceededError"]
 OVERFLOWS = [
     Case("litellm_chat", "overflow", (ADD_TWICE,), TOO_LONG, 1, 1, 9000),
@@ -216,22 +217,21 @@ OVERFLOWS = [
     Case("mini_swe_agent", "overflow", (call("bash", command=COUNT),), TOO_LONG, 1, 1, 9000),
     Case("langchain_agent", "overflow", (ADD_TWICE,), ["ContextOverflowError"], 1, 1, 9000),
     Case("crewai_agent", "overflow", (ADD_TWICE,), ["LLMContextLengthExceededError"], 1, 2, 9000),
-    Case("openhands_agent", "overflow", CONDENSED, ["They are 10.", 2], 3, 1, 22_000),
+    Case("openhands_agent", "think", (LONG_IDEA, "A summary.", "Done."), ["Done.", 1], 3, 1, 18_000),
     Case("programs", "claude", (call("Bash", command=COUNT),), ["Prompt is too long", None], 1, 5, 47_000),
     Case("programs", "codex", (call("exec_command", cmd=COUNT),), ["context window", None], 1, 1, 29_000),
     Case("programs", "ai_overflow", (ADD_TWICE,), ["400 context_length_exceeded", 2], 1, 1, 9000),
 ]
 """Clients whose second call is too long. They summarize the conversation, or end with a clear error."""
 
-FORKS = {"smolagents_agents-code-reasoning_content": 2, "smolagents_agents-litellm_code-reasoning_content": 2}
+FORKS = {
+    "smolagents_agents-code-reasoning_content": 2,
+    "smolagents_agents-litellm_code-reasoning_content": 2,
+}
 """Number of branches if a framework rewrites answers: smolagents adds a line and Qwen3's template omits the
 thought before it.
 """
-THOUGHTS = [
-    case.thinking("reasoning_content")
-    for case in CONVERSATIONS
-    if "streamed" not in case.scenario and case.framework not in PLACES
-]
+THOUGHTS = [case.thinking("reasoning_content") for case in CONVERSATIONS if "streamed" not in case.scenario]
 ALONE = [Case("openai_agents", "one_call_at_a_time", result=["They are 10.", 2])]
 
 END = "<|im_end|>"

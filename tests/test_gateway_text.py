@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +12,7 @@ from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, save
 from transformers import AutoTokenizer
 
 from asyncrl.agents.endpoint.answers import AnswerText
-from asyncrl.messages.sampling import StopWatch, ThoughtGate
+from asyncrl.messages.sampling import StopWatch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 MARKER = "<tool_call>"
@@ -54,14 +55,6 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     return st.lists(encoded | ids, max_size=25).map(lambda each: sum(each, []))
 
 
-def thought_of(text: str, marks: tuple[str, str] | None, *, is_open: bool) -> str:
-    """The beginning of an answer through the end of its thought."""
-    if marks is None or not (is_open or text.lstrip().startswith(marks[0])):
-        return ""
-    before, end, _ = text.partition(marks[1])
-    return before + end
-
-
 @pytest.mark.parametrize("shows_special", [True, False])
 @pytest.mark.parametrize("name", [*MAKERS])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -84,57 +77,76 @@ def test_text_does_not_depend_on_its_pieces(
         assert shown == tokenizer.decode(kept, skip_special_tokens=not shows_special)
 
 
-MARKS = [(START, PYTHON), ("the", "fox"), ("the" + START, "ab")]
-
-
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    parts=st.lists(st.sampled_from(["the", " fox", "fox", "ab", START, PYTHON, "|", "<"]), max_size=12),
+    parts=st.lists(st.sampled_from(["the", " fox", "ab", START, PYTHON, "|", "<"]), max_size=12),
     stop=st.lists(st.sampled_from(["|", "<", "python", "xa", "foxab", PYTHON, START, "e f"]), max_size=3),
     cuts=st.lists(st.integers(0, 4), max_size=12),
-    marks=st.none() | st.sampled_from(MARKS),
-    is_open=st.booleans(),
-    num_resumed=st.integers(0, 12),
 )
-def test_client_and_engine_stop_at_the_same_text(
-    parts: list[str],
-    stop: list[str],
-    cuts: list[int],
-    marks: tuple[str, str] | None,
-    is_open: bool,
-    num_resumed: int,
-) -> None:
-    """Marks: no stop text counts before the thought at the beginning has ended."""
+def test_client_and_engine_stop_at_the_same_text(parts: list[str], stop: list[str], cuts: list[int]) -> None:
     tokenizer = _saved["byte_level"]
     engine_tokenizer = AutoTokenizer.from_pretrained(tokenizer.model_path)
     added = engine_tokenizer.added_tokens_decoder.items()
     stop_ids = [index for index, token in added if token.special and str(token) in stop]
-
-    def decode(ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return str(engine_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    def gate() -> ThoughtGate | None:
-        return None if marks is None else ThoughtGate(marks, is_open=is_open)
-
-    ids = tokenizer.encode("".join(parts))
-    thought = thought_of("".join(parts), marks, is_open=is_open)
+    watch = StopWatch(stop, partial(engine_tokenizer.decode, skip_special_tokens=True), stop_ids=stop_ids)
     sampled: list[int] = []
     is_stopped = False
-    watch = StopWatch(stop, decode, stop_ids=stop_ids, gate=gate())
-    for token in ids:
-        if len(sampled) == num_resumed:  # another engine continues
-            watch = StopWatch(stop, decode, sampled, stop_ids, gate())
+    for token in tokenizer.encode("".join(parts)):
         sampled.append(token)
         if is_stopped := bool(stop) and watch.is_complete(token):
             break
-    kept = marks or ()
-    answer = AnswerText(tokenizer, stop, keep_special=kept, shows_special=False, gate=gate())
+    answer = AnswerText(tokenizer, stop, shows_special=False)
     shown = "".join(pieces(answer, sampled, cuts))
     assert (answer.stopped_by is not None) == is_stopped
-    if marks is None:
-        plain = tokenizer.decode(sampled)
-        assert shown == (plain if answer.stopped_by in (START, PYTHON) else cut_at_stop(plain, stop))
-    after = tokenizer.decode(sampled, skip_special_tokens=False)[len(thought) :]
-    visible = after.replace(START, "").replace(PYTHON, "")
-    expected = any(text in (after if text in (START, PYTHON) else visible) for text in stop)
-    assert marks is None or is_stopped == expected
+    plain = tokenizer.decode(sampled)
+    assert shown == (plain if answer.stopped_by in (START, PYTHON) else cut_at_stop(plain, stop))
+
+
+def cut_after_thought(text: str, stop: Sequence[str], thinking: tuple[str, str]) -> str:
+    """Cut the text at the first stop string after its leading thought."""
+    opening, closing = thinking
+    bare = text.lstrip()
+    if not bare.startswith(opening):
+        return text if opening.startswith(bare) else cut_at_stop(text, stop)
+    _, found, after = bare.removeprefix(opening).partition(closing)
+    return text.removesuffix(after) + cut_at_stop(after, stop) if found else text
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        st.sampled_from(["the", " fox", "ab", " ", "\U0001f600", "<", "[", "[ab]", "[/ab]", "]the"]),
+        max_size=12,
+    ),
+    stop=st.lists(
+        st.sampled_from(["]", "[", "the", " fox", "e f", "ab", "\U0001f600"]), min_size=1, max_size=3
+    ),
+    thinking=st.sampled_from([("[ab]", "[/ab]"), ("", "[/ab]"), ("the", "\U0001f600ab"), (START, PYTHON)]),
+    cuts=st.lists(st.integers(0, 4), max_size=12),
+    data=st.data(),
+)
+def test_stop_text_counts_only_after_the_thought(
+    parts: list[str], stop: list[str], thinking: tuple[str, str], cuts: list[int], data: st.DataObject
+) -> None:
+    tokenizer = _saved["byte_level"]
+    if START in thinking:
+        named = {"[ab]": START, "[/ab]": PYTHON}
+        parts = [named.get(part, part) for part in parts]
+        stop = [text for text in stop if text in (" fox", "ab")] or ["the"]  # no special token is spanned
+    sampled: list[int] = []
+    watch = StopWatch(stop, tokenizer.decode, thinking=thinking)
+    is_stopped = False
+    for token in tokenizer.encode("".join(parts)):
+        if data.draw(st.booleans()):  # the engine was interrupted
+            watch = StopWatch(stop, tokenizer.decode, sampled, thinking=thinking)
+        sampled.append(token)
+        shown = tokenizer.decode(sampled, skip_special_tokens=False)
+        whole = shown.rstrip("\ufffd")
+        is_stopped = cut_after_thought(whole, stop, thinking) != whole
+        assert watch.is_complete(token) == is_stopped
+        if is_stopped:
+            break
+    answer = AnswerText(tokenizer, stop, keep_special=thinking, shows_special=False, thinking=thinking)
+    text = tokenizer.decode(sampled, skip_special_tokens=False)
+    assert "".join(pieces(answer, sampled, cuts)) == cut_after_thought(text, stop, thinking)
+    assert (answer.stopped_by is not None) == is_stopped

@@ -70,9 +70,7 @@ def test_stop_string_of_vllm_counts_only_after_the_thought(house: House) -> None
             asked = replace(
                 request, request_id=f"cut {cut}", prompt_ids=prompt, num_resumed=cut, stop=(stop,)
             )
-            answer = await server.generate_segment(
-                replace(asked, thinking=("<think>", closing), is_thinking=True)
-            )
+            answer = await server.generate_segment(replace(asked, thinking=("", closing)))
             sampled = [*begun, *answer.token_ids]
             found = house.decode(sampled[num_before(sampled) :])
             assert found.find(stop) == (len(found) - 1 if answer.finish_reason == "stop" else -1)

@@ -9,7 +9,7 @@ import hashlib
 import io
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from asyncrl.engines.vllm_process import (
 from asyncrl.messages.codec import request_fault
 from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.records import TopLogprobs, VersionSpan
-from asyncrl.messages.sampling import Decode, SamplingRequest, StopWatch
+from asyncrl.messages.sampling import SamplingRequest, StopWatch
 
 _NO_LOGPROB = -9999.0
 _MIN_TEMPERATURE = 0.01
@@ -79,9 +79,7 @@ class Segment:
         self.answered = asyncio.Event()
         self._process = process
         self._requirements = requirements
-        self._watches_all = any(request.stop) and request.thinking is not None
-        """vLLM would find stop strings in thoughts, so it gets none."""
-        self._watch = joint_watch(request, requirements.decode, requirements.special_ids)
+        self._watch = joint_watch(request, requirements)
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[TopLogprobs] = []
@@ -119,7 +117,7 @@ class Segment:
 
     async def _ask(self) -> None:
         """Read the whole answer, or a stream to its end, which has the weight labels."""
-        process, watch = self._process, self._watch
+        process, watch, request = self._process, self._watch, self.request
         if self.on_chunk is None and watch is None:
             self._add(await process.post(GENERATE, self._body(), Generated))
             return
@@ -129,9 +127,10 @@ class Segment:
                 num_before = len(self._token_ids)
                 self._add(part)
                 if watch is not None and num_wanted is None:
-                    # Past its window no stop string reaches back to an earlier segment.
-                    num_watched = None if self._watches_all else watch.window
-                    for at in range(num_before, len(self._token_ids[:num_watched])):
+                    end = len(self._token_ids)
+                    if request.thinking is None:  # past its window no stop string reaches back
+                        end = min(end, watch.window)
+                    for at in range(num_before, end):
                         if watch.is_complete(self._token_ids[at]):
                             num_wanted = at + 1
                             break
@@ -151,13 +150,17 @@ class Segment:
         request, requirements = self.request, self._requirements
         place = f"{request.seed}|{len(request.prompt_ids)}".encode()
         special = requirements.special_ids
-        stop = [text for text in request.stop if text and not self._watches_all]
+        # vLLM would also stop inside a thought, so stop strings after a thought are only watched for.
+        stop = [text for text in request.stop if text and request.thinking is None]
         sampling: dict[str, Any] = {
             **request.parameters,
             "max_tokens": request.max_tokens,
             "seed": int.from_bytes(hashlib.sha256(place).digest()[:8], "big") >> 1,
             "stop": stop,
-            "stop_token_ids": [*requirements.end_ids, *(special[text] for text in stop if text in special)],
+            "stop_token_ids": [
+                *requirements.end_ids,
+                *(special[text] for text in stop if text in special),
+            ],
             "detokenize": bool(stop),
             "logprobs": request.top_logprobs + 1 if request.top_logprobs else 0,
         }
@@ -255,14 +258,11 @@ def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
     return found
 
 
-def joint_watch(
-    request: SamplingRequest, decode: Decode | None, special_ids: Mapping[str, int]
-) -> StopWatch | None:
-    """Watch for stop strings across segments, since vLLM searches only new text, and after thoughts."""
-    if decode is None or not any(request.stop) or not (request.num_resumed or request.thinking):
+def joint_watch(request: SamplingRequest, requirements: VllmRequirements) -> StopWatch | None:
+    """Watch for what vLLM does not find: stop strings across segments, and those after a thought."""
+    decode, special, thinking = requirements.decode, requirements.special_ids, request.thinking
+    if decode is None or not any(request.stop) or not (request.num_resumed or thinking):
         return None
-    resumed = ids_of(request)[len(request.prompt_ids) - request.num_resumed :]
-    if request.thinking is None:
-        return StopWatch(request.stop, decode, resumed)
-    stop_ids = [special_ids[text] for text in request.stop if text in special_ids]
-    return StopWatch(request.stop, decode, resumed, stop_ids, request.gate())
+    resumed_ids = ids_of(request)[len(request.prompt_ids) - request.num_resumed :]
+    stop_ids = [special[text] for text in request.stop if text in special]
+    return StopWatch(request.stop, decode, resumed_ids, stop_ids, thinking)

@@ -101,8 +101,7 @@ def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
     return int(status), ErrorBody.model_validate(body)
 
 
-_CALL = "request_id max_tokens num_resumed stop seed top_logprobs thinking is_thinking".split()
-_PLAIN = [*SAMPLING_PARAMETERS, *_CALL]
+_PLAIN = [*SAMPLING_PARAMETERS, *"request_id max_tokens num_resumed stop seed thinking top_logprobs".split()]
 _plain = attrgetter(*_PLAIN)
 
 

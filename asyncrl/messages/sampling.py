@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl.messages.records import VersionSpan
 
@@ -12,10 +12,15 @@ if TYPE_CHECKING:  # a worker runs without numpy
     import numpy as np
     import numpy.typing as npt
 
-Decode = Callable[..., str]
-"""From token ids, and skip_special_tokens (default true), to text."""
 _SLACK = 8
 """Tokens checked beyond the longest stop string's bytes; special tokens have no bytes."""
+REPLACEMENT = "\ufffd"
+"""Decoded incomplete or invalid character."""
+ThoughtState = Literal["unsure", "thought", "text"]
+
+
+class Decode(Protocol):
+    def __call__(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +45,9 @@ class SamplingRequest(SamplingParameters):
     """Sample at most `max_tokens` tokens after the prompt ids, int [P].
 
     The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
-    grammar. Each draw depends only on (`seed`, absolute position). Only the pool reads `route_key`, which
+    grammar. Each draw depends only on (`seed`, absolute position). Stop strings count only after the thought
+    that the answer begins with, between the marks `thinking`; the first mark is empty if the prompt opens the
+    thought. Only the pool reads `route_key`, which
     keeps requests with a common prompt on one engine, and `after`, the last span of the previous turn,
     whose engine has the conversation in its cache.
     """
@@ -56,52 +63,54 @@ class SamplingRequest(SamplingParameters):
     top_logprobs: int = 0
     num_resumed: int = 0
     thinking: tuple[str, str] | None = None
-    """Opening and closing mark of a thought, before whose end no stop string counts."""
-    is_thinking: bool = False
-    """The prompt has opened the thought."""
-
-    def gate(self) -> ThoughtGate | None:
-        return None if self.thinking is None else ThoughtGate(self.thinking, is_open=self.is_thinking)
 
 
-class ThoughtGate:
-    """Find the end of the thought at the start of an answer. Its texts include special tokens.
+class LeadingThought:
+    """Find the end of the thought that an answer begins with, after white space.
 
-    Example, marks `<think>` and `</think>`: "<think>hm</th", "ink>Yes" gives ("<think>hm", "") and then
-    ("</think>", "Yes").
+    An answer that does not begin with the opening mark has no thought. `state` is "unsure" while the answer
+    may still begin with the mark.
+
+    Example: marks <think> and </think>; tokens "<", "think>", "Hm.</" and "think> Yes".
+      "<"             unsure
+      "think>"        thought
+      "Hm.</"         thought
+      "think> Yes"    text; add() returns " Yes".
     """
 
-    def __init__(self, marks: tuple[str, str], *, is_open: bool) -> None:
-        self._begin, self._end = (mark.strip() for mark in marks)
-        self._state: Literal["unknown", "thought", "text"] = "thought" if is_open else "unknown"
-        self._held = ""
+    def __init__(
+        self, thinking: tuple[str, str] | None, decode: Decode, begun_ids: Sequence[int] = ()
+    ) -> None:
+        """`thinking`: opening and closing mark. `begun_ids`: tokens sampled before."""
+        self.state: ThoughtState = "text"
+        self._decode = decode
+        self._ids = list(begun_ids)
+        if thinking is not None:
+            self._opening, self._closing = thinking
+            self._window = len(self._closing.encode()) + _SLACK
+            self.state, _ = self._read()
 
-    @property
-    def is_past(self) -> bool:
-        return self._state == "text"
+    def add(self, token_id: int) -> str | None:
+        """Add a token; if it closes the thought, return the text behind the closing mark."""
+        if self.state == "text":
+            return None
+        self._ids.append(token_id)
+        # The whole answer is decoded only if its last tokens have a closing mark.
+        if self.state == "thought" and self._closing not in self._text(self._ids[-self._window :]):
+            return None
+        self.state, after = self._read()
+        return after
 
-    def feed(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Return the next text through the end of the thought, and the text after it."""
-        held = self._held + text
-        self._held = ""
-        if self._state == "unknown":
-            bare = held.lstrip()
-            if bare.startswith(self._begin):
-                self._state = "thought"
-            elif is_last or not self._begin.startswith(bare):
-                self._state = "text"
-            else:
-                self._held = held
-                return "", ""
-        if self._state == "text":
-            return "", held
-        thought, found, rest = held.partition(self._end)
-        if found:
-            self._state = "text"
-            return thought + found, rest
-        num_held = 0 if is_last else overlap(held, self._end)
-        self._held = held[len(held) - num_held :]
-        return held[: len(held) - num_held], ""
+    def _read(self) -> tuple[ThoughtState, str | None]:
+        answer = self._text(self._ids).lstrip()
+        if not answer.startswith(self._opening):
+            may_begin = self._opening.startswith(answer.rstrip(REPLACEMENT))
+            return ("unsure" if may_begin else "text"), None
+        _, closing, after = answer.removeprefix(self._opening).partition(self._closing)
+        return ("text", after) if closing else ("thought", None)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids, skip_special_tokens=False)
 
 
 def overlap(text: str, marker: str) -> int:
@@ -111,9 +120,9 @@ def overlap(text: str, marker: str) -> int:
 
 
 class StopWatch:
-    """Detects stop strings. `stop_ids`: special tokens, which have no text, that a stop string names.
+    """Detect stop strings after the leading thought. While an answer may begin a thought, nothing stops it.
 
-    `gate`: no stop string counts before the end of the thought.
+    `stop_ids`: special tokens, which have no text, that a stop string names.
     """
 
     def __init__(
@@ -122,37 +131,40 @@ class StopWatch:
         decode: Decode,
         resumed_ids: Sequence[int] = (),
         stop_ids: Iterable[int] = (),
-        gate: ThoughtGate | None = None,
+        thinking: tuple[str, str] | None = None,
     ) -> None:
         self._stop = [text for text in stop if text]
         self._stop_ids = frozenset(stop_ids)
         self._decode = decode
         self.window = max((len(text.encode()) for text in self._stop), default=0) + _SLACK
         """Tokens that a stop string can span."""
-        self._gate = gate
-        self._before = ""
-        """Text of the token that ended the thought."""
-        self._tail = list(resumed_ids[-self.window :])
-        if gate is not None:
-            self._tail = []
-            for token in resumed_ids:
-                self.is_complete(token)
+        begun_ids = resumed_ids[: -self.window]
+        self._thought = LeadingThought(thinking, decode, begun_ids)
+        self._tail = [] if self._thought.state == "text" else list(begun_ids)
+        self._num_thought = 0
+        """Tokens of the tail up to the closing mark. They stay for a while as the context of the text."""
+        self._num_hidden = 0
+        """Characters of the tail up to the closing mark."""
+        for token_id in resumed_ids[-self.window :]:
+            self._add(token_id)
 
     def is_complete(self, token_id: int) -> bool:
         """Add a token; return true if it completes a stop string."""
-        if self._gate is not None:
-            written = self._decode([token_id], skip_special_tokens=False)
-            _, after = self._gate.feed(written)
-            if self._gate.is_past:
-                self._gate = None
-            is_special = bool(after) and not self._decode([token_id])
-            self._before = after.removesuffix(written) if is_special else after
-            is_named = is_special and token_id in self._stop_ids
-            return is_named or any(stop in self._before for stop in self._stop)
-        self._tail = [*self._tail, token_id][-self.window :]
-        if token_id in self._stop_ids:
+        self._add(token_id)
+        if self._thought.state != "text":
+            return False
+        if not self._stop_ids.isdisjoint(self._tail[self._num_thought :]):
             return True
-        text = self._decode(self._tail)
-        if len(self._tail) < self.window:
-            text = self._before + text
+        text = self._decode(self._tail)[self._num_hidden :]
         return any(stop in text for stop in self._stop)
+
+    def _add(self, token_id: int) -> None:
+        if self._thought.state != "unsure" and len(self._tail) >= self.window + _SLACK:
+            self._tail = self._tail[-self.window :]
+            self._num_thought = self._num_hidden = 0
+        self._tail.append(token_id)
+        after = self._thought.add(token_id)
+        if after is not None:
+            self._tail = self._tail[-_SLACK:]
+            self._num_thought = len(self._tail)
+            self._num_hidden = len(self._decode(self._tail)) - len(after)

@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.agents.endpoint.tool_formats import CallReader, ReasoningSplitter, ToolCall, ToolFormat, Tools
 from asyncrl.messages.records import Completion
-from asyncrl.messages.sampling import ThoughtGate, overlap
+from asyncrl.messages.sampling import REPLACEMENT, LeadingThought, overlap
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.requests import AnyRequest
 
-REPLACEMENT = "\ufffd"
-"""Decoded incomplete or invalid character."""
-
 
 class AnswerText:
-    """Visible text of an answer, cut before the first stop string.
+    """Visible text of an answer, cut before the first stop string after its leading thought.
 
     Special tokens are omitted unless `shows_special` or in `keep_special`. No stop string spans a shown one.
 
@@ -37,18 +34,21 @@ class AnswerText:
         keep_special: Collection[str] = (),
         shows_special: bool = True,
         before: Sequence[int] = (),
-        gate: ThoughtGate | None = None,
+        thinking: tuple[str, str] | None = None,
     ) -> None:
-        """`keep_special`: marks of tool calls and thoughts. `before`: the last prompt ids. `gate`: no stop
-        string counts before the end of the thought.
+        """`keep_special`: marks of tool calls and thoughts. `before`: the last prompt ids. `thinking`: of the
+        engine's request.
         """
-        self._gate = gate
         self._texts = texts
         self._stop = stop
         self._stop_ids = self._special(stop)
-        self._marks = self._special(keep_special) | self._stop_ids
+        self._marks = self._special(keep_special)
         if shows_special:
             self._marks |= texts.special_ids - texts.end_ids
+        self._thought = LeadingThought(thinking if stop else None, texts.decode)
+        self._unsure: list[int] = []
+        """They may begin a thought."""
+        self._can_stop = self._thought.state == "text"
         self._held = ""
         """It may begin a stop string."""
         self._context = list(before)
@@ -59,24 +59,51 @@ class AnswerText:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         text = ""
+        for at, token in enumerate(token_ids):
+            if self._can_stop:
+                return text + self._feed(token_ids[at:])
+            text += self._feed_thought(token)
+        return text
+
+    def finish(self) -> str:
+        unsure = self._unsure
+        self._unsure = []
+        return self._feed(unsure) + self._flush()
+
+    def _feed_thought(self, token: int) -> str:
+        """Feed a token before the end of the thought."""
+        after = self._thought.add(token)
+        self._unsure.append(token)
+        if self._thought.state == "unsure":
+            return ""
+        self._can_stop = self._thought.state == "text" and after is None  # no thought
+        text = self._feed(self._unsure)
+        self._unsure = []
+        if after is None:
+            return text
+        self._can_stop = True
+        if not after:
+            return text + self._flush()
+        num_after = len(after) - self._has_unsure
+        return text[: len(text) - num_after] + self._until_stop(text[len(text) - num_after :])
+
+    def _feed(self, token_ids: Sequence[int]) -> str:
+        text = ""
         run: list[int] = []
+        stop_ids = self._stop_ids if self._can_stop else ()
         for token in token_ids:
-            if token not in self._marks:
+            if token not in self._marks and token not in stop_ids:
                 run.append(token)
                 continue
-            text += self._add(run) + self.finish(is_last=False)
+            text += self._add(run) + self._flush()
             run = []
-            mark = self._texts.decode([token], skip_special_tokens=False)
-            if self.stopped_by is None:
-                thought, after = self._past_thought(mark)
-                before = after.removesuffix(mark)  # a text that might have begun the mark of a thought
-                text += thought + self._until_stop(before) + self.finish(is_last=False)
-            if self.stopped_by is None and after:
-                is_stop = token in self._stop_ids
-                self.stopped_by = mark if is_stop else None
-                text += "" if is_stop else mark
             if self.stopped_by is not None:
                 return text
+            mark = self._texts.decode([token], skip_special_tokens=False)
+            if token in stop_ids:
+                self.stopped_by = mark
+                return text
+            text += mark
             self._context = [token]
         return text + self._add(run)
 
@@ -87,23 +114,21 @@ class AnswerText:
         self._has_unsure = text.endswith(REPLACEMENT)
         return self._until_stop(text[:-1] if self._has_unsure else text)
 
-    def finish(self, *, is_last: bool = True) -> str:
+    def _flush(self) -> str:
         run = self._run
         self._run = []
-        text = self._until_stop(self._decode(run), is_last=is_last)
+        text = self._until_stop(self._decode(run))
         self._has_unsure = False
         if self.stopped_by is None:
             text += self._held
             self._held = ""
         return text
 
-    def _past_thought(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        return ("", text) if self._gate is None else self._gate.feed(text, is_last=is_last)
-
-    def _until_stop(self, text: str, *, is_last: bool = False) -> str:
+    def _until_stop(self, text: str) -> str:
         if self.stopped_by is not None:
             return ""
-        thought, text = self._past_thought(text, is_last=is_last)
+        if not self._can_stop:
+            return text
         held = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
         if found:
@@ -111,7 +136,7 @@ class AnswerText:
         else:
             end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[end:]
-        return thought + held[:end]
+        return held[:end]
 
     def _special(self, names: Iterable[str]) -> set[int]:
         return {
@@ -184,6 +209,8 @@ class Answer:
     shows_special: InitVar[bool] = True
     before: InitVar[Sequence[int]] = ()
     """The last prompt ids."""
+    thinking: InitVar[tuple[str, str] | None] = None
+    """Of the engine's request."""
     is_streamed: bool = False
     """Calls that have begun stay calls if they are malformed or cut; otherwise such an answer is text."""
     is_thinking: InitVar[bool] = False
@@ -199,7 +226,12 @@ class Answer:
     """Once finished."""
 
     def __post_init__(
-        self, asked: AnyRequest, shows_special: bool, before: Sequence[int], is_thinking: bool
+        self,
+        asked: AnyRequest,
+        shows_special: bool,
+        before: Sequence[int],
+        thinking: tuple[str, str] | None,
+        is_thinking: bool,
     ) -> None:
         self.has_logprobs = asked.logprobs
         self._max_calls = 1 if asked.has_one_call else None
@@ -216,7 +248,7 @@ class Answer:
             keep_special=kept,
             shows_special=shows_special,
             before=before,
-            gate=ThoughtGate(self.tool_format.thinking, is_open=is_thinking) if asked.stop else None,
+            thinking=thinking,
         )
         self._text = ""
         self._unread = self.prefill

@@ -121,6 +121,11 @@ class EngineRoute:
         marks = self.tool_format.thinking
         is_open = opens_thought(prompt, marks)
         thoughts = ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None
+        thinking = None
+        # A stop text with the closing mark is meant to end the thought.
+        opening, closing = (mark.strip() for mark in marks)
+        if isinstance(asked, ChatRequest) and not any(closing in text for text in asked.stop):
+            thinking = ("" if is_open else opening, closing)
         shows_special = session.shows_special
         if asked.skip_special_tokens is not None:
             shows_special = not asked.skip_special_tokens
@@ -133,6 +138,7 @@ class EngineRoute:
             thoughts=thoughts,
             shows_special=shows_special,
             before=planned.tail,
+            thinking=thinking,
             is_streamed=asked.stream,
             is_thinking=is_open,
         )
@@ -152,8 +158,7 @@ class EngineRoute:
             after=session.last_span,
             grammar=grammar,
             top_logprobs=asked.top_logprobs,
-            thinking=marks if stop else None,
-            is_thinking=is_open,
+            thinking=thinking,
         )
         return GatewayCall(
             name=f"{dialect.name}-{planned.number}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
@@ -20,16 +21,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from asyncrl.agents.endpoint import openapi
 from asyncrl.agents.endpoint.anthropic_dialect import MESSAGES
 from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.dialects import Dialect, Writer, error_body, model_body
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
 from asyncrl.agents.endpoint.openai_dialects import CHAT, RESPONSES, TEXT
 from asyncrl.agents.endpoint.prefix_match import Deviation
-from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, CallRules
+from asyncrl.agents.endpoint.requests import NO_RETRY, ApiError, CallRules, invalid
 from asyncrl.agents.endpoint.sessions import (
     CLIENT_GONE,
     MAX_REMEMBERED,
@@ -40,7 +42,7 @@ from asyncrl.agents.endpoint.sessions import (
     client_gone,
 )
 from asyncrl.agents.endpoint.tool_formats import ToolFormat
-from asyncrl.base.errors import ConfigError
+from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.http import Refused
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
@@ -52,7 +54,7 @@ MAX_BODY_BYTES = 2**22
 READ_TIMEOUT_S = 30.0
 """Seconds in which a client must have sent its whole request."""
 MAX_CONNECTIONS = 8192
-"""Open connections; one more gets 503."""
+"""Open connections; above it, idle ones are closed."""
 _JSON = [(b"content-type", b"application/json")]
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -86,7 +88,13 @@ class Gateway:
         self._model = rules.model_name
         self.sessions = Sessions(config)
         self._refused = Counter[int]()
-        self._route = EngineRoute(self.sessions, engine, tokenizer, tool_format, rules, seed_of, on_broken)
+        self._broken: RoomError | None = None
+
+        def broke(error: RoomError) -> None:
+            self._broken = error
+            on_broken(error)
+
+        self._route = EngineRoute(self.sessions, engine, tokenizer, tool_format, rules, seed_of, broke)
         self.open_nowait = self._route.open_nowait
         self._socket: socket.socket | None = None
         self.listener = AppServer(
@@ -94,19 +102,18 @@ class Gateway:
         )
 
     def _app(self, extra_routes: Sequence[BaseRoute]) -> FastAPI:
-        app = FastAPI(title="asyncrl gateway", redoc_url=None, redirect_slashes=False)
+        app = FastAPI(openapi_url=None, redirect_slashes=False)
         for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._failed)
         for prefix in ("/v1", "/s/{key}/v1"):
-            add = partial(app.add_api_route, response_model=None, include_in_schema=prefix == "/v1")
+            add = partial(app.add_api_route, response_model=None)
             for dialect in (CHAT, TEXT, RESPONSES, MESSAGES):
-                extra = {"requestBody": {"content": {"application/json": {"schema": _schema(dialect)}}}}
-                handler = self._handler(dialect)
-                add(f"{prefix}/{dialect.path}", handler, methods=["POST"], openapi_extra=extra)
+                add(f"{prefix}/{dialect.path}", self._handler(dialect), methods=["POST"])
             add(f"{prefix}/messages/count_tokens", self._count, methods=["POST"])
             add(f"{prefix}/models", self._models)
             add(f"{prefix}/models/{{model:path}}", self._models)
-        app.router.routes += extra_routes
+        app.add_api_route("/health", self._health)
+        app.router.routes += [*openapi.ROUTES, *extra_routes]
         return app
 
     def add_route(
@@ -172,6 +179,7 @@ class Gateway:
         elif not isinstance(error, ApiError):
             error = internal_error()
         self._refused[error.status] += 1
+        await _read_rest(request)
         headers = error.headers | ({"Connection": "close"} if error.status in (408, 500) else {})
         body = error_body(error, request.scope["path"], request.headers)
         return Response(body, error.status, headers, "application/json")
@@ -248,6 +256,11 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         self.sessions.find(shown_key(request))
         return JSONResponse(model_body(self._model, request.path_params.get("model")))
+
+    async def _health(self, request: Request) -> Response:
+        if self._broken is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": f"the run is ending: {self._broken.what}"}, 503)
 
 
 def internal_error() -> ApiError:
@@ -327,11 +340,15 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _schema(dialect: Dialect) -> dict[str, Any]:
-    """Return the schema of a body, which FastAPI does not read: the key is checked first."""
-    path = f"/v1/{dialect.path}".replace("/", "~1")
-    place = f"#/paths/{path}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
-    return dialect.body.model_json_schema(ref_template=place)
+async def _read_rest(request: Request) -> None:
+    """Read what is left of a body: to close with unread data would reset the connection before the client has
+    read its answer.
+    """
+    cycle = request.scope["connection"].cycle
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            while cycle.more_body and not (cycle.keep_alive or cycle.disconnected):
+                await request.receive()
 
 
 BACKLOG = 1024
@@ -340,14 +357,12 @@ CLOSE_S = 2.0
 MAX_HEAD = 2**16
 
 
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-
-
 class Connection(HttpToolsProtocol):
     """A client connection, in request.scope["connection"].
 
-    It is closed if no whole head arrives within timeout_keep_alive seconds, and gets 503 above
-    `max_connections`.
+    It is closed if no whole head arrives within timeout_keep_alive seconds. Above `max_connections` it takes
+    the place of the one that has waited longest for a first head, or else for a later one. If none waits, it
+    gets 503.
     """
 
     def __init__(self, max_connections: int, **settings: Any) -> None:
@@ -359,10 +374,18 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._max_connections:
-            transport.set_protocol(asyncio.Protocol())
-            transport.write(_FULL)
-            transport.close()
-            return
+            # the timer runs while a connection waits for a head
+            connections: set[Any] = self.connections
+            timers = {each: each.timeout_keep_alive_task for each in connections}
+            ends = {each: (each.cycle is not None, timer.when()) for each, timer in timers.items() if timer}
+            if not ends:
+                transport.set_protocol(asyncio.Protocol())
+                self.transport = transport
+                self._refuse(ApiError(503, f"{len(timers)} connections are open.", type="server_error"))
+                return
+            oldest = min(ends, key=lambda each: ends[each])
+            connections.discard(oldest)
+            oldest.transport.abort()
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -395,6 +418,24 @@ class Connection(HttpToolsProtocol):
         self._num_head = None
         super()._unset_keepalive_if_required()
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            await app(scope, receive, send)
+            # a write that fails closes the transport before uvicorn learns of it, and reports an open answer
+            cycle.disconnected |= self.transport.is_closing()
+
+        super()._start_asgi_task(cycle, answer)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(invalid(msg))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer without the app."""
+        body = error.body()
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+        self.transport.close()
 
     def _unset_keepalive_if_required(self) -> None:
         """Keep the timer; uvicorn stops it at a head's first byte."""

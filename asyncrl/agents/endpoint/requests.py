@@ -17,7 +17,9 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
 )
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError, from_json, to_json
 from typing_extensions import TypedDict
 
@@ -71,6 +73,7 @@ def too_long(size: str, most: int, param: str) -> ApiError:
     """
     error = invalid(
         f"This model's maximum context length is {most} tokens. However, your {param} resulted in {size}. "
+        "Your prompt is too long. "
         f"Please reduce the length of the {param}, or raise rollout.max_prompt_tokens={most}.",
         param,
         code=TOO_LONG,
@@ -128,7 +131,7 @@ def joined(content: Any) -> Any:
     return text_of(content) if isinstance(content, list) else content
 
 
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}\z")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
 """Of a tool's definition. A model may have called a tool of any other name."""
 
 
@@ -145,7 +148,9 @@ def _repaired(arguments: Any) -> Any:
 
 class _CalledFunction(_Open):
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_repaired)]
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(_repaired, json_schema_input_type=str | dict[str, Any])
+    ]
 
 
 class _SentCall(_Open):
@@ -154,11 +159,14 @@ class _SentCall(_Open):
     function: _CalledFunction
 
 
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+
+
 class _Message(_Open):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: NotRequired[str]
-    content: str
-    unjoined_content: NotRequired[str]
+    content: Annotated[str, WithJsonSchema(_CONTENT)]
+    unjoined_content: NotRequired[Annotated[str, SkipJsonSchema()]]
     reasoning_content: NotRequired[Annotated[str, BeforeValidator(joined)]]
     tool_calls: NotRequired[Annotated[list[_SentCall], FailFast()]]
     tool_call_id: NotRequired[str]
@@ -304,6 +312,9 @@ class CallRules:
     on_sampling_override: Literal["use_config", "honour"] = "use_config"
 
 
+_ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
+
+
 def _tool_choice(value: Any) -> str:
     match value:
         case "none" | "auto" | "required":
@@ -393,7 +404,7 @@ class ChatRequest(CallRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     tools: Annotated[list[GivenTool], FailFast()] = []
-    tool_choice: Annotated[str, BeforeValidator(_tool_choice)] = "auto"
+    tool_choice: Annotated[str, BeforeValidator(_tool_choice, json_schema_input_type=_ToolChoice)] = "auto"
     parallel_tool_calls: bool = True
     max_completion_tokens: Count | None = None
     response_format: ResponseFormat = None

@@ -616,7 +616,9 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
         way_out = f"set it to auto, {known}, none, or module:function of a parser of your own."
         raise ConfigError(f"gateway.tool_format={name} is not known", way_out=way_out)
     if not template:
-        return default
+        refusal = f"gateway.tool_format={name} reads no tool calls. Set it to {known}."
+        refusal = "" if name in named else refusal
+        return replace(default, refusal=refusal)
     fitting = [each for each in FAMILIES if name in ("auto", each.name)]
     probe = TemplateProbe(template)
     tool_format = next(_find_readers(probe, fitting), None)

@@ -238,7 +238,7 @@ class Scheduler(RunQueue[Sequence]):
         stop_watch = matcher = None
         if request.stop:
             stop_ids = [loaded.special_ids[text] for text in request.stop if text in loaded.special_ids]
-            stop_watch = StopWatch(request.stop, loaded.decode, resumed, stop_ids, request.gate())
+            stop_watch = StopWatch(request.stop, loaded.decode, resumed, stop_ids, request.thinking)
         try:
             if request.grammar is not None:
                 matcher = loaded.grammars.begin(request.grammar, resumed)
