@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, talking
 
+from asyncrl.agents.endpoint.sessions import OPEN_SHARE
 from asyncrl.base.errors import EngineError
 
 SESSIONS = "asyncrl.agents.endpoint.sessions"
@@ -53,6 +54,23 @@ async def test_held_streams_begin_and_ping(monkeypatch: pytest.MonkeyPatch, path
                 gate.set()
         heads = [event.get("response") or event.get("message") or event for event in map(json.loads, events)]
         assert len({head["id"] for head in heads if "id" in head}) == 1, "pings belong to the answer"
+
+
+@dialects
+@in_loop
+async def test_streams_behind_many_waiting_ones_begin_at_once(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(f"{SESSIONS}.MAX_CONCURRENT_CALLS", 1)
+    gate = asyncio.Event()
+    async with gateway_world(ScriptedEngine(gate=gate)) as world:
+        streams = [events_of(world, path) for _ in range(3 * OPEN_SHARE)]
+        for stream in streams:
+            await anext(stream)  # without its head, it would wait for the gate forever
+        gate.set()
+        for stream in streams:
+            assert [event async for event in stream]
+        assert world.session.num_completions == len(streams)
 
 
 @in_loop

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -192,7 +193,7 @@ class Gateway:
     async def _answer(self, dialect: Dialect, request: Request, reply: _Reply) -> None:
         session = self.sessions.find(shown_key(request))
         try:
-            async with session.in_hand(request.scope["connection"]):
+            async with session.in_hand(request.scope["connection"]) as reply.place:
                 await self._complete(session, dialect, request, reply)
         except Exception as error:
             if not reply.has_begun:
@@ -234,6 +235,7 @@ class Gateway:
         call = await route.plan(session, dialect, asked, len(body))
         try:
             if asked.stream:
+                await reply.place.aclose()
                 _, rest = await asyncio.gather(route.sample(session, call), _stream(call, writer, reply))
             else:
                 await route.sample(session, call)
@@ -274,6 +276,8 @@ class _Reply(Response):
     """Response that `answer` writes in pieces."""
 
     failed: Callable[[ApiError], bytes]
+    place: AsyncExitStack
+    """Among the session's open requests."""
 
     def __init__(self, answer: Callable[[_Reply], Awaitable[None]]) -> None:
         super().__init__()

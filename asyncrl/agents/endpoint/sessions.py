@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -339,8 +339,12 @@ class GatewaySession:
         return tuple(replace(branch, is_truncated=True) for branch in rollout)
 
     @asynccontextmanager
-    async def in_hand(self, connection: Client) -> AsyncIterator[None]:
-        """Count refusals. Raise ApiError in the block when the session ends (410) or its client leaves."""
+    async def in_hand(self, connection: Client) -> AsyncIterator[AsyncExitStack]:
+        """Count refusals. Raise ApiError in the block when the session ends (410) or its client leaves.
+
+        Yield the request's place among the open ones. A planned stream closes it: otherwise streams that wait
+        for a slot would hold up the heads of later ones. gateway.max_calls bounds them.
+        """
 
         def cut(reason: str | None) -> ApiError:
             if reason is None:
@@ -352,8 +356,9 @@ class GatewaySession:
         try:
             async with ended as scope:
                 connection.on_lost = partial(scope.reschedule, 0.0)
-                async with self._open_requests:
-                    yield
+                async with AsyncExitStack() as place:
+                    await place.enter_async_context(self._open_requests)
+                    yield place
         except ApiError as error:
             if error.error["code"] == TOO_LONG:
                 self._overflowed_nowait(str(error))
