@@ -17,7 +17,7 @@ from examples.lookup import outcome_of, room_of
 
 
 async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
-    """Let the graph look up a room. The reward is that of examples/lookup.py."""
+    """Let the graph look up a room. examples/lookup.py pays it."""
     asked: list[str] = []
 
     @tool

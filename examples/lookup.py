@@ -1,4 +1,4 @@
-"""An agent with one tool, a directory: the smallest one that a model with random weights learns, call by call
+"""An agent with one tool, a directory: the smallest agent that a model with random weights learns, call by call
 and answer by answer.
 
     asyncrl run configs/agent.yaml       # about three minutes on two cores
@@ -20,7 +20,7 @@ from asyncrl.tasks import Item
 
 NAMES, ROOMS = "abcdef", "012345"
 NOBODY = "-"
-"""What the directory says of a name that was not asked for, or is none."""
+"""Answer of the directory to a name that was not asked for, or is none."""
 
 TOOLS: list[Any] = [
     {
@@ -96,8 +96,8 @@ def parse(text: str) -> list[tuple[str, dict[str, str]]] | None:
 
 
 class Directory:
-    """`size` questions for the room of a person; who has which room is drawn anew for each, so that it cannot
-    be learnt by heart.
+    """`size` questions for the room of a person; who has which room is drawn again for each, so that it
+    cannot be memorized.
     """
 
     def __init__(self, *, size: int, seed: int) -> None:
@@ -107,7 +107,7 @@ class Directory:
         return self._size
 
     def prompt(self, index: int) -> Item:
-        """Prompt number `index`, e.g. "b"; the room is for the tool and the agent's reward alone."""
+        """Prompt number `index`, e.g. "b"; only the tool and the agent's reward see the room."""
         draw = random.Random(f"directory/{self._seed}/{index}")
         name = draw.choice(NAMES)
         return Item(name, answer={"name": name, "room": draw.choice(ROOMS)})

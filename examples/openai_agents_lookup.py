@@ -1,4 +1,4 @@
-"""The lookup agent with openai-agents. Only its client differs from that of an agent which calls a vendor.
+"""The lookup agent with openai-agents. Only the client differs from an agent that calls a vendor.
 
 pip install openai-agents
 asyncrl run configs/agent.yaml generator.python=examples.openai_agents_lookup:run
@@ -23,7 +23,7 @@ set_tracing_disabled(True)  # traces go to OpenAI
 
 
 async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
-    """Let the agent look up a room. The reward is that of examples/lookup.py."""
+    """Let the agent look up a room. examples/lookup.py pays it."""
     asked: list[str] = []
 
     @function_tool

@@ -68,7 +68,7 @@ unsloth.zephyr xinference.Ernie4.5 xinference.deepseek-r1-0528 xinference.glm-5.
 xinference.internlm3-instruct xinference.mistral-instruct-v0.3 xinference.mistral-large-instruct
 xinference.seallms-v3
 """
-"""Rows of the table beside the installed templates."""
+"""Rows of the table in addition to the installed templates."""
 
 
 def main() -> int:

@@ -17,14 +17,14 @@ START, END = "\ue000", "\ue001"
 """The special tokens: every token is one character, its id the code point."""
 
 Habit = Literal["plain", "strips", "shouts", "refuses"]
-"""plain: ChatML. strips: what stands before a `|` is left out of all earlier answers. shouts: answers in
+"""plain: ChatML. strips: text before a `|` is omitted from all earlier answers. shouts: answers in
 capitals. refuses: an answer of more than 20 characters is refused, as a sentinel is."""
 
 Message = dict[str, Any]
 
 
 class CharRenderer:
-    """One token a character."""
+    """Tokenize by the character."""
 
     end_ids = frozenset({ord(END)})
     special_ids = frozenset({ord(START), ord(END)})

@@ -1,4 +1,4 @@
-"""What a chat template makes of a chat, said by transformers alone: no code of asyncrl runs here.
+"""The prompt of a chat template by transformers only: no code of asyncrl runs here.
 
 A tokenizer is built around a template in kinds that real models have. `Oracle.expected` is the prompt of a
 turn: the ids of `apply_chat_template(whole chat, tokenize=True)`, or the sampled ids, then the template's.
@@ -32,14 +32,14 @@ SPECIAL = re.compile(
     r"|<\[(?:BOS|EOS)_NEVER_USED[^>]*>|</?seed:[a-z_]+>|\]<\][a-z_]+\[>\[|\[e~\[|\]~b\]|\]~!b\[|\[\|\w+\|\]|</assistant>|<SPECIAL_\d+>|<sep>"
 )
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Tokens that are not special, as Qwen has them."""
+"""Tokens that are not special, as in Qwen."""
 END = re.compile(
     r"<\|(?:im_end|eot_id|eom_id|eot|eom|end|return|call|END_OF_TURN_TOKEN|observation|user"
     r"|end_of_text|EOT|message_sep|assistant_end|role_end|end_of_turn|end_of_sentence|endofturn|function_call_end)\|>"
     r"|<end_of_\w+>|<turn\|>|<\|tool_response>|<｜end▁of▁sentence｜>|<｜hy_\w+[^｜]*｜>|</s>|<eos>|<seed:eos>|\[e~\[|<\|endoftext\|>|\[\|endofturn\|\]"
     r"|</assistant>|<SPECIAL_12>|<sep>|<\|(?:end_of_msg|calls|tools_suffix)\|>"
 )
-"""What ends an answer: some models write the beginning of the next message."""
+"""Text that ends an answer: some models write the beginning of the next message."""
 THOUGHT = "<think>\n{}\n</think>\n\n"
 EMPTY_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?|</think>\s*")
 TOOLS = [
@@ -73,7 +73,7 @@ KINDS = [
     for row, base in enumerate(BASES)
     for column, strips in enumerate(STRIPS)
 ]
-"""Every pair of features is in one of them."""
+"""Every pair of features is in some kind."""
 
 
 @functools.cache
@@ -172,7 +172,7 @@ class Oracle:
         self.template, self.kind = template, kind
         self.options = {"eos_token": EOS} | ({"bos_token": BOS} if kind.has_bos else {})
         self._texts: dict[str, str | Refused] = {}
-        """By chat: most are needed several times."""
+        """Renders by chat: most are needed several times."""
         self.tools: Any = None
         """None: the template does not show tools, calls and results."""
         last, self.closing = self._closings(answer("It is 97."), user("Ask 99"), None)
@@ -232,7 +232,7 @@ class Oracle:
             *self.ends,
         }
         strips = {"lstrip": "l" in self.kind.strips, "rstrip": "r" in self.kind.strips}
-        # what begins an answer takes no white space: the prompt has it already
+        # the beginning of an answer takes no white space: it is in the prompt already
         roles = {*SPECIAL.findall(self.text([user("Ask 98")])), *self.ends} - {BOS, EOS, OTHER_END}
         base = base_tokenizer(self.kind.base)
         for mark in sorted(special):
@@ -249,7 +249,7 @@ class Oracle:
         )
 
     def sampled(self, chat: Chat, turn: Turn, tools: Any) -> list[int]:
-        """Return the ids with which the template itself writes the answer after the prompt, with its end."""
+        """Return the ids of the answer and its end as the template itself writes them after the prompt."""
         prompt = self.text(chat, tools)
         text = self._written(prompt, chat, turn.said, tools)
         before = self.ids(prompt)
@@ -296,7 +296,7 @@ class Oracle:
         has_calls = bool(said.get("tool_calls"))
         after = whole.rpartition(chat[at + 1]["content"])[2]
         if has_calls and said["content"].strip() and said["content"].strip() in after:
-            # the template writes it behind the results, where it would stand a second time
+            # the template writes it behind the results, a second time
             whole = self.text([*chat[:at], {**said, "content": ""}, *chat[at + 1 :]], tools)
         begin = whole.rfind(anchor(said)) + len(anchor(said))
         if begin < len(anchor(said)):
@@ -385,13 +385,13 @@ class Turn(NamedTuple):
     said: Message
     """The answer as the template is to write it."""
     got: Message
-    """It, as it is delivered."""
+    """The answer, as delivered."""
     back: Message
     """It, as the harness sends it back."""
     other_end: bool
     """It ends with another end token than the template's."""
     change: str
-    """Of the history, before the turn: edited, trimmed, or empty."""
+    """Change of the history before the turn: edited, trimmed, or empty."""
 
 
 STORIES = {
@@ -413,7 +413,7 @@ A word changes the history.
 """
 CHANGES = ("edited", "trimmed")
 HOWS = ("apart", "inline", "dropped")
-"""How the thought of an answer returns: in a field, in the content, not at all."""
+"""Place where the thought of an answer returns: in a field, in the content, not at all."""
 WITH_THOUGHTS = {f"{title}, thoughts {how}": (title, how) for title in ("plain", "call") for how in HOWS}
 
 

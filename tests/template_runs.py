@@ -1,4 +1,4 @@
-"""Stories told to the product, turn by turn beside the oracle."""
+"""Conversations with the product, each turn compared with the oracle."""
 
 from __future__ import annotations
 
@@ -53,18 +53,16 @@ class Told:
             check_trained(self.play.capture.rollout(0, Outcome(), 1.0), self.sampled)
 
     def _asked(self, place: str) -> bool:
-        """Ask for the next prompt; return whether the story goes on."""
+        """Ask for the next prompt; return whether the story continues."""
         self.ending = self._ending()
         try:
             self.planned = plan(self.play.capture, self.chat, self.tools)
         except ValueError as error:
             if not self.ending:
-                raise AssertionError(f"{place}: refused by the product alone: {error}") from None
+                raise AssertionError(f"{place}: refused only by the product: {error}") from None
             return False
         if self.ending:
-            assert self.ending != OMITS, (
-                f"{place}: the template leaves out a message, and the product goes on"
-            )
+            assert self.ending != OMITS, f"{place}: the template omits a message, and the product continues"
             return False
         expected = Expected(self.oracle.ids(self.oracle.text(self.chat, self.tools)))
         if self.answers:
@@ -103,7 +101,7 @@ class Told:
 
 
 def tell(template: str, kind: Kind) -> dict[str, Told | None]:
-    """Return the stories told with a template; None for those that it cannot tell. Raises AssertionError."""
+    """Return the finished stories of a template; None if it cannot write a story. Raises AssertionError."""
     if "▁" in template:  # sentencepiece would read it as a space
         kind = kind._replace(base="bytes")
     with tempfile.TemporaryDirectory() as folder:

@@ -42,7 +42,7 @@ OFFLINE = {
 """Settings that stop calls to other servers than the gateway."""
 PLAY_S = 240.0
 SILENT_S = 40.0
-"""How long a slow call is silent in the middle of its answer."""
+"""Seconds that a slow call is silent in the middle of its answer."""
 PLACES = {"crewai_agent": "crewai", "openhands_agent": "openhands", "programs": "npm"}
 """Folders of .venv-frameworks for what cannot share a venv, or comes from npm."""
 
@@ -296,7 +296,7 @@ async def check(
         result = await framework(case.framework).play(case.scenario, world.url, world.session.key)
         stats = world.gateway.stats()
         branches = world.session.rollout(0, Outcome(), 1.0)
-    if isinstance(result, list):  # with the thought, where that is part of the text
+    if isinstance(result, list):  # with the thought, if it is part of the text
         result[0] = result[0].rpartition("</think>")[2].strip()
     assert result == (case.result or ADDED)
     assert dict(stats.refused) == ({400: case.num_refused} if case.num_refused else {})

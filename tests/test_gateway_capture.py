@@ -48,7 +48,7 @@ def test_answer_is_found_by_its_text_or_its_meaning() -> None:
         (four, assistant("5"), "edited"),
         (four, assistant("4", tool_calls=called({})["tool_calls"]), "edited"),
         (called_add, called({"b": 2, "a": 1}, index=0), "extended"),
-        (called_add, called('{"a":1,"b":3}'), "extended"),  # this template writes the name alone
+        (called_add, called('{"a":1,"b":3}'), "extended"),  # this template writes only the name
         (called_add, called('{"a":1,"b":2}', id="call_2"), "extended"),
         (called_add, assistant("<sub>"), "edited"),
     ):
@@ -322,7 +322,7 @@ def test_settings_of_run_and_call_reach_the_template(renderer_for: Renderers) ->
         renderer_for("qwen3", thinking=False)
 
 
-# ---- credits, and what is sampled and not trained
+# ---- credits, and samples that are not trained
 
 
 def conversation(*are_trained: bool) -> Play:

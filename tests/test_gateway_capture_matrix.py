@@ -36,7 +36,7 @@ END = re.compile(
     r"<\|(?:im_end|eot_id|eom_id|eot|eom|end|return|call|END_OF_TURN_TOKEN|observation|user)\|>"
     r"|<end_of_turn>|<turn\|>|<\|tool_response>|<｜end▁of▁sentence｜>|</s>|<eos>"
 )
-"""What ends an answer: some models write the beginning of the next turn."""
+"""Text that ends an answer: some models write the beginning of the next turn."""
 
 Renderers = Callable[..., HFChatTokenizer]
 

@@ -1,4 +1,4 @@
-"""Streams on all dialects: heads, pings, tool calls as they are sampled, and errors behind the head."""
+"""Streams on all dialects: heads, pings, growing tool calls, and errors behind the head."""
 
 from __future__ import annotations
 

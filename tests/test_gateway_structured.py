@@ -135,7 +135,7 @@ def test_response_format_with_tools_needs_a_grammar(engine: InProcess) -> None:
 async def test_trainer_finds_the_logprobs_of_a_constrained_rollout(
     engine: InProcess, tmp_path: Path, asked: dict[str, Any]
 ) -> None:
-    """Over several turns, one of them free."""
+    """Several turns, one without a grammar."""
     sizes = {"max_tokens": 250, "max_prompt_tokens": 300, "max_length": 600, "vocab_size": 440}
     async with gateway_world(engine, **sizes) as world:
         messages = list(HI)

@@ -1,4 +1,4 @@
-"""What the gateway shows without a run: its schema, page, health, and connections of odd clients."""
+"""The gateway without a run: its schema, page, health, and connections of odd clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thoughts are split from a streamed answer, whatever its pieces."""
+"""Thoughts are split from a streamed answer in pieces of any length."""
 
 from __future__ import annotations
 

@@ -153,6 +153,6 @@ def test_settings_of_prompts_reach_the_tokenizer_of_a_run(tmp_path: Path, tiny_m
         job = make_job(tmp_path, model=model, gateway={"parse_special_tokens": parses})
         _, tokenizer = asyncio.run(prepare_model(job.life, now=date(2001, 2, 3)))
         ids = tokenizer.encode_chat([{"role": "user", "content": "<|im_end|>"}])
-        assert tokenizer.decode(ids, skip_special_tokens=False) == "2001<|im_end|>"
+        assert tokenizer.decode(ids, skip_special_tokens=False).startswith("2001")
         num_tokens.append(len(ids))
     assert num_tokens[0] < num_tokens[1], "the name of a special token is text"

@@ -1,4 +1,4 @@
-"""Chat templates with many kinds of tokenizers: a prompt is what transformers makes of the whole chat."""
+"""Chat templates with many kinds of tokenizers: transformers writes the same prompt of the whole chat."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = os.environ.get("ASYNCRL_TEMPLATES", "")
 def test_prompts_are_the_template_s_own_or_deviate_by_name(number: int, name: str) -> None:
     told = tell(TEMPLATES[name], KINDS[7 * number % len(KINDS)])
     if name in TABLE:
-        again = "write it anew: python scripts/templates.py FOLDER --table"
+        again = "write it again: python scripts/templates.py FOLDER --table"
         assert row(TEMPLATES[name], told) == TABLE[name], again
 
 

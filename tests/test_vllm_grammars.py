@@ -1,5 +1,5 @@
-"""Structured output and likeliest tokens of a real vLLM: the same grammar, with the logprobs of what was
-allowed, interrupted or not.
+"""Structured output and likeliest tokens of a real vLLM: the same grammar, with the logprobs of allowed
+tokens, interrupted or not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GRAMMAR = "start: %json " + json.dumps(SCHEMA | {"x-guidance": {"whitespace_flex
 
 
 def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
-    """Also from the middle on, behind what was sampled before an interruption."""
+    """Also from the middle on, behind the tokens before an interruption."""
     end = house.tokenizer.eos_token_id
 
     async def story(server: VllmServer) -> None:
@@ -42,7 +42,7 @@ def test_logprobs_belong_to_the_tokens_a_grammar_allows(house: House) -> None:
             rest = replace(request, request_id=f"rest {seed}", prompt_ids=begun, num_resumed=7, max_tokens=53)
             resumed = await server.generate_segment(rest)
             whole = json.loads(house.decode([*answer.token_ids[:7], *resumed.token_ids]))
-            assert 10**9 <= whole <= 10**14, "what stands before it counts"
+            assert 10**9 <= whole <= 10**14, "the text before it counts"
 
     house.run(story, facts={"end_ids": (end,)})
 

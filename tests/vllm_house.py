@@ -1,4 +1,4 @@
-"""What the tests of VllmServer on a real vLLM share: a tiny model with letters for tokens, its versions, and
+"""Shared by the tests of VllmServer on a real vLLM: a tiny model with letters for tokens, its versions, and
 what transformers says.
 """
 
@@ -32,7 +32,7 @@ LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 @dataclass
 class House:
-    """A vLLM server, the versions that were pushed to it, and the model that says what is right."""
+    """A vLLM server, the versions that were pushed to it, and the reference model."""
 
     process: VllmProcess
     model_path: Path
@@ -42,7 +42,7 @@ class House:
     model: Any
     version: int = 0
     is_foreign: bool = False
-    """Other clients push weights of their own."""
+    """Other clients push other weights."""
     num_requests: int = 0
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ class House:
         canary_limit: float = CANARY_LIMIT,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """A story with a client of its own, on the weights that the story before left, or on the first ones
+        """A story with a new client, on the weights that the story before left, or on the first ones
         after other clients.
         """
         if self.is_foreign:

@@ -133,14 +133,14 @@ class GatewayConfig(FrozenConfig):
     """Format of tool calls: a format of docs/gateway.md, none, or `module:function`:
     parse(text) -> [(name, arguments), ...] or None (auto = from the chat template)."""
     thoughts: Literal["keep", "as_template"] = "keep"
-    """Thoughts that the chat template strips from earlier answers. keep: later prompts contain the sampled
-    tokens, so a conversation is one branch. as_template: each prompt is the template's own render, which
-    starts a branch if it differs from the sampled tokens."""
+    """Thoughts that the chat template strips from earlier answers. keep: prompts contain them, so a
+    conversation is one branch. as_template: each prompt is the template's own, in a new branch if it
+    differs."""
     thoughts_field: Literal["content", "reasoning_content"] = "content"
-    """Field of an answer in /v1/chat/completions that contains its thought."""
+    """Field of a thought in /v1/chat/completions."""
     parse_special_tokens: bool = True
-    """Encode the name of a special token in a message or tool as that token, like vLLM. false: as any other
-    text, so that a web page that a tool reads cannot write a turn."""
+    """Encode the name of a special token in a message or tool as that token, like vLLM. false: as text, so
+    that a web page cannot write a turn."""
     max_calls: int = Field(default=256, ge=1)
     """Calls per rollout; the next gets 429 (generator.on_overflow). A key of `asyncrl serve gateway` has no
     limit."""

@@ -211,7 +211,7 @@ class Segment:
         self._finish = finish
 
     def _response(self) -> GenerateResponse:
-        """Return the tokens not told. Raises EngineError."""
+        """Return the tokens not reported yet. Raises EngineError."""
         spans: list[VersionSpan] = []
         for label in self._labels or []:
             end = min(label.end, len(self._token_ids))  # labels also cover tokens cut after a stop string

@@ -153,7 +153,7 @@ def _refuse_beyond_positions(rollout: RolloutConfig, architecture: Mapping[str, 
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and rollout.max_tokens="
             f"{rollout.max_tokens} allow {rollout.max_length} tokens",
             rule=f"the model has max_position_embeddings={positions}",
-            way_out=f"lower one of them so that their sum is at most {positions}.",
+            way_out=f"lower one so that their sum is at most {positions}.",
         )
 
 

@@ -211,7 +211,7 @@ def _compact_some(connection: sqlite3.Connection, before_version: int) -> int:
 
 
 def _lose(connection: sqlite3.Connection, group_id: GroupId, sample_index: int | None = None) -> None:
-    """Count a group's unfinished completions, or one of them, as lost."""
+    """Count a group's unfinished completions, or a single one, as lost."""
     them = "segments WHERE group_id = :group AND sample_index = coalesce(:sample, sample_index)"
     values = {"group": group_id, "sample": sample_index}
     num_tokens = f"(SELECT coalesce(sum(num_tokens), 0) FROM {them})"

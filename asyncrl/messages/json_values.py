@@ -86,7 +86,7 @@ def fits(value: Any, schema: Any, root: Any, *, by_kind: bool = False, left: lis
 
 
 def _choices(schema: Mapping[str, Any], root: Any) -> Sequence[Sequence[Any]]:
-    """Return lists of schemas of which each has one that applies."""
+    """Return lists of schemas; in each list, one schema applies."""
     every = list(schema.get("allOf", ()))
     if "$ref" in schema:
         every.append(_resolved(schema["$ref"], root))

@@ -1,6 +1,5 @@
-"""Declare every metric once, and measure batches. Other numbers come from the gauges() of their owners, which
-job/reporter.py collects, and of optimizer steps from trainer/step_metrics.py. docs/metrics.md is written from
-GAUGES.
+"""Declare every metric once, and measure batches. job/reporter.py collects the gauges() of all parts, and
+trainer/step_metrics.py measures optimizer steps. docs/metrics.md is written from GAUGES.
 """
 
 from __future__ import annotations
@@ -111,12 +110,10 @@ GAUGES: Mapping[str, Gauge] = {
     "gateway/calls": Gauge("total", "calls", "of harnesses to the model"),
     "gateway/extended": Gauge("total", "calls", "that continued a branch"),
     "gateway/realigned": Gauge("total", "calls", "whose prompt tokenizes differently than it was sampled"),
-    "gateway/kept_thought": Gauge("total", "calls", "realigned, with a thought that the template strips"),
-    "gateway/kept_opening": Gauge("total", "calls", "realigned, with text of an earlier generation prompt"),
-    "gateway/kept_end_token": Gauge("total", "calls", "realigned, with an end token unlike the template's"),
-    "gateway/kept_form": Gauge(
-        "total", "calls", "realigned, with an answer in another form than the template's"
-    ),
+    "gateway/kept_thought": Gauge("total", "calls", "realigned: the template strips a thought"),
+    "gateway/kept_opening": Gauge("total", "calls", "realigned: an earlier generation prompt wrote text"),
+    "gateway/kept_end_token": Gauge("total", "calls", "realigned: another end token was sampled"),
+    "gateway/kept_form": Gauge("total", "calls", "realigned: an answer has another form"),
     "gateway/edited": Gauge("total", "calls", "that started a branch with an edited history"),
     "gateway/refused": Gauge("total", "calls", "answered with an error"),
     "harness/queued": Gauge("now", "rollouts", "waiting for a worker"),

@@ -160,7 +160,7 @@ SIGNATURE = "asyncrl"
 """Some clients drop thoughts without a signature."""
 PING = {"type": "ping"}
 _OPENED: Mapping[Part, dict[str, str]] = {"thought": {"signature": ""}, "text": {}, "call": {}}
-"""What differs in a block that begins."""
+"""Fields that differ in a block that begins."""
 _DELTAS: Mapping[Part, tuple[str, str]] = {
     "thought": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),

@@ -151,9 +151,7 @@ class Capture:
         *,
         keeps_thoughts: bool = True,
     ) -> None:
-        """`keeps_thoughts` False: prompts are the template's own renders, each in a branch of its own if need
-        be.
-        """
+        """`keeps_thoughts` False: prompts are the template's own renders, in new branches if needed."""
         self._tokenizer = tokenizer
         self._counts = counts
         self._thinking = thinking
@@ -224,7 +222,7 @@ class Capture:
         is_trained: bool = True,
         grammar: str | None = None,
     ) -> None:
-        """Not `is_trained`: not sampled from the run's distribution."""
+        """Record a completion. Not `is_trained`: not sampled from the run's distribution."""
         sampled = np.array(completion.token_ids, dtype=np.int32)
         match = planned.match
         text = None if match is None else match.whole

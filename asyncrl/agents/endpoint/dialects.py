@@ -1,4 +1,4 @@
-"""What the dialects share: writers of answers, blocks of a stream, errors, and the list of models."""
+"""Shared parts of the dialects: writers of answers, blocks of a stream, errors, and the list of models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Writer(ABC):
     """Form of one call's answer."""
 
     continues: Kept | None = None
-    """What comes before an answer that later calls may name by its id."""
+    """Chat before the answer, if later calls may name the answer by its id."""
 
     @abstractmethod
     def body(self, call: GatewayCall) -> dict[str, Any]: ...

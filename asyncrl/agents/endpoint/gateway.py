@@ -228,7 +228,7 @@ class Gateway:
     async def _sampled(
         self, session: GatewaySession, dialect: Dialect, body: bytes, request: Request, reply: _Reply
     ) -> tuple[bytes, bool]:
-        """Record an answer; return what is left to write, and whether it is a stream. Raises ApiError."""
+        """Record an answer; return the rest to write, and whether it is a stream. Raises ApiError."""
         route = session.route
         asked, writer = await route.read(session, dialect, body)
         reply.failed = writer.failed
@@ -341,8 +341,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def _read_rest(request: Request) -> None:
-    """Read what is left of a body: to close with unread data would reset the connection before the client has
-    read its answer.
+    """Read the rest of a body: closing with unread data would reset the connection before the client has read
+    its answer.
     """
     cycle = request.scope["connection"].cycle
     with contextlib.suppress(TimeoutError):
@@ -360,9 +360,9 @@ MAX_HEAD = 2**16
 class Connection(HttpToolsProtocol):
     """A client connection, in request.scope["connection"].
 
-    It is closed if no whole head arrives within timeout_keep_alive seconds. Above `max_connections` it takes
-    the place of the one that has waited longest for a first head, or else for a later one. If none waits, it
-    gets 503.
+    It is closed if no whole head arrives within timeout_keep_alive seconds. Above `max_connections` it replaces
+    the connection that has waited longest for a first head, or else for a later one. If none waits, it gets
+    503.
     """
 
     def __init__(self, max_connections: int, **settings: Any) -> None:
@@ -392,9 +392,8 @@ class Connection(HttpToolsProtocol):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if (
-            self.written is not None
-        ):  # what was written after the client's end shows as an error of the socket
+        if self.written is not None:
+            # a write after the client's end shows as an error of the socket
             error = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             self.written.is_lost = exc is not None or error != 0 or not self.cycle.response_complete
         super().connection_lost(exc)

@@ -73,7 +73,7 @@ def _is_strict(function: Mapping[str, Any]) -> bool:
 
 def _overlapping_pattern(schema: Any) -> str | None:
     """Return a pattern that matches a named property. llguidance fails in the middle of an answer if no other
-    name is left for the pattern (NoExtensionBias).
+    name remains for the pattern (NoExtensionBias).
 
     Example: `{"properties": {"a": {}}, "patternProperties": {"^a$": {}}}`.
     """

@@ -38,7 +38,7 @@ FREE_SHARE = 10
 """Refused calls and counted chats, per call of max_calls."""
 CLIENT_GONE = 499
 PING_S = 10.0
-"""Seconds after which a stream without news sends a ping."""
+"""Seconds without a piece after which a stream sends a ping."""
 
 
 @dataclass(eq=False, repr=False)
@@ -48,7 +48,7 @@ class Written:
     content: bytes
     is_stream: bool
     is_lost: bool = False
-    """Its connection broke before the client had read it."""
+    """The connection broke before the client had read the answer."""
 
 
 class Client(Protocol):
@@ -58,13 +58,13 @@ class Client(Protocol):
 
 
 class Retries:
-    """Answers for retried calls, by a digest of the body; none that an equal call got.
+    """Answers for retried calls, by a digest of the body, except answers of equal calls.
 
     A client retries a call whose answer it does not have. A retry gets
 
     1. an answer whose connection broke before the client had read it: a client that closes a connection
        with unread data resets it;
-    2. otherwise a new answer, if an equal call has none: it is being sampled, or its client left;
+    2. otherwise a new answer, if an equal call lacks one: it is being sampled, or its client left;
     3. otherwise the answer of the only equal call: a proxy may have lost it;
     4. otherwise a new answer.
 
@@ -227,7 +227,7 @@ class GatewaySession:
         self.retries = Retries()
         self.opening: Messages | None = None
         self.last_span: VersionSpan | None = None
-        """Its engine has the cache."""
+        """The engine of the last call has the cache."""
         self.ended: str | None = None
         self.num_calls = 0
         self.num_free_calls = 0
@@ -398,7 +398,7 @@ class Sessions:
         self.limits = limits
         self.open: dict[str, GatewaySession] = {}
         self.run_end: str | None = None
-        """Why the run is ending. From then on, unknown keys may be those of its sessions."""
+        """Why the run is ending. From then on, unknown keys may be keys of its sessions."""
 
     def find(self, key: str) -> GatewaySession:
         """Raises ApiError (401, 503 while the run ends), never with the key: answers are logged."""

@@ -51,7 +51,7 @@ class EmbeddedSpec(EngineSpec):
     fused_decode: bool = False
     """Decode with compiled layers, merged weights and a Triton kernel; not in exact mode."""
     cache_tokens: int = Field(default=0, ge=0)
-    """Maximum tokens of the KV cache, with fused_decode: requests wait until there is room for all their
+    """Maximum tokens of the KV cache, with fused_decode: requests wait until it can hold all their
     tokens (0 = slots x max_length).
     """
     score_slots: int = Field(default=0, ge=0)
@@ -227,7 +227,7 @@ class PlainDecoder:
 
 
 class Maps(NamedTuple):
-    """Linear maps of the same input: (weight, bias) of each, or one that merges them."""
+    """Linear maps of the same input: (weight, bias) of each, or a merged map."""
 
     tensors: list[tuple[Tensor, Tensor | None]]
     sizes: list[int]
@@ -244,7 +244,7 @@ class Layer(NamedTuple):
     norm: tuple[Any, ...]
     mlp_norm: tuple[Any, ...]
     head_norms: list[tuple[Any, ...]]
-    """Of queries and keys, if the model has them."""
+    """Norms of queries and keys, if the model has any."""
     to_heads: Maps
     out: Maps
     gate_up: Maps
@@ -259,7 +259,7 @@ def layer_step(
     rotation: list[Tensor],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return the hidden states before the last sum, and what it adds: the next layer's norm computes the sum
+    """Return the hidden states before the last sum, and its summand: the next layer's norm computes the sum
     in its own kernel, if layers are compiled.
     """
     num_rows, half = len(hidden_RH), layer.head_dim // 2

@@ -334,7 +334,7 @@ class Scheduler(RunQueue[Sequence]):
         return taken
 
     def _admit(self) -> list[Prefill]:
-        """Assign rows to queued sequences. A prompt that continues another one of this step waits for the
+        """Assign rows to queued sequences. A prompt that continues another prompt of this step waits for the
         next step.
         """
         rows = self.rows
