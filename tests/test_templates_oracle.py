@@ -9,7 +9,7 @@ import pytest
 from template_oracle import KINDS, collected, installed
 from template_runs import tell
 
-TEMPLATES = installed()
+TEMPLATES = installed() | collected(Path(__file__).parent / "chat_templates")
 FOLDER = os.environ.get("ASYNCRL_TEMPLATES", "")
 
 
