@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 from gateway_cases import ScriptedEngine, gateway_world, in_loop
-from test_gateway_capture_matrix import renderers
+from template_renderers import renderers
 from transformers import AutoTokenizer
 
 from asyncrl.messages.records import Outcome

@@ -10,7 +10,7 @@ import pytest
 from template_oracle import KINDS, collected, installed
 from template_runs import row, tell
 
-TEMPLATES = installed()
+TEMPLATES = installed() | collected(Path(__file__).parent / "chat_templates")
 with (Path(__file__).parent.parent / "docs/templates.csv").open(encoding="utf-8", newline="") as file:
     TABLE = {name: cells for name, *cells in csv.reader(file)}
 FOLDER = os.environ.get("ASYNCRL_TEMPLATES", "")
