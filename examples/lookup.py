@@ -1,4 +1,4 @@
-"""An agent with one tool, a directory: the smallest agent that a model with random weights learns, call by call
+"""An agent with one tool, a directory: the smallest one that a model with random weights learns, call by call
 and answer by answer.
 
     asyncrl run configs/agent.yaml       # about three minutes on two cores
@@ -20,7 +20,7 @@ from asyncrl.tasks import Item
 
 NAMES, ROOMS = "abcdef", "012345"
 NOBODY = "-"
-"""Answer of the directory to a name that was not asked for, or is none."""
+"""What the directory says of a name that was not asked for, or is none."""
 
 TOOLS: list[Any] = [
     {
@@ -39,7 +39,13 @@ TOOLS: list[Any] = [
 
 
 async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
-    """Ask until the model answers instead of calling the tool."""
+    """Ask until the model answers instead of calling the tool.
+
+    The reward is the sum of six parts, so that the model can learn one after the other: a call (0.1), the
+    right name in it (0.2), the end of that call (0.1), an answer after one call (0.1), an answer that begins
+    with the right room (0.2), and the right room with nothing after it (0.3). A short answer with a wrong
+    room earns nothing: paid for it, the model soon gives one room to everybody.
+    """
     messages: list[Any] = list(task.messages)
     asked: list[str] = []
     reasons: list[str] = []
@@ -56,25 +62,8 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
             break
         for call in message.tool_calls:
             asked.append(str(json.loads(call.function.arguments).get("name", "")))
-            found = room_of(task, asked[-1])
+            found = task.answer["room"] if asked[-1] == task.answer["name"] else NOBODY
             messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
-    return outcome_of(task, asked, answer, reasons)
-
-
-def room_of(task: Task, name: str) -> str:
-    """Return what the directory says about a name."""
-    room: str = task.answer["room"]
-    return room if name == task.answer["name"] else NOBODY
-
-
-def outcome_of(task: Task, asked: list[str], answer: str, reasons: list[str]) -> Outcome:
-    """Score a conversation by the names in its calls, its answer, and why its first and last turn ended.
-
-    The reward is the sum of six parts, so that the model can learn one after the other: a call (0.1), the
-    right name in it (0.2), the end of that call (0.1), an answer after one call (0.1), an answer that begins
-    with the right room (0.2), and the right room with nothing after it (0.3). A short answer with a wrong
-    room earns nothing: paid for it, the model soon gives one room to everybody.
-    """
     is_right_name = asked[:1] == [task.answer["name"]]
     has_ended = is_right_name and reasons[0] == "tool_calls"
     has_answered = is_right_name and len(asked) == 1 and bool(answer)  # a guess is worth nothing
@@ -96,8 +85,8 @@ def parse(text: str) -> list[tuple[str, dict[str, str]]] | None:
 
 
 class Directory:
-    """`size` questions for the room of a person; who has which room is drawn again for each, so that it
-    cannot be memorized.
+    """`size` questions for the room of a person; who has which room is drawn anew for each, so that it cannot
+    be learnt by heart.
     """
 
     def __init__(self, *, size: int, seed: int) -> None:
@@ -107,7 +96,7 @@ class Directory:
         return self._size
 
     def prompt(self, index: int) -> Item:
-        """Prompt number `index`, e.g. "b"; only the tool and the agent's reward see the room."""
+        """Prompt number `index`, e.g. "b"; the room is for the tool and the agent's reward alone."""
         draw = random.Random(f"directory/{self._seed}/{index}")
         name = draw.choice(NAMES)
         return Item(name, answer={"name": name, "room": draw.choice(ROOMS)})
