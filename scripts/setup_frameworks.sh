@@ -57,16 +57,21 @@ install() { # FOLDER [OPTION] PACKAGE...
 echo "setup-frameworks: installing into $venv (a minute the first time)"
 install "$venv" "${frameworks[@]}" "${needed[@]}"
 install "$venv" --no-deps "${alone[@]}"
+# What an index lacks is skipped, with its tests; the frameworks above are not.
+skip() {
+    echo "setup-frameworks: $1 cannot be installed from this index: its tests are skipped"
+    rm -rf "${venv:?}/$2"
+}
 "$python" -m venv --without-pip "$venv/crewai"
-install "$venv/crewai" "${crewai[@]}"
+install "$venv/crewai" "${crewai[@]}" || skip CrewAI crewai
 if [ -n "$python312" ]; then
     "$python312" -m venv --without-pip "$venv/openhands"
-    install "$venv/openhands" "${openhands[@]}"
+    install "$venv/openhands" "${openhands[@]}" || skip OpenHands openhands
 else
     echo "setup-frameworks: no Python 3.12 here, which OpenHands needs: its tests are skipped"
 fi
 if [ -n "$npm" ]; then
-    npm install --silent --no-audit --no-fund --prefix "$venv/npm" "${programs[@]}"
+    npm install --silent --no-audit --no-fund --prefix "$venv/npm" "${programs[@]}" || skip "Claude Code, Codex or the AI SDK" npm
 else
     echo "setup-frameworks: no npm here, which Claude Code, Codex and the AI SDK need: their tests are skipped"
 fi
