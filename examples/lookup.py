@@ -1,5 +1,5 @@
-"""An agent with one tool, a directory: the smallest agent that a model with random weights learns, call by call
-and answer by answer.
+"""An agent with one tool, a directory: the smallest agent that a model with random weights learns, call by
+call and answer by answer.
 
     asyncrl run configs/agent.yaml       # about three minutes on two cores
 

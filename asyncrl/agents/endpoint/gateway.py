@@ -356,9 +356,9 @@ MAX_HEAD = 2**16
 class Connection(HttpToolsProtocol):
     """A client connection, in request.scope["connection"].
 
-    It is closed if no whole head arrives within timeout_keep_alive seconds. Above `max_connections` it replaces
-    the connection that has waited longest for a first head, or else for a later one. If none waits, it gets
-    503.
+    It is closed if no whole head arrives within timeout_keep_alive seconds. Above `max_connections` it
+    replaces the connection that has waited longest for a first head, or else for a later one. If none waits,
+    it gets 503.
     """
 
     def __init__(self, max_connections: int, **settings: Any) -> None:
