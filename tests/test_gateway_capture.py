@@ -13,6 +13,7 @@ from gateway_capture_cases import END, Message, Play, assistant, completion, pla
 from gateway_cases import gateway_world, in_loop
 from template_renderers import Renderers, renderers
 
+from asyncrl.agents.endpoint.capture import Capture, GatewayStats
 from asyncrl.agents.endpoint.prefix_match import left_out
 from asyncrl.agents.harness import OUTCOME
 from asyncrl.base.errors import ConfigError, RolloutFailure
@@ -182,6 +183,41 @@ def test_end_of_a_call_is_not_repeated(sampled: str, behind: str, renderer_for: 
     added = renderer.decode(planned.added.tolist(), skip_special_tokens=False)
     assert planned.how == "realigned"
     assert added.partition("\n<|im_start|>user")[0] == behind
+
+
+CHAT = [user("1+2"), assistant("3"), user("Sure?")]
+
+
+@pytest.mark.parametrize(
+    ("template", "sampled", "deviation"),
+    [
+        ("qwen3", f"{THOUGHT}3{IM_END}", "thought"),
+        ("qwen3", f"3{EOT}", "end_token"),
+        ("qwen3", f"3\n{IM_END}", "form"),
+        ("gptoss", "<|channel|>final<|message|>3<|return|>", "end_token"),
+        ("qwen3_5_nothink", f"3{IM_END}", "opening"),
+    ],
+)
+def test_realigned_prompt_names_its_deviation(
+    template: str, sampled: str, deviation: str, renderer_for: Renderers
+) -> None:
+    renderer = renderer_for(template)
+    kept, as_template = Play(renderer), Play(renderer)
+    as_template.capture = Capture(renderer, GatewayStats(), keeps_thoughts=False)
+    for play in (kept, as_template):
+        play.ask(CHAT[:1], sampled, CHAT[1])
+    whole = renderer.render(CHAT)
+    planned = plan(kept.capture, CHAT)
+    assert planned.match is not None
+    assert planned.match.deviations == (deviation,)
+    begun = [*kept.renderer.encode(renderer.render(CHAT[:1])), *renderer.encode(sampled)]
+    assert planned.prompt_ids.tolist()[: len(begun)] == begun
+    end = "<|end|>" if template == "gptoss" else IM_END
+    after = whole.rpartition(f"3{end}")[2]
+    assert renderer.decode(planned.prompt_ids.tolist()[len(begun) :], skip_special_tokens=False) == after
+    planned = plan(as_template.capture, CHAT)
+    assert planned.how == "edited"
+    assert renderer.decode(planned.prompt_ids.tolist(), skip_special_tokens=False) == whole
 
 
 @pytest.mark.parametrize(("template", "closed"), [("qwen3_5_think", "\n</think>\n\n"), ("qwen3", "")])
