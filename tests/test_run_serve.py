@@ -147,7 +147,7 @@ async def test_finished_run_waits_for_remote_workers(leaves_s: float, waited_s: 
     queue._workers["w", "its instance"] = WorkerRecord()
     loop.call_later(leaves_s, queue.worker_gone_nowait, "w", "it left")
     queue.is_over = True
-    parts: Any = SimpleNamespace(queue=queue, workers=(), gateway=AsyncMock())
+    parts: Any = SimpleNamespace(queue=queue, workers=(), gateway=AsyncMock(sessions=Mock()))
     await AgentRuntime.aclose(parts)
     assert loop.time() == pytest.approx(waited_s)
     parts.gateway.aclose.assert_awaited_once()

@@ -39,7 +39,7 @@ from asyncrl.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.sessions import GatewayCall, Part, Piece
+    from asyncrl.agents.endpoint.sessions import GatewayCall, Part, AnswerPiece
 
 
 # ---- chats and completions
@@ -88,7 +88,7 @@ class ChatWriter(Writer):
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _delta(answer: Answer, piece: Piece) -> dict[str, Any]:
+def _delta(answer: Answer, piece: AnswerPiece) -> dict[str, Any]:
     """Return at most one call: some clients read no more. Its first delta has the name."""
     part, number, text = piece
     if part == "ping":

@@ -109,7 +109,7 @@ class Retries:
 Part = Literal["thought", "text", "call", "ping"]
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     part: Part
     number: int
     """Of the tool call."""
@@ -155,7 +155,7 @@ class GatewayCall:
         self.answer.feed(token_ids)
         self.news.set()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[AnswerPiece]:
         """Yield what grows until the call is sampled, and a ping after PING_S without a piece.
 
         Each tool call begins with an empty piece. Opened ones grow first and new ones last: a text stands
@@ -174,22 +174,22 @@ class GatewayCall:
                 self.news.clear()
             is_last = self.is_sampled
             answer = self.answer
-            texts = [Piece("thought", 0, answer.thought), Piece("text", 0, answer.shown)]
-            calls = [Piece("call", number, call.arguments) for number, call in enumerate(answer.calls)]
+            texts = [AnswerPiece("thought", 0, answer.thought), AnswerPiece("text", 0, answer.shown)]
+            calls = [AnswerPiece("call", number, call.arguments) for number, call in enumerate(answer.calls)]
             grown = [*calls[:num_opened], *texts, *calls[num_opened:]]
             num_opened = len(calls)
             for part, number, text in grown:
                 if (start := num_yielded.get((part, number))) is None:
                     start = 0
                     if part == "call":
-                        yield Piece(part, number, "")
+                        yield AnswerPiece(part, number, "")
                 num_yielded[part, number] = len(text)
                 if len(text) > start:
                     ping_at = loop.time() + PING_S
-                    yield Piece(part, number, text[start:])
+                    yield AnswerPiece(part, number, text[start:])
             if loop.time() >= ping_at and not is_last:
                 ping_at = loop.time() + PING_S
-                yield Piece("ping", 0, "")
+                yield AnswerPiece("ping", 0, "")
 
 
 @dataclass(eq=False, repr=False)
