@@ -39,7 +39,7 @@ from asyncrl.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.sessions import GatewayCall, Part, AnswerPiece
+    from asyncrl.agents.endpoint.sessions import AnswerPiece, GatewayCall, Part
 
 
 # ---- chats and completions
