@@ -39,13 +39,7 @@ TOOLS: list[Any] = [
 
 
 async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
-    """Ask until the model answers instead of calling the tool.
-
-    The reward is the sum of six parts, so that the model can learn one after the other: a call (0.1), the
-    right name in it (0.2), the end of that call (0.1), an answer after one call (0.1), an answer that begins
-    with the right room (0.2), and the right room with nothing after it (0.3). A short answer with a wrong
-    room earns nothing: paid for it, the model soon gives one room to everybody.
-    """
+    """Ask until the model answers instead of calling the tool."""
     messages: list[Any] = list(task.messages)
     asked: list[str] = []
     reasons: list[str] = []
@@ -62,8 +56,25 @@ async def run(task: Task, session: Session, *, max_turns: int = 3) -> Outcome:
             break
         for call in message.tool_calls:
             asked.append(str(json.loads(call.function.arguments).get("name", "")))
-            found = task.answer["room"] if asked[-1] == task.answer["name"] else NOBODY
+            found = room_of(task, asked[-1])
             messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+    return outcome_of(task, asked, answer, reasons)
+
+
+def room_of(task: Task, name: str) -> str:
+    """Return what the directory says about a name."""
+    room: str = task.answer["room"]
+    return room if name == task.answer["name"] else NOBODY
+
+
+def outcome_of(task: Task, asked: list[str], answer: str, reasons: list[str]) -> Outcome:
+    """Score a conversation by the names in its calls, its answer, and why its first and last turn ended.
+
+    The reward is the sum of six parts, so that the model can learn one after the other: a call (0.1), the
+    right name in it (0.2), the end of that call (0.1), an answer after one call (0.1), an answer that begins
+    with the right room (0.2), and the right room with nothing after it (0.3). A short answer with a wrong
+    room earns nothing: paid for it, the model soon gives one room to everybody.
+    """
     is_right_name = asked[:1] == [task.answer["name"]]
     has_ended = is_right_name and reasons[0] == "tool_calls"
     has_answered = is_right_name and len(asked) == 1 and bool(answer)  # a guess is worth nothing
