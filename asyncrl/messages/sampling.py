@@ -47,9 +47,8 @@ class SamplingRequest(SamplingParameters):
     The last `num_resumed` ids were sampled by an earlier segment; they count for stop strings and the
     grammar. Each draw depends only on (`seed`, absolute position). Stop strings count only after the thought
     that the answer begins with, between the marks `thinking`; the first mark is empty if the prompt opens the
-    thought. Only the pool reads `route_key`, which
-    keeps requests with a common prompt on one engine, and `after`, the last span of the previous turn,
-    whose engine has the conversation in its cache.
+    thought. Only the pool reads `route_key`, which keeps requests with a common prompt on one engine, and
+    `after`, the last span of the previous turn, whose engine has the conversation in its cache.
     """
 
     request_id: str

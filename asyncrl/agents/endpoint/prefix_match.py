@@ -372,15 +372,20 @@ class ChatMatcher:
             places = [(after.find(mark), mark) for mark in ends if mark and mark in after]
             for place, mark in sorted(places)[:1]:
                 rest = after[place:].removeprefix(mark if end else "")
-                yield Joint(before, rest, end and mark, end != mark and bool(end))
+                written_end = mark if end else ""
+                yield Joint(before, rest, written_end, end != written_end)
         before, after = self._around(at, keeps_calls=False)
+        if not after:
+            return
+        if not end:  # the answer was cut: the template's own end follows the sampled ids
+            yield Joint(before, after)
+            return
         begun = after.lstrip()
-        closing = self.tokenizer.closing.lstrip()
-        mark = next((mark for mark in (closing, end) if mark and begun.startswith(mark)), "") if end else ""
-        if after:
-            rest = begun.removeprefix(mark) if mark else after
-            is_other_end = bool(end) and not (mark and sampled.endswith(mark))
-            yield Joint(before, rest, mark, is_other_end)
+        ends = (self.tokenizer.closing.lstrip(), end)
+        mark = next((mark for mark in ends if mark and begun.startswith(mark)), "")
+        rest = begun.removeprefix(mark) if mark else after
+        has_same_end = mark != "" and sampled.endswith(mark)
+        yield Joint(before, rest, mark, not has_same_end)
 
     def _around(self, at: int, keeps_calls: bool) -> tuple[str, str]:
         """Return the texts before and after messages[at]; empty if the template refuses."""
