@@ -326,6 +326,7 @@ def test_text_that_a_schema_allows_stays_text(schema: dict[str, Any], value: Any
 
 HERMES, LLAMA = find_tool_format("hermes", ""), find_tool_format("llama", "")
 X, G0 = '{"name": "f", "arguments": {"x": 1}}', '{"name": "g", "parameters": {}}'
+LATE = '{"arguments": {"x": 1}, "name": "f"}'
 CALL_F = ToolCall("f", '{"x": 1}')
 TWO = (CALL_F, ToolCall("g", "{}"))
 
@@ -335,6 +336,8 @@ TWO = (CALL_F, ToolCall("g", "{}"))
     [
         (HERMES, f"<tool_call>{X}</tool_call>and<tool_call>{G0}</tool_call> then", "and then", TWO),
         (HERMES, f"<tool_call>{G0}</tool_call></think>no", f"<tool_call>{G0}</tool_call></think>no", ()),
+        (HERMES, f"<tool_call>{LATE}</tool_call>", None, (CALL_F,)),
+        (LLAMA, f"{LATE}; {G0}", None, TWO),
         (LLAMA, f"<|python_tag|>{X}; <|python_tag|>{G0}", None, TWO),
         (LLAMA, f"{X}; {G0}", None, TWO),
         (LLAMA, f"Like this: {X}", f"Like this: {X}", ()),
