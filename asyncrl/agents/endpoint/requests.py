@@ -256,7 +256,7 @@ IGNORED = frozenset(
         "prompt_cache_options client_metadata inference_geo speed cache_control cache_salt diagnostics betas "
         "context_management user_profile_id workspace_id billing_policy fallback_credit_token request_id "
         "session_id priority spaces_between_special_tokens return_token_offsets return_mm_kwargs mm_payload "
-        "routed_experts_prompt_start enable_response_messages"
+        "routed_experts_prompt_start enable_response_messages access_programs"
     ).split()
 )
 """Parameters without an effect on sampling."""
@@ -273,7 +273,7 @@ _REFUSED = {
         echo=false prompt_logprobs logprob_token_ids=[] return_token_ids=false return_prompt_text=false
         return_tokens_as_token_ids=false include_stop_str_in_output=false include_reasoning=true""",
     "this model reads and writes text": """
-        modalities=["text"] audio suffix="" web_search_options prompt_embeds mm_processor_kwargs={}
+        modalities=["text"] audio image={} suffix="" web_search_options prompt_embeds mm_processor_kwargs={}
         media_io_kwargs={}""",
     "send it in `chat_template_kwargs`": "enable_thinking thinking",
     "the chat template is the run's, and an answer follows the last message": """
@@ -286,8 +286,8 @@ _REFUSED = {
         guided_decoding_backend""",
     "use /v1/chat/completions": "logprobs top_logprobs=0 response_format stop=[] chat_template_kwargs={}",
     "this server has no such service": """
-        mcp_servers=[] container background=false conversation moderation prompt compaction
-        kv_transfer_params ec_transfer_params previous_input_messages=[]""",
+        mcp_servers=[] container background=false background_options={} conversation moderation prompt
+        compaction kv_transfer_params ec_transfer_params previous_input_messages=[]""",
 }
 """Refused parameters by reason, with the JSON values that have no effect."""
 
