@@ -213,7 +213,7 @@ async def test_thread_continues_from_a_kept_message(streamed: bool) -> None:
         assert second.content[-1].text == "Three."
         assert talk.prompts()[1].startswith(talk.prompts()[0] + says[0])
         assert talk.is_one_branch_of(*says)
-        with pytest.raises(anthropic.BadRequestError, match="its type is create, or continue"):
+        with pytest.raises(anthropic.BadRequestError, match="previous_message_id: Field required"):
             await talk.message(extra_body={"thread": {"type": "continue"}})
         unkept = await talk.message()
         for name in ("msg-77", unkept.id):

@@ -297,18 +297,38 @@ async def test_docs_show_every_parameter_without_a_key() -> None:
                 assert (response.status, text in await response.text()) == (200, True)
 
 
+@in_loop
+async def test_namespaces_of_tools_are_part_of_their_names() -> None:
+    tools = [{"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]}]
+    says = '<tool_call>\n{"name": "files__read", "arguments": {}}\n</tool_call>', "Done."
+    async with talking(*says) as talk:
+        first = await talk.respond("Read", tools=tools)
+        (call,) = first.output
+        assert (call.namespace, call.name) == ("files", "read")
+        given = {"type": "function_call_output", "call_id": call.call_id, "output": "x"}
+        await talk.respond([{"role": "user", "content": "Read"}, call.model_dump(), given], tools=tools)
+        assert talk.is_one_branch_of(*says)
+
+
 def test_anthropic_turns_become_chat_messages() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
-    result = {"type": "tool_result", "tool_use_id": "c", "content": PARTS}
+    named = [{"type": "tool_reference", "tool_name": name} for name in "gfh"]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}, *named]}
     turns: list[Any] = [
         {"role": "system", "content": ["A", "B"]},
         {"role": "system", "content": [], "output_config": {"effort": "low"}},
         {"role": "assistant", "content": [thought, {"type": "redacted_thinking"}]},
         {"role": "user", "content": [result]},
     ]
-    read_as = anthropic_dialect.MESSAGES.read(RequestReader(RULES), said(*turns), KeptAnswers(9))[0].messages
-    assert [each["content"] for each in read_as] == ["AB", "", TEXT]
-    assert read_as[1]["reasoning_content"] == "hm"
+    tools: list[Any] = [{"name": "find"}, *({"name": name, "defer_loading": True} for name in "fg")]
+    reader = RequestReader(RULES)
+    asked: Any = anthropic_dialect.MESSAGES.read(reader, said(*turns) | {"tools": tools}, KeptAnswers(9))[0]
+    found = [f'<function>{{"name": "{name}", "parameters": {{}}}}</function>' for name in "gf"]
+    lines = "[image: this model reads text only]", "<functions>", *found, "</functions>", "h"
+    assert [each["content"] for each in asked.messages] == ["AB", "", "\n".join(lines)]
+    assert asked.messages[1]["reasoning_content"] == "hm"
+    assert [tool["function"]["name"] for tool in asked.shown_tools] == ["find"]
+    assert reader.num_with_notes == 1
 
 
 @in_loop

@@ -4,6 +4,7 @@ trainer/step_metrics.py measures optimizer steps. docs/metrics.md is written fro
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -115,6 +116,7 @@ GAUGES: Mapping[str, Gauge] = {
     "gateway/kept_end_token": Gauge("total", "calls", "realigned: another end token was sampled"),
     "gateway/kept_form": Gauge("total", "calls", "realigned: an answer has another form"),
     "gateway/edited": Gauge("total", "calls", "that started a branch with an edited history"),
+    "gateway/with_notes": Gauge("total", "calls", "with a note in place of a tool's image or file"),
     "gateway/refused": Gauge("total", "calls", "answered with an error"),
     "harness/queued": Gauge("now", "rollouts", "waiting for a worker"),
     "harness/workers": Gauge("now", "workers", "connected"),
@@ -171,7 +173,7 @@ class Totals:
     """
 
     def __init__(self) -> None:
-        self._totals: dict[str, float] = {}
+        self._totals: defaultdict[str, float] = defaultdict(float)
         self._seen: dict[tuple[str, str], float] = {}
 
     def starts_from(self, totals: Mapping[str, float]) -> None:
@@ -183,9 +185,9 @@ class Totals:
         for name, value in counted.items():
             for source, now in (value if isinstance(value, Mapping) else {"": value}).items():
                 before = self._seen.get((name, source), 0)
-                self._totals[name] = self._totals.get(name, 0) + (now - before if now >= before else now)
+                self._totals[name] += now - before if now >= before else now
                 self._seen[name, source] = now
-        return {name: self._totals.get(name, 0) for name in counted}
+        return {name: self._totals[name] for name in counted}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,10 @@ def claude():
     return printed("claude")
 
 
+def claude_compact():
+    return printed("claude", "80000")
+
+
 def codex():
     return printed("codex")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# programs.sh NPM claude | codex | ai_sdk MODEL RESULT: starts a program that npm has installed in NPM. The last line is JSON:
+# programs.sh NPM claude [WINDOW] | codex | ai_sdk MODEL RESULT: starts a program that npm has installed in NPM. The last line is JSON:
 # [what it says, the file that it makes] of a coding agent, and [answer, number of calls] of ai_sdk.mjs.
 set -euo pipefail
 npm=$1
@@ -16,10 +16,12 @@ trap 'rm -rf "$HOME"' EXIT
 mkdir "$HOME/work" && cd "$HOME/work"
 echo alpha >a.txt
 echo beta >b.txt
+echo iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg== | base64 -d >x.png
 task="Join a.txt and b.txt into c.txt."
 export HOME IS_SANDBOX=1
 case $program in
 claude)
+    [ -z "${3:-}" ] || export CLAUDE_CODE_MAX_CONTEXT_TOKENS=$3
     "$npm/node_modules/.bin/claude" -p "$task" --model policy --dangerously-skip-permissions >said </dev/null || true
     ;;
 codex)

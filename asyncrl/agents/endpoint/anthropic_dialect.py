@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, FailFast, Field
+from pydantic import FailFast, Field
 from pydantic_core import PydanticCustomError, from_json
-from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.dialects import (
     Block,
     Dialect,
     Kept,
     KeptAnswers,
+    Part,
     Read,
     Writer,
     anthropic_error,
     encoded,
-    grow_blocks,
     kept_answer,
     whole_blocks,
 )
@@ -26,90 +25,103 @@ from asyncrl.agents.endpoint.requests import (
     ApiError,
     CallParameters,
     Count,
+    Name,
+    OpenDict,
     RequestReader,
     Settings,
     Stops,
     chat_format,
     invalid,
-    joined,
     present,
-    shown,
     text_of,
 )
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.sessions import GatewayCall, Part
+    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 
 BILLING = "x-anthropic-billing-header:"
 """It differs in each call of Claude Code, so no chat would continue another."""
 
 
-class _Thinking(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]
+class _Thinking(OpenDict):
     type: Literal["enabled", "adaptive", "disabled"]
 
 
+class _Created(OpenDict):
+    type: Literal["create"]
+
+
+class _Continued(OpenDict):
+    type: Literal["continue"]
+    previous_message_id: str
+
+
+class _Tool(OpenDict):
+    type: NotRequired[Literal["custom"] | None]
+    name: Name
+    description: NotRequired[str | None]
+    input_schema: NotRequired[dict[str, Any]]
+    strict: NotRequired[bool | None]
+    defer_loading: NotRequired[bool | None]
+
+
+class _Turn(OpenDict):
+    role: Literal["system", "user", "assistant"]
+    content: str | list[Any]
+
+
 class MessagesRequest(CallParameters):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1), FailFast()]
+    messages: Annotated[list[_Turn], Field(min_length=1), FailFast()]
     system: str | list[Any] = ""
     max_tokens: Count | None = None
-    tools: Annotated[list[dict[str, Any]], FailFast()] = []
+    tools: Annotated[list[_Tool], FailFast()] = []
     tool_choice: dict[str, Any] | None = None
     thinking: _Thinking | None = None
     stop_sequences: Stops = []
     output_config: dict[str, Any] = {}
-    thread: dict[str, Any] | None = None
+    thread: Annotated[_Created | _Continued, Field(discriminator="type")] | None = None
     chat_template_kwargs: Settings = {}
 
 
 def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
     asked = reader.checked(body, MessagesRequest)
-    before = _continued(asked, kept)
-    messages = [*before.messages, *_messages(asked)]
+    before = Kept([])
+    if asked.thread and asked.thread["type"] == "continue":
+        before = kept_answer(asked.thread["previous_message_id"], "thread.previous_message_id", kept)
     tools = [*before.tools, *map(_function, asked.tools)]
+    messages = [*before.messages, *_messages(asked)]
     chat = asked.common() | {"messages": messages, "tools": tools, "stop": asked.stop_sequences}
     if asked.tool_choice is not None:
-        chat["tool_choice"] = _choice(asked.tool_choice)
+        chat["tool_choice"] = asked.tool_choice
         chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
     if asked.thinking is not None and asked.thinking["type"] == "disabled":
         off = {"enable_thinking": False, "thinking": False}
         chat["chat_template_kwargs"] = off | asked.chat_template_kwargs
     chat["reasoning_effort"] = asked.output_config.get("effort")
     chat["response_format"] = chat_format(asked.output_config.get("format"), name="output", strict=True)
-    return reader.chat(chat), MessageWriter(Kept(messages, tools) if asked.thread else None)
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    return reader.chat(chat, functions), MessageWriter(Kept(messages, tools) if asked.thread else None)
 
 
 MESSAGES = Dialect("msg", "messages", True, _read, MessagesRequest)
 
 
-def _continued(asked: MessagesRequest, kept: KeptAnswers) -> Kept:
-    """Raises ApiError: 404 if the answer is gone."""
-    match asked.thread:
-        case None | {"type": "create"}:
-            return Kept([])
-        case {"type": "continue", "previous_message_id": str(name)}:
-            return kept_answer(name, "thread.previous_message_id", kept)
-    raise invalid("thread: its type is create, or continue with a previous_message_id.", "thread")
-
-
 def _messages(asked: MessagesRequest) -> list[dict[str, Any]]:
     messages = _turn("system", asked.system, "system") if asked.system else []
     for number, turn in enumerate(asked.messages):
-        messages += _turn(str(turn.get("role")), turn.get("content"), f"messages[{number}].content")
+        messages += _turn(turn["role"], turn["content"], f"messages[{number}].content")
     if messages and messages[-1]["role"] == "assistant":
         raise invalid("The last message is the assistant's: this server cannot continue it.", "messages")
     return messages
 
 
-def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
+def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, Any]]:
     """Return the tool results and the message of one turn. The chat joins the parts of a message; a system's
     are joined by nothing, like in vLLM.
     """
     blocks = [content] if isinstance(content, str) else content
-    if not isinstance(blocks, list):
-        raise invalid(f"{where}: it must be a text or a list of blocks, not {shown(blocks)}.", where)
     parts: list[Any] = []
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -121,10 +133,8 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
                 function = {"name": tool, "arguments": arguments}
                 calls.append({"id": name, "type": "function", "function": function})
             case "user", {"type": "tool_result", "tool_use_id": str(name)}:
-                (result,) = _turn("tool", block.get("content") or "", f"{place}.content")
-                text = joined(result["content"])
-                text = f"Error: {text}" if block.get("is_error") else text
-                results.append({"role": "tool", "tool_call_id": name, "content": text})
+                result = present(block, "content", "is_error")
+                results.append({"role": "tool", "tool_call_id": name, **result})
             case _:
                 try:
                     texts.append(text_of(block))
@@ -138,20 +148,10 @@ def _turn(role: str, content: Any, where: str) -> list[dict[str, Any]]:
     return results if results and not parts else [*results, message]
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if (kind := tool.get("type") or "custom") != "custom":
-        raise invalid(f"tools: this server has no tool of type {shown(kind)}.", "tools")
+def _function(tool: _Tool) -> dict[str, Any]:
     function = present(tool, "name", "description", "strict") | {"parameters": tool.get("input_schema", {})}
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: Mapping[str, Any]) -> Any:
-    match choice:
-        case {"type": "tool", "name": str(name)}:
-            return {"type": "function", "name": name}
-        case {"type": "any"}:
-            return "required"
-    return choice.get("type")
+    is_deferred = {"defer_loading": True} if tool.get("defer_loading") else {}
+    return {"type": "function", "function": function, **is_deferred}
 
 
 # ---- answers
@@ -186,7 +186,7 @@ class MessageWriter(Writer):
         message = {**_head(call), "content": [], "usage": _usage(call, 0), **ending}
         yield encoded({"type": "message_start", "message": message}, PING)
         blocks = list[Block]()
-        async for step, block, text in grow_blocks(call, blocks):
+        async for step, block, text in call.steps(blocks):
             index = len(blocks) - 1
             if step == "ping":
                 yield encoded(PING)

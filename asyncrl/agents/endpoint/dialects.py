@@ -15,7 +15,7 @@ from asyncrl.agents.endpoint.requests import ApiError, Newest, shown
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
-    from asyncrl.agents.endpoint.sessions import GatewayCall, Part
+    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 Event = Mapping[str, Any]
 
@@ -23,6 +23,8 @@ Event = Mapping[str, Any]
 class Kept(NamedTuple):
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
+    items: Sequence[Mapping[str, Any]] = ()
+    """Of a response, for later references."""
 
 
 KeptAnswers = Newest[str, Kept]
@@ -48,7 +50,7 @@ class Writer(ABC):
 
     @abstractmethod
     def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
-        """Yield the stream: at once an event that begins it, then one whenever a piece or a ping comes.
+        """Yield the stream: at once an event that begins it, then one at every step.
 
         Once the call is sampled, the rest comes without waiting.
         """
@@ -84,6 +86,7 @@ def encoded(*events: Event) -> bytes:
 
 
 Step = Literal["open", "delta", "close", "ping"]
+Part = Literal["thought", "text", "call"]
 
 
 @dataclass(eq=False)
@@ -100,31 +103,6 @@ def whole_blocks(answer: Answer) -> list[Block]:
     if answer.content or not (blocks or answer.calls):
         blocks.append(Block("text", 0, answer.content or ""))
     return blocks + [Block("call", number, each.arguments) for number, each in enumerate(answer.calls)]
-
-
-async def grow_blocks(call: GatewayCall, blocks: list[Block]) -> AsyncIterator[tuple[Step, Block, str]]:
-    """Append to `blocks` while a call is sampled, in the order in which it was sampled; yield the steps.
-
-    An answer without any block gets an empty text.
-    """
-    async for part, number, text in call.pieces():
-        if part == "ping":
-            yield "ping", Block(part, 0), ""
-            continue
-        last = blocks[-1] if blocks else None
-        if last is None or last.part != part or (part == "call" and last.number != number):
-            if last is not None:
-                yield "close", last, ""
-            last = Block(part, sum(each.part == part for each in blocks))
-            blocks.append(last)
-            yield "open", last, ""
-        if text:
-            last.text += text
-            yield "delta", last, text
-    if not blocks:
-        blocks.append(Block("text", 0))
-        yield "open", blocks[-1], ""
-    yield "close", blocks[-1], ""
 
 
 # ---- errors and models

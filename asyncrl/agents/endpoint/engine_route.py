@@ -73,7 +73,7 @@ class EngineRoute:
 
     def __post_init__(self) -> None:
         self.counts = GatewayStats()
-        self._reader = RequestReader(self.rules, text_joint(self.tokenizer))
+        self.reader = RequestReader(self.rules, text_joint(self.tokenizer))
         self._rendering = asyncio.Lock()
         self._encoding = asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
@@ -82,7 +82,7 @@ class EngineRoute:
         """Raises ApiError."""
         return await _run(
             self._rendering,
-            lambda: dialect.read(self._reader, parse_json(body), session.kept),
+            lambda: dialect.read(self.reader, parse_json(body), session.kept),
             in_thread=len(body) >= LONG_BODY,
         )
 
@@ -224,7 +224,7 @@ class EngineRoute:
         match = partial(
             session.capture.match,
             asked.messages,
-            asked.tools or None,
+            asked.shown_tools or None,
             prefill=prefill_of(asked, self.tool_format, self.tokenizer),
             settings=asked.chat_template_kwargs or None,
         )

@@ -163,6 +163,7 @@ class Gateway:
         counts |= {
             f"gateway/kept_{name}": self._route.counts.deviations[name] for name in get_args(Deviation)
         }
+        counts["gateway/with_notes"] = self._route.reader.num_with_notes
         return counts | {"gateway/refused": sum(self.stats().refused.values())}
 
     # ---- routes

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
-from pydantic import FailFast
+from pydantic import ConfigDict, FailFast
+from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.dialects import (
     Block,
     Dialect,
     Kept,
     KeptAnswers,
+    Part,
     Read,
     Step,
     Writer,
     encoded,
-    grow_blocks,
     kept_answer,
     whole_blocks,
 )
@@ -39,7 +41,7 @@ from asyncrl.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.sessions import AnswerPiece, GatewayCall, Part
+    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 
 # ---- chats and completions
@@ -58,8 +60,9 @@ class ChatWriter(Writer):
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
         yield self._event(call, delta={"role": "assistant", "content": "", "refusal": None})
-        async for piece in call.pieces():
-            yield self._event(call, delta=_delta(call.answer, piece))
+        async for step, block, text in call.steps([]):
+            if step in ("delta", "ping") or (step == "open" and block.part == "call"):
+                yield self._event(call, delta=_delta(call.answer, step, block, text))
         yield self._end(call, delta={}, logprobs=self._choice(call.answer)["logprobs"])
 
     def failed(self, error: ApiError) -> bytes:
@@ -88,16 +91,15 @@ class ChatWriter(Writer):
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _delta(answer: Answer, piece: AnswerPiece) -> dict[str, Any]:
+def _delta(answer: Answer, step: Step, block: Block, text: str) -> dict[str, Any]:
     """Return at most one call: some clients read no more. Its first delta has the name."""
-    part, number, text = piece
-    if part == "ping":
+    if step == "ping":
         return {}
-    if part != "call":
-        return {"content" if part == "text" else "reasoning_content": text}
-    entry: dict[str, Any] = {"index": number, "function": {"arguments": text}}
-    if not text:
-        call = answer.calls[number]
+    if block.part != "call":
+        return {"content" if block.part == "text" else "reasoning_content": text}
+    entry: dict[str, Any] = {"index": block.number, "function": {"arguments": text}}
+    if step == "open":
+        call = answer.calls[block.number]
         entry |= {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
     return {"tool_calls": [entry]}
 
@@ -108,8 +110,9 @@ class TextWriter(ChatWriter):
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
         yield self._event(call, text="")
-        async for piece in call.pieces():
-            yield self._event(call, text=piece.text)
+        async for step, _, text in call.steps([]):
+            if step in ("delta", "ping"):
+                yield self._event(call, text=text)
         yield self._end(call, text="")
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
@@ -135,11 +138,21 @@ TEXT = Dialect("cmpl", "completions", False, _read_text, TextRequest)
 NOT_ECHOED = {"input", "include", "stream", "model", "seed", "chat_template_kwargs", "skip_special_tokens"}
 
 
+class _Tool(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    type: str
+    name: NotRequired[str]
+    tools: NotRequired[list[_Tool]]
+
+
+Functions = dict[str, Mapping[str, Any]]
+
+
 class ResponsesRequest(CallParameters):
     input: str | list[Any] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[Any] = []
+    tools: Annotated[list[_Tool], FailFast()] = []
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     text: dict[str, Any] = {"format": {"type": "text"}}
@@ -154,15 +167,22 @@ class ResponsesRequest(CallParameters):
 
 def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Read:
     asked = reader.checked(body, ResponsesRequest)
-    name = asked.previous_response_id
-    before = [] if name is None else kept_answer(name, "previous_response_id", kept).messages
+    previous = asked.previous_response_id
+    before = [] if previous is None else kept_answer(previous, "previous_response_id", kept).messages
     items = asked.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}] if items else []
     messages = _messages([_resolved(item, f"input[{number}]", kept) for number, item in enumerate(items)])
     if not messages:
         raise invalid("input: it must be a text or a list of items, not empty.", "input")
-    tools = list(_tools(asked.tools, reader))
+    functions = _functions(asked.tools, reader)
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": name, **present(each, "description", "parameters", "strict")},
+        }
+        for name, each in functions.items()
+    ]
     first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     chat = asked.common() | {
         "messages": [*first, *before, *messages],
@@ -175,41 +195,37 @@ def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswer
         "reasoning_effort": asked.reasoning.get("effort"),
         "response_format": chat_format(asked.text.get("format")),
     }
-    return reader.chat(chat), ResponseWriter(asked, [*before, *messages])
+    return reader.chat(chat), ResponseWriter(asked, [*before, *messages], functions)
 
 
 def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Join items of one answer: a text to the thought before it, calls to all before them."""
+    """Join items of one answer: a text to the thought or the calls before it, calls to all before them."""
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         message = _message(item, f"input[{number}]")
-        last = messages[-1] if messages else message
-        if last is message or not last["role"] == message["role"] == "assistant":
+        last = messages[-1] if messages else {}
+        is_next_text = "content" in message and "content" in last and "tool_calls" not in last
+        is_next = is_next_text or "reasoning_content" in message
+        if is_next or not last.get("role") == message["role"] == "assistant":
             messages.append(message)
-        elif "tool_calls" in message:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
-        elif "content" in message and last.keys() == {"role", "reasoning_content"}:
-            last |= message
-        elif "content" in message and "tool_calls" in last:  # a text behind a call
-            last["content"] = [*_parts(last.get("content")), *_parts(message["content"])]
-        else:
-            messages.append(message)
+            continue
+        for key in message.keys() - {"role"}:
+            last[key] = [*last.get(key, ()), *message[key]]
     return messages
-
-
-def _parts(content: Any) -> list[Any]:
-    return content if isinstance(content, list) else [content] if content else []
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
     match item:
+        case {"role": "assistant", "content": str(content)}:
+            return {"role": "assistant", "content": [content]}
         case {"role": role, "content": content}:
             return {"role": role, "content": content}
         case {"type": "reasoning"}:
             thought = item.get("content") or unsealed(item, where) or item.get("summary") or ""
             return {"role": "assistant", "reasoning_content": thought}
         case {"type": "function_call", "call_id": name}:
-            call = {"id": name, "type": "function", "function": {"arguments": None, **item}}
+            function = {"arguments": None, **item, "name": _flat(item.get("name"), item.get("namespace"))}
+            call = {"id": name, "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case {"type": "function_call_output", "call_id": str(name), "output": output}:
             return {"role": "tool", "tool_call_id": name, "content": output}
@@ -220,21 +236,14 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 
 def _resolved(item: Any, param: str, kept: KeptAnswers) -> Any:
     """Return the item that an item_reference names. Raises ApiError: 404."""
-    if not isinstance(item, dict) or item.get("type") != "item_reference":
-        return item
-    kind, _, rest = str(item.get("id")).partition("_")
-    name, _, index = rest.partition("_")
-    answer = kept_answer(name, param, kept).messages[-1]
-    calls = answer.get("tool_calls", [])
-    match kind:
-        case "rs":
-            return {"type": "reasoning", "content": answer.get("reasoning_content", "")}
-        case "msg":
-            return {"role": "assistant", "content": "" if index else answer["content"]}
-        case "fc" if index in map(str, range(len(calls))):
-            call = calls[int(index)]
-            return {"type": "function_call", "call_id": call["id"], **call["function"]}
-    raise ApiError(404, f"{param}: there is no item {shown(item.get('id'))}.", param=param)
+    match item:
+        case {"type": "item_reference", "id": str(name)}:
+            answer = kept_answer(name.partition("_")[2].partition("_")[0], param, kept)
+            for each in answer.items:
+                if each["id"] == name:
+                    return each
+            raise ApiError(404, f"{param}: there is no item {shown(name)}.", param=param)
+    return item
 
 
 _SEALED = "asyncrl:"
@@ -243,25 +252,36 @@ _SEALED = "asyncrl:"
 
 def unsealed(item: Mapping[str, Any], where: str) -> str:
     """Raises ApiError for the encrypted_content of another server."""
-    hidden = item.get("encrypted_content") or _SEALED
-    try:
-        head, found, text = str(hidden).partition(_SEALED)
-        if head or not found:
-            raise ValueError("it does not come from this gateway")
-        return base64.b64decode(text, validate=True).decode()
-    except ValueError as error:
-        name = f"{where}.encrypted_content"
-        raise invalid(f"{name} cannot be read: {error}.", name) from None
+    hidden = str(item.get("encrypted_content") or _SEALED)
+    if hidden.startswith(_SEALED):
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(hidden.removeprefix(_SEALED), validate=True).decode()
+    name = f"{where}.encrypted_content"
+    raise invalid(f"{name} cannot be read: it does not come from this gateway.", name)
 
 
-def _tools(tools: Sequence[Any], reader: RequestReader) -> Iterator[dict[str, Any]]:
+def _flat(name: Any, space: str | None) -> Any:
+    """Return the name of a function in the prompt: as in vLLM, it begins with its namespace."""
+    return f"{space}__{name}" if space else name
+
+
+def _functions(tools: Sequence[_Tool], reader: RequestReader, space: str | None = None) -> Functions:
+    """Return the functions by their names in the prompt.
+
+    Example: {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]} becomes
+    {"files__read": {"type": "function", "name": "read", "namespace": "files"}}.
+    """
+    functions: Functions = {}
     for tool in tools:
-        match tool:
-            case {"type": "function"}:
-                function = present(tool, "name", "description", "parameters", "strict")
-                yield {"type": "function", "function": function}
+        match tool["type"]:
+            case "function":
+                name = _flat(tool.get("name"), space)
+                functions[name] = {**tool, "namespace": space}
+            case "namespace":
+                functions |= _functions(tool.get("tools", []), reader, tool.get("name"))
             case _:
                 reader.log_once("tools", f"a tool that is no function is omitted: {tool!r:.200}")
+    return functions
 
 
 _PARTS: Mapping[Part, tuple[str, str]] = {
@@ -273,7 +293,13 @@ _PARTS: Mapping[Part, tuple[str, str]] = {
 
 
 class ResponseWriter(Writer):
-    def __init__(self, asked: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        asked: ResponsesRequest,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Functions,
+    ) -> None:
+        self._functions = functions
         self.continues = Kept(messages) if asked.store else None
         self._is_sealed = "reasoning.encrypted_content" in asked.include
         self._blocks = list[Block]()
@@ -290,6 +316,8 @@ class ResponseWriter(Writer):
             "total_tokens": call.planned.whole.length + answer.num_tokens,
         }
         output = [self._item(call, block) for block in self._blocks]
+        if self.continues is not None:
+            self.continues = self.continues._replace(items=output)
         body = self._head(call) | {"status": "completed", "output": output, "usage": usage}
         if answer.finish_reason == "length":
             body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -300,7 +328,7 @@ class ResponseWriter(Writer):
         event = self._event
         started = self._head(call) | {"status": "in_progress", "output": [], "usage": None}
         yield event("response.created", response=started) + event("response.in_progress", response=started)
-        async for step, block, text in grow_blocks(call, self._blocks):
+        async for step, block, text in call.steps(self._blocks):
             if step == "ping":
                 yield event("response.in_progress", response=started)
                 continue
@@ -349,7 +377,8 @@ class ResponseWriter(Writer):
         if block.part == "call":
             made = answer.calls[block.number]
             item |= {"type": "function_call", "call_id": made.id}
-            return item | {"name": made.name, "arguments": block.text}
+            full_name = present(self._functions.get(made.name, {}), "name", "namespace")
+            return item | {"name": made.name, "arguments": block.text, **full_name}
         part: dict[str, Any] = {"type": _PARTS[block.part][1], "text": block.text}
         if block.part == "thought":
             if self._is_sealed:
@@ -360,8 +389,7 @@ class ResponseWriter(Writer):
 
 
 def _item_id(call: GatewayCall, block: Block) -> str:
-    number = f"_{block.number}" if block.number or block.part == "call" else ""
-    return f"{_PARTS[block.part][0]}_{call.name}{number}"
+    return f"{_PARTS[block.part][0]}_{call.name}_{block.number}"
 
 
 RESPONSES = Dialect("resp", "responses", True, _read_response, ResponsesRequest)

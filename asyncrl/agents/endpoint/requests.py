@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -85,7 +86,7 @@ def too_long(size: str, most: int, param: str) -> ApiError:
 def shown(value: object) -> str:
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
-    text = repr(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value)
+    text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
 
 
@@ -105,6 +106,9 @@ _READ_PARTS = (
 ).split()
 _HELD = ("text", "refusal", "thinking", "tool_name", "name", "data", "content", "source")
 """Keys of a part's content, which is a text, a part or a list of parts."""
+_MEDIA = "image image_url input_image audio input_audio video file input_file document".split()
+_FUNCTIONS = ("<functions>\n", "\n</functions>")
+"""Around definitions of tools."""
 
 
 def text_of(part: Any) -> str:
@@ -127,6 +131,37 @@ def text_of(part: Any) -> str:
     raise wrong(f"a part of type {kind} is not supported: this model reads text")
 
 
+@dataclass(slots=True)
+class Reading:
+    """Reader of the content parts of one call.
+
+    `joint`: what the template writes between two texts. `functions`: tools by name.
+    """
+
+    joint: str
+    functions: Mapping[str, Mapping[str, Any]]
+    has_notes: bool = False
+    """A tool has returned an image or a file."""
+
+    def result(self, part: Any) -> str:
+        """Return the text of a part of a tool result.
+
+        - The name of a tool becomes its definition, in the form that Claude Code's ToolSearch announces.
+        - An image becomes a note: a refusal would end the rollout, because no agent takes a result back.
+        """
+        match part:
+            case {"type": "tool_reference", "tool_name": str(name)} if name in self.functions:
+                function = present(self.functions[name], "description", "name", "parameters")
+                definition = json.dumps(function, ensure_ascii=False)
+                return f"<function>{definition}</function>".join(_FUNCTIONS)
+            case {"type": str(kind)} if kind in _MEDIA:
+                with contextlib.suppress(PydanticCustomError):
+                    return text_of(part)
+                self.has_notes = True
+                return f"[{kind.removeprefix('input_').removesuffix('_url')}: this model reads text only]"
+        return text_of(part)
+
+
 def joined(content: Any) -> Any:
     return text_of(content) if isinstance(content, list) else content
 
@@ -135,7 +170,7 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
 """Of a tool's definition. A model may have called a tool of any other name."""
 
 
-class _Open(TypedDict):
+class OpenDict(TypedDict):
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # type: ignore[misc]
 
 
@@ -146,14 +181,14 @@ def _repaired(arguments: Any) -> Any:
     return arguments if isinstance(arguments, dict) else {}
 
 
-class _CalledFunction(_Open):
+class _CalledFunction(OpenDict):
     name: str
     arguments: Annotated[
         dict[str, Any], BeforeValidator(_repaired, json_schema_input_type=str | dict[str, Any])
     ]
 
 
-class _SentCall(_Open):
+class _SentCall(OpenDict):
     id: Annotated[str, Field(min_length=1)]
     type: NotRequired[Literal["function"]]
     function: _CalledFunction
@@ -162,7 +197,7 @@ class _SentCall(_Open):
 _CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 
 
-class _Message(_Open):
+class _Message(OpenDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: NotRequired[str]
     content: Annotated[str, WithJsonSchema(_CONTENT)]
@@ -177,8 +212,7 @@ def _is_thought(part: Any) -> bool:
 
 
 def _tidy(message: Any, info: ValidationInfo) -> Any:
-    """Keep the keys that templates get, with all text parts in one `content`. The context is what the
-    template writes between two of them.
+    """Keep the keys that templates get, with all text parts in one `content`. The context is a Reading.
 
     An answer's parts are also kept as `unjoined_content`: the client may have cut a recorded answer.
     """
@@ -191,16 +225,21 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
     for key in unread & kept.keys():
         raise wrong(f"{key} of a message of role {shown(role)} is refused: this model reads text")
     content = kept.setdefault("content", "")
+    reading: Reading = cast(Any, info.context)
     thought = kept.pop("reasoning_content", None) or kept.get("reasoning")
     if isinstance(content, list):
         if role == "assistant":
             thought = thought or [part for part in content if _is_thought(part)]
             content = [part for part in content if not _is_thought(part)]
-        texts = list(filter(None, map(text_of, content)))
-        joint = "\n" if role == "tool" or info.context is None else info.context
-        kept["content"] = joint.join(texts)
+        is_result = role == "tool"
+        texts = list(filter(None, map(reading.result if is_result else text_of, content)))
+        kept["content"] = ("\n" if is_result else reading.joint).join(texts)
+        if is_result:  # all definitions in one block
+            kept["content"] = kept["content"].replace("\n".join(reversed(_FUNCTIONS)), "\n")
         if role == "assistant":
             kept["unjoined_content"] = "".join(texts)
+    if role == "tool" and kept.get("is_error"):
+        kept["content"] = f"Error: {kept['content']}"
     if role == "assistant" and thought and isinstance(thought, (str, list)):
         kept["reasoning_content"] = thought
     return kept
@@ -213,26 +252,27 @@ def present(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
 ChatMessage = Annotated[_Message, BeforeValidator(_tidy)]
 
 
-class _Function(_Open):
+class _Function(OpenDict):
     name: Name
     description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any]]
     strict: NotRequired[bool | None]
 
 
-class GivenTool(_Open):
+class GivenTool(OpenDict):
     type: Literal["function"]
     function: _Function
+    defer_loading: NotRequired[bool | None]
 
 
-class _JsonSchema(_Open):
+class _JsonSchema(OpenDict):
     name: Name
     description: NotRequired[str | None]
     schema: NotRequired[dict[str, Any]]
     strict: NotRequired[bool | None]
 
 
-class _ResponseFormat(_Open):
+class _ResponseFormat(OpenDict):
     type: Literal["json_object", "json_schema"]
     json_schema: NotRequired[_JsonSchema]
 
@@ -316,10 +356,15 @@ _ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
 
 
 def _tool_choice(value: Any) -> str:
+    """Read the forms of all dialects."""
     match value:
         case "none" | "auto" | "required":
             return str(value)
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+        case {"type": "none" | "auto"}:
+            return str(value["type"])
+        case {"type": "any"}:
+            return "required"
+        case {"type": "function", "function": {"name": str(name)}} | {"name": str(name)}:
             return f"function:{name}"
     raise wrong("it must be none, auto, required, or name a function")
 
@@ -415,8 +460,13 @@ class ChatRequest(CallRequest):
 
     @property
     def callable_tools(self) -> list[GivenTool]:
-        """Return the tools that an answer may call. The prompt always has all of them."""
+        """Return the tools that an answer may call."""
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def shown_tools(self) -> list[GivenTool]:
+        """Return the tools of the prompt. A deferred one is described by a tool result that names it."""
+        return [tool for tool in self.tools if not tool.get("defer_loading")]
 
     @property
     def has_one_call(self) -> bool:
@@ -465,10 +515,18 @@ class RequestReader:
         self._joint = joint
         self._is_honoured = rules.on_sampling_override == "honour"
         self._logged: set[str] = set()
+        self.num_with_notes = 0
+        """Calls with a note in place of an image or a file."""
 
-    def chat(self, body: dict[str, Any]) -> ChatRequest:
-        """Raises ApiError."""
-        asked = self.checked(body, ChatRequest)
+    def chat(
+        self, body: dict[str, Any], functions: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> ChatRequest:
+        """Read a chat. `functions`: by name, for tool results that name them. Raises ApiError."""
+        reading = Reading(self._joint, functions or {})
+        asked = self.checked(body, ChatRequest, reading)
+        if reading.has_notes:
+            self.num_with_notes += 1
+            self.log_once("notes", "a tool returned an image or a file; the model reads a note instead")
         self._settle_sampling(asked)
         if asked.top_logprobs and not asked.logprobs:
             raise invalid("top_logprobs needs logprobs=true.", "top_logprobs")
@@ -493,7 +551,7 @@ class RequestReader:
             raise invalid(f"prompt contains {shown(largest)}; the model has ids 0 to {last}.", "prompt")
         return asked
 
-    def checked(self, body: Mapping[str, Any], shape: type[Shape]) -> Shape:
+    def checked(self, body: Mapping[str, Any], shape: type[Shape], reading: Reading | None = None) -> Shape:
         given = {}
         for name, value in body.items():
             if value is None:
@@ -503,7 +561,7 @@ class RequestReader:
             else:
                 self._check_unread(name, value)
         try:
-            return shape.model_validate(given, context=self._joint)
+            return shape.model_validate(given, context=reading)
         except ValidationError as error:
             raise refused(error) from None
 
@@ -553,9 +611,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def refused(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
-    parts = [part for part in first["loc"] if part != "str"]  # member of a union
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    param = param.removeprefix(".")[:200]
+    place = ".".join(str(part) for part in first["loc"] if part != "str")  # "str": a member of a union
+    param = re.sub(r"\.(\d+)", r"[\1]", place)[:200]
     not_given = "" if first["type"] in ("missing", "wrong") else f", not {shown(first['input'])}"
     return invalid(f"{param}: {first['msg']}{not_given}.", param)
 

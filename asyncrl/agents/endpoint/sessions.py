@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import Capture, PromptPlan
-from asyncrl.agents.endpoint.dialects import Kept, KeptAnswers
+from asyncrl.agents.endpoint.dialects import Block, Kept, KeptAnswers, Part, Step
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
 from asyncrl.base.errors import RolloutFailure
@@ -101,20 +101,6 @@ class Retries:
     def refused_nowait(self, digest: bytes) -> None:
         self._num_open[digest] = max(0, self._num_open[digest] - 1)
 
-    def clear(self) -> None:
-        for memory in (self._num_open, self._num_answered, self._written):
-            memory.clear()
-
-
-Part = Literal["thought", "text", "call", "ping"]
-
-
-class AnswerPiece(NamedTuple):
-    part: Part
-    number: int
-    """Of the tool call."""
-    text: str
-
 
 def session_ended(reason: str) -> ApiError:
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
@@ -155,15 +141,17 @@ class GatewayCall:
         self.answer.feed(token_ids)
         self.news.set()
 
-    async def pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Yield what grows until the call is sampled, and a ping after PING_S without a piece.
+    async def steps(self, blocks: list[Block]) -> AsyncIterator[tuple[Step, Block, str]]:
+        """Append to `blocks` while the call is sampled, in the order in which they were sampled.
 
-        Each tool call begins with an empty piece. Opened ones grow first and new ones last: a text stands
-        behind the call that it follows.
+        Yield each step, and a ping after PING_S without one.
+
+        Opened calls grow first and new calls last: a text stands behind the call that it follows. An answer
+        without any block gets an empty text.
         """
         loop = asyncio.get_running_loop()
-        num_yielded = dict[tuple[Part, int], int]()
-        num_opened = 0
+        num_yielded = Counter[tuple[Part, int]]()
+        last: Block | None = None
         ping_at = loop.time() + PING_S
         is_last = False
         while not is_last:
@@ -173,23 +161,39 @@ class GatewayCall:
                 timer.cancel()
                 self.news.clear()
             is_last = self.is_sampled
-            answer = self.answer
-            texts = [AnswerPiece("thought", 0, answer.thought), AnswerPiece("text", 0, answer.shown)]
-            calls = [AnswerPiece("call", number, call.arguments) for number, call in enumerate(answer.calls)]
-            grown = [*calls[:num_opened], *texts, *calls[num_opened:]]
-            num_opened = len(calls)
-            for part, number, text in grown:
-                if (start := num_yielded.get((part, number))) is None:
-                    start = 0
-                    if part == "call":
-                        yield AnswerPiece(part, number, "")
+            num_opened = sum(each.part == "call" for each in blocks)
+            for part, number, text in self._parts(num_opened):
+                new = text[num_yielded[part, number] :]
                 num_yielded[part, number] = len(text)
-                if len(text) > start:
+                is_new_call = part == "call" and number >= num_opened
+                if not new and not is_new_call:
+                    continue
+                if last is None or last.part != part or is_new_call:
+                    if last is not None:
+                        yield "close", last, ""
+                    last = Block(part, sum(each.part == part for each in blocks))
+                    blocks.append(last)
+                    yield "open", last, ""
+                if new:
                     ping_at = loop.time() + PING_S
-                    yield AnswerPiece(part, number, text[start:])
+                    last.text += new
+                    yield "delta", last, new
             if loop.time() >= ping_at and not is_last:
                 ping_at = loop.time() + PING_S
-                yield AnswerPiece("ping", 0, "")
+                yield "ping", Block("text", 0), ""
+        if last is None:
+            last = Block("text", 0)
+            blocks.append(last)
+            yield "open", last, ""
+        yield "close", last, ""
+
+    def _parts(self, num_opened: int) -> list[tuple[Part, int, str]]:
+        answer = self.answer
+        calls: list[tuple[Part, int, str]] = [
+            ("call", number, call.arguments) for number, call in enumerate(answer.calls)
+        ]
+        texts: tuple[tuple[Part, int, str], ...] = ("thought", 0, answer.thought), ("text", 0, answer.shown)
+        return [*calls[:num_opened], *texts, *calls[num_opened:]]
 
 
 @dataclass(eq=False, repr=False)
@@ -251,7 +255,7 @@ class GatewaySession:
         if self.ended is not None:
             return
         self.ended = reason
-        self.retries.clear()
+        self.retries = Retries()
         self._numbers.clear()
         self.kept.clear()
         del self.sessions.open[self.key]
