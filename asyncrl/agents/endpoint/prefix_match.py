@@ -180,7 +180,7 @@ class Recorded:
             self._lengths[str].add(node.text.length)
         for place in places:
             known = self._nodes.get(place)
-            if known is None or _rank(node, place) < _rank(known, place):
+            if known is None or (known is not node and _rank(node, place) < _rank(known, place)):
                 self._nodes[place] = node
 
     def delivered_key(self, key: bytes) -> bytes:
