@@ -63,6 +63,8 @@ class ChatNode:
     is_trained: bool = True
     grammar: str | None = None
     deviations: Sequence[Deviation] = ()
+    shown: Prefix | None = None
+    """PromptMatch.shown"""
 
     @property
     def num_sampled(self) -> int:
@@ -245,6 +247,7 @@ class Capture:
             is_trained=is_trained,
             grammar=grammar,
             deviations=match.deviations if match else (),
+            shown=match.shown if match else None,
         )
         self._nodes[name] = node
         if node.num_sampled:
