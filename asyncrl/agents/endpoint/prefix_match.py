@@ -179,10 +179,11 @@ a user's text: `<tool>`, `</tool><user>`, `</user><assistant>`.
 class Recorded:
     """A session's completions by chat, text and ids. Reads may run in a thread in parallel with add()."""
 
-    def __init__(self) -> None:
+    def __init__(self, frames: dict[Roles, Frame]) -> None:
+        """`frames`: of the chat template."""
+        self.frames = frames
         self._nodes: dict[Hashable, ChatNode] = {}
         self._lengths: dict[type, set[int]] = {str: set(), np.ndarray: set()}
-        self.frames: dict[Roles, Frame] = {}
 
     def add(self, node: ChatNode, keys: Iterable[bytes]) -> None:
         """`keys`: forms of its chat."""
@@ -453,8 +454,15 @@ def _with_calls(message: Message, num_calls: int | None) -> Message:
     return {**message, "tool_calls": calls[:num_calls]} if calls else message
 
 
-LONG = 16
-"""Characters of a text that a template does not write by chance."""
+_MARK = re.compile(rf"{SENTINEL}\d+[be]")
+WAYS: Sequence[Callable[[str], str]] = (
+    str,
+    str.strip,
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: json.dumps(text)[1:-1],
+)
+"""Ways in which templates write a content."""
+MAX_FRAMES = 256
 
 
 def left_out(
@@ -466,87 +474,56 @@ def left_out(
 ) -> int | None:
     """Return the index of the first message from `start` on that is missing from the text, answers aside.
 
-    `text`: the end of what `render` writes. A long content that is found once is present. For others a render
-    with marks around them decides: "18" is in "2018", and SmolLM3 removes the switch `/no_think` from a text.
-    Such a render gives the frame of these messages. A later text that is exactly their contents in the same
-    frame needs no render. `frames`, if `text` begins behind messages[start - 1].
+    `text`: the end of what `render` writes. A render with marks around the contents decides, since a search
+    would not: "18" is in "2018", and SmolLM3 removes the switch `/no_think` from a text. It also gives the
+    frame of these messages. A later text that is exactly their contents in the same frame needs no render.
+    `frames`: known ones, if `text` begins behind messages[start - 1].
     """
-    before = messages[start - 1]["role"] if 0 < start <= len(messages) else ""
-    roles = (before, *(message["role"] for message in messages[start:]))
-    contents = [str(message.get("content") or "") for message in messages[start:]]
-    if frames is not None and roles in frames and text == _framed(contents, frames[roles]):
+    tail = messages[start:]
+    contents = [str(each.get("content") or "") for each in tail if each["role"] != "assistant"]
+    if not contents:
         return None
-    squeezed = _squeezed(text)
-    given = _squeezed("\0".join(_all_texts(messages[start:])))
-    marked = list(messages)
-    doubtful: list[int] = []
-    for index, message in enumerate(messages):
-        if index < start or message["role"] == "assistant" or _is_unique(message, squeezed, given):
-            continue
-        doubtful.append(index)
-        begin, end = _marks(index)
-        marked[index] = {**message, "content": f"{begin}{message.get('content') or ''}{end}"}
-    if not doubtful:
+    roles = (messages[start - 1]["role"] if start else "", *(each["role"] for each in tail))
+    frame = frames.get(roles) if frames is not None else None
+    if frame and any(text == _framed(map(way, contents), frame) for way in WAYS):
         return None
+    marked = [
+        message if index < start or message["role"] == "assistant" else _marked(index, message)
+        for index, message in enumerate(messages)
+    ]
     try:
         written = render(marked)
-        shown = written.casefold()
     except ValueError:  # the template refuses the chat; the text is of a similar one
-        shown = None
-    for index in doubtful:
-        if shown is None:
-            is_there = any(way in squeezed for way in _ways(messages[index]))
-        else:
-            begin, end = _marks(index)
-            before, _, after = shown.rpartition(end)
-            num_after = len(_MARK.sub("", after))  # `text` is the end
-            is_there = begin in before and num_after < len(text)
-        if not is_there:
+        squeezed = _squeezed(text)
+        return next((at for at, each in enumerate(tail, start) if not _is_in(squeezed, each)), None)
+    shown = written.casefold()
+    for index, message in enumerate(tail, start):
+        before, _, after = shown.rpartition(f"{SENTINEL}{index}e")
+        num_after = len(_MARK.sub("", after))  # `text` is the end
+        is_there = f"{SENTINEL}{index}b" in before and num_after < len(text)
+        if message["role"] != "assistant" and not is_there:
             return index
-    if frames is not None and shown is not None and len(doubtful) == len(contents):
-        whole, *others = _MARK.split(written)
+    whole, *others = _MARK.split(written)
+    is_kept = frames is not None and len(frames) < MAX_FRAMES and len(contents) == len(tail)
+    if frames is not None and is_kept and len(others) == 2 * len(contents):
         num_head = len(text) - len("".join(others))
-        frame = (whole[max(0, len(whole) - num_head) :], *others[1::2])
-        if len(others) == 2 * len(contents) and text == _framed(contents, frame):
-            frames[roles] = frame
+        frames[roles] = (whole[max(0, len(whole) - num_head) :], *others[1::2])
     return None
 
 
-def _framed(contents: Sequence[str], frame: Frame) -> str:
+def _framed(contents: Iterable[str], frame: Frame) -> str:
     head, *others = frame
     return head + "".join(content + after for content, after in zip(contents, others, strict=True))
 
 
-_MARK = re.compile(rf"{SENTINEL}\d+[be]")
+def _marked(index: int, message: Message) -> Message:
+    content = message.get("content") or ""
+    return {**message, "content": f"{SENTINEL}{index}b{content}{SENTINEL}{index}e"}
 
 
-def _marks(index: int) -> tuple[str, str]:
-    """Return marks of the beginning and the end of a message's text."""
-    return f"{SENTINEL}{index}b", f"{SENTINEL}{index}e"
-
-
-def _is_unique(message: Message, squeezed: str, given: str) -> bool:
-    """Return whether the message's text is long, not a system's, which may be the template's own, and only in
-    its own place.
-    """
-    ways = _ways(message)
-    if message["role"] not in ("user", "tool") or len(ways[0]) < LONG:
-        return False
-    return given.count(ways[0]) == 1 and any(squeezed.count(way) == 1 for way in ways)
-
-
-def _ways(message: Message) -> list[str]:
-    """Return the text without white space and case, verbatim and as JSON."""
-    said = str(message.get("content") or "")
-    ways = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
-    return [_squeezed(way) for way in ways]
-
-
-def _all_texts(messages: Messages) -> Iterator[str]:
-    for message in messages:
-        yield str(message.get("content") or "")
-        yield str(message.get("reasoning_content") or "")
-        yield json.dumps(message.get("tool_calls"), ensure_ascii=False)
+def _is_in(squeezed: str, message: Message) -> bool:
+    content = str(message.get("content") or "")
+    return message["role"] == "assistant" or any(_squeezed(way(content)) in squeezed for way in WAYS)
 
 
 def _squeezed(text: str) -> str:
