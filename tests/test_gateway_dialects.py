@@ -290,14 +290,6 @@ async def test_session_that_ends_during_a_stream_sends_an_error_event() -> None:
 
 
 @in_loop
-async def test_docs_show_every_parameter_without_a_key() -> None:
-    async with gateway_world() as world:
-        for path, text in (("docs", "openapi.json"), ("openapi.json", "parallel_tool_calls")):
-            async with world.http.get(f"{world.url}/{path}") as response:
-                assert (response.status, text in await response.text()) == (200, True)
-
-
-@in_loop
 async def test_namespaces_of_tools_are_part_of_their_names() -> None:
     tools = [{"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]}]
     says = '<tool_call>\n{"name": "files__read", "arguments": {}}\n</tool_call>', "Done."

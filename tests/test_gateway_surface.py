@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from gateway_cases import HI, ScriptedEngine, gateway_world, in_loop, until
+from gateway_cases import HI, ScriptedEngine, gateway_world, in_loop, make_gateway, until
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
+from test_gateway_dialects import DIALECTS
 from test_gateway_hostile import GATEWAY, all_of, head, raw
 
 from asyncrl.agents.endpoint.gateway import AppServer
@@ -34,13 +36,36 @@ EXAMPLES: dict[str, Any] = {
 }
 
 
-def test_schema_is_valid_and_describes_every_route() -> None:
+def served(routes: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Yield (path, method) of each route. A call's route answers other methods itself."""
+    for route in routes:
+        yield from served(getattr(route, "routes", None) or [])
+        for method in getattr(route, "methods", None) or ["POST"]:
+            yield route.path.replace(":path", ""), method.lower()
+
+
+@in_loop
+async def test_schema_describes_every_route_and_field() -> None:
+    queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
+    gateway = make_gateway(ScriptedEngine(), [], extra_routes=queue.routes())
     described = schema()
     validate(described)
-    for path, (operation,) in ((path, each.values()) for path, each in described["paths"].items()):
+    operations = {
+        (path, method): each for path, one in described["paths"].items() for method, each in one.items()
+    }
+    for (path, _), operation in operations.items():
         statuses = {"200", "503"} if path == "/health" else {"200", "401"}
         assert statuses <= operation["responses"].keys(), path
-    assert described["paths"].keys() == EXAMPLES.keys()
+    routes = set(served(gateway.app.routes))
+    public = {each for each in routes if each[0].startswith(("/v1/", "/health"))}
+    assert operations.keys() == public
+    assert {(f"/s/{{key}}{path}", method) for path, method in public if path != "/health"} <= routes
+    assert {path for path, _ in public} == EXAMPLES.keys()
+    for dialect in DIALECTS:
+        body = described["paths"][f"/v1/{dialect.path}"]["post"]["requestBody"]["content"]["application/json"]
+        name = body["schema"]["$ref"].rpartition("/")[2]
+        fields = described["components"]["schemas"][name]["properties"].keys()
+        assert fields == dialect.body.model_fields.keys()
 
 
 def resolver(place: dict[str, Any]) -> Draft202012Validator:

@@ -77,7 +77,7 @@ class MessagesRequest(CallParameters):
     system: str | list[Any] = ""
     max_tokens: Count | None = None
     tools: Annotated[list[_Tool], FailFast()] = []
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: dict[str, Any] = {}
     thinking: _Thinking | None = None
     stop_sequences: Stops = []
     output_config: dict[str, Any] = {}
@@ -93,9 +93,7 @@ def _read(reader: RequestReader, body: dict[str, Any], kept: KeptAnswers) -> Rea
     tools = [*before.tools, *map(_function, asked.tools)]
     messages = [*before.messages, *_messages(asked)]
     chat = asked.common() | {"messages": messages, "tools": tools, "stop": asked.stop_sequences}
-    if asked.tool_choice is not None:
-        chat["tool_choice"] = asked.tool_choice
-        chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
+    chat["parallel_tool_calls"] = not asked.tool_choice.get("disable_parallel_tool_use")
     if asked.thinking is not None and asked.thinking["type"] == "disabled":
         off = {"enable_thinking": False, "thinking": False}
         chat["chat_template_kwargs"] = off | asked.chat_template_kwargs

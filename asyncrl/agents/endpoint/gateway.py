@@ -97,11 +97,10 @@ class Gateway:
         self._route = EngineRoute(self.sessions, engine, tokenizer, tool_format, rules, seed_of, broke)
         self.open_nowait = self._route.open_nowait
         self._socket: socket.socket | None = None
-        self.listener = AppServer(
-            self._app(extra_routes), max_connections=MAX_CONNECTIONS, idle_s=READ_TIMEOUT_S
-        )
+        self.app = self._app(extra_routes)
+        self.listener = AppServer(self.app, max_connections=MAX_CONNECTIONS, idle_s=READ_TIMEOUT_S)
 
-    def _app(self, extra_routes: Sequence[BaseRoute]) -> ASGIApp:
+    def _app(self, extra_routes: Sequence[BaseRoute]) -> Router:
         app = FastAPI(openapi_url=None, redirect_slashes=False)
         for kind in (ApiError, HTTPException, Refused, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._failed)

@@ -187,11 +187,8 @@ def _read_response(reader: RequestReader, body: dict[str, Any], kept: KeptAnswer
     chat = asked.common() | {
         "messages": [*first, *before, *messages],
         "tools": tools,
-        "tool_choice": asked.tool_choice,
-        "parallel_tool_calls": asked.parallel_tool_calls,
         "max_tokens": asked.max_output_tokens,
         "logprobs": "message.output_text.logprobs" in asked.include or asked.top_logprobs > 0,
-        "top_logprobs": asked.top_logprobs,
         "reasoning_effort": asked.reasoning.get("effort"),
         "response_format": chat_format(asked.text.get("format")),
     }

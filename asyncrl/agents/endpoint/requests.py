@@ -207,10 +207,6 @@ class _Message(OpenDict):
     tool_call_id: NotRequired[str]
 
 
-def _is_thought(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "thinking"
-
-
 def _tidy(message: Any, info: ValidationInfo) -> Any:
     """Keep the keys that templates get, with all text parts in one `content`. The context is a Reading.
 
@@ -229,8 +225,9 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
     thought = kept.pop("reasoning_content", None) or kept.get("reasoning")
     if isinstance(content, list):
         if role == "assistant":
-            thought = thought or [part for part in content if _is_thought(part)]
-            content = [part for part in content if not _is_thought(part)]
+            thoughts = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
+            thought = thought or thoughts
+            content = [part for part in content if part not in thoughts]
         is_result = role == "tool"
         texts = list(filter(None, map(reading.result if is_result else text_of, content)))
         kept["content"] = ("\n" if is_result else reading.joint).join(texts)
@@ -418,8 +415,9 @@ class CallParameters(BaseModel):
     """None: per task.special_tokens."""
 
     def common(self) -> dict[str, Any]:
-        names = {*CallParameters.model_fields, "max_tokens", "chat_template_kwargs"}
-        return self.model_dump(include=names, exclude_unset=True)
+        """Return the parameters that a chat has too, but for its messages and tools."""
+        names = ChatRequest.model_fields.keys() - {"messages", "tools"}
+        return self.model_dump(include=set(names), exclude_unset=True)
 
 
 class CallRequest(CallParameters):
@@ -533,9 +531,10 @@ class RequestReader:
         names = [f"function:{tool['function']['name']}" for tool in asked.tools]
         if asked.tool_choice == "auto" and not names:
             asked.tool_choice = "none"
-        if asked.tool_choice not in (("none", "auto", "required", *names) if names else ("none",)):
+        allowed = ["none", "auto", "required", *names] if names else ["none"]
+        if asked.tool_choice not in allowed:
             raise invalid(f"tool_choice {shown(asked.tool_choice)} is not among the tools.", "tool_choice")
-        asked.tools = body["tools"] if names else []  # unchanged, keys in order
+        asked.tools = body.get("tools") or []  # unchanged, keys in order
         limits = filter(None, (asked.max_completion_tokens, asked.max_tokens))
         asked.max_tokens = min(limits, default=None)
         if (effort := asked.reasoning_effort) is not None:  # like vLLM
