@@ -120,7 +120,7 @@ json_values = st.recursive(
 )
 
 
-FIELDS = """
+HARMLESS = """
     min_p=0 repetition_penalty=1 top_k=0 frequency_penalty=0 presence_penalty=0 n=1 length_penalty=1
     min_tokens=0 use_beam_search=false ignore_eos=false echo=false watermarking=false
     include_stop_str_in_output=false
@@ -156,7 +156,7 @@ def as_release(version: str) -> tuple[int, ...]:
 def test_known_parameters_are_read_refused_or_documented(dialect: Dialect, params: Any) -> None:
     reader = RequestReader(replace(RULES, on_sampling_override="honour"))
     ignored = PAGE.read_text().partition("Ignored, and logged once:")[2].split("```")[1].split()
-    known = dict(each.split("=") if "=" in each else (each, "null") for each in FIELDS.split())
+    known = dict(each.split("=") if "=" in each else (each, "null") for each in HARMLESS.split())
     vendor = anthropic if dialect.path == "messages" else openai
     is_reviewed = as_release(vendor.__version__) <= as_release(REVIEWED[vendor.__name__])
     for name in {*known, *params.__annotations__} - dialect.body.model_fields.keys():
@@ -287,19 +287,6 @@ async def test_session_that_ends_during_a_stream_sends_an_error_event() -> None:
             with pytest.raises((openai.APIError, anthropic.APIStatusError), match="the harness is done"):
                 _ = [event async for event in stream]
         assert len(talk.world.engine.cancelled) == 3
-
-
-@in_loop
-async def test_namespaces_of_tools_are_part_of_their_names() -> None:
-    tools = [{"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]}]
-    says = '<tool_call>\n{"name": "files__read", "arguments": {}}\n</tool_call>', "Done."
-    async with talking(*says) as talk:
-        first = await talk.respond("Read", tools=tools)
-        (call,) = first.output
-        assert (call.namespace, call.name) == ("files", "read")
-        given = {"type": "function_call_output", "call_id": call.call_id, "output": "x"}
-        await talk.respond([{"role": "user", "content": "Read"}, call.model_dump(), given], tools=tools)
-        assert talk.is_one_branch_of(*says)
 
 
 def test_anthropic_turns_become_chat_messages() -> None:

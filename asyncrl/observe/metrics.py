@@ -116,7 +116,7 @@ GAUGES: Mapping[str, Gauge] = {
     "gateway/kept_end_token": Gauge("total", "calls", "realigned: another end token was sampled"),
     "gateway/kept_form": Gauge("total", "calls", "realigned: an answer has another form"),
     "gateway/edited": Gauge("total", "calls", "that started a branch with an edited history"),
-    "gateway/with_notes": Gauge("total", "calls", "with a note in place of a tool's image or file"),
+    "gateway/with_notes": Gauge("total", "calls", "with a note for a tool's image"),
     "gateway/refused": Gauge("total", "calls", "answered with an error"),
     "harness/queued": Gauge("now", "rollouts", "waiting for a worker"),
     "harness/workers": Gauge("now", "workers", "connected"),
