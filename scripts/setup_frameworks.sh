@@ -12,6 +12,7 @@ frameworks=(
     'pydantic-ai-slim[openai,anthropic]>=2.68,<3' 'smolagents[openai]>=1.26,<2' 'inspect-ai>=0.3.285,<0.4'
 )
 alone=('mini-swe-agent>=2.4,<3') # without what it requires beside litellm: `datasets`, for its benchmarks
+# mini-swe-agent needs them; examples/ need uvloop, for asyncrl
 needed=('uvloop' 'prompt_toolkit' 'platformdirs' 'textual' 'typer' 'tenacity' 'python-dotenv')
 crewai=('crewai>=1.15.30,<2')
 openhands=('openhands-sdk>=1.58,<2') # Python 3.12 or newer

@@ -97,6 +97,7 @@ class Framework:
         return said["result"]
 
     def close(self) -> None:
+        self.process.kill()  # to take its modules down takes seconds
         self.process.communicate()
 
 
@@ -176,8 +177,9 @@ class Case:
 
     def thinking(self, thoughts: str) -> Case:
         says = tuple(f"<think>\nI should do it.\n</think>\n\n{text}" for text in self.says)
-        case = replace(self, says=says, thoughts=thoughts)
-        return replace(case, num_branches=FORKS.get(str(case), case.num_branches))
+        # smolagents adds a line to answers, and Qwen3's template omits the thought before it
+        num_branches = 2 if self.framework == "smolagents_agents" else self.num_branches
+        return replace(self, says=says, thoughts=thoughts, num_branches=num_branches)
 
 
 CONVERSATIONS = [
@@ -236,13 +238,6 @@ OVERFLOWS = [
 ]
 """Clients whose second call is too long. They summarize the conversation, or end with a clear error."""
 
-FORKS = {
-    "smolagents_agents-code-reasoning_content": 2,
-    "smolagents_agents-litellm_code-reasoning_content": 2,
-}
-"""Number of branches if a framework rewrites answers: smolagents adds a line and Qwen3's template omits the
-thought before it.
-"""
 THOUGHTS = [case.thinking("reasoning_content") for case in CONVERSATIONS if "streamed" not in case.scenario]
 ALONE = [Case("openai_agents", "one_call_at_a_time", result=["They are 10.", 2])]
 

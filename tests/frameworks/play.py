@@ -4,6 +4,7 @@ that clients, caches and event loops are never those of another session.
 One JSON line in: {"scenario": NAME, "env": {...}}; one out: {"result": ...} or {"error": TRACEBACK}.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -26,6 +27,7 @@ def play(scenario, environment, answer):
 
 sys.path.insert(0, str(Path(sys.argv[1]).parent))
 scenarios = runpy.run_path(sys.argv[1])
+gc.freeze()  # a collection in a fork would copy every page
 for line in sys.stdin:
     order = json.loads(line)
     reading, writing = os.pipe()

@@ -1,5 +1,7 @@
 """pydantic-ai: its three kinds of OpenAI and Anthropic models, and its three kinds of typed output."""
 
+import pydantic_ai.models.anthropic
+import pydantic_ai.models.openai  # noqa: F401  imported once, not in each fork
 from framework_tasks import QUESTION, City
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 

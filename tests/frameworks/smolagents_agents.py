@@ -1,5 +1,6 @@
 """smolagents: agents that write code."""
 
+import litellm  # noqa: F401  imported once, not in each fork
 from framework_tasks import QUESTION
 from smolagents import CodeAgent, LiteLLMModel, OpenAIModel, tool
 
