@@ -5,11 +5,11 @@ from __future__ import annotations
 from base64 import b32encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.agents.endpoint.tool_formats import CallReader, ReasoningSplitter, ToolCall, ToolFormat, Tools
+from asyncrl.agents.endpoint.tool_formats import AnswerReader, ToolCall, ToolFormat, Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import REPLACEMENT, LeadingThought, overlap
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
@@ -196,16 +196,15 @@ Kind = Literal["thought", "text"]
 class Answer:
     """A completion in pieces: feed(), then finish().
 
-    Invariant: `thought` and `shown` only grow; `shown` ends as `content`, and never has a possible tool call
-        or mark.
+    Invariant: thought, content and calls only grow; the content never has a possible tool call or mark.
     """
 
     tokenizer: ChatTokenizer
     tool_format: ToolFormat
     asked: InitVar[AnyRequest]
-    prefill: str
+    prefill: InitVar[str]
     name: str
-    thoughts: ReasoningSplitter | None = None
+    splits_thought: InitVar[bool] = False
     shows_special: InitVar[bool] = True
     before: InitVar[Sequence[int]] = ()
     """The last prompt ids."""
@@ -217,8 +216,6 @@ class Answer:
     """The prompt opened a thought."""
     finish_reason: str = ""
     num_tokens: int = 0
-    content: str | None = None
-    thought: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     """While the answer is sampled, the list and the last call's arguments grow. Each has an id."""
     logprobs: list[dict[str, Any]] | None = None
@@ -228,6 +225,8 @@ class Answer:
     def __post_init__(
         self,
         asked: AnyRequest,
+        prefill: str,
+        splits_thought: bool,
         shows_special: bool,
         before: Sequence[int],
         thinking: tuple[str, str] | None,
@@ -236,33 +235,36 @@ class Answer:
         self.has_logprobs = asked.logprobs
         self._max_calls = 1 if asked.has_one_call else None
         tools: Tools = getattr(asked, "tools", ())
-        is_inside = self.thoughts is None and is_thinking
-        self._reader = CallReader(
-            self.tool_format, tools, is_thinking=is_inside if self.is_streamed else None
-        )
-        marks = self.thoughts.marks if self.thoughts is not None else ()
-        kept = (*self.tool_format.opens, *marks)
+        options = {"is_thinking": is_thinking, "splits_thought": splits_thought}
+        self.reader = AnswerReader(self.tool_format, tools, **options)
+        self._parse = partial(self.tool_format.parse, tools=tools, **options)
         self._answer = AnswerText(
             self.tokenizer,
             asked.stop,
-            keep_special=kept,
+            keep_special=self.tool_format.opens,
             shows_special=shows_special,
             before=before,
             thinking=thinking,
         )
-        self._text = ""
-        self._unread = self.prefill
-        self._shown = ""
-        self._held_from = 0
+        self._texts: list[str] = []
+        self._add(prefill)
 
     @property
     def stopped_by(self) -> str | None:
         return self._answer.stopped_by
 
     @property
+    def thought(self) -> str:
+        return str(self.reader.thought)
+
+    @property
+    def content(self) -> str | None:
+        return str(self.reader.content) or (None if self.calls else "")
+
+    @property
     def num_thought_tokens(self) -> int:
         """Estimate from the thought's share of the text."""
-        num_characters = len(self.thought) + len(self._text)
+        num_characters = sum(map(len, self._texts))
         return round(self.num_tokens * len(self.thought) / num_characters) if num_characters else 0
 
     @property
@@ -276,8 +278,8 @@ class Answer:
     @property
     def message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
-        if self.thought:
-            message["reasoning_content"] = self.thought
+        if thought := self.thought:
+            message["reasoning_content"] = thought
         if self.calls:
             message["tool_calls"] = self.tool_calls
         return message
@@ -286,23 +288,11 @@ class Answer:
         self.num_tokens += len(token_ids)
         self._add(self._answer.feed(token_ids))
 
-    @property
-    def shown(self) -> str:
-        if self.finish_reason:
-            return self.content or ""
-        if not self.prefill:
-            piece, self._held_from = self.tool_format.show(self._text, self._held_from)
-            self._shown += piece
-        return self._shown
-
     def finish(self, completion: Completion) -> None:
         self.feed(completion.token_ids[self.num_tokens :])
         self._add(self._answer.finish(), is_last=True)
         self.completion = completion
         self.finish_reason = completion.finish_reason or ""
-        parsed = self.tool_format.parsed(self._reader, keeps_begun=self.is_streamed)
-        self.content = parsed.content
-        self._take(parsed.tool_calls)
         if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
 
@@ -323,19 +313,12 @@ class Answer:
             self.logprobs.append({**shown(token), "logprob": logprob, "top_logprobs": top})
 
     def _add(self, text: str, *, is_last: bool = False) -> None:
-        if self.thoughts is not None:
-            thought, text = self.thoughts.feed(text, is_last=is_last)
-            self.thought += thought
-        self._text += text
-        self._unread += text
-        if self.is_streamed or is_last:
-            self._reader.feed(self._unread, is_last=is_last)
-            self._unread = ""
+        self._texts.append(text)
         if self.is_streamed:
-            self._take(self._reader.calls)
-
-    def _take(self, calls: Sequence[ToolCall]) -> None:
-        for number, call in enumerate(calls[: self._max_calls]):
+            self.reader.feed(text, is_last=is_last)
+        elif is_last:
+            self.reader = self._parse("".join(self._texts))
+        for number, call in enumerate(self.reader.calls[: self._max_calls]):
             if number == len(self.calls):
                 call.id = call.id or call_id(self.name, number)
                 self.calls.append(call)

@@ -32,7 +32,7 @@ from asyncrl.agents.endpoint.sessions import (
     engine_unavailable,
     session_ended,
 )
-from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, opens_thought
+from asyncrl.agents.endpoint.tool_formats import ToolFormat, opens_thought
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.sampling import SamplingRequest
@@ -120,7 +120,6 @@ class EngineRoute:
             splits_thoughts = session.limits.thoughts_field == "reasoning_content"
         marks = self.tool_format.thinking
         is_open = opens_thought(prompt, marks)
-        thoughts = ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None
         thinking = None
         # A stop text with the closing mark is meant to end the thought.
         opening, closing = (mark.strip() for mark in marks)
@@ -135,7 +134,7 @@ class EngineRoute:
             asked,
             prefill=prefill,
             name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
-            thoughts=thoughts,
+            splits_thought=splits_thoughts,
             shows_special=shows_special,
             before=planned.tail,
             thinking=thinking,

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import Capture, PromptPlan
@@ -116,6 +116,9 @@ class AnswerPiece(NamedTuple):
     text: str
 
 
+_Growing: TypeAlias = tuple[Part, int, list[str]]
+
+
 def session_ended(reason: str) -> ApiError:
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
 
@@ -173,20 +176,25 @@ class GatewayCall:
                 timer.cancel()
                 self.news.clear()
             is_last = self.is_sampled
-            answer = self.answer
-            texts = [AnswerPiece("thought", 0, answer.thought), AnswerPiece("text", 0, answer.shown)]
-            calls = [AnswerPiece("call", number, call.arguments) for number, call in enumerate(answer.calls)]
+            reader = self.answer.reader
+            texts: list[_Growing] = [
+                ("thought", 0, reader.thought.pieces),
+                ("text", 0, reader.content.pieces),
+            ]
+            calls: list[_Growing] = [
+                ("call", number, call.pieces) for number, call in enumerate(self.answer.calls)
+            ]
             grown = [*calls[:num_opened], *texts, *calls[num_opened:]]
             num_opened = len(calls)
-            for part, number, text in grown:
+            for part, number, pieces in grown:
                 if (start := num_yielded.get((part, number))) is None:
                     start = 0
                     if part == "call":
                         yield AnswerPiece(part, number, "")
-                num_yielded[part, number] = len(text)
-                if len(text) > start:
+                num_yielded[part, number] = len(pieces)
+                if text := "".join(pieces[start:]):
                     ping_at = loop.time() + PING_S
-                    yield AnswerPiece(part, number, text[start:])
+                    yield AnswerPiece(part, number, text)
             if loop.time() >= ping_at and not is_last:
                 ping_at = loop.time() + PING_S
                 yield AnswerPiece("ping", 0, "")

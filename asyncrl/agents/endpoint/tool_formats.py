@@ -8,17 +8,16 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic_core import from_json
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 from asyncrl.messages.json_values import PYTHON_WORDS, from_python, property_schema, typed
-from asyncrl.messages.sampling import overlap
 
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_./:-]{1,128}")
@@ -30,22 +29,48 @@ Value = TypeVar("Value")
 
 @dataclass
 class ToolCall:
-    """`arguments`: JSON text of an object; it grows while the call is sampled.
-
-    Example: a streamed call of `add` has the arguments `{"a"`, then `{"a": 1, "b"`, then `{"a": 1, "b": 2}`.
-    """
-
     name: str
-    arguments: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """JSON text of an object; it grows while the call is sampled.
+
+    Example: a streamed call of `add` has the pieces `{"a"`, `: 1, "b"` and `: 2}`.
+    """
     id: str | None = None
     """If the model wrote one."""
 
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
-class ParsedAnswer(NamedTuple):
-    """`content`: text outside the calls, None if empty."""
 
-    content: str | None
-    tool_calls: tuple[ToolCall, ...] = ()
+class GrowingText:
+    """White space at the end is held until text follows it."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self._space: list[str] = []
+        self._is_cut = False
+
+    def __str__(self) -> str:
+        return "".join(self.pieces)
+
+    def add(self, text: str) -> None:
+        bare = text.rstrip()
+        if bare:
+            self.pieces += (*self._space, bare)
+            self._space = []
+        if len(bare) < len(text):
+            self._space.append(text[len(bare) :])
+
+    def cut(self) -> None:
+        """Something follows that is no text."""
+        self._space = []
+        self._is_cut = True
+
+    def end(self) -> None:
+        """White space at the end of a text that was never cut belongs to it."""
+        if not self._is_cut:
+            self.pieces += self._space
 
 
 def check_arguments(text: str) -> None:
@@ -99,101 +124,80 @@ def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
     return apart if inner in ("", apart) else f"{apart}\n{inner}".strip(), after.strip()
 
 
-class ReasoningSplitter:
-    """Split a streamed answer into its leading thought and the text after it.
-
-    Marks and outer white space are dropped. An unclosed thought takes the whole answer. Without an opening
-    mark in answer or prompt (`is_open`), all is text.
-    """
-
-    def __init__(self, marks: Marks, *, is_open: bool = False) -> None:
-        self.marks = marks
-        self._is_open = is_open
-        self._held = ""
-        self._state: Literal["unknown", "thought", "text"] = "unknown"
-        self._is_first = True
-        """White space at the beginning of the state's text is dropped."""
-
-    def feed(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Return the next pieces of thought and text."""
-        self._held += text
-        if self._state == "unknown":
-            self._begin(is_last)
-        thought = self._thought(is_last) if self._state == "thought" else ""
-        return thought, self._take(len(self._held)) if self._state == "text" else ""
-
-    def _begin(self, is_last: bool) -> None:
-        begin = self.marks[0]
-        bare = self._held.lstrip()
-        if bare.startswith(begin):
-            self._state = "thought"
-            self._held = bare.removeprefix(begin)
-        elif is_last or not begin.startswith(bare):
-            self._state = "thought" if self._is_open else "text"
-            self._is_first = self._is_open
-
-    def _thought(self, is_last: bool) -> str:
-        before, found, after = self._held.partition(self.marks[1])
-        if not found and not is_last:
-            before = before[: len(before) - overlap(before, self.marks[1])]
-        thought = self._take(len(before.rstrip()))
-        if found:
-            self._state = "text"
-            self._is_first = True
-            self._held = after
-        return thought
-
-    def _take(self, length: int) -> str:
-        piece = self._held[:length]
-        self._held = self._held[length:]
-        if self._is_first:
-            piece = piece.lstrip()
-            self._is_first = not piece
-        return piece
-
-
 # ---- reading
 
+_CONTEXT = 32
+"""Characters kept before the place of reading, for patterns that look behind."""
 
-class CallReader:
-    """Reads an answer while it grows: `calls`, the last one with its arguments so far, and `content`.
 
-    A format reads by a generator that yields to wait for more text. Invariant: calls and content do not
-    depend on the split into feeds.
+class AnswerReader:
+    """Reads an answer while it grows: its leading `thought`, its `calls`, and its `content`, the text outside
+    the calls. They only grow.
+
+    A format reads by a generator that yields to wait for more text. Invariant: what is read does not depend
+    on the split into feeds. Each character is handled a bounded number of times.
     """
 
     def __init__(
-        self, tool_format: ToolFormat, tools: Tools = (), *, is_thinking: bool | None = None
+        self,
+        tool_format: ToolFormat,
+        tools: Tools = (),
+        *,
+        is_thinking: bool = False,
+        splits_thought: bool = False,
     ) -> None:
-        """`is_thinking`: whether the prompt opened a thought; None if the answer is fed at once."""
+        """`is_thinking`: the prompt opened a thought. `splits_thought`: a thought is no content."""
         self.tools = tools
         self.is_thinking = is_thinking
-        self.text = ""
-        self.at = 0
+        self.splits_thought = splits_thought
+        self.thought = GrowingText()
+        self.content = GrowingText()
         self.calls: list[ToolCall] = []
-        self.content: list[str] = []
-        """Text outside the calls, as far as it was read."""
+        self.text = ""
+        """What is not read yet, with some text before it."""
+        self.at = 0
+        self.opened_at: int | None = None
+        """Where a block of calls opens, until its first call has begun. It is text if no call begins."""
         self.is_last = False
         self.is_malformed = False
+        self._format = tool_format
+        self._new: list[str] = []
+        self._num_new = 0
         self._steps = tool_format.steps(self)
 
     def feed(self, text: str, *, is_last: bool = False) -> None:
-        self.text += text
+        self._new.append(text)
+        self._num_new += len(text)
+        needed = self.at if self.opened_at is None else self.opened_at
+        # Reading a long argument again at each token would take quadratic time.
+        if self._num_new <= (len(self.text) - needed) // 16 and not is_last:
+            return
+        self._forget(max(needed - _CONTEXT, 0))
+        self.text += "".join(self._new)
+        self._new = []
+        self._num_new = 0
         self.is_last = is_last
         try:
             next(self._steps, None)
         except MALFORMED:
             self.is_malformed = True
+            self._steps = self._rest()
+            next(self._steps, None)
 
     def begin(self, name: Any, own_id: str | None = None) -> ToolCall:
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
             raise ValueError("a call needs the name of a tool")
+        self.content.cut()
+        self.opened_at = None
         self.calls.append(ToolCall(name, id=own_id))
         return self.calls[-1]
 
     def match(self, pattern: str) -> Steps[Any]:
         """Read a pattern. Return None if the text continues differently."""
-        found = yield from self._find(_compiled(pattern).match)
+        found, held_at = self._look(pattern, "match")
+        while held_at is not None:
+            yield
+            found, held_at = self._look(pattern, "match")
         if found is not None:
             self.at = found.end()
         return found
@@ -204,23 +208,49 @@ class CallReader:
             raise ValueError(f"a call does not continue with {pattern}")
         return found
 
-    def search(self, pattern: str) -> Steps[Any]:
-        """Return the next match anywhere, None if there is none in the whole text."""
-        return (yield from self._find(_compiled(pattern).search, is_search=True))
-
-    def _find(self, find: Callable[..., Any], *, is_search: bool = False) -> Steps[Any]:
-        start = self.at
+    def until(self, pattern: str, into: GrowingText) -> Steps[Any]:
+        """Copy text until a pattern. Return its match, still to be read; None at the end of the answer."""
         while True:
-            found = find(self.text, start, partial=not self.is_last)
-            is_sure = found is not None and found.end() < len(self.text)  # otherwise it may grow
-            if self.is_last or is_sure or (found is None and not is_search):
+            found, held_at = self._look(pattern, "search")
+            end = len(self.text) if found is None else found.start()
+            end = end if held_at is None else held_at
+            into.add(self.text[self.at : end])
+            self.at = end
+            if held_at is None and (found or self.is_last):
                 return found
-            start = len(self.text) if found is None else found.start()
-            # Searching a long argument again at each token would take quadratic time.
-            enough = len(self.text) + (len(self.text) - start) // 16
             yield
-            while len(self.text) <= enough and not self.is_last:
-                yield
+
+    def restart(self) -> None:
+        """What follows is the beginning of a text."""
+        self._forget(self.at)
+
+    def _rest(self) -> Steps[None]:
+        """Read the rest as text, unless a call has begun."""
+        if not self.calls:
+            self.at = self.at if self.opened_at is None else self.opened_at
+            self.opened_at = None
+            yield from self._format.without_tools().read_text(self)
+
+    def _look(self, pattern: str, how: str) -> tuple[Any, int | None]:
+        """Return the next match, and the place of one that more text would make, change or refute.
+
+        Example: the pattern `<b>|<` in the text `a <` matches at 2, but `<b>` may be there.
+        """
+        found = getattr(_compiled(pattern), how)(self.text, self.at)
+        if self.is_last:
+            return found, None
+        # No text matches this pattern. It matches partially where the first way to match needs more text.
+        growing = _compiled(rf"(?>{pattern}).(?!)")
+        held = getattr(growing, how)(self.text, self.at, partial=True)
+        if held is None or (found is not None and found.start() < held.start()):
+            return found, None
+        return found, held.start()
+
+    def _forget(self, length: int) -> None:
+        self.text = self.text[length:]
+        self.at -= length
+        if self.opened_at is not None:
+            self.opened_at -= length
 
 
 Steps: TypeAlias = Generator[None, None, Value]
@@ -236,7 +266,7 @@ _LATE_NAME = rf"\s*,\s*{_OTHERS}{_NAME}"
 JSON_END = rf"(?:\s*,\s*{_STRING})*\s*\}}"
 
 
-def read_json(reader: CallReader, head: Any) -> Steps[str]:
+def read_json(reader: AnswerReader, head: Any) -> Steps[str]:
     """Read JSON arguments as they are sampled, and the rest of the object around them."""
     groups = head.groupdict()
     is_named = groups["tool"] is not None
@@ -245,19 +275,19 @@ def read_json(reader: CallReader, head: Any) -> Steps[str]:
     check_arguments(call.arguments)
     if not is_named:
         named = yield from reader.need(_LATE_NAME)
-        reader.begin(named["tool"]).arguments = call.arguments
+        reader.begin(named["tool"]).pieces = call.pieces
     if groups.get("object"):
         yield from reader.need(JSON_END)
     return ""
 
 
-def _grow(reader: CallReader, call: ToolCall) -> Steps[None]:
+def _grow(reader: AnswerReader, call: ToolCall) -> Steps[None]:
     """Copy text to the arguments until its brackets are closed."""
     yield from reader.need(r"(?=\{)")
-    start = reader.at
     depth = 0
     is_quoted = False
     while True:
+        start = reader.at
         for piece in _JSON_PIECE.finditer(reader.text, reader.at):
             reader.at = piece.end()
             if piece[0] == '"':
@@ -266,21 +296,21 @@ def _grow(reader: CallReader, call: ToolCall) -> Steps[None]:
                 depth += (piece[0] in ("{", "[")) - (piece[0] in ("}", "]"))
             if not depth:
                 break
-        call.arguments = reader.text[start : reader.at]
-        if not depth and call.arguments:
+        call.pieces.append(reader.text[start : reader.at])
+        if not depth:
             return
         if reader.is_last:
             raise ValueError("a call is cut")
         yield
 
 
-def read_tagged(reader: CallReader, head: Any, pattern: str, values: str) -> Steps[str]:
+def read_tagged(reader: AnswerReader, head: Any, pattern: str, values: str) -> Steps[str]:
     """Read arguments one by one. Groups: `key`, `value`, and `kind` if the model writes the type."""
     call = reader.begin(head["tool"])
     functions = [tool["function"] for tool in reader.tools if tool["function"]["name"] == call.name]
     root = functions[0].get("parameters") if functions else None
     keys: set[str] = set()
-    call.arguments = "{"
+    call.pieces.append("{")
     while found := (yield from reader.match(pattern)):
         key, raw = found["key"], found["value"]
         kind = found.groupdict().get("kind")
@@ -292,7 +322,7 @@ def read_tagged(reader: CallReader, head: Any, pattern: str, values: str) -> Ste
             value = raw if kind in ("true", "string") else from_json(raw)
         text = json.dumps({key: value}, ensure_ascii=False)
         check_arguments(text)
-        call.arguments += (", " if keys else "") + text[1:-1]
+        call.pieces.append((", " if keys else "") + text[1:-1])
         keys.add(key)
     return "}"
 
@@ -375,78 +405,61 @@ class ToolFormat:
         """Markers of calls and thoughts."""
         return (*self.marks, *self.thinking)
 
-    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """An answer with a malformed call is all text. `tools` give unquoted arguments their types."""
-        reader = CallReader(self, tools)
-        reader.feed(text, is_last=True)
-        return self.parsed(reader, keeps_begun=False)
-
-    def parsed(self, reader: CallReader, *, keeps_begun: bool) -> ParsedAnswer:
-        """`keeps_begun`: a malformed call is kept with the arguments so far; no text follows it."""
-        if not reader.calls or (reader.is_malformed and not keeps_begun):
-            return ParsedAnswer(self._clean(reader.text))
-        return ParsedAnswer("".join(reader.content) or None, tuple(reader.calls))
-
-    def steps(self, reader: CallReader) -> Steps[None]:
-        """Raises MALFORMED errors."""
-        end = 0
-        if not self.has_channels:
-            reader.at = yield from self._end_of_thought(reader)
-        while begun := (yield from reader.search(self.open)):
-            reader.content.append(self._clean(reader.text[end : begun.start()]).rstrip())
-            reader.at = begun.end()
-            head = (yield from reader.need(self.entry)) if self.entry else begun
-            while head is not None:
-                if self.argument:
-                    closing = yield from read_tagged(reader, head, self.argument, self.values)
-                else:
-                    closing = yield from read_json(reader, head)
-                yield from reader.need(self.tail)
-                reader.calls[-1].arguments += closing
-                head = yield from reader.match(f"{self.between}(?:{self.entry})")
-            yield from reader.need(self.last)
-            end = reader.at
-        reader.content.append(self._clean(reader.text[end:]).rstrip())
-
-    def _end_of_thought(self, reader: CallReader) -> Steps[int]:
-        begin, close = self.thinking
-        if reader.is_thinking is not None:
-            while not reader.is_last and begin.startswith(reader.text.lstrip()):
-                yield
-            is_open = reader.is_thinking or reader.text.lstrip().startswith(begin)
-            if not is_open:
-                return 0
-            while not reader.is_last and close not in reader.text:
-                yield
-        return reader.text.find(close) + 1
-
-    def _clean(self, text: str) -> str:
-        if not self.noise:
-            return text
-        parts = _compiled(self.noise).split(text)
-        return "".join(part.rstrip() for part in parts) if len(parts) > 1 else text
-
-    def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        """Return (final text from `start` on, the next start). The joined pieces are a prefix of
-        parse(...).content.
+    def parse(self, text: str, tools: Tools = (), **options: bool) -> AnswerReader:
+        """Read a whole answer. One with a malformed call is all text. `tools` give unquoted arguments their
+        types; `options` are those of AnswerReader.
         """
-        begun = _compiled(self.open).search(text, start, partial=True)
-        end = begun.start() if begun else len(text)
-        pieces: list[str] = []
-        for found in _compiled(self.noise).finditer(text, start, end, partial=True) if self.noise else ():
-            is_mark = found[0] in self.marks
-            if found.end() == end or (is_mark and self._may_grow(text, found.start(), end)):
-                end = found.start()
-                break
-            pieces.append(text[start : found.start()].rstrip())
-            start = found.end()
-        shown = text[start:end].rstrip()
-        return "".join([*pieces, shown]), start + len(shown)
+        reader = AnswerReader(self, tools, **options)
+        reader.feed(text, is_last=True)
+        if reader.is_malformed:
+            reader = AnswerReader(self.without_tools(), **options)
+            reader.feed(text, is_last=True)
+        return reader
 
-    def _may_grow(self, text: str, start: int, end: int) -> bool:
-        """Return whether the mark at `start`, with white space before it, may begin longer noise."""
-        begins = (start, 0) if text[:start].isspace() else (start,)
-        return any(_compiled(self.noise).fullmatch(text, at, end, partial=True) for at in begins)
+    def steps(self, reader: AnswerReader) -> Steps[None]:
+        """Raises MALFORMED errors."""
+        if reader.splits_thought or not self.has_channels:
+            yield from self._read_thought(reader)
+        yield from self.read_text(reader)
+
+    def _read_thought(self, reader: AnswerReader) -> Steps[None]:
+        begin, end = map(re.escape, self.thinking)
+        head = rf"\s*(?:{begin}\s*)?" if reader.is_thinking else rf"\s*{begin}\s*"
+        opened = yield from reader.match(head)
+        if opened is None:
+            return
+        into = reader.thought if reader.splits_thought else reader.content
+        if into is reader.content:
+            into.add(opened[0])
+        yield from reader.until(end, into)
+        closed = yield from reader.match(rf"{end}\s*")
+        if closed and into is reader.content:
+            into.add(closed[0])
+        reader.restart()
+
+    def read_text(self, reader: AnswerReader) -> Steps[None]:
+        noise = f"|(?P<noise>{self.noise})" if self.noise else ""
+        while found := (yield from reader.until(f"(?:{self.open}){noise}", reader.content)):
+            if found.groupdict().get("noise"):
+                reader.content.cut()
+                reader.at = found.end()
+            else:
+                reader.opened_at = reader.at
+                reader.at = found.end()
+                yield from self._read_calls(reader, found)
+        reader.content.end()
+
+    def _read_calls(self, reader: AnswerReader, opened: Any) -> Steps[None]:
+        head = (yield from reader.need(self.entry)) if self.entry else opened
+        while head is not None:
+            if self.argument:
+                closing = yield from read_tagged(reader, head, self.argument, self.values)
+            else:
+                closing = yield from read_json(reader, head)
+            yield from reader.need(self.tail)
+            reader.calls[-1].pieces.append(closing)
+            head = yield from reader.match(f"{self.between}(?:{self.entry})")
+        yield from reader.need(self.last)
 
     def prefill(self, name: str | None) -> str | None:
         """Return the beginning of an answer that forces a call of this or any tool. It must not end with a
@@ -476,25 +489,26 @@ class UserFormat(ToolFormat):
     """User-defined `parse(text)` of a whole answer."""
 
     function: Callable[[str], Any]
-    open: str = r"\A"
 
-    def steps(self, reader: CallReader) -> Steps[None]:
+    def read_text(self, reader: AnswerReader) -> Steps[None]:
         while not reader.is_last:
             yield
         try:
             found = self.function(reader.text)
         except (ValueError, RecursionError):
-            return
+            raise
         except Exception as error:  # user errors are data
             raise self._misused(raised(error)) from error
         try:
             pairs = [(name, arguments) for name, arguments in found or ()]
         except (TypeError, ValueError):
             raise self._misused(f"returned {found!r:.200}") from None
+        if not pairs:
+            raise ValueError("there is no call")
         for name, arguments in pairs:
-            call = reader.begin(name)
-            call.arguments = json.dumps(arguments, ensure_ascii=False)
-            check_arguments(call.arguments)
+            text = json.dumps(arguments, ensure_ascii=False)
+            check_arguments(text)
+            reader.begin(name).pieces.append(text)
 
     def _misused(self, what: str) -> RolloutFailure:
         rule = f"it is called as {USAGE}; a ValueError says that a call is malformed"
@@ -597,7 +611,7 @@ def _find_readers(probe: TemplateProbe, fitting: Sequence[ToolFormat]) -> Iterat
     for number, way in itertools.product((2, 1), _WAYS):  # some templates write only one call, or fail
         text = probe.called(number, **way)
         for tool_format in fitting:
-            calls = tool_format.parse(text, _PROBE_TOOLS).tool_calls
+            calls = tool_format.parse(text, _PROBE_TOOLS).calls
             if [(call.name, json.loads(call.arguments)) for call in calls] != list(_CALLS[:number]):
                 continue
             if (tool_format.prefill(_PROBED) or "") in text:

@@ -1,0 +1,407 @@
+"""Calls in the formats of templates and vendors are parsed; malformed calls stay text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_capture_cases import assistant, user
+from gateway_cases import ByteTokenizer, gateway_world, in_loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from template_oracle import END
+from template_renderers import TEMPLATES, Renderers, renderers
+
+from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.requests import ChatRequest
+from asyncrl.agents.endpoint.tool_formats import (
+    FAMILIES,
+    AnswerReader,
+    ToolFormat,
+    find_tool_format,
+)
+from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.messages.json_values import typed
+from asyncrl.messages.records import Completion
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {key: {"type": each} for key, each in properties.items()}}
+
+
+TYPES = {"s": "string", "t": "string", "n": "integer", "x": "number", "b": "boolean", "o": "object"}
+PARAMETERS: dict[str, Any] = {"f": schema(**TYPES, list="array", z="null"), "g_h": schema()}
+PARAMETERS["f"]["properties"]["zip"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+    for name, parameters in PARAMETERS.items()
+]
+
+
+@functools.cache
+def found(name: str) -> ToolFormat:
+    return find_tool_format("auto", TEMPLATES[name])
+
+
+WRITING = [
+    name
+    for name in TEMPLATES
+    if not name.endswith("_training") and name != "lfm2" and not found(name).refusal
+]
+
+
+@pytest.fixture(scope="module")
+def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
+    return renderers(tmp_path_factory.mktemp("formats"))
+
+
+def written(renderer: HFChatTokenizer, calls: Calls, content: str) -> str:
+    """What the template writes for an answer with these calls, without the end of the turn."""
+    functions = [{"name": called, "arguments": arguments} for called, arguments in calls]
+    sent = [{"type": "function", "id": "call12345", "function": function} for function in functions]
+    chat = [user("Question?"), assistant(content, tool_calls=sent)]
+    texts = [renderer.render(chat[:length], tools=TOOLS) for length in (1, 2)]
+    text = texts[1][len(os.path.commonprefix(texts)) :]
+    ends = [end.start() for end in re.finditer(rf"{END.pattern}|<\|assistant\|>", text)]
+    return text[: ends[-1]].rstrip("\n")
+
+
+def calls_of(read: AnswerReader) -> Calls:
+    return [(call.name, json.loads(call.arguments)) for call in read.calls]
+
+
+def parsed(tool_format: ToolFormat, text: str, **options: bool) -> tuple[str, list[tuple[str, str]]]:
+    """(content, calls)"""
+    read = tool_format.parse(text, TOOLS, **options)
+    return str(read.content), [(call.name, call.arguments) for call in read.calls]
+
+
+CASES: dict[str, Calls] = {
+    "plain": [("f", {"s": "hi", "n": -5, "x": 1.5, "b": True, "z": None})],
+    "parallel": [("f", {"s": "a"}), ("g_h", {}), ("f", {"n": 2})],
+    "nested": [("f", {"o": {"a": [1, {"b": None}, True], "k": "v, w)"}, "list": ["x", "it's", "]", 2.5]})],
+    "Unicode": [("f", {"s": "héé 日本 🙂", "list": ["\xa0 \u3000\u2028 \U000e0101"]})],
+    "texts that look like values": [("f", {"s": "75001", "t": "true", "zip": "75001"})],
+    "lines and spaces": [("f", {"s": "\na\n\nb\n", "t": "  x "})],
+    "quotes": [("f", {"s": 'it\'s "q" \\n \\ end', "t": "'"})],
+    "markup": [("f", {"s": "</tool_call><b></arg_value></parameter>\n</parameter> [TOOL_CALLS]", "n": 1})],
+}
+ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}
+"""They leave out what is said beside a call, too, or make a thought of it (gpt-oss)."""
+
+
+UNESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}
+"""They write text as it is, but their models write Python."""
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_calls_that_a_template_writes_are_read_back(name: str, renderer_for: Renderers) -> None:
+    for case, calls in CASES.items():
+        if (len(calls) > 1 and name in ONE_CALL) or (case == "quotes" and name in UNESCAPED):
+            continue
+        for content in ("", "Let me see."):
+            text = written(renderer_for(name), calls, content)
+            read = found(name).parse(text, TOOLS)
+            assert calls_of(read) == calls, f"{case}: {text}"
+            assert (found(name).prefill(calls[0][0]) or "") in text, "a forced call begins like this"
+            *_, said = str(read.content).split("</think>")
+            assert said.strip() == ("" if name in ONE_CALL else content)
+
+
+# ---- formats whose templates trl does not ship, as their vendors publish them
+
+F = '{"s": "a b", "n": 1}'
+BOTH: Calls = [("f", {"s": "a b", "n": 1}), ("g_h", {})]
+PUBLISHED = [
+    (name, text)
+    for name, texts in tomllib.loads(Path(__file__).with_name("published_calls.toml").read_text()).items()
+    for text in texts
+]
+
+
+@pytest.mark.parametrize(("name", "text"), PUBLISHED)
+def test_calls_are_read_as_their_vendor_publishes_them(name: str, text: str) -> None:
+    tool_format = find_tool_format(name, "")
+    assert calls_of(tool_format.parse(text, TOOLS)) == BOTH
+    if name not in ("gpt_oss", "llama", "pythonic"):
+        assert parsed(tool_format, f"Sure. \n\n{text}")[0] == "Sure."
+
+
+RAW = dict(reversed(PUBLISHED))
+NAMES = sorted({each.name for each in FAMILIES})
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"llama", "pythonic"}))  # its models do not think
+def test_call_inside_a_thought_does_not_count(name: str) -> None:
+    tool_format = find_tool_format(name, "")
+    text = RAW[name]
+    opens, closes = tool_format.thinking
+    has_channels = name == "gpt_oss"
+    thought = f"{opens}\nI could write {'a call' if has_channels else text} here.\n{closes}"
+    answer = thought + "<|start|>assistant" * has_channels + text
+    assert parsed(tool_format, answer) == ("" if has_channels else thought, parsed(tool_format, text)[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cut_call_is_not_shown_and_never_becomes_another(name: str) -> None:
+    tool_format = find_tool_format(name, "")
+    said = "" if name in ("llama", "gpt_oss", "pythonic") else "Let me see."
+    text = said + RAW[name]
+    whole = tool_format.parse(text, TOOLS)
+    assert str(whole.content) == said
+    for length in range(len(text)):
+        cut = text[:length]
+        streamed = AnswerReader(tool_format, TOOLS)
+        streamed.feed(cut)
+        assert said.startswith(str(streamed.content))
+        read = tool_format.parse(cut, TOOLS)
+        if not read.calls:
+            assert name == "gpt_oss" or str(read.content) == cut, "text to the letter"
+        for (name_cut, arguments), (full_name, full) in zip(calls_of(read), calls_of(whole), strict=False):
+            assert name_cut == full_name
+            assert arguments.items() <= full.items()
+            assert arguments == full or name == "glm", "it may end at the end of a line"
+
+
+@pytest.mark.parametrize("tool_format", [each for each in FAMILIES if each.call], ids=lambda each: each.name)
+def test_forced_call_is_read_back_and_stops(tool_format: ToolFormat) -> None:
+    raws = [text for name, text in PUBLISHED if name == tool_format.name]
+    around = tool_format.around("f")
+    for begun in (str(tool_format.prefill(None)), str(tool_format.prefill("f"))):
+        assert not begun.endswith((" ", "\n")), "white space at the end would split a token"
+        assert around is not None or any(raw.startswith(begun) for raw in raws)
+        assert around is None or around[0].startswith(begun)
+    if around is not None:
+        assert calls_of(tool_format.parse(f"{around[0]}{F}{around[1]}")) == BOTH[:1]
+    if tool_format.close is not None:
+        first, _, _ = raws[-1].partition(tool_format.close)
+        assert calls_of(tool_format.parse(first, TOOLS))[:1] == BOTH[:1]
+        assert tool_format.close in tool_format.opens, "it may be a special token"
+
+
+PIECES = [*"<>/{}[]()|;: \n\"'ab=,", "f", "assistant", "</think>", "to=functions.f", "<|message|>"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "none"])
+@settings(max_examples=3000, deadline=None)
+@given(
+    data=st.data(),
+    cuts=st.lists(st.integers(0, 9), max_size=40),
+    is_thinking=st.booleans(),
+    splits_thought=st.booleans(),
+)
+def test_answer_does_not_depend_on_its_pieces(
+    name: str, data: st.DataObject, cuts: list[int], is_thinking: bool, splits_thought: bool
+) -> None:
+    tool_format = find_tool_format(name, "")
+    raw = RAW.get(name, RAW["hermes"])
+    parts = re.split(r"(?<=[>\n])", raw)
+    place = data.draw(st.integers(0, len(parts)))
+    more = st.sampled_from([*PIECES, *tool_format.opens, *parts, raw])
+    inserted = data.draw(st.lists(more, max_size=9))
+    text = "".join([*parts[:place], *inserted, *parts[place:]] if data.draw(st.booleans()) else inserted)
+    options = {"is_thinking": is_thinking, "splits_thought": splits_thought}
+    whole, streamed = (AnswerReader(tool_format, TOOLS, **options) for _ in range(2))
+    whole.feed(text, is_last=True)
+    at = 0
+    for cut in cuts:
+        seen = shown(streamed)
+        streamed.feed(text[at : at + cut])
+        at += cut
+        assert all(map(str.startswith, shown(streamed), seen)), "it only grows"
+    streamed.feed(text[at:], is_last=True)
+    assert shown(streamed) == shown(whole)
+    assert streamed.is_malformed == whole.is_malformed
+    if not whole.calls and not tool_format.noise and not splits_thought:
+        assert str(whole.content) == text
+
+
+def shown(reader: AnswerReader) -> list[str]:
+    calls = [f"{call.name} {call.arguments}" for call in reader.calls]
+    return [str(reader.thought), str(reader.content), *calls]
+
+
+def test_thought_whose_mark_is_half_there_is_not_shown() -> None:
+    tool_format = find_tool_format("gpt_oss", "")
+    thought = "".join(tool_format.thinking)
+    for before in ("", "\n", "<|start|>assistant", "\n<|start|>assistant"):
+        reader = AnswerReader(tool_format)
+        for character in before + thought:
+            reader.feed(character)
+            assert not str(reader.content)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_nonsense_is_read_in_time(name: str) -> None:
+    tool_format, raw = find_tool_format(name, ""), RAW[name]
+    for filler in ("{" * 10**5, "[" * 10**5, " " * 10**6, "<" * 10**5, raw[:-1] * 10**3, "\\" * 10**5):
+        text = raw[: len(raw) // 2] + filler
+        read = tool_format.parse(text)
+        assert read.calls or read.content
+
+
+def test_channels_show_only_the_text_for_the_user() -> None:
+    thought = "<|channel|>analysis<|message|>Two and two.<|end|>"
+    for tool_format in (found("gptoss"), found("gptoss").without_tools()):
+        text = f"{thought}<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
+        assert parsed(tool_format, text) == ("Four.", [])
+    called = f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|message|>{F}"
+    assert parsed(found("gptoss"), called)[0] == "I look."
+
+
+# ---- answers while they are sampled, and types of arguments
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_only_a_streamed_answer_keeps_a_call_that_was_cut(is_streamed: bool) -> None:
+    ids = RAW["hermes"].partition(F)[0].encode() + F[:9].encode()
+    asked = ChatRequest(messages=[user("Q")], tools=TOOLS)
+    answer = Answer(ByteTokenizer(), HERMES, asked, prefill="", name="call_1", is_streamed=is_streamed)
+    for token in ids:
+        answer.feed([token])
+    answer.finish(Completion(tuple(ids), (0.0,) * len(ids), finish_reason="length"))
+    assert [call.arguments for call in answer.calls] == [F[:9]] * is_streamed
+    assert answer.content == (None if is_streamed else ids.decode())
+    assert all(re.fullmatch("[A-Z0-9]{9}", str(call.id)) for call in answer.calls)
+
+
+def test_model_keeps_the_ids_that_it_wrote() -> None:
+    for name, own_id in (("kimi", "functions.f:0"), ("solar", "abc"), ("hermes", None)):
+        assert find_tool_format(name, "").parse(RAW[name], TOOLS).calls[0].id == own_id
+
+
+VALUES = st.sampled_from([1, -2.5, True, None, "1", "1.0", "true", "null", "a", "[1]", [1], {"a": 1}])
+KINDS = [
+    "string",
+    "integer",
+    "number",
+    "boolean",
+    "null",
+    "array",
+    "object",
+    ["string", "null"],
+    ["integer", "string"],
+]
+LEAVES = st.one_of(
+    st.sampled_from([{}, {"description": "x"}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]),
+    st.builds(lambda kind: {"type": kind}, st.sampled_from(KINDS)),
+    st.builds(lambda values: {"enum": values}, st.lists(VALUES, min_size=1, max_size=3)),
+    st.builds(lambda value: {"const": value}, VALUES),
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.builds(
+        lambda key, parts, leaf: {**leaf, key: parts},
+        st.sampled_from(["anyOf", "allOf"]),
+        st.lists(inner, min_size=1, max_size=3),
+        LEAVES,
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(schema=SCHEMAS, value=VALUES)
+def test_text_that_a_schema_allows_stays_text(schema: dict[str, Any], value: Any) -> None:
+    root = {"$defs": {"a": {"enum": ["1", "true", "null"]}, "b": {"type": ["string", "null"]}}}
+    valid = Draft202012Validator({**root, "allOf": [schema]}).is_valid
+    raw = value if isinstance(value, str) else json.dumps(value)
+    with contextlib.suppress(ValueError):
+        value = json.loads(raw)
+    read = typed(raw, schema, root)
+    is_free = all(map(valid, ["q", 0.5, True, None, [], {}]))
+    if valid(raw) and not is_free and not (value is None and valid(None)):
+        assert read == raw
+    elif valid(value):
+        assert (read, type(read)) == (value, type(value))
+
+
+# ---- Hermes and Llama
+
+HERMES, LLAMA = find_tool_format("hermes", ""), find_tool_format("llama", "")
+X, G0 = '{"name": "f", "arguments": {"x": 1}}', '{"name": "g", "parameters": {}}'
+LATE = '{"arguments": {"x": 1}, "name": "f"}'
+CALL_F = ("f", '{"x": 1}')
+TWO = (CALL_F, ("g", "{}"))
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "content", "calls"),
+    [
+        (HERMES, f"<tool_call>{X}</tool_call>and<tool_call>{G0}</tool_call> then", "and then", TWO),
+        (HERMES, f"<tool_call>{G0}</tool_call></think>no", f"<tool_call>{G0}</tool_call></think>no", ()),
+        (HERMES, f"<tool_call>{LATE}</tool_call>", "", (CALL_F,)),
+        (LLAMA, f"{LATE}; {G0}", "", TWO),
+        (LLAMA, f"<|python_tag|>{X}; <|python_tag|>{G0}", "", TWO),
+        (LLAMA, f"{X}; {G0}", "", TWO),
+        (LLAMA, f"Like this: {X}", f"Like this: {X}", ()),
+    ],
+)
+def test_calls_are_read_with_the_text_around_them(
+    tool_format: ToolFormat, text: str, content: str, calls: Sequence[tuple[str, str]]
+) -> None:
+    is_thinking = "</think>" in text
+    assert parsed(tool_format, text, is_thinking=is_thinking) == (content, [*calls])
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1', '{"x": 1e999}', '{"x": "\\ud800"}', "[]", "{" * 10**5])
+def test_answer_with_a_malformed_call_stays_text(arguments: str) -> None:
+    call = f'{{"name": "f", "arguments": {arguments}}}'
+    text = f" See: \n<tool_call>{X}</tool_call>\n<tool_call>\n{call}\n</tool_call> \n"
+    assert parsed(HERMES, text) == (text, [])
+    for text in (call, f"<|python_tag|>{X};{call}"):
+        assert parsed(LLAMA, text) == (text, [])
+
+
+# ---- parsers of users
+
+PARSER = """
+import json
+
+def parse(text): return [("f", json.loads(text[4:]))] if text.startswith("CALL") else None
+def raises(text): return {}[text]
+def two(text, more): return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "own_tool_format.py").write_text(PARSER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda name: find_tool_format(f"own_tool_format:{name}", "")
+
+
+def test_user_parser_reads_calls_and_malformed_ones_stay_text(own: Any) -> None:
+    assert parsed(own("parse"), 'CALL {"x": 1}') == ("", [CALL_F])
+    for text in ("hello", "CALL [1]", "CALL {"):
+        assert parsed(own("parse"), text) == (text, [])
+    for name, why in (("olmo", "=olmo is not known"), ("own_tool_format:two", "cannot be called")):
+        with pytest.raises(ConfigError, match=why):
+            find_tool_format(name, "")
+
+
+@pytest.mark.usefixtures("own")
+@in_loop
+async def test_wrong_user_parser_fails_the_rollout_by_name() -> None:
+    async with gateway_world(tool_format="own_tool_format:raises") as world:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        asking = asyncio.ensure_future(world.ask(tools=tools))
+        with pytest.raises(RolloutFailure, match="own_tool_format:raises raised KeyError: 'Hello "):
+            async with world.session.while_open():
+                await asyncio.Event().wait()
+        status, told = await asking
+        assert (status, told["error"]["code"]) == (410, "session_ended")
