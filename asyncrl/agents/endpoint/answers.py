@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from base64 import b32encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.agents.endpoint.tool_formats import AnswerReader, ToolCall, ToolFormat, Tools
 from asyncrl.messages.records import Completion
-from asyncrl.messages.sampling import REPLACEMENT, LeadingThought, overlap
+from asyncrl.messages.sampling import REPLACEMENT, overlap
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AnswerText:
-    """Visible text of an answer, cut before the first stop string after its leading thought.
+    """Visible text of an answer, cut before the stop string that ended it.
 
     Special tokens are omitted unless `shows_special` or in `keep_special`. No stop string spans a shown one.
 
@@ -45,10 +46,12 @@ class AnswerText:
         self._marks = self._special(keep_special)
         if shows_special:
             self._marks |= texts.special_ids - texts.end_ids
-        self._thought = LeadingThought(thinking if stop else None, texts.decode)
-        self._unsure: list[int] = []
-        """They may begin a thought."""
-        self._can_stop = self._thought.state == "text"
+        self._opening = thinking[0] if thinking else ""
+        self._may_think = thinking is not None
+        self._last: list[int] = []
+        """Tokens that may complete a stop string: the last, and those that may begin a thought. Only the engine
+        knows, because a stop string inside a thought does not count.
+        """
         self._held = ""
         """It may begin a stop string."""
         self._context = list(before)
@@ -58,96 +61,76 @@ class AnswerText:
         self.stopped_by: str | None = None
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        text = ""
-        for at, token in enumerate(token_ids):
-            if self._can_stop:
-                return text + self._feed(token_ids[at:])
-            text += self._feed_thought(token)
-        return text
+        if not self._stop:
+            return self._feed(token_ids)
+        tokens = [*self._last, *token_ids]
+        if self._may_think:
+            begun = self._texts.decode(tokens[:-1], skip_special_tokens=False)
+            self._may_think = self._opening.startswith(begun.lstrip().rstrip(REPLACEMENT))
+        num_last = len(tokens) if self._may_think else 1
+        self._last = tokens[-num_last:]
+        return self._feed(tokens[:-num_last])
 
-    def finish(self) -> str:
-        unsure = self._unsure
-        self._unsure = []
-        return self._feed(unsure) + self._flush()
-
-    def _feed_thought(self, token: int) -> str:
-        """Feed a token before the end of the thought."""
-        after = self._thought.add(token)
-        self._unsure.append(token)
-        if self._thought.state == "unsure":
-            return ""
-        self._can_stop = self._thought.state == "text" and after is None  # no thought
-        text = self._feed(self._unsure)
-        self._unsure = []
-        if after is None:
-            return text
-        self._can_stop = True
-        if not after:
-            return text + self._flush()
-        num_after = len(after) - self._has_unsure
-        return text[: len(text) - num_after] + self._until_stop(text[len(text) - num_after :])
+    def finish(self, *, is_stopped: bool = False) -> str:
+        """`is_stopped`: an end token or a stop string ended the answer."""
+        last = set(self._last[-1:])
+        stop = self._stop if is_stopped and last <= self._texts.text_ids else ()
+        if is_stopped and last & self._stop_ids:
+            self.stopped_by = self._mark(self._last.pop())
+        num_held = len(self._held)
+        text = self._feed(self._last) + self._release()
+        end = len(text)
+        places = [(text.find(each, max(num_held - len(each) + 1, 0)), each) for each in stop]
+        if found := [(at + len(each), at, each) for at, each in places if at >= 0]:
+            _, end, self.stopped_by = min(found)
+        return text[:end]
 
     def _feed(self, token_ids: Sequence[int]) -> str:
         text = ""
-        run: list[int] = []
-        stop_ids = self._stop_ids if self._can_stop else ()
-        for token in token_ids:
-            if token not in self._marks and token not in stop_ids:
-                run.append(token)
+        for is_mark, tokens in itertools.groupby(token_ids, self._marks.__contains__):
+            run = list(tokens)
+            if is_mark:
+                text += self._release() + "".join(map(self._mark, run))
+                self._context = run[-1:]
                 continue
-            text += self._add(run) + self._flush()
-            run = []
-            if self.stopped_by is not None:
-                return text
-            mark = self._texts.decode([token], skip_special_tokens=False)
-            if token in stop_ids:
-                self.stopped_by = mark
-                return text
-            text += mark
-            self._context = [token]
-        return text + self._add(run)
+            held = self._held + self._add(run)
+            end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
+            text += held[:end]
+            self._held = held[end:]
+        return text
+
+    def _mark(self, token: int) -> str:
+        return self._texts.decode([token], skip_special_tokens=False)
 
     def _add(self, token_ids: Sequence[int]) -> str:
         texts = self._texts
         shown = [token for token in token_ids if token in texts.text_ids and token not in texts.end_ids]
         text = self._decode(self._whole_runs(shown))
         self._has_unsure = text.endswith(REPLACEMENT)
-        return self._until_stop(text[:-1] if self._has_unsure else text)
+        return text[:-1] if self._has_unsure else text
+
+    def _release(self) -> str:
+        text = self._held + self._flush()
+        self._held = ""
+        return text
 
     def _flush(self) -> str:
         run = self._run
         self._run = []
-        text = self._until_stop(self._decode(run))
+        text = self._decode(run)
         self._has_unsure = False
-        if self.stopped_by is None:
-            text += self._held
-            self._held = ""
         return text
-
-    def _until_stop(self, text: str) -> str:
-        if self.stopped_by is not None:
-            return ""
-        if not self._can_stop:
-            return text
-        held = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
-        if found:
-            _, end, self.stopped_by = min(found)
-        else:
-            end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
-        self._held = held[end:]
-        return held[:end]
 
     def _special(self, names: Iterable[str]) -> set[int]:
         return {
             token
             for name in names
             for token in self._texts.encode(name)
-            if token not in self._texts.text_ids
-            and self._texts.decode([token], skip_special_tokens=False) == name
+            if token not in self._texts.text_ids and self._mark(token) == name
         }
 
     def _whole_runs(self, tokens: list[int]) -> list[int]:
+        """Byte tokens wait: a later one can change the text of all."""
         end = len(tokens)
         while end > 0 and tokens[end - 1] in self._texts.byte_ids:
             end -= 1
@@ -290,7 +273,8 @@ class Answer:
 
     def finish(self, completion: Completion) -> None:
         self.feed(completion.token_ids[self.num_tokens :])
-        self._add(self._answer.finish(), is_last=True)
+        text = self._answer.finish(is_stopped=completion.finish_reason == "stop")
+        self._add(text, is_last=True)
         self.completion = completion
         self.finish_reason = completion.finish_reason or ""
         if self.calls and self.finish_reason == "stop":

@@ -147,7 +147,8 @@ class AnswerReader:
         splits_thought: bool = False,
     ) -> None:
         """`is_thinking`: the prompt opened a thought. `splits_thought`: a thought is no content."""
-        self.tools = tools
+        functions = [tool["function"] for tool in tools]
+        self.schemas = {each["name"]: each.get("parameters") for each in functions}
         self.is_thinking = is_thinking
         self.splits_thought = splits_thought
         self.thought = GrowingText()
@@ -156,23 +157,20 @@ class AnswerReader:
         self.text = ""
         """What is not read yet, with some text before it."""
         self.at = 0
-        self.opened_at: int | None = None
-        """Where a block of calls opens, until its first call has begun. It is text if no call begins."""
         self.is_last = False
         self.is_malformed = False
         self._format = tool_format
         self._new: list[str] = []
         self._num_new = 0
-        self._steps = tool_format.steps(self)
+        self._steps: Iterator[None] = tool_format.steps(self)
 
     def feed(self, text: str, *, is_last: bool = False) -> None:
         self._new.append(text)
         self._num_new += len(text)
-        needed = self.at if self.opened_at is None else self.opened_at
         # Reading a long argument again at each token would take quadratic time.
-        if self._num_new <= (len(self.text) - needed) // 16 and not is_last:
+        if self._num_new <= (len(self.text) - self.at) // 16 and not is_last:
             return
-        self._forget(max(needed - _CONTEXT, 0))
+        self._forget(max(self.at - _CONTEXT, 0))
         self.text += "".join(self._new)
         self._new = []
         self._num_new = 0
@@ -181,76 +179,55 @@ class AnswerReader:
             next(self._steps, None)
         except MALFORMED:
             self.is_malformed = True
-            self._steps = self._rest()
+            # The rest is text, unless a call has begun.
+            self._steps = iter(()) if self.calls else self._format.without_tools().read_text(self)
             next(self._steps, None)
 
-    def begin(self, name: Any, own_id: str | None = None) -> ToolCall:
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+    def begin(self, head: Any) -> ToolCall:
+        if not _TOOL_NAME.fullmatch(head["tool"]):
+            self.at = head.start()
             raise ValueError("a call needs the name of a tool")
         self.content.cut()
-        self.opened_at = None
-        self.calls.append(ToolCall(name, id=own_id))
+        self.calls.append(ToolCall(head["tool"], id=head.groupdict().get("id")))
         return self.calls[-1]
 
-    def match(self, pattern: str) -> Steps[Any]:
-        """Read a pattern. Return None if the text continues differently."""
-        found, held_at = self._look(pattern, "match")
-        while held_at is not None:
+    def read(self, pattern: str, into: GrowingText | None = None) -> Steps[Any]:
+        """Read a pattern, and return its match; `into` gets the text before it. Return None if the text
+        continues differently, or ends before a pattern that may be anywhere.
+
+        Example: the pattern `<b>|<` in the text `a <` matches at 2, but `<b>` may be there.
+        """
+        how = "match" if into is None else "search"
+        find = getattr(_compiled(pattern), how)
+        # No text matches this pattern. It matches partially where the first way to match needs more text.
+        find_growing = getattr(_compiled(rf"(?>{pattern}).(?!)"), how)
+        while True:
+            found = find(self.text, self.at)
+            held = None if self.is_last else find_growing(self.text, self.at, partial=True)
+            is_held = held is not None and (found is None or held.start() <= found.start())
+            if into is not None:
+                next_match = held if is_held else found
+                end = next_match.start() if next_match else len(self.text)
+                into.add(self.text[self.at : end])
+                self.at = end
+            if not is_held and (found or into is None or self.is_last):
+                self.at = found.end() if found else self.at
+                return found
             yield
-            found, held_at = self._look(pattern, "match")
-        if found is not None:
-            self.at = found.end()
-        return found
 
     def need(self, pattern: str) -> Steps[Any]:
-        found = yield from self.match(pattern)
+        found = yield from self.read(pattern)
         if found is None:
             raise ValueError(f"a call does not continue with {pattern}")
         return found
-
-    def until(self, pattern: str, into: GrowingText) -> Steps[Any]:
-        """Copy text until a pattern. Return its match, still to be read; None at the end of the answer."""
-        while True:
-            found, held_at = self._look(pattern, "search")
-            end = len(self.text) if found is None else found.start()
-            end = end if held_at is None else held_at
-            into.add(self.text[self.at : end])
-            self.at = end
-            if held_at is None and (found or self.is_last):
-                return found
-            yield
 
     def restart(self) -> None:
         """What follows is the beginning of a text."""
         self._forget(self.at)
 
-    def _rest(self) -> Steps[None]:
-        """Read the rest as text, unless a call has begun."""
-        if not self.calls:
-            self.at = self.at if self.opened_at is None else self.opened_at
-            self.opened_at = None
-            yield from self._format.without_tools().read_text(self)
-
-    def _look(self, pattern: str, how: str) -> tuple[Any, int | None]:
-        """Return the next match, and the place of one that more text would make, change or refute.
-
-        Example: the pattern `<b>|<` in the text `a <` matches at 2, but `<b>` may be there.
-        """
-        found = getattr(_compiled(pattern), how)(self.text, self.at)
-        if self.is_last:
-            return found, None
-        # No text matches this pattern. It matches partially where the first way to match needs more text.
-        growing = _compiled(rf"(?>{pattern}).(?!)")
-        held = getattr(growing, how)(self.text, self.at, partial=True)
-        if held is None or (found is not None and found.start() < held.start()):
-            return found, None
-        return found, held.start()
-
     def _forget(self, length: int) -> None:
         self.text = self.text[length:]
         self.at -= length
-        if self.opened_at is not None:
-            self.opened_at -= length
 
 
 Steps: TypeAlias = Generator[None, None, Value]
@@ -260,25 +237,25 @@ _STRING = r'"\w+"\s*:\s*"[^"]*"'
 _NAME = r'"(?:tool_)?name"\s*:\s*"(?P<tool>[^"\\]+)"'
 _ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*'
 _OTHERS = rf"(?:{_STRING}\s*,\s*)*?"
-JSON_HEAD = rf"(?P<object>\{{)\s*{_OTHERS}(?:{_NAME}\s*,\s*)?{_ARGUMENTS}"
-"""`{"name": ..., "arguments": `, perhaps with an id. The name may follow the arguments."""
-_LATE_NAME = rf"\s*,\s*{_OTHERS}{_NAME}"
+_BRACES = r'(?P<braces>\{(?:[^{}"]++|"(?:[^"\\]|\\.)*+"|(?&braces))*+\})'
+JSON_HEAD = (
+    rf"(?P<object>\{{)\s*{_OTHERS}"
+    rf"(?:{_NAME}\s*,\s*{_ARGUMENTS}|{_ARGUMENTS}(?P<arguments>{_BRACES})\s*,\s*{_OTHERS}{_NAME})"
+)
+"""`{"name": ..., "arguments": `, perhaps with an id; or arguments and then the name."""
 JSON_END = rf"(?:\s*,\s*{_STRING})*\s*\}}"
 
 
-def read_json(reader: AnswerReader, head: Any) -> Steps[str]:
+def read_json(reader: AnswerReader, call: ToolCall, head: Any) -> Steps[None]:
     """Read JSON arguments as they are sampled, and the rest of the object around them."""
     groups = head.groupdict()
-    is_named = groups["tool"] is not None
-    call = reader.begin(groups["tool"], groups.get("id")) if is_named else ToolCall("")
-    yield from _grow(reader, call)
+    if groups.get("arguments"):
+        call.pieces.append(head["arguments"])
+    else:
+        yield from _grow(reader, call)
     check_arguments(call.arguments)
-    if not is_named:
-        named = yield from reader.need(_LATE_NAME)
-        reader.begin(named["tool"]).pieces = call.pieces
     if groups.get("object"):
         yield from reader.need(JSON_END)
-    return ""
 
 
 def _grow(reader: AnswerReader, call: ToolCall) -> Steps[None]:
@@ -304,14 +281,12 @@ def _grow(reader: AnswerReader, call: ToolCall) -> Steps[None]:
         yield
 
 
-def read_tagged(reader: AnswerReader, head: Any, pattern: str, values: str) -> Steps[str]:
+def read_tagged(reader: AnswerReader, call: ToolCall, pattern: str, values: str) -> Steps[None]:
     """Read arguments one by one. Groups: `key`, `value`, and `kind` if the model writes the type."""
-    call = reader.begin(head["tool"])
-    functions = [tool["function"] for tool in reader.tools if tool["function"]["name"] == call.name]
-    root = functions[0].get("parameters") if functions else None
+    root = reader.schemas.get(call.name)
     keys: set[str] = set()
     call.pieces.append("{")
-    while found := (yield from reader.match(pattern)):
+    while found := (yield from reader.read(pattern)):
         key, raw = found["key"], found["value"]
         kind = found.groupdict().get("kind")
         if key in keys:
@@ -324,7 +299,6 @@ def read_tagged(reader: AnswerReader, head: Any, pattern: str, values: str) -> S
         check_arguments(text)
         call.pieces.append((", " if keys else "") + text[1:-1])
         keys.add(key)
-    return "}"
 
 
 # ---- values
@@ -425,40 +399,38 @@ class ToolFormat:
     def _read_thought(self, reader: AnswerReader) -> Steps[None]:
         begin, end = map(re.escape, self.thinking)
         head = rf"\s*(?:{begin}\s*)?" if reader.is_thinking else rf"\s*{begin}\s*"
-        opened = yield from reader.match(head)
+        opened = yield from reader.read(head)
         if opened is None:
             return
-        into = reader.thought if reader.splits_thought else reader.content
-        if into is reader.content:
-            into.add(opened[0])
-        yield from reader.until(end, into)
-        closed = yield from reader.match(rf"{end}\s*")
-        if closed and into is reader.content:
-            into.add(closed[0])
+        thought, marks = reader.content, reader.content
+        if reader.splits_thought:
+            thought, marks = reader.thought, GrowingText()
+        marks.add(opened[0])
+        closed = yield from reader.read(rf"{end}\s*", thought)
+        marks.add(closed[0] if closed else "")
         reader.restart()
 
     def read_text(self, reader: AnswerReader) -> Steps[None]:
         noise = f"|(?P<noise>{self.noise})" if self.noise else ""
-        while found := (yield from reader.until(f"(?:{self.open}){noise}", reader.content)):
+        opening = f"(?:{self.open})(?:{self.entry}){noise}"
+        while found := (yield from reader.read(opening, reader.content)):
             if found.groupdict().get("noise"):
                 reader.content.cut()
-                reader.at = found.end()
             else:
-                reader.opened_at = reader.at
-                reader.at = found.end()
                 yield from self._read_calls(reader, found)
         reader.content.end()
 
-    def _read_calls(self, reader: AnswerReader, opened: Any) -> Steps[None]:
-        head = (yield from reader.need(self.entry)) if self.entry else opened
+    def _read_calls(self, reader: AnswerReader, head: Any) -> Steps[None]:
         while head is not None:
+            call = reader.begin(head)
             if self.argument:
-                closing = yield from read_tagged(reader, head, self.argument, self.values)
+                yield from read_tagged(reader, call, self.argument, self.values)
             else:
-                closing = yield from read_json(reader, head)
+                yield from read_json(reader, call, head)
             yield from reader.need(self.tail)
-            reader.calls[-1].pieces.append(closing)
-            head = yield from reader.match(f"{self.between}(?:{self.entry})")
+            if self.argument:
+                call.pieces.append("}")
+            head = yield from reader.read(f"{self.between}(?:{self.entry})")
         yield from reader.need(self.last)
 
     def prefill(self, name: str | None) -> str | None:
@@ -508,7 +480,9 @@ class UserFormat(ToolFormat):
         for name, arguments in pairs:
             text = json.dumps(arguments, ensure_ascii=False)
             check_arguments(text)
-            reader.begin(name).pieces.append(text)
+            if not _TOOL_NAME.fullmatch(name):
+                raise ValueError(f"{name:.200} is no name of a tool")
+            reader.calls.append(ToolCall(name, [text]))
 
     def _misused(self, what: str) -> RolloutFailure:
         rule = f"it is called as {USAGE}; a ValueError says that a call is malformed"
