@@ -10,6 +10,7 @@ from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_l
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 
 HERMES = find_tool_format("hermes", "")
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,7 @@ HERMES = find_tool_format("hermes", "")
         ("\n <think>a  b</think>  ", False, "a  b", ""),
         ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
         ("Hm, and", True, "Hm, and", ""),
+        (f"I could {CALL}</think>Yes.", True, f"I could {CALL}", "Yes."),
         ("<think>Hm </thi", False, "Hm </thi", ""),
         ("<thi", False, "", "<thi"),
         ("", True, "", ""),
@@ -52,9 +54,6 @@ async def test_separate_thoughts_return_to_one_branch() -> None:
             assert told == {"reasoning_content": "Hm.", "content": "Yes."}
             messages += [{"role": "assistant", **told}, {"role": "user", "content": "Sure?"}]
         assert talk.is_one_branch_of(*[text] * 2)
-
-
-CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from base64 import b32encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from functools import cache, partial
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.agents.endpoint.tool_formats import AnswerReader, ToolCall, ToolFormat, Tools
+from asyncrl.agents.endpoint.tool_formats import AnswerReader, ToolCall, ToolFormat
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import REPLACEMENT, overlap
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
@@ -49,8 +47,8 @@ class AnswerText:
         self._opening = thinking[0] if thinking else ""
         self._may_think = thinking is not None
         self._last: list[int] = []
-        """Tokens that may complete a stop string: the last, and those that may begin a thought. Only the engine
-        knows, because a stop string inside a thought does not count.
+        """The last token, and those that may begin a thought. Only the engine knows whether they complete a
+        stop string: inside a thought none counts.
         """
         self._held = ""
         """It may begin a stop string."""
@@ -110,14 +108,10 @@ class AnswerText:
         return text[:-1] if self._has_unsure else text
 
     def _release(self) -> str:
-        text = self._held + self._flush()
-        self._held = ""
-        return text
-
-    def _flush(self) -> str:
         run = self._run
         self._run = []
-        text = self._decode(run)
+        text = self._held + self._decode(run)
+        self._held = ""
         self._has_unsure = False
         return text
 
@@ -150,12 +144,6 @@ class AnswerText:
         return self._texts.decode(together, skip_special_tokens=False)[known:]
 
 
-def call_id(name: str, number: int) -> str:
-    """Return nine letters and digits: Mistral's templates refuse any other id."""
-    digest = blake2b(f"{name}-{number}".encode(), digest_size=8).digest()
-    return b32encode(digest)[:9].decode()
-
-
 @cache
 def _bytes_of_letters() -> Mapping[str, int]:
     """Byte-level vocabularies write each byte as a letter."""
@@ -172,10 +160,7 @@ def part_of_character(tokenizer: ChatTokenizer, token: int) -> bytes:
     return bytes(_bytes_of_letters()[letter] for letter in piece)
 
 
-Kind = Literal["thought", "text"]
-
-
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Answer:
     """A completion in pieces: feed(), then finish().
 
@@ -185,56 +170,24 @@ class Answer:
     tokenizer: ChatTokenizer
     tool_format: ToolFormat
     asked: InitVar[AnyRequest]
-    prefill: InitVar[str]
-    name: str
-    splits_thought: InitVar[bool] = False
-    shows_special: InitVar[bool] = True
-    before: InitVar[Sequence[int]] = ()
-    """The last prompt ids."""
-    thinking: InitVar[tuple[str, str] | None] = None
-    """Of the engine's request."""
+    text: AnswerText
+    prefill: InitVar[str] = ""
+    options: Mapping[str, Any]
+    """Of AnswerReader."""
     is_streamed: bool = False
     """Calls that have begun stay calls if they are malformed or cut; otherwise such an answer is text."""
-    is_thinking: InitVar[bool] = False
-    """The prompt opened a thought."""
     finish_reason: str = ""
     num_tokens: int = 0
-    calls: list[ToolCall] = field(default_factory=list)
-    """While the answer is sampled, the list and the last call's arguments grow. Each has an id."""
     logprobs: list[dict[str, Any]] | None = None
     completion: Completion = field(default_factory=Completion)
     """Once finished."""
 
-    def __post_init__(
-        self,
-        asked: AnyRequest,
-        prefill: str,
-        splits_thought: bool,
-        shows_special: bool,
-        before: Sequence[int],
-        thinking: tuple[str, str] | None,
-        is_thinking: bool,
-    ) -> None:
+    def __post_init__(self, asked: AnyRequest, prefill: str) -> None:
         self.has_logprobs = asked.logprobs
         self._max_calls = 1 if asked.has_one_call else None
-        tools: Tools = getattr(asked, "tools", ())
-        options = {"is_thinking": is_thinking, "splits_thought": splits_thought}
-        self.reader = AnswerReader(self.tool_format, tools, **options)
-        self._parse = partial(self.tool_format.parse, tools=tools, **options)
-        self._answer = AnswerText(
-            self.tokenizer,
-            asked.stop,
-            keep_special=self.tool_format.opens,
-            shows_special=shows_special,
-            before=before,
-            thinking=thinking,
-        )
+        self.reader = AnswerReader(self.tool_format, **self.options)
         self._texts: list[str] = []
         self._add(prefill)
-
-    @property
-    def stopped_by(self) -> str | None:
-        return self._answer.stopped_by
 
     @property
     def thought(self) -> str:
@@ -251,12 +204,8 @@ class Answer:
         return round(self.num_tokens * len(self.thought) / num_characters) if num_characters else 0
 
     @property
-    def tool_calls(self) -> list[dict[str, Any]]:
-        functions = [{"name": call.name, "arguments": call.arguments} for call in self.calls]
-        return [
-            {"id": call.id, "type": "function", "function": function}
-            for call, function in zip(self.calls, functions, strict=True)
-        ]
+    def calls(self) -> Sequence[ToolCall]:
+        return self.reader.calls[: self._max_calls]
 
     @property
     def message(self) -> dict[str, Any]:
@@ -264,16 +213,23 @@ class Answer:
         if thought := self.thought:
             message["reasoning_content"] = thought
         if self.calls:
-            message["tool_calls"] = self.tool_calls
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.calls
+            ]
         return message
 
     def feed(self, token_ids: Sequence[int]) -> None:
         self.num_tokens += len(token_ids)
-        self._add(self._answer.feed(token_ids))
+        self._add(self.text.feed(token_ids))
 
     def finish(self, completion: Completion) -> None:
         self.feed(completion.token_ids[self.num_tokens :])
-        text = self._answer.finish(is_stopped=completion.finish_reason == "stop")
+        text = self.text.finish(is_stopped=completion.finish_reason == "stop")
         self._add(text, is_last=True)
         self.completion = completion
         self.finish_reason = completion.finish_reason or ""
@@ -301,8 +257,4 @@ class Answer:
         if self.is_streamed:
             self.reader.feed(text, is_last=is_last)
         elif is_last:
-            self.reader = self._parse("".join(self._texts))
-        for number, call in enumerate(self.reader.calls[: self._max_calls]):
-            if number == len(self.calls):
-                call.id = call.id or call_id(self.name, number)
-                self.calls.append(call)
+            self.reader = self.tool_format.parse("".join(self._texts), **self.options)

@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
@@ -128,18 +128,27 @@ class EngineRoute:
         shows_special = session.shows_special
         if asked.skip_special_tokens is not None:
             shows_special = not asked.skip_special_tokens
-        answer = Answer(
+        text = AnswerText(
             self.tokenizer,
-            tool_format,
-            asked,
-            prefill=prefill,
-            name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
-            splits_thought=splits_thoughts,
+            asked.stop,
+            keep_special=tool_format.opens,
             shows_special=shows_special,
             before=planned.tail,
             thinking=thinking,
+        )
+        answer = Answer(
+            tokenizer=self.tokenizer,
+            tool_format=tool_format,
+            asked=asked,
+            text=text,
+            prefill=prefill,
+            options={
+                "tools": getattr(asked, "tools", ()),
+                "name": f"call_{key:016x}",  # not the call's number: the next prompt may contain it
+                "is_thinking": is_open,
+                "splits_thought": splits_thoughts,
+            },
             is_streamed=asked.stream,
-            is_thinking=is_open,
         )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import tomllib
+from base64 import b32encode
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic_core import from_json
 
@@ -20,23 +22,34 @@ from asyncrl.base.user_code import load_function, raised
 from asyncrl.messages.json_values import PYTHON_WORDS, from_python, property_schema, typed
 
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_./:-]{1,128}")
+_TOOL = r"(?P<tool>[a-zA-Z0-9_./:-]{1,128})"
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """`{"type": "function", "function": {"name": ..., "parameters": {...}}}` by tool."""
 Value = TypeVar("Value")
 
 
+Part = Literal["thought", "text", "call", "ping"]
+
+
+class AnswerPiece(NamedTuple):
+    part: Part
+    number: int
+    """Of the tool call."""
+    text: str
+
+
 @dataclass
 class ToolCall:
-    name: str
-    pieces: list[str] = field(default_factory=list)
-    """JSON text of an object; it grows while the call is sampled.
+    """`arguments`: JSON text of an object; it grows while the call is sampled.
 
     Example: a streamed call of `add` has the pieces `{"a"`, `: 1, "b"` and `: 2}`.
     """
-    id: str | None = None
-    """If the model wrote one."""
+
+    name: str
+    id: str
+    """The model's own if it wrote one."""
+    pieces: list[str] = field(default_factory=list)
 
     @property
     def arguments(self) -> str:
@@ -44,23 +57,24 @@ class ToolCall:
 
 
 class GrowingText:
-    """White space at the end is held until text follows it."""
+    """Text of an answer. White space at its end is held until text follows."""
 
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
+    def __init__(self, part: Part, pieces: list[AnswerPiece]) -> None:
+        """`pieces`: of all parts."""
+        self._part: Part = part
+        self._pieces = pieces
         self._space: list[str] = []
         self._is_cut = False
 
     def __str__(self) -> str:
-        return "".join(self.pieces)
+        return "".join(piece.text for piece in self._pieces if piece.part == self._part)
 
     def add(self, text: str) -> None:
         bare = text.rstrip()
         if bare:
-            self.pieces += (*self._space, bare)
+            self._show(bare)
             self._space = []
-        if len(bare) < len(text):
-            self._space.append(text[len(bare) :])
+        self._space.append(text[len(bare) :])
 
     def cut(self) -> None:
         """Something follows that is no text."""
@@ -70,7 +84,17 @@ class GrowingText:
     def end(self) -> None:
         """White space at the end of a text that was never cut belongs to it."""
         if not self._is_cut:
-            self.pieces += self._space
+            self._show("")
+
+    def _show(self, text: str) -> None:
+        if shown := "".join([*self._space, text]):
+            self._pieces.append(AnswerPiece(self._part, 0, shown))
+
+
+def call_id(name: str, number: int) -> str:
+    """Return nine letters and digits: Mistral's templates refuse any other id."""
+    digest = blake2b(f"{name}-{number}".encode(), digest_size=8).digest()
+    return b32encode(digest)[:9].decode()
 
 
 def check_arguments(text: str) -> None:
@@ -143,16 +167,20 @@ class AnswerReader:
         tool_format: ToolFormat,
         tools: Tools = (),
         *,
+        name: str = "",
         is_thinking: bool = False,
         splits_thought: bool = False,
     ) -> None:
-        """`is_thinking`: the prompt opened a thought. `splits_thought`: a thought is no content."""
+        """`name`: for call ids. `is_thinking`: a thought is open. `splits_thought`: no content has it."""
+        self._name = name
         functions = [tool["function"] for tool in tools]
         self.schemas = {each["name"]: each.get("parameters") for each in functions}
         self.is_thinking = is_thinking
         self.splits_thought = splits_thought
-        self.thought = GrowingText()
-        self.content = GrowingText()
+        self.pieces: list[AnswerPiece] = []
+        """In the order in which they were sampled. A call begins with an empty one."""
+        self.thought = GrowingText("thought", self.pieces)
+        self.content = GrowingText("text", self.pieces)
         self.calls: list[ToolCall] = []
         self.text = ""
         """What is not read yet, with some text before it."""
@@ -168,7 +196,7 @@ class AnswerReader:
         self._new.append(text)
         self._num_new += len(text)
         # Reading a long argument again at each token would take quadratic time.
-        if self._num_new <= (len(self.text) - self.at) // 16 and not is_last:
+        if self._num_new <= (len(self.text) - self.at) // 8 and not is_last:
             return
         self._forget(max(self.at - _CONTEXT, 0))
         self.text += "".join(self._new)
@@ -183,13 +211,17 @@ class AnswerReader:
             self._steps = iter(()) if self.calls else self._format.without_tools().read_text(self)
             next(self._steps, None)
 
-    def begin(self, head: Any) -> ToolCall:
-        if not _TOOL_NAME.fullmatch(head["tool"]):
-            self.at = head.start()
-            raise ValueError("a call needs the name of a tool")
+    def begin(self, name: str, own_id: str | None = None) -> None:
         self.content.cut()
-        self.calls.append(ToolCall(head["tool"], id=head.groupdict().get("id")))
-        return self.calls[-1]
+        number = len(self.calls)
+        self.calls.append(ToolCall(name, own_id or call_id(self._name, number)))
+        self.pieces.append(AnswerPiece("call", number, ""))
+
+    def grow(self, arguments: str) -> None:
+        """Append to the arguments of the last call."""
+        if arguments:
+            self.calls[-1].pieces.append(arguments)
+            self.pieces.append(AnswerPiece("call", len(self.calls) - 1, arguments))
 
     def read(self, pattern: str, into: GrowingText | None = None) -> Steps[Any]:
         """Read a pattern, and return its match; `into` gets the text before it. Return None if the text
@@ -202,8 +234,9 @@ class AnswerReader:
         # No text matches this pattern. It matches partially where the first way to match needs more text.
         find_growing = getattr(_compiled(rf"(?>{pattern}).(?!)"), how)
         while True:
-            found = find(self.text, self.at)
             held = None if self.is_last else find_growing(self.text, self.at, partial=True)
+            is_stuck = held is not None and held.start() == self.at
+            found = None if is_stuck else find(self.text, self.at)
             is_held = held is not None and (found is None or held.start() <= found.start())
             if into is not None:
                 next_match = held if is_held else found
@@ -234,7 +267,7 @@ Steps: TypeAlias = Generator[None, None, Value]
 
 _JSON_PIECE = re.compile(r'[^"\\{}\[\]]+|\\.|["{}\[\]]', re.DOTALL)
 _STRING = r'"\w+"\s*:\s*"[^"]*"'
-_NAME = r'"(?:tool_)?name"\s*:\s*"(?P<tool>[^"\\]+)"'
+_NAME = rf'"(?:tool_)?name"\s*:\s*"{_TOOL}"'
 _ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*'
 _OTHERS = rf"(?:{_STRING}\s*,\s*)*?"
 _BRACES = r'(?P<braces>\{(?:[^{}"]++|"(?:[^"\\]|\\.)*+"|(?&braces))*+\})'
@@ -246,26 +279,26 @@ JSON_HEAD = (
 JSON_END = rf"(?:\s*,\s*{_STRING})*\s*\}}"
 
 
-def read_json(reader: AnswerReader, call: ToolCall, head: Any) -> Steps[None]:
+def read_json(reader: AnswerReader, head: Any) -> Steps[None]:
     """Read JSON arguments as they are sampled, and the rest of the object around them."""
     groups = head.groupdict()
     if groups.get("arguments"):
-        call.pieces.append(head["arguments"])
+        reader.grow(head["arguments"])
     else:
-        yield from _grow(reader, call)
-    check_arguments(call.arguments)
+        yield from _grow(reader)
+    check_arguments(reader.calls[-1].arguments)
     if groups.get("object"):
         yield from reader.need(JSON_END)
 
 
-def _grow(reader: AnswerReader, call: ToolCall) -> Steps[None]:
+def _grow(reader: AnswerReader) -> Steps[None]:
     """Copy text to the arguments until its brackets are closed."""
     yield from reader.need(r"(?=\{)")
     depth = 0
     is_quoted = False
     while True:
         start = reader.at
-        for piece in _JSON_PIECE.finditer(reader.text, reader.at):
+        for piece in _JSON_PIECE.finditer(reader.text, start):
             reader.at = piece.end()
             if piece[0] == '"':
                 is_quoted = not is_quoted
@@ -273,7 +306,7 @@ def _grow(reader: AnswerReader, call: ToolCall) -> Steps[None]:
                 depth += (piece[0] in ("{", "[")) - (piece[0] in ("}", "]"))
             if not depth:
                 break
-        call.pieces.append(reader.text[start : reader.at])
+        reader.grow(reader.text[start : reader.at])
         if not depth:
             return
         if reader.is_last:
@@ -281,11 +314,11 @@ def _grow(reader: AnswerReader, call: ToolCall) -> Steps[None]:
         yield
 
 
-def read_tagged(reader: AnswerReader, call: ToolCall, pattern: str, values: str) -> Steps[None]:
+def read_tagged(reader: AnswerReader, pattern: str, values: str) -> Steps[None]:
     """Read arguments one by one. Groups: `key`, `value`, and `kind` if the model writes the type."""
-    root = reader.schemas.get(call.name)
+    root = reader.schemas.get(reader.calls[-1].name)
     keys: set[str] = set()
-    call.pieces.append("{")
+    reader.grow("{")
     while found := (yield from reader.read(pattern)):
         key, raw = found["key"], found["value"]
         kind = found.groupdict().get("kind")
@@ -297,7 +330,7 @@ def read_tagged(reader: AnswerReader, call: ToolCall, pattern: str, values: str)
             value = raw if kind in ("true", "string") else from_json(raw)
         text = json.dumps({key: value}, ensure_ascii=False)
         check_arguments(text)
-        call.pieces.append((", " if keys else "") + text[1:-1])
+        reader.grow((", " if keys else "") + text[1:-1])
         keys.add(key)
 
 
@@ -379,15 +412,14 @@ class ToolFormat:
         """Markers of calls and thoughts."""
         return (*self.marks, *self.thinking)
 
-    def parse(self, text: str, tools: Tools = (), **options: bool) -> AnswerReader:
+    def parse(self, text: str, tools: Tools = (), **options: Any) -> AnswerReader:
         """Read a whole answer. One with a malformed call is all text. `tools` give unquoted arguments their
         types; `options` are those of AnswerReader.
         """
         reader = AnswerReader(self, tools, **options)
         reader.feed(text, is_last=True)
         if reader.is_malformed:
-            reader = AnswerReader(self.without_tools(), **options)
-            reader.feed(text, is_last=True)
+            return self.without_tools().parse(text, **options)
         return reader
 
     def steps(self, reader: AnswerReader) -> Steps[None]:
@@ -399,16 +431,14 @@ class ToolFormat:
     def _read_thought(self, reader: AnswerReader) -> Steps[None]:
         begin, end = map(re.escape, self.thinking)
         head = rf"\s*(?:{begin}\s*)?" if reader.is_thinking else rf"\s*{begin}\s*"
+        close = rf"{end}\s*"
+        into = reader.thought
+        if not reader.splits_thought:  # the content has its marks
+            head, close, into = f"(?={head})", f"(?<={end})", reader.content
         opened = yield from reader.read(head)
-        if opened is None:
-            return
-        thought, marks = reader.content, reader.content
-        if reader.splits_thought:
-            thought, marks = reader.thought, GrowingText()
-        marks.add(opened[0])
-        closed = yield from reader.read(rf"{end}\s*", thought)
-        marks.add(closed[0] if closed else "")
-        reader.restart()
+        if opened is not None:
+            yield from reader.read(close, into)
+            reader.restart()
 
     def read_text(self, reader: AnswerReader) -> Steps[None]:
         noise = f"|(?P<noise>{self.noise})" if self.noise else ""
@@ -422,14 +452,14 @@ class ToolFormat:
 
     def _read_calls(self, reader: AnswerReader, head: Any) -> Steps[None]:
         while head is not None:
-            call = reader.begin(head)
+            reader.begin(head["tool"], head.groupdict().get("id"))
             if self.argument:
-                yield from read_tagged(reader, call, self.argument, self.values)
+                yield from read_tagged(reader, self.argument, self.values)
+                yield from reader.need(self.tail)
+                reader.grow("}")
             else:
-                yield from read_json(reader, call, head)
-            yield from reader.need(self.tail)
-            if self.argument:
-                call.pieces.append("}")
+                yield from read_json(reader, head)
+                yield from reader.need(self.tail)
             head = yield from reader.read(f"{self.between}(?:{self.entry})")
         yield from reader.need(self.last)
 
@@ -480,9 +510,10 @@ class UserFormat(ToolFormat):
         for name, arguments in pairs:
             text = json.dumps(arguments, ensure_ascii=False)
             check_arguments(text)
-            if not _TOOL_NAME.fullmatch(name):
-                raise ValueError(f"{name:.200} is no name of a tool")
-            reader.calls.append(ToolCall(name, [text]))
+            if not re.fullmatch(_TOOL, name):
+                raise ValueError(f"{name!r:.200} is no name of a tool")
+            reader.begin(name)
+            reader.grow(text)
 
     def _misused(self, what: str) -> RolloutFailure:
         rule = f"it is called as {USAGE}; a ValueError says that a call is malformed"
@@ -492,7 +523,7 @@ class UserFormat(ToolFormat):
 # ---- families
 
 MINIMAX = "]<]minimax[>["
-WORDS = {"JSON_HEAD": f"(?:{JSON_HEAD})", "MINIMAX_TAG": re.escape(MINIMAX)}
+WORDS = {"JSON_HEAD": f"(?:{JSON_HEAD})", "TOOL_NAME": _TOOL, "MINIMAX_TAG": re.escape(MINIMAX)}
 _NESTED = (
     r"MINIMAX_TAG<(?P<key>[^>/\s]+)>(?P<value>(?:(?!MINIMAX_TAG<).|MINIMAX_TAG<[^>/]+>(?&value)"
     r"MINIMAX_TAG</[^>]+>)*+)MINIMAX_TAG</(?P=key)>"
@@ -604,14 +635,12 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
         return UserFormat(name=name, function=function)
     named = {each.name: each for each in FAMILIES}
     known = ", ".join(named)
-    default = named.get(name, ToolFormat())
     if name not in (*named, "auto", "none"):
         way_out = f"set it to auto, {known}, none, or module:function of a parser of your own."
         raise ConfigError(f"gateway.tool_format={name} is not known", way_out=way_out)
-    if not template:
-        refusal = f"gateway.tool_format={name} reads no tool calls. Set it to {known}."
-        refusal = "" if name in named else refusal
-        return replace(default, refusal=refusal)
+    default = named.get(name, ToolFormat())
+    if not template and name in named:
+        return default
     fitting = [each for each in FAMILIES if name in ("auto", each.name)]
     probe = TemplateProbe(template)
     tool_format = next(_find_readers(probe, fitting), None)
