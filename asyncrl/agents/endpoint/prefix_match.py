@@ -216,6 +216,8 @@ SENTINEL = f"asyncrl{secrets.token_hex(16)}"
 class Joint(NamedTuple):
     """Where the template continues after an answer. Texts of a trial render with placeholders for answers."""
 
+    chat: Messages
+    """Of the trial render."""
     before: str
     """The text up to the answer."""
     rest: str
@@ -277,10 +279,18 @@ class ChatMatcher:
         return found
 
     def _match(
-        self, how: How, parent: ChatNode | None, num_covered: int, text: str, **fields: Any
+        self,
+        how: How,
+        parent: ChatNode | None,
+        num_covered: int,
+        text: str,
+        chat: Messages | None = None,
+        **fields: Any,
     ) -> PromptMatch | None:
-        """Return the match if the text has every message after the first `num_covered`."""
-        if left_out(self.render, self.messages, text, num_covered) is not None:
+        """Return the match if the text, the end of the render of `chat`, has every message after the first
+        `num_covered`.
+        """
+        if left_out(self.render, chat or self.messages, text, num_covered) is not None:
             return None
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
@@ -312,7 +322,7 @@ class ChatMatcher:
                 return None
             text = self._begun(joint.rest)
             neighbor = joint.neighbor or self._neighbor(answer)
-            found = self._match("realigned", answer, at + 1, text, neighbor=neighbor)
+            found = self._match("realigned", answer, at + 1, text, chat=joint.chat, neighbor=neighbor)
             if found is not None:
                 deviations = self._deviations(found, joint, whole, lacks_opening=bool(lacks_opening))
                 return replace(found, deviations=deviations)
@@ -350,8 +360,12 @@ class ChatMatcher:
                 return ()
         if joint.is_other_end:
             names.append("end_token")
-        thought, _ = split_thought({"content": self._text(answer)}, self.chain.marks)
-        if thought and thought not in (whole or ""):
+        begin, end = self.chain.marks
+        before, is_closed, _ = self._text(answer).partition(end)
+        thought = before.rpartition(begin)[2].strip() if is_closed else ""
+        whole = whole or ""
+        # sentencepiece decodes a space after a mark
+        if thought not in whole and _squeezed(thought) not in _squeezed(whole):
             names.append("thought")
         if lacks_opening:
             names.append("opening")
@@ -362,33 +376,37 @@ class ChatMatcher:
 
         The answer's calls stay, since a template may need them for results.
         """
-        sampled = self._text(answer)
         last = [token for token in answer.sampled_ids[-1:].tolist() if token in self.tokenizer.end_ids]
         end = self.tokenizer.decode(last, skip_special_tokens=False)
         if self.messages[at].get("tool_calls"):
-            before, after = self._around(at, keeps_calls=True)
+            chat, before, after = self._around(at, keeps_calls=True)
             # the rest of a call's text is unknown, but not what ends it
             ends = (end, self.tokenizer.call_closing)
             places = [(after.find(mark), mark) for mark in ends if mark and mark in after]
             for place, mark in sorted(places)[:1]:
                 rest = after[place:].removeprefix(mark if end else "")
                 written_end = mark if end else ""
-                yield Joint(before, rest, written_end, end != written_end)
-        before, after = self._around(at, keeps_calls=False)
+                yield Joint(chat, before, rest, written_end, end != written_end)
+        chat, before, after = self._around(at, keeps_calls=False)
         if not after:
             return
         if not end:  # the answer was cut: the template's own end follows the sampled ids
-            yield Joint(before, after)
+            yield Joint(chat, before, after)
             return
         begun = after.lstrip()
         ends = (self.tokenizer.closing.lstrip(), end)
         mark = next((mark for mark in ends if mark and begun.startswith(mark)), "")
-        rest = begun.removeprefix(mark) if mark else after
-        has_same_end = mark != "" and sampled.endswith(mark)
-        yield Joint(before, rest, mark, not has_same_end)
+        said = self.tokenizer.decode(answer.last_ids(NEIGHBOR_TOKENS + 1)[:-1], skip_special_tokens=False)
+        space = after[: len(after) - len(begun)]
+        # without the template's end, white space that was sampled is not written again
+        rest = begun.removeprefix(mark) if mark or said.endswith(space) else after
+        neighbor = mark or said
+        yield Joint(chat, before, rest, neighbor, is_other_end=not mark.endswith(end))
 
-    def _around(self, at: int, keeps_calls: bool) -> tuple[str, str]:
-        """Return the texts before and after messages[at]; empty if the template refuses."""
+    def _around(self, at: int, keeps_calls: bool) -> tuple[Messages, str, str]:
+        """Return a chat with placeholders and its texts before and after messages[at]; empty if the template
+        refuses.
+        """
         stand_in = self._stand_in(self.messages[at], SENTINEL, keeps_calls=keeps_calls)
         earlier = [self._stand_in(message) for message in self.messages[:at]]
         shown = [*earlier, stand_in, *self.messages[at + 1 :]]
@@ -401,8 +419,8 @@ class ChatMatcher:
                 text = self.render(chat)
                 before, _, _ = text.partition(SENTINEL)
                 _, found, after = text.rpartition(SENTINEL)
-                return (before, after) if found else ("", "")
-        return "", ""
+                return (chat, before, after) if found else (chat, "", "")
+        return (), "", ""
 
     def _stand_in(self, message: Message, text: str = "answer", *, keeps_calls: bool = True) -> Message:
         """Return a placeholder for an answer; other messages stay.
