@@ -22,6 +22,7 @@ from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.base.errors import RoomError
 from asyncrl.base.http import SECRET_ENV, Caller, child_arguments, die_with_parent, secret_of
+from asyncrl.base.user_code import run_loop
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
@@ -65,7 +66,9 @@ class Turnover:
         return session.key
 
     async def _stats(self, _: Request) -> JSONResponse:
-        return JSONResponse(asdict(self.gateway.stats()) | {"sessions": len(self._sessions)})
+        stats = asdict(self.gateway.stats())
+        stats["deviations"] = sum(stats["deviations"].values())
+        return JSONResponse(stats | {"sessions": len(self._sessions)})
 
 
 def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:
@@ -113,7 +116,7 @@ def main() -> None:
     die_with_parent()
     spec = json.loads(child_arguments()[0])
     os.sched_setaffinity(0, {spec["core"]})
-    asyncio.run(run(spec["model"], spec["engine"], spec["port"]))
+    run_loop(run(spec["model"], spec["engine"], spec["port"]))
 
 
 if __name__ == "__main__":

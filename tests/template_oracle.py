@@ -286,7 +286,9 @@ class Oracle:
                     mark.start() for mark in SPECIAL.finditer(whole) if mark.start() < common < mark.end()
                 )
                 written = whole[next(inside, common) :]
-                is_said = thought in written and not re.search(r"(<think>|\A)\s*</think>", thought and written)
+                is_said = thought in written and not re.search(
+                    r"(<think>|\A)\s*</think>", thought and written
+                )
                 if whole.startswith(prompt) and is_said:
                     return written
         if not said.get("tool_calls"):

@@ -53,7 +53,9 @@ class Desk:
 
         scope: Any = {"type": "http", "path_params": {}, "app": None}
         scope["headers"] = [(b"authorization", f"Bearer {key}".encode("latin-1"))]
-        scope["connection"] = SimpleNamespace(transport=line or Line())
+        scope["connection"] = SimpleNamespace(
+            transport=line or Line(), cycle=SimpleNamespace(more_body=False)
+        )
         (handler,) = (route.endpoint for route in self.queue.routes() if route.path == path)
         try:
             response = await handler(Request(scope, receive))

@@ -252,7 +252,7 @@ async def test_score_that_no_process_can_build_is_a_failure(rewards: Path, modul
 KILLED_RUN = """
     import asyncio, os, signal
     from types import SimpleNamespace
-    from asyncrl.base.user_code import cancel_remaining
+    from asyncrl.base.user_code import run_loop
     from asyncrl.config import TaskConfig
     from asyncrl.messages.records import Completion, Prompt
     from asyncrl.tasks import TaskScorer, build_task
@@ -263,7 +263,7 @@ KILLED_RUN = """
         print(int(await scorer.score(Prompt("0/0", ()), Completion(tuple(map(ord, "pid"))))), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     if __name__ == "__main__":
-        asyncio.run(cancel_remaining(main()))
+        run_loop(main())
 """
 
 
@@ -332,7 +332,7 @@ SCRIPT = """
             asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
             await asyncio.sleep(60)
         return 7
-    sys.exit(asyncio.run(user_code.cancel_remaining(main())))
+    sys.exit(user_code.run_loop(main()))
 """
 
 

@@ -38,7 +38,7 @@ from asyncrl.base.http import (
     make_app,
     secret_of,
 )
-from asyncrl.base.user_code import cancel_remaining
+from asyncrl.base.user_code import run_loop
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_gateway import HARNESSES
 from asyncrl.messages import work as wire
@@ -225,7 +225,7 @@ def work(harness: Harness, spec: WorkerSpec, key: str, health_fd: int | None = N
             await caller.aclose()
 
     try:
-        asyncio.run(cancel_remaining(live()))
+        run_loop(live())
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.files import write_whole
 from asyncrl.base.host import hide_memory
-from asyncrl.base.user_code import cancel_remaining
+from asyncrl.base.user_code import run_loop
 from asyncrl.base.waits import computed, span
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.job.build import Components, build
@@ -85,7 +85,7 @@ def run_job(
             )
             on_start(life)
             job = Job(life, reporter, plan.placement, point)
-            return asyncio.run(cancel_remaining(life.run(job.live)))
+            return run_loop(life.run(job.live))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.host import hide_memory
-from asyncrl.base.user_code import cancel_remaining
+from asyncrl.base.user_code import run_loop
 from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
@@ -70,12 +70,12 @@ def serve_gateway(
     hide_memory()  # a tried agent runs as the same user
     with _opened_lifecycle(config, run_dir, name) as life:
         live = partial(_live_gateway, life, record, num_tried)
-        return asyncio.run(cancel_remaining(life.run(live)))
+        return run_loop(life.run(live))
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
     with _opened_lifecycle(config, run_dir, name) as life:
-        return asyncio.run(cancel_remaining(life.run(partial(_live_engine, life))))
+        return run_loop(life.run(partial(_live_engine, life)))
 
 
 @contextlib.contextmanager

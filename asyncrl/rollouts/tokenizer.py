@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -49,6 +49,10 @@ GIVEN, WRITTEN = (f"asyncrl{secrets.token_hex(16)}" for _ in range(2))
 """Marks of the name of a special token: before one in a given text, behind one that the template wrote.
 Not guessable; ASCII, since templates escape other characters.
 """
+SHORT = 32
+"""Characters of a text whose ids are remembered: each call encodes the names of special tokens again."""
+NUM_SHORT = 1024
+NUM_TEMPLATES = 16
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
@@ -104,6 +108,7 @@ class HFChatTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._plain = None if parse_special_tokens else PlainText(self._backend, template)
+        self._short_ids = lru_cache(NUM_SHORT)(self._encoded)
         self._writes_system = cache(self._finds_system)
         for self._wants_parts in (False, True, False):  # True for SmolVLM, Idefics 3, LLaVA
             if self._writes("user"):
@@ -215,6 +220,10 @@ class HFChatTokenizer:
         return self._ids(text)  # a token spans both texts, and the ids of the first stay
 
     def _ids(self, text: str, adds_special: bool = False) -> tuple[int, ...]:
+        encode = self._encoded if len(text) > SHORT else self._short_ids
+        return encode(text, adds_special)
+
+    def _encoded(self, text: str, adds_special: bool) -> tuple[int, ...]:
         backend = self._backend
         if self._plain is not None:
             backend = self._plain.backend
@@ -285,6 +294,7 @@ def read_template(path: Path) -> str:
     return text
 
 
+@lru_cache(NUM_TEMPLATES)
 def _compile(template: str, name: str) -> Template:
     """Compile like apply_chat_template."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -294,6 +304,7 @@ def _compile(template: str, name: str) -> Template:
     except TemplateSyntaxError as error:
         way_out = "correct that line, or set model.chat_template to another Jinja file."
         raise ConfigError(f"{name} line {error.lineno}: {error.message}", way_out=way_out) from error
+    compiled.globals = dict(compiled.globals)  # a ChainMap, which is slow to iterate at each render
     return compiled
 
 

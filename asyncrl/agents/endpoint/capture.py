@@ -15,12 +15,14 @@ from asyncrl.agents.endpoint.prefix_match import (
     Chain,
     ChatMatcher,
     Deviation,
+    Frame,
     How,
     Message,
     Messages,
     Prefix,
     PromptMatch,
     Recorded,
+    Roles,
     answer_forms,
 )
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
@@ -63,6 +65,8 @@ class ChatNode:
     is_trained: bool = True
     grammar: str | None = None
     deviations: Sequence[Deviation] = ()
+    shown: Prefix | None = None
+    """PromptMatch.shown"""
 
     @property
     def num_sampled(self) -> int:
@@ -150,8 +154,11 @@ class Capture:
         thinking: Marks = THINKING,
         *,
         keeps_thoughts: bool = True,
+        frames: dict[Roles, Frame] | None = None,
     ) -> None:
-        """`keeps_thoughts` False: prompts are the template's own renders, in new branches if needed."""
+        """`keeps_thoughts` False: prompts are the template's own renders, in new branches if needed.
+        `frames`: of the chat template, shared by sessions.
+        """
         self._tokenizer = tokenizer
         self._counts = counts
         self._thinking = thinking
@@ -159,7 +166,7 @@ class Capture:
         self._nodes: dict[str, ChatNode] = {}
         self._ends: set[ChatNode] = set()
         """The last sampled node of each branch."""
-        self._recorded = Recorded()
+        self._recorded = Recorded({} if frames is None else frames)
         self._num_calls = 0
 
     @property
@@ -245,6 +252,7 @@ class Capture:
             is_trained=is_trained,
             grammar=grammar,
             deviations=match.deviations if match else (),
+            shown=match.shown if match else None,
         )
         self._nodes[name] = node
         if node.num_sampled:

@@ -14,7 +14,7 @@ from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
-from asyncrl.agents.endpoint.prefix_match import PromptMatch
+from asyncrl.agents.endpoint.prefix_match import Frame, PromptMatch, Roles
 from asyncrl.agents.endpoint.requests import (
     AnyRequest,
     CallRules,
@@ -73,6 +73,7 @@ class EngineRoute:
 
     def __post_init__(self) -> None:
         self.counts = GatewayStats()
+        self.frames: dict[Roles, Frame] = {}
         self._reader = RequestReader(self.rules, text_joint(self.tokenizer))
         self._rendering = asyncio.Lock()
         self._encoding = asyncio.Semaphore(NUM_ENCODING)

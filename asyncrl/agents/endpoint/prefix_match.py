@@ -75,6 +75,8 @@ class PromptMatch:
     neighbor: str = ""
     """Text before `text`, for the tokenizer."""
     deviations: Sequence[Deviation] = ()
+    shown: Prefix | None = None
+    """Of the prompt with placeholders for answers, if it was rendered; without the prefill."""
 
 
 # ---- chats as hashes
@@ -157,17 +159,29 @@ def _number(text: str) -> float | None:
 def answer_forms(message: Message, sampled: str, marks: Marks) -> Iterator[Message]:
     """Yield the forms that may return: as delivered, with the hidden stop text, each without its thought."""
     forms = [message]
-    if not message.get("tool_calls"):
+    if not message.get("tool_calls") and sampled.strip() != str(message.get("content") or "").strip():
         forms.append({**message, "content": sampled, "reasoning_content": None})
     for form in forms:
         yield form
-        yield {**form, "content": split_thought(form, marks)[1], "reasoning_content": None}
+        thought, rest = split_thought(form, marks)
+        if thought:
+            yield {**form, "content": rest, "reasoning_content": None}
+
+
+Roles = tuple[str, ...]
+"""Of the message before some messages, and theirs."""
+Frame = Sequence[str]
+"""The template's own text before, between and after the contents of messages. Example, for a tool result and
+a user's text: `<tool>`, `</tool><user>`, `</user><assistant>`.
+"""
 
 
 class Recorded:
     """A session's completions by chat, text and ids. Reads may run in a thread in parallel with add()."""
 
-    def __init__(self) -> None:
+    def __init__(self, frames: dict[Roles, Frame]) -> None:
+        """`frames`: of the chat template."""
+        self.frames = frames
         self._nodes: dict[Hashable, ChatNode] = {}
         self._lengths: dict[type, set[int]] = {str: set(), np.ndarray: set()}
 
@@ -180,7 +194,7 @@ class Recorded:
             self._lengths[str].add(node.text.length)
         for place in places:
             known = self._nodes.get(place)
-            if known is None or _rank(node, place) < _rank(known, place):
+            if known is None or (known is not node and _rank(node, place) < _rank(known, place)):
                 self._nodes[place] = node
 
     def delivered_key(self, key: bytes) -> bytes:
@@ -211,15 +225,24 @@ def _rank(node: ChatNode, place: Hashable) -> tuple[Any, ...]:
 
 SENTINEL = f"asyncrl{secrets.token_hex(16)}"
 """Replaces an answer in a trial render; not guessable."""
+PLACEHOLDER = "answer"
+
+
+class Trial(NamedTuple):
+    """A render with a placeholder for an answer. Texts are empty if the template refuses it."""
+
+    chat: Messages = ()
+    before: str = ""
+    after: str = ""
+    """The text from the answer on."""
+    shown: Prefix | None = None
+    """Of the render with PLACEHOLDER for the answer, if no later text stands in for the chat's own."""
 
 
 class Joint(NamedTuple):
-    """Where the template continues after an answer. Texts of a trial render with placeholders for answers."""
+    """Where the template continues after an answer."""
 
-    chat: Messages
-    """Of the trial render."""
-    before: str
-    """The text up to the answer."""
+    trial: Trial
     rest: str
     """The text after the sampled ids."""
     neighbor: str = ""
@@ -265,12 +288,14 @@ class ChatMatcher:
         extended = None
         if node is not None and node.text is not None:
             rest = text[node.text.length :]
-            fields = {"whole": node.text.then(rest), "neighbor": self._neighbor(node)}
+            fields: dict[str, Any] = {"whole": node.text.then(rest), "neighbor": self._neighbor(node)}
             extended = self._match("extended", node, node.num_messages, rest, **fields)
         if extended is not None and node is not None and node.num_messages > at:
             return extended
         joined = self._joined(at, answer, whole)
-        found = joined or extended or self._match("edited", None, at + 1, text, whole=Prefix().then(text))
+        shown = None if self.chain.answers else Prefix().then(whole)
+        fields = {"whole": Prefix().then(text), "shown": shown}
+        found = joined or extended or self._match("edited", None, at + 1, text, **fields)
         if found is None:
             index = left_out(self.render, self.messages, text, at + 1)
             what = f"the chat template leaves out what messages[{index}] says"
@@ -290,7 +315,9 @@ class ChatMatcher:
         """Return the match if the text, the end of the render of `chat`, has every message after the first
         `num_covered`.
         """
-        if left_out(self.render, chat or self.messages, text, num_covered) is not None:
+        is_tail = parent is not None or num_covered == 0
+        frames = self.recorded.frames if is_tail else None
+        if left_out(self.render, chat or self.messages, text, num_covered, frames) is not None:
             return None
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
@@ -317,22 +344,28 @@ class ChatMatcher:
         if answer is None or not self.keeps_thoughts:
             return None
         for joint in self._joints(at, answer):
-            lacks_opening = self._lacks_opening(at, joint.before)
+            lacks_opening = self._lacks_opening(at, answer, joint.trial.before)
             if lacks_opening is None and whole is not None:
                 return None
             text = self._begun(joint.rest)
             neighbor = joint.neighbor or self._neighbor(answer)
-            found = self._match("realigned", answer, at + 1, text, chat=joint.chat, neighbor=neighbor)
+            chat = joint.trial.chat
+            found = self._match("realigned", answer, at + 1, text, chat=chat, neighbor=neighbor)
             if found is not None:
                 deviations = self._deviations(found, joint, whole, lacks_opening=bool(lacks_opening))
-                return replace(found, deviations=deviations)
+                is_exact = whole is not None and not deviations  # the ids are the template's own
+                prompt = Prefix().then(self._begun(whole or "")) if is_exact else None
+                return replace(found, deviations=deviations, whole=prompt, shown=joint.trial.shown)
         return None
 
-    def _lacks_opening(self, at: int, before: str) -> bool | None:
+    def _lacks_opening(self, at: int, answer: ChatNode, before: str) -> bool | None:
         """Return whether the history lacks text that generation prompts wrote, such as `<think>`.
 
         None: the template changed other text since messages[at] was sampled.
         """
+        shown = answer.shown
+        if shown is not None and Prefix().then(before[: shown.length]).place == shown.place:
+            return False
         sent = [self._stand_in(message) for message in self.messages[:at]]
         try:
             prompt = self.render(sent)
@@ -379,50 +412,48 @@ class ChatMatcher:
         last = [token for token in answer.sampled_ids[-1:].tolist() if token in self.tokenizer.end_ids]
         end = self.tokenizer.decode(last, skip_special_tokens=False)
         if self.messages[at].get("tool_calls"):
-            chat, before, after = self._around(at, keeps_calls=True)
+            trial = self._around(at, keeps_calls=True)
             # the rest of a call's text is unknown, but not what ends it
             ends = (end, self.tokenizer.call_closing)
-            places = [(after.find(mark), mark) for mark in ends if mark and mark in after]
+            places = [(trial.after.find(mark), mark) for mark in ends if mark and mark in trial.after]
             for place, mark in sorted(places)[:1]:
-                rest = after[place:].removeprefix(mark if end else "")
+                rest = trial.after[place:].removeprefix(mark if end else "")
                 written_end = mark if end else ""
-                yield Joint(chat, before, rest, written_end, end != written_end)
-        chat, before, after = self._around(at, keeps_calls=False)
-        if not after:
+                yield Joint(trial, rest, written_end, end != written_end)
+        trial = self._around(at, keeps_calls=False)
+        if not trial.after:
             return
         if not end:  # the answer was cut: the template's own end follows the sampled ids
-            yield Joint(chat, before, after)
+            yield Joint(trial, trial.after)
             return
-        begun = after.lstrip()
+        begun = trial.after.lstrip()
+        space = trial.after.removesuffix(begun)
         ends = (self.tokenizer.closing.lstrip(), end)
         mark = next((mark for mark in ends if mark and begun.startswith(mark)), "")
         said = self.tokenizer.decode(answer.last_ids(NEIGHBOR_TOKENS + 1)[:-1], skip_special_tokens=False)
-        space = after[: len(after) - len(begun)]
         # without the template's end, white space that was sampled is not written again
-        rest = begun.removeprefix(mark) if mark or said.endswith(space) else after
-        neighbor = mark or said
-        yield Joint(chat, before, rest, neighbor, is_other_end=not mark.endswith(end))
+        rest = begun.removeprefix(mark) if mark or said.endswith(space) else trial.after
+        yield Joint(trial, rest, mark or said, is_other_end=not mark.endswith(end))
 
-    def _around(self, at: int, keeps_calls: bool) -> tuple[Messages, str, str]:
-        """Return a chat with placeholders and its texts before and after messages[at]; empty if the template
-        refuses.
-        """
+    def _around(self, at: int, keeps_calls: bool) -> Trial:
+        """Render with a placeholder for messages[at]."""
         stand_in = self._stand_in(self.messages[at], SENTINEL, keeps_calls=keeps_calls)
         earlier = [self._stand_in(message) for message in self.messages[:at]]
         shown = [*earlier, stand_in, *self.messages[at + 1 :]]
-        single = [
-            {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each
-            for each in shown
-        ]
-        for chat in (shown, single):
+        for num_calls in (None, 1):
+            chat = [_with_calls(each, num_calls) for each in shown]
             with contextlib.suppress(ValueError):
                 text = self.render(chat)
                 before, _, _ = text.partition(SENTINEL)
                 _, found, after = text.rpartition(SENTINEL)
-                return (chat, before, after) if found else (chat, "", "")
-        return (), "", ""
+                if not found:
+                    break
+                is_whole = num_calls is None and (keeps_calls or not self.messages[at].get("tool_calls"))
+                whole = Prefix().then(text.replace(SENTINEL, PLACEHOLDER)) if is_whole else None
+                return Trial(chat, before, after, whole)
+        return Trial()
 
-    def _stand_in(self, message: Message, text: str = "answer", *, keeps_calls: bool = True) -> Message:
+    def _stand_in(self, message: Message, text: str = PLACEHOLDER, *, keeps_calls: bool = True) -> Message:
         """Return a placeholder for an answer; other messages stay.
 
         An answer with calls has no content, which a template may write after them or their results.
@@ -437,75 +468,82 @@ class ChatMatcher:
         return {"role": "assistant", "content": "", "tool_calls": swapped}
 
 
-LONG = 16
-"""Characters of a text that a template does not write by chance."""
-
-
-def left_out(render: Callable[[Messages], str], messages: Messages, text: str, start: int = 0) -> int | None:
-    """Return the index of the first message from `start` on that is missing from the text, answers aside.
-
-    `text`: the end of what `render` writes. A long content that is found once is present. For others a render
-    with marks around them decides: "18" is in "2018", and SmolLM3 removes the switch `/no_think` from a text.
-    """
-    squeezed = _squeezed(text)
-    given = _squeezed("\0".join(_all_texts(messages[start:])))
-    marked = list(messages)
-    doubtful: list[int] = []
-    for index, message in enumerate(messages):
-        if index < start or message["role"] == "assistant" or _is_unique(message, squeezed, given):
-            continue
-        doubtful.append(index)
-        begin, end = _marks(index)
-        marked[index] = {**message, "content": f"{begin}{message.get('content') or ''}{end}"}
-    if not doubtful:
-        return None
-    try:
-        shown = render(marked).casefold()
-    except ValueError:  # the template refuses the chat; the text is of a similar one
-        shown = None
-    for index in doubtful:
-        if shown is None:
-            is_there = any(way in squeezed for way in _ways(messages[index]))
-        else:
-            begin, end = _marks(index)
-            before, _, after = shown.rpartition(end)
-            num_after = len(_MARK.sub("", after))  # `text` is the end
-            is_there = begin in before and num_after < len(text)
-        if not is_there:
-            return index
-    return None
+def _with_calls(message: Message, num_calls: int | None) -> Message:
+    """Return a message with at most `num_calls` calls."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": calls[:num_calls]} if calls else message
 
 
 _MARK = re.compile(rf"{SENTINEL}\d+[be]")
+WAYS: Sequence[Callable[[str], str]] = (
+    str,
+    str.strip,
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: json.dumps(text)[1:-1],
+)
+"""Ways in which templates write a content."""
+MAX_FRAMES = 256
 
 
-def _marks(index: int) -> tuple[str, str]:
-    """Return marks of the beginning and the end of a message's text."""
-    return f"{SENTINEL}{index}b", f"{SENTINEL}{index}e"
+def left_out(
+    render: Callable[[Messages], str],
+    messages: Messages,
+    text: str,
+    start: int = 0,
+    frames: dict[Roles, Frame] | None = None,
+) -> int | None:
+    """Return the index of the first message from `start` on that is missing from the text, answers aside.
 
-
-def _is_unique(message: Message, squeezed: str, given: str) -> bool:
-    """Return whether the message's text is long, not a system's, which may be the template's own, and only in
-    its own place.
+    `text`: the end of what `render` writes. A render with marks around the contents decides, since a search
+    would not: "18" is in "2018", and SmolLM3 removes the switch `/no_think` from a text. It also gives the
+    frame of these messages. A later text that is exactly their contents in the same frame needs no render.
+    `frames`: known ones, if `text` begins behind messages[start - 1].
     """
-    ways = _ways(message)
-    if message["role"] not in ("user", "tool") or len(ways[0]) < LONG:
-        return False
-    return given.count(ways[0]) == 1 and any(squeezed.count(way) == 1 for way in ways)
+    tail = messages[start:]
+    contents = [str(each.get("content") or "") for each in tail if each["role"] != "assistant"]
+    if not contents:
+        return None
+    roles = (messages[start - 1]["role"] if start else "", *(each["role"] for each in tail))
+    frame = frames.get(roles) if frames is not None else None
+    if frame and any(text == _framed(map(way, contents), frame) for way in WAYS):
+        return None
+    marked = [
+        message if index < start or message["role"] == "assistant" else _marked(index, message)
+        for index, message in enumerate(messages)
+    ]
+    try:
+        written = render(marked)
+    except ValueError:  # the template refuses the chat; the text is of a similar one
+        squeezed = _squeezed(text)
+        return next((at for at, each in enumerate(tail, start) if not _is_in(squeezed, each)), None)
+    shown = written.casefold()
+    for index, message in enumerate(tail, start):
+        before, _, after = shown.rpartition(f"{SENTINEL}{index}e")
+        num_after = len(_MARK.sub("", after))  # `text` is the end
+        is_there = f"{SENTINEL}{index}b" in before and num_after < len(text)
+        if message["role"] != "assistant" and not is_there:
+            return index
+    whole, *others = _MARK.split(written)
+    is_kept = frames is not None and len(frames) < MAX_FRAMES and len(contents) == len(tail)
+    if frames is not None and is_kept and len(others) == 2 * len(contents):
+        num_head = len(text) - len("".join(others))
+        frames[roles] = (whole[max(0, len(whole) - num_head) :], *others[1::2])
+    return None
 
 
-def _ways(message: Message) -> list[str]:
-    """Return the text without white space and case, verbatim and as JSON."""
-    said = str(message.get("content") or "")
-    ways = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
-    return [_squeezed(way) for way in ways]
+def _framed(contents: Iterable[str], frame: Frame) -> str:
+    head, *others = frame
+    return head + "".join(content + after for content, after in zip(contents, others, strict=True))
 
 
-def _all_texts(messages: Messages) -> Iterator[str]:
-    for message in messages:
-        yield str(message.get("content") or "")
-        yield str(message.get("reasoning_content") or "")
-        yield json.dumps(message.get("tool_calls"), ensure_ascii=False)
+def _marked(index: int, message: Message) -> Message:
+    content = message.get("content") or ""
+    return {**message, "content": f"{SENTINEL}{index}b{content}{SENTINEL}{index}e"}
+
+
+def _is_in(squeezed: str, message: Message) -> bool:
+    content = str(message.get("content") or "")
+    return message["role"] == "assistant" or any(_squeezed(way(content)) in squeezed for way in WAYS)
 
 
 def _squeezed(text: str) -> str:

@@ -222,6 +222,7 @@ class GatewaySession:
             self.route.counts,
             self.route.tool_format.thinking,
             keeps_thoughts=self.limits.thoughts == "keep",
+            frames=self.route.frames,
         )
         self.kept = KeptAnswers(self.limits.max_calls)
         self.retries = Retries()
