@@ -121,9 +121,8 @@ class _Rules:
             around = self._format.around(tool["name"])
             if around is None:
                 return None
-            arguments = self.json(
-                tool.get("parameters") or NO_ARGUMENTS, is_strict=tool.get("strict") is True
-            )
+            schema = tool.get("parameters") or NO_ARGUMENTS
+            arguments = self.json(schema, is_strict=tool.get("strict") is True)
             head = self.spelled(around[0].removeprefix(prefill))
             calls.append(f"{head} {arguments} {self.spelled(around[1])}")
         return self._add("call", " | ".join(calls))
