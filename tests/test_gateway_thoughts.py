@@ -24,7 +24,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
         (f"I could {CALL}</think>Yes.", True, f"I could {CALL}", "Yes."),
         ("<think>Hm </thi", False, "Hm </thi", ""),
         ("<thi", False, "", "<thi"),
-        ("", True, "", ""),
         ("  Yes. <think>no</think>", False, "", "  Yes. <think>no</think>"),
         ("<think>a <think> b</think>c<think>d</think>", False, "a <think> b", "c<think>d</think>"),
     ],

@@ -67,10 +67,6 @@ def _forced_name(asked: ChatRequest) -> str | None:
     return None if asked.tool_choice == "required" else asked.tool_choice.removeprefix("function:")
 
 
-def _is_strict(function: Mapping[str, Any]) -> bool:
-    return function.get("strict") is True
-
-
 def _overlapping_pattern(schema: Any) -> str | None:
     """Return a pattern that matches a named property. llguidance fails in the middle of an answer if no other
     name remains for the pattern (NoExtensionBias).
@@ -105,7 +101,7 @@ class _Rules:
 
     def content(self, response_format: Mapping[str, Any]) -> str:
         given = response_format.get("json_schema") or {"strict": True}
-        return self.json(given.get("schema") or ANY_OBJECT, is_strict=_is_strict(given))
+        return self.json(given.get("schema") or ANY_OBJECT, is_strict=given.get("strict") is True)
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
         options = {} if is_strict else {"x-guidance": {"lenient": True}}
@@ -125,7 +121,8 @@ class _Rules:
             around = self._format.around(tool["name"])
             if around is None:
                 return None
-            arguments = self.json(tool.get("parameters") or NO_ARGUMENTS, is_strict=_is_strict(tool))
+            schema = tool.get("parameters") or NO_ARGUMENTS
+            arguments = self.json(schema, is_strict=tool.get("strict") is True)
             head = self.spelled(around[0].removeprefix(prefill))
             calls.append(f"{head} {arguments} {self.spelled(around[1])}")
         return self._add("call", " | ".join(calls))

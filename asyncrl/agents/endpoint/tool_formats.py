@@ -650,7 +650,7 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
         taught = [each for each in fitting if re.search(each.taught, prompt)]
         tool_format = next(iter(taught), named.get(name))
     refusal = ""
-    if _PROBED not in prompt:
+    if _PROBED not in prompt and name != "none":
         refusal = f"the chat template never mentions `tools`, so the model would not see them{probe.why}"
     elif tool_format is None:
         why = f", which writes {called!r:.300}" if called else probe.why
