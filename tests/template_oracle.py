@@ -41,7 +41,11 @@ END = re.compile(
 )
 """Text that ends an answer: some models write the beginning of the next message."""
 THOUGHT = "<think>\n{}\n</think>\n\n"
-EMPTY_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?|</think>\s*")
+THOUGHT_MARK = re.compile(
+    r"(?:<[^<>\s]*think[^<>\s]*>|\[/?THINK\]|<\|channel>\s*thought|<channel\|>|<\|inner_\w+\|>"
+    r"|<\|channel\|>\s*analysis<\|message\|>)\s*",
+    re.IGNORECASE,
+)
 TOOLS = [
     {
         "type": "function",
@@ -176,10 +180,12 @@ class Oracle:
         self.tools: Any = None
         """None: the template does not show tools, calls and results."""
         last, self.closing = self._closings(answer("It is 97."), user("Ask 99"), None)
-        self.writes_end = bool(last)
-        """GLM writes nothing after the last answer: the model ends with the mark of the next message."""
         self.last = last or self.closing
-        _, self.call = self._closings(called(["97"]), result("97"), TOOLS)
+        last_call, self.call = self._closings(called(["97"]), result("97"), TOOLS)
+        self.writes_end = {False: bool(last), True: bool(last_call)}
+        """By whether an answer calls. GLM writes nothing after the last answer: the model ends with the mark of
+        the next message.
+        """
         marks = [end.group() for text in (self.last, self.call, self.closing) if (end := END.search(text))]
         self.ends = list(dict.fromkeys(marks[:2] if self.call else marks[:1])) or [EOS]
         self.other_end = EOS if OTHER_END in self.ends else OTHER_END
@@ -253,10 +259,12 @@ class Oracle:
         prompt = self.text(chat, tools)
         text = self._written(prompt, chat, turn.said, tools)
         before = self.ids(prompt)
+        # a mark between the parts of an answer, such as a thought and a call, does not end it
+        inside = len(self.ids(text.rpartition(anchor(turn.said))[0]))
         for more in ("", self.call if turn.said.get("tool_calls") else self.last, self.ends[0]):
             ids = self.ids(prompt + text + more)
             ids = ids[len(before) :] if ids[: len(before)] == before else self.ids(text + more)
-            end = next((at for at, token in enumerate(ids) if token in self.end_ids), None)
+            end = next((at for at, token in enumerate(ids) if at >= inside and token in self.end_ids), None)
             if end is not None:
                 break
         last = self.fast.convert_tokens_to_ids(self.other_end) if turn.other_end else ids[end]
@@ -278,13 +286,15 @@ class Oracle:
                     mark.start() for mark in SPECIAL.finditer(whole) if mark.start() < common < mark.end()
                 )
                 written = whole[next(inside, common) :]
-                is_said = thought in written and not re.search(r"<think>\s*</think>", thought and written)
+                is_said = thought in written and not re.search(
+                    r"(<think>|\A)\s*</think>", thought and written
+                )
                 if whole.startswith(prompt) and is_said:
                     return written
         if not said.get("tool_calls"):
             written = said["content"]
         if "<think>" not in self.template:
-            return written
+            return self._written(prompt, chat, bare, tools) if thought else written
         if prompt.rstrip().endswith("<think>"):
             return THOUGHT.format(thought).removeprefix("<think>\n") + written
         return (THOUGHT.format(thought) if thought else "") + written
@@ -306,12 +316,15 @@ class Oracle:
         rest = next((index for index, (start, _) in enumerate(offsets) if start >= begin), len(ids))
         close = next((index for index in range(rest, len(ids)) if ids[index] in self.closers), None)
         closing = "" if close is None else whole[begin : offsets[close][1]].strip()
-        if not has_calls and closing not in (self.closing.strip(), self.last.strip()):
-            close = None
         is_same = close is not None and ids[close] == kept[-1]
+        if close is not None and (has_calls or closing in (self.closing.strip(), self.last.strip())):
+            rest = close + (is_same or self.writes_end[has_calls])
+        else:
+            is_same = False
+            space = re.match(r"\s*", whole[begin:])[0]
+            begin += len(space) * self.fast.decode(kept[:-1]).endswith(space)  # it is not written again
+            rest = next((index for index, (start, _) in enumerate(offsets) if start >= begin), len(ids))
         names = set() if is_same else {"end_token"}
-        if close is not None:
-            rest = close + (is_same or self.writes_end)
         if kept == ids[:rest]:
             return Expected(ids)
         if not self._shown(chat, tools).startswith(self._before(chat[:at], tools)):
@@ -325,13 +338,13 @@ class Oracle:
 
     def _names(self, chat: Chat, tools: Any, mine: str, whole: str, places: Sequence[int]) -> set[str]:
         thought = "hm" + re.findall(r"\d+", anchor(chat[places[-1]]))[0]
-        is_stripped = thought in mine and thought not in whole
+        is_stripped = thought not in whole and re.search(THOUGHT_MARK.pattern + thought, mine, re.IGNORECASE)
         text = self.text(_with_stand_ins(chat), tools)
         is_opened = all(text.startswith(self.text(_with_stand_ins(chat[:index]), tools)) for index in places)
         return ({"thought"} if is_stripped else set()) | (set() if is_opened else {"opening"})
 
     def _shown(self, chat: Chat, tools: Any, *, is_open: bool = True) -> str:
-        return EMPTY_THOUGHT.sub("", self.text(_with_stand_ins(chat), tools, is_open=is_open))
+        return THOUGHT_MARK.sub("", self.text(_with_stand_ins(chat), tools, is_open=is_open))
 
     def _before(self, chat: Chat, tools: Any) -> str:
         """Return the text of a chat without the beginning of an answer."""

@@ -78,10 +78,6 @@ class Told:
         prompt = self.planned.prompt_ids.tolist()
         assert prompt == expected.ids, f"{place}:\n{decode(prompt)}\nand not\n{decode(expected.ids)}"
         names = set(expected.names - {"tokens"})
-        sent, said = ("".join(decode(ids).split()) for ids in (self.sampled or [([], [])])[-1])
-        mark = "".join(self.marks[0].split())
-        if not (sent.endswith(mark) or said.startswith(mark)):  # text to the gateway
-            names = {"form" if name == "thought" else name for name in names}
         self.carried = (self.carried | names - {"form"} or {"form"}) if names else set()
         match = self.planned.match
         found = set(match.deviations) if match else set()

@@ -254,11 +254,10 @@ class HFChatTokenizer:
             shared = inner
             tokens = self._special(inner)[:1]
         # some templates begin the next answer whether or not they are asked to (Command A)
-        ends = [token for token in tokens if self._backend.token_to_id(token) in self.end_ids] or tokens
+        ends = [token for token in tokens if self._backend.token_to_id(token) in self.end_ids] or tokens[-1:]
         if not ends:
             return "", ""
-        place = shared.find(ends[0]) if shared is inner else shared.rfind(ends[-1])
-        return shared[: place + len(ends[-1])], ends[-1]
+        return shared[: shared.find(ends[0]) + len(ends[0])], ends[0]
 
     def _special(self, text: str) -> list[str]:
         return [

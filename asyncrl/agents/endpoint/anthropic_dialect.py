@@ -13,11 +13,11 @@ from asyncrl.agents.endpoint.dialects import (
     Dialect,
     Kept,
     KeptAnswers,
-    Part,
     Read,
     Writer,
     anthropic_error,
     encoded,
+    grow_blocks,
     kept_answer,
     whole_blocks,
 )
@@ -39,6 +39,7 @@ from asyncrl.agents.endpoint.requests import (
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.sessions import GatewayCall
+    from asyncrl.agents.endpoint.tool_formats import Part
 
 
 BILLING = "x-anthropic-billing-header:"
@@ -184,7 +185,7 @@ class MessageWriter(Writer):
         message = {**_head(call), "content": [], "usage": _usage(call, 0), **ending}
         yield encoded({"type": "message_start", "message": message}, PING)
         blocks = list[Block]()
-        async for step, block, text in call.steps(blocks):
+        async for step, block, text in grow_blocks(call, blocks):
             index = len(blocks) - 1
             if step == "ping":
                 yield encoded(PING)
@@ -224,8 +225,8 @@ def _block(answer: Answer, block: Block) -> dict[str, Any]:
 
 
 def _ending(answer: Answer) -> dict[str, Any]:
-    if answer.finish_reason == "stop" and answer.stopped_by is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
+    if answer.finish_reason == "stop" and answer.text.stopped_by is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.text.stopped_by}
     return {"stop_reason": _REASONS.get(answer.finish_reason, "end_turn"), "stop_sequence": None}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
     from asyncrl.agents.endpoint.sessions import GatewayCall
+    from asyncrl.agents.endpoint.tool_formats import Part
 
 Event = Mapping[str, Any]
 
@@ -86,7 +87,6 @@ def encoded(*events: Event) -> bytes:
 
 
 Step = Literal["open", "delta", "close", "ping"]
-Part = Literal["thought", "text", "call"]
 
 
 @dataclass(eq=False)
@@ -94,14 +94,44 @@ class Block:
     part: Part
     number: int
     """Among the blocks of its part; a tool call's own."""
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 def whole_blocks(answer: Answer) -> list[Block]:
     """Return a thought, a text and the calls of an answer, or an empty text."""
-    texts = [Block("thought", 0, answer.thought), Block("text", 0, answer.content or "")]
-    calls = [Block("call", number, each.arguments) for number, each in enumerate(answer.calls)]
-    return [*(each for each in texts if each.text), *calls] or texts[1:]
+    blocks = [Block("thought", 0, [answer.thought])] if answer.thought else []
+    if answer.content or not (blocks or answer.calls):
+        blocks.append(Block("text", 0, [answer.content or ""]))
+    return blocks + [Block("call", number, [each.arguments]) for number, each in enumerate(answer.calls)]
+
+
+async def grow_blocks(call: GatewayCall, blocks: list[Block]) -> AsyncIterator[tuple[Step, Block, str]]:
+    """Append to `blocks` while a call is sampled, in the order in which it was sampled; yield the steps.
+
+    An answer without any block gets an empty text.
+    """
+    async for part, number, text in call.pieces():
+        if part == "ping":
+            yield "ping", Block(part, 0), ""
+            continue
+        last = blocks[-1] if blocks else None
+        if last is None or last.part != part or (part == "call" and last.number != number):
+            if last is not None:
+                yield "close", last, ""
+            last = Block(part, sum(each.part == part for each in blocks))
+            blocks.append(last)
+            yield "open", last, ""
+        if text:
+            last.pieces.append(text)
+            yield "delta", last, text
+    if not blocks:
+        blocks.append(Block("text", 0))
+        yield "open", blocks[-1], ""
+    yield "close", blocks[-1], ""
 
 
 # ---- errors and models

@@ -16,11 +16,11 @@ from asyncrl.agents.endpoint.dialects import (
     Dialect,
     Kept,
     KeptAnswers,
-    Part,
     Read,
     Step,
     Writer,
     encoded,
+    grow_blocks,
     kept_answer,
     whole_blocks,
 )
@@ -42,6 +42,7 @@ from asyncrl.agents.endpoint.requests import (
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.sessions import GatewayCall
+    from asyncrl.agents.endpoint.tool_formats import AnswerPiece, Part
 
 
 # ---- chats and completions
@@ -60,9 +61,8 @@ class ChatWriter(Writer):
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
         yield self._event(call, delta={"role": "assistant", "content": "", "refusal": None})
-        async for step, block, text in call.steps([]):
-            if step in ("delta", "ping") or (step == "open" and block.part == "call"):
-                yield self._event(call, delta=_delta(call.answer, step, block, text))
+        async for piece in call.pieces():
+            yield self._event(call, delta=_delta(call.answer, piece))
         yield self._end(call, delta={}, logprobs=self._choice(call.answer)["logprobs"])
 
     def failed(self, error: ApiError) -> bytes:
@@ -91,15 +91,16 @@ class ChatWriter(Writer):
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _delta(answer: Answer, step: Step, block: Block, text: str) -> dict[str, Any]:
+def _delta(answer: Answer, piece: AnswerPiece) -> dict[str, Any]:
     """Return at most one call: some clients read no more. Its first delta has the name."""
-    if step == "ping":
+    part, number, text = piece
+    if part == "ping":
         return {}
-    if block.part != "call":
-        return {"content" if block.part == "text" else "reasoning_content": text}
-    entry: dict[str, Any] = {"index": block.number, "function": {"arguments": text}}
-    if step == "open":
-        call = answer.calls[block.number]
+    if part != "call":
+        return {"content" if part == "text" else "reasoning_content": text}
+    entry: dict[str, Any] = {"index": number, "function": {"arguments": text}}
+    if not text:
+        call = answer.calls[number]
         entry |= {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
     return {"tool_calls": [entry]}
 
@@ -110,9 +111,8 @@ class TextWriter(ChatWriter):
 
     async def events(self, call: GatewayCall) -> AsyncIterator[bytes]:
         yield self._event(call, text="")
-        async for step, _, text in call.steps([]):
-            if step in ("delta", "ping"):
-                yield self._event(call, text=text)
+        async for piece in call.pieces():
+            yield self._event(call, text=piece.text)
         yield self._end(call, text="")
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class ResponseWriter(Writer):
         event = self._event
         started = self._head(call) | {"status": "in_progress", "output": [], "usage": None}
         yield event("response.created", response=started) + event("response.in_progress", response=started)
-        async for step, block, text in call.steps(self._blocks):
+        async for step, block, text in grow_blocks(call, self._blocks):
             if step == "ping":
                 yield event("response.in_progress", response=started)
                 continue

@@ -228,19 +228,27 @@ SENTINEL = f"asyncrl{secrets.token_hex(16)}"
 PLACEHOLDER = "answer"
 
 
-class Joint(NamedTuple):
-    """Where the template continues after an answer. Texts of a trial render with placeholders for answers."""
+class Trial(NamedTuple):
+    """A render with a placeholder for an answer. Texts are empty if the template refuses it."""
 
-    before: str
-    """The text up to the answer."""
+    chat: Messages = ()
+    before: str = ""
+    after: str = ""
+    """The text from the answer on."""
+    shown: Prefix | None = None
+    """Of the render with PLACEHOLDER for the answer, if no later text stands in for the chat's own."""
+
+
+class Joint(NamedTuple):
+    """Where the template continues after an answer."""
+
+    trial: Trial
     rest: str
     """The text after the sampled ids."""
     neighbor: str = ""
     """The end that the template writes before `rest`; empty if the sampled ids have none."""
     is_other_end: bool = False
     """The sampled ids end with another token."""
-    shown: Prefix | None = None
-    """Of the trial render with PLACEHOLDER for the answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,7 +288,7 @@ class ChatMatcher:
         extended = None
         if node is not None and node.text is not None:
             rest = text[node.text.length :]
-            fields = {"whole": node.text.then(rest), "neighbor": self._neighbor(node)}
+            fields: dict[str, Any] = {"whole": node.text.then(rest), "neighbor": self._neighbor(node)}
             extended = self._match("extended", node, node.num_messages, rest, **fields)
         if extended is not None and node is not None and node.num_messages > at:
             return extended
@@ -296,12 +304,20 @@ class ChatMatcher:
         return found
 
     def _match(
-        self, how: How, parent: ChatNode | None, num_covered: int, text: str, **fields: Any
+        self,
+        how: How,
+        parent: ChatNode | None,
+        num_covered: int,
+        text: str,
+        chat: Messages | None = None,
+        **fields: Any,
     ) -> PromptMatch | None:
-        """Return the match if the text has every message after the first `num_covered`."""
+        """Return the match if the text, the end of the render of `chat`, has every message after the first
+        `num_covered`.
+        """
         is_tail = parent is not None or num_covered == 0
         frames = self.recorded.frames if is_tail else None
-        if left_out(self.render, self.messages, text, num_covered, frames) is not None:
+        if left_out(self.render, chat or self.messages, text, num_covered, frames) is not None:
             return None
         if self.chain.answers and self.chain.answers[-1][0] >= num_covered:
             how = "edited"
@@ -328,17 +344,18 @@ class ChatMatcher:
         if answer is None or not self.keeps_thoughts:
             return None
         for joint in self._joints(at, answer):
-            lacks_opening = self._lacks_opening(at, answer, joint.before)
+            lacks_opening = self._lacks_opening(at, answer, joint.trial.before)
             if lacks_opening is None and whole is not None:
                 return None
             text = self._begun(joint.rest)
             neighbor = joint.neighbor or self._neighbor(answer)
-            found = self._match("realigned", answer, at + 1, text, neighbor=neighbor)
+            chat = joint.trial.chat
+            found = self._match("realigned", answer, at + 1, text, chat=chat, neighbor=neighbor)
             if found is not None:
                 deviations = self._deviations(found, joint, whole, lacks_opening=bool(lacks_opening))
                 is_exact = whole is not None and not deviations  # the ids are the template's own
                 prompt = Prefix().then(self._begun(whole or "")) if is_exact else None
-                return replace(found, deviations=deviations, whole=prompt, shown=joint.shown)
+                return replace(found, deviations=deviations, whole=prompt, shown=joint.trial.shown)
         return None
 
     def _lacks_opening(self, at: int, answer: ChatNode, before: str) -> bool | None:
@@ -376,8 +393,12 @@ class ChatMatcher:
                 return ()
         if joint.is_other_end:
             names.append("end_token")
-        thought, _ = split_thought({"content": self._text(answer)}, self.chain.marks)
-        if thought and thought not in (whole or ""):
+        begin, end = self.chain.marks
+        before, is_closed, _ = self._text(answer).partition(end)
+        thought = before.rpartition(begin)[2].strip() if is_closed else ""
+        whole = whole or ""
+        # sentencepiece decodes a space after a mark
+        if thought not in whole and _squeezed(thought) not in _squeezed(whole):
             names.append("thought")
         if lacks_opening:
             names.append("opening")
@@ -388,35 +409,34 @@ class ChatMatcher:
 
         The answer's calls stay, since a template may need them for results.
         """
-        sampled = self._text(answer)
         last = [token for token in answer.sampled_ids[-1:].tolist() if token in self.tokenizer.end_ids]
         end = self.tokenizer.decode(last, skip_special_tokens=False)
         if self.messages[at].get("tool_calls"):
-            before, after, shown = self._around(at, keeps_calls=True)
+            trial = self._around(at, keeps_calls=True)
             # the rest of a call's text is unknown, but not what ends it
             ends = (end, self.tokenizer.call_closing)
-            places = [(after.find(mark), mark) for mark in ends if mark and mark in after]
+            places = [(trial.after.find(mark), mark) for mark in ends if mark and mark in trial.after]
             for place, mark in sorted(places)[:1]:
-                rest = after[place:].removeprefix(mark if end else "")
+                rest = trial.after[place:].removeprefix(mark if end else "")
                 written_end = mark if end else ""
-                yield Joint(before, rest, written_end, end != written_end, shown)
-        before, after, shown = self._around(at, keeps_calls=False)
-        if not after:
+                yield Joint(trial, rest, written_end, end != written_end)
+        trial = self._around(at, keeps_calls=False)
+        if not trial.after:
             return
         if not end:  # the answer was cut: the template's own end follows the sampled ids
-            yield Joint(before, after, shown=shown)
+            yield Joint(trial, trial.after)
             return
-        begun = after.lstrip()
+        begun = trial.after.lstrip()
+        space = trial.after.removesuffix(begun)
         ends = (self.tokenizer.closing.lstrip(), end)
         mark = next((mark for mark in ends if mark and begun.startswith(mark)), "")
-        rest = begun.removeprefix(mark) if mark else after
-        has_same_end = mark != "" and sampled.endswith(mark)
-        yield Joint(before, rest, mark, not has_same_end, shown)
+        said = self.tokenizer.decode(answer.last_ids(NEIGHBOR_TOKENS + 1)[:-1], skip_special_tokens=False)
+        # without the template's end, white space that was sampled is not written again
+        rest = begun.removeprefix(mark) if mark or said.endswith(space) else trial.after
+        yield Joint(trial, rest, mark or said, is_other_end=not mark.endswith(end))
 
-    def _around(self, at: int, keeps_calls: bool) -> tuple[str, str, Prefix | None]:
-        """Return the texts before and after messages[at] in a trial render, empty if the template refuses;
-        and the render with PLACEHOLDER for messages[at], if no later text stands in for the chat's own.
-        """
+    def _around(self, at: int, keeps_calls: bool) -> Trial:
+        """Render with a placeholder for messages[at]."""
         stand_in = self._stand_in(self.messages[at], SENTINEL, keeps_calls=keeps_calls)
         earlier = [self._stand_in(message) for message in self.messages[:at]]
         shown = [*earlier, stand_in, *self.messages[at + 1 :]]
@@ -430,8 +450,8 @@ class ChatMatcher:
                     break
                 is_whole = num_calls is None and (keeps_calls or not self.messages[at].get("tool_calls"))
                 whole = Prefix().then(text.replace(SENTINEL, PLACEHOLDER)) if is_whole else None
-                return before, after, whole
-        return "", "", None
+                return Trial(chat, before, after, whole)
+        return Trial()
 
     def _stand_in(self, message: Message, text: str = PLACEHOLDER, *, keeps_calls: bool = True) -> Message:
         """Return a placeholder for an answer; other messages stay.

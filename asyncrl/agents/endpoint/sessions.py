@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import Capture, PromptPlan
-from asyncrl.agents.endpoint.dialects import Block, Kept, KeptAnswers, Part, Step
+from asyncrl.agents.endpoint.dialects import Kept, KeptAnswers
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
+from asyncrl.agents.endpoint.tool_formats import AnswerPiece
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
@@ -141,17 +142,10 @@ class GatewayCall:
         self.answer.feed(token_ids)
         self.news.set()
 
-    async def steps(self, blocks: list[Block]) -> AsyncIterator[tuple[Step, Block, str]]:
-        """Append to `blocks` while the call is sampled, in the order in which they were sampled.
-
-        Yield each step, and a ping after PING_S without one.
-
-        Opened calls grow first and new calls last: a text stands behind the call that it follows. An answer
-        without any block gets an empty text.
-        """
+    async def pieces(self) -> AsyncIterator[AnswerPiece]:
+        """Yield what grows until the call is sampled, and a ping after PING_S without a piece."""
         loop = asyncio.get_running_loop()
-        num_yielded = Counter[tuple[Part, int]]()
-        last: Block | None = None
+        num_yielded = 0
         ping_at = loop.time() + PING_S
         is_last = False
         while not is_last:
@@ -161,39 +155,15 @@ class GatewayCall:
                 timer.cancel()
                 self.news.clear()
             is_last = self.is_sampled
-            num_opened = sum(each.part == "call" for each in blocks)
-            for part, number, text in self._parts(num_opened):
-                new = text[num_yielded[part, number] :]
-                num_yielded[part, number] = len(text)
-                is_new_call = part == "call" and number >= num_opened
-                if not new and not is_new_call:
-                    continue
-                if last is None or last.part != part or is_new_call:
-                    if last is not None:
-                        yield "close", last, ""
-                    last = Block(part, sum(each.part == part for each in blocks))
-                    blocks.append(last)
-                    yield "open", last, ""
-                if new:
+            num_calls = len(self.answer.calls)
+            for piece in self.answer.reader.pieces[num_yielded:]:
+                num_yielded += 1
+                if piece.part != "call" or piece.number < num_calls:
                     ping_at = loop.time() + PING_S
-                    last.text += new
-                    yield "delta", last, new
+                    yield piece
             if loop.time() >= ping_at and not is_last:
                 ping_at = loop.time() + PING_S
-                yield "ping", Block("text", 0), ""
-        if last is None:
-            last = Block("text", 0)
-            blocks.append(last)
-            yield "open", last, ""
-        yield "close", last, ""
-
-    def _parts(self, num_opened: int) -> list[tuple[Part, int, str]]:
-        answer = self.answer
-        calls: list[tuple[Part, int, str]] = [
-            ("call", number, call.arguments) for number, call in enumerate(answer.calls)
-        ]
-        texts: tuple[tuple[Part, int, str], ...] = ("thought", 0, answer.thought), ("text", 0, answer.shown)
-        return [*calls[:num_opened], *texts, *calls[num_opened:]]
+                yield AnswerPiece("ping", 0, "")
 
 
 @dataclass(eq=False, repr=False)
