@@ -103,10 +103,9 @@ class Block:
 
 def whole_blocks(answer: Answer) -> list[Block]:
     """Return a thought, a text and the calls of an answer, or an empty text."""
-    blocks = [Block("thought", 0, [answer.thought])] if answer.thought else []
-    if answer.content or not (blocks or answer.calls):
-        blocks.append(Block("text", 0, [answer.content or ""]))
-    return blocks + [Block("call", number, [each.arguments]) for number, each in enumerate(answer.calls)]
+    texts = [Block("thought", 0, [answer.thought]), Block("text", 0, [answer.content or ""])]
+    calls = [Block("call", number, [each.arguments]) for number, each in enumerate(answer.calls)]
+    return [*(each for each in texts if each.text), *calls] or texts[1:]
 
 
 async def grow_blocks(call: GatewayCall, blocks: list[Block]) -> AsyncIterator[tuple[Step, Block, str]]:

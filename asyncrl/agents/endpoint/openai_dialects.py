@@ -258,7 +258,7 @@ def unsealed(item: Mapping[str, Any], where: str) -> str:
 
 
 def _flat(name: Any, space: str | None) -> Any:
-    """Return the name of a function in the prompt: as in vLLM, it begins with its namespace."""
+    """Return a function's name in the prompt, as in vLLM."""
     return f"{space}__{name}" if space else name
 
 

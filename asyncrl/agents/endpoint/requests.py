@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -107,8 +107,6 @@ _READ_PARTS = (
 _HELD = ("text", "refusal", "thinking", "tool_name", "name", "data", "content", "source")
 """Keys of a part's content, which is a text, a part or a list of parts."""
 _MEDIA = "image image_url input_image audio input_audio video file input_file document".split()
-_FUNCTIONS = ("<functions>\n", "\n</functions>")
-"""Around definitions of tools."""
 
 
 def text_of(part: Any) -> str:
@@ -133,10 +131,7 @@ def text_of(part: Any) -> str:
 
 @dataclass(slots=True)
 class Reading:
-    """Reader of the content parts of one call.
-
-    `joint`: what the template writes between two texts. `functions`: tools by name.
-    """
+    """`joint`: what the template writes between two texts. `functions`: tools by name."""
 
     joint: str
     functions: Mapping[str, Mapping[str, Any]]
@@ -146,14 +141,14 @@ class Reading:
     def result(self, part: Any) -> str:
         """Return the text of a part of a tool result.
 
-        - The name of a tool becomes its definition, in the form that Claude Code's ToolSearch announces.
-        - An image becomes a note: a refusal would end the rollout, because no agent takes a result back.
+        A tool's name becomes its definition, as Claude Code's ToolSearch announces it. An image becomes a note:
+        no agent takes a result back, so a refusal would end the rollout.
         """
         match part:
             case {"type": "tool_reference", "tool_name": str(name)} if name in self.functions:
                 function = present(self.functions[name], "description", "name", "parameters")
                 definition = json.dumps(function, ensure_ascii=False)
-                return f"<function>{definition}</function>".join(_FUNCTIONS)
+                return f"<functions>\n<function>{definition}</function>\n</functions>"
             case {"type": str(kind)} if kind in _MEDIA:
                 with contextlib.suppress(PydanticCustomError):
                     return text_of(part)
@@ -221,18 +216,18 @@ def _tidy(message: Any, info: ValidationInfo) -> Any:
     for key in unread & kept.keys():
         raise wrong(f"{key} of a message of role {shown(role)} is refused: this model reads text")
     content = kept.setdefault("content", "")
-    reading: Reading = cast(Any, info.context)
+    reading: Any = info.context
     thought = kept.pop("reasoning_content", None) or kept.get("reasoning")
-    if isinstance(content, list):
+    if isinstance(content, list) and role == "tool":
+        text = "\n".join(filter(None, map(reading.result, content)))
+        kept["content"] = text.replace("\n</functions>\n<functions>\n", "\n")  # one block of definitions
+    elif isinstance(content, list):
         if role == "assistant":
             thoughts = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
             thought = thought or thoughts
             content = [part for part in content if part not in thoughts]
-        is_result = role == "tool"
-        texts = list(filter(None, map(reading.result if is_result else text_of, content)))
-        kept["content"] = ("\n" if is_result else reading.joint).join(texts)
-        if is_result:  # all definitions in one block
-            kept["content"] = kept["content"].replace("\n".join(reversed(_FUNCTIONS)), "\n")
+        texts = list(filter(None, map(text_of, content)))
+        kept["content"] = reading.joint.join(texts)
         if role == "assistant":
             kept["unjoined_content"] = "".join(texts)
     if role == "tool" and kept.get("is_error"):
@@ -353,7 +348,6 @@ _ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
 
 
 def _tool_choice(value: Any) -> str:
-    """Read the forms of all dialects."""
     match value:
         case "none" | "auto" | "required":
             return str(value)
@@ -519,7 +513,7 @@ class RequestReader:
     def chat(
         self, body: dict[str, Any], functions: Mapping[str, Mapping[str, Any]] | None = None
     ) -> ChatRequest:
-        """Read a chat. `functions`: by name, for tool results that name them. Raises ApiError."""
+        """`functions`: those that a tool result may name. Raises ApiError."""
         reading = Reading(self._joint, functions or {})
         asked = self.checked(body, ChatRequest, reading)
         if reading.has_notes:
