@@ -141,8 +141,8 @@ class Reading:
     def result(self, part: Any) -> str:
         """Return the text of a part of a tool result.
 
-        A tool's name becomes its definition, as Claude Code's ToolSearch announces it. An image becomes a note:
-        no agent takes a result back, so a refusal would end the rollout.
+        A tool's name becomes its definition, as Claude Code's ToolSearch announces it. An image becomes a
+        note: no agent takes a result back, so a refusal would end the rollout.
         """
         match part:
             case {"type": "tool_reference", "tool_name": str(name)} if name in self.functions:
