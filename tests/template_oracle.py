@@ -183,8 +183,8 @@ class Oracle:
         self.last = last or self.closing
         last_call, self.call = self._closings(called(["97"]), result("97"), TOOLS)
         self.writes_end = {False: bool(last), True: bool(last_call)}
-        """By whether an answer calls. GLM writes nothing after the last answer: the model ends with the mark of
-        the next message.
+        """By whether an answer calls. GLM writes nothing after the last answer: the model ends with the mark
+        of the next message.
         """
         marks = [end.group() for text in (self.last, self.call, self.closing) if (end := END.search(text))]
         self.ends = list(dict.fromkeys(marks[:2] if self.call else marks[:1])) or [EOS]
@@ -270,6 +270,17 @@ class Oracle:
         last = self.fast.convert_tokens_to_ids(self.other_end) if turn.other_end else ids[end]
         return [*ids[:end], last]
 
+    def per_byte(self, ids: Sequence[int]) -> list[int]:
+        """Return ids of the same text, a token for each byte; added tokens stay."""
+        split: list[int] = []
+        for token, piece in zip(ids, self.fast.convert_ids_to_tokens(ids), strict=True):
+            parts = list(piece)
+            if self.kind.base != "bytes":
+                parts = [f"<0x{byte:02X}>" for byte in piece.replace("▁", " ").encode()]
+            is_whole = token in self.fast.added_tokens_decoder or piece.startswith("<0x")
+            split += [token] if is_whole else self.fast.convert_tokens_to_ids(parts)
+        return split
+
     def _written(self, prompt: str, chat: Chat, said: Message, tools: Any) -> str:
         """Return the answer as the template writes it at the end of a chat, else in the usual form."""
         bare = _without(said, "reasoning_content")
@@ -286,10 +297,8 @@ class Oracle:
                     mark.start() for mark in SPECIAL.finditer(whole) if mark.start() < common < mark.end()
                 )
                 written = whole[next(inside, common) :]
-                is_said = thought in written and not re.search(
-                    r"(<think>|\A)\s*</think>", thought and written
-                )
-                if whole.startswith(prompt) and is_said:
+                is_empty = thought and re.search(r"(<think>|\A)\s*</think>", written)
+                if whole.startswith(prompt) and thought in written and not is_empty:
                     return written
         if not said.get("tool_calls"):
             written = said["content"]
@@ -428,10 +437,12 @@ CHANGES = ("edited", "trimmed")
 HOWS = ("apart", "inline", "dropped")
 """Place where the thought of an answer returns: in a field, in the content, not at all."""
 WITH_THOUGHTS = {f"{title}, thoughts {how}": (title, how) for title in ("plain", "call") for how in HOWS}
+PER_BYTE = {f"{title}, a token per byte": (title, "") for title in ("plain", "call")}
+"""The ids of the answers are not those that a tokenizer would choose."""
 
 
 def story(title: str) -> list[Turn]:
-    name, how = WITH_THOUGHTS.get(title, (title, ""))
+    name, how = {**WITH_THOUGHTS, **PER_BYTE}.get(title, (title, ""))
     return [_turn(part.split(), how) for part in STORIES[name].split(";")]
 
 

@@ -389,7 +389,9 @@ class ChatMatcher:
         if not names and whole is not None:
             # the same ids may decode to another text: sentencepiece, tokens that take white space
             ids = [*answer.all_ids().tolist(), *self.tokenizer.encode(found.text, after=found.neighbor)]
-            if ids == list(self.tokenizer.encode(self._begun(whole))):
+            own = list(self.tokenizer.encode(self._begun(whole)))
+            texts = (self.tokenizer.decode(each, skip_special_tokens=False) for each in (ids, own))
+            if ids == own or len(set(texts)) == 1:
                 return ()
         if joint.is_other_end:
             names.append("end_token")
