@@ -419,6 +419,7 @@ async def run(arguments: argparse.Namespace, folder: Path, cores: Sequence[int])
             )
         rates = await request_rates(proxies, 0.6 * arguments.seconds)
         stats = await ours.stats()
+        print("prompts:", ", ".join(f"{name} {stats[name]}" for name in ("extended", "realigned")))
         if stats["edited"] or stats["refused"] or stats["sessions"]:
             raise SystemExit(f"conversations did not extend their record, or were refused: {stats}")
     if "LiteLLM" in rates:

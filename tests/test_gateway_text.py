@@ -27,13 +27,15 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
         _saved[name] = save(make(), tmp_path_factory.mktemp("tokenizer") / name, markers=(MARKER,))
 
 
-def pieces(answer: AnswerText, ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+def pieces(
+    answer: AnswerText, ids: Sequence[int], cuts: Sequence[int], *, is_stopped: bool = True
+) -> list[str]:
     """Feed `ids` in pieces of lengths `cuts`, then the rest; return the texts."""
     out, at = [], 0
     for length in cuts:
         out.append(answer.feed(ids[at : at + length]))
         at += length
-    return [*out, answer.feed(ids[at:]), answer.finish()]
+    return [*out, answer.feed(ids[at:]), answer.finish(is_stopped=is_stopped)]
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
@@ -96,7 +98,7 @@ def test_client_and_engine_stop_at_the_same_text(parts: list[str], stop: list[st
         if is_stopped := bool(stop) and watch.is_complete(token):
             break
     answer = AnswerText(tokenizer, stop, shows_special=False)
-    shown = "".join(pieces(answer, sampled, cuts))
+    shown = "".join(pieces(answer, sampled, cuts, is_stopped=is_stopped))
     assert (answer.stopped_by is not None) == is_stopped
     plain = tokenizer.decode(sampled)
     assert shown == (plain if answer.stopped_by in (START, PYTHON) else cut_at_stop(plain, stop))
@@ -148,5 +150,6 @@ def test_stop_text_counts_only_after_the_thought(
             break
     answer = AnswerText(tokenizer, stop, keep_special=thinking, shows_special=False, thinking=thinking)
     text = tokenizer.decode(sampled, skip_special_tokens=False)
-    assert "".join(pieces(answer, sampled, cuts)) == cut_after_thought(text, stop, thinking)
+    shown = "".join(pieces(answer, sampled, cuts, is_stopped=is_stopped))
+    assert shown == cut_after_thought(text, stop, thinking)
     assert (answer.stopped_by is not None) == is_stopped

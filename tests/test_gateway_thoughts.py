@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop, talking
-from hypothesis import given
-from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter
+from asyncrl.agents.endpoint.tool_formats import find_tool_format
 
-MARKS = ("<think>", "</think>")
-
-
-def cut(text: str, lengths: Sequence[int] = (), *, is_open: bool = False) -> tuple[str, str]:
-    """(thought, text) when it comes in pieces of these lengths, and the rest at once."""
-    splitter, at, found = ReasoningSplitter(MARKS, is_open=is_open), 0, []
-    for length in lengths:
-        found.append(splitter.feed(text[at : at + length]))
-        at += length
-    found.append(splitter.feed(text[at:], is_last=True))
-    return "".join(thought for thought, _ in found), "".join(shown for _, shown in found)
+HERMES = find_tool_format("hermes", "")
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(
@@ -33,23 +21,16 @@ def cut(text: str, lengths: Sequence[int] = (), *, is_open: bool = False) -> tup
         ("\n <think>a  b</think>  ", False, "a  b", ""),
         ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
         ("Hm, and", True, "Hm, and", ""),
+        (f"I could {CALL}</think>Yes.", True, f"I could {CALL}", "Yes."),
         ("<think>Hm </thi", False, "Hm </thi", ""),
         ("<thi", False, "", "<thi"),
-        ("", True, "", ""),
         ("  Yes. <think>no</think>", False, "", "  Yes. <think>no</think>"),
         ("<think>a <think> b</think>c<think>d</think>", False, "a <think> b", "c<think>d</think>"),
     ],
 )
 def test_leading_thought_is_split_from_the_text(text: str, is_open: bool, thought: str, shown: str) -> None:
-    assert cut(text, is_open=is_open) == (thought, shown)
-
-
-TEXTS = st.lists(st.sampled_from([*MARKS, "<th", "</", "ink>", " ", "\n", "a", "é", "<"]), max_size=9)
-
-
-@given(TEXTS.map("".join), st.booleans(), st.lists(st.integers(0, 5), max_size=30))
-def test_split_does_not_depend_on_the_pieces(text: str, is_open: bool, lengths: list[int]) -> None:
-    assert cut(text, lengths, is_open=is_open) == cut(text, is_open=is_open)
+    read = HERMES.parse(text, is_thinking=is_open, splits_thought=True)
+    assert (str(read.thought), str(read.content)) == (thought, shown)
 
 
 class Opening(ByteTokenizer):
@@ -72,9 +53,6 @@ async def test_separate_thoughts_return_to_one_branch() -> None:
             assert told == {"reasoning_content": "Hm.", "content": "Yes."}
             messages += [{"role": "assistant", **told}, {"role": "user", "content": "Sure?"}]
         assert talk.is_one_branch_of(*[text] * 2)
-
-
-CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,11 @@ from jsonschema import Draft202012Validator
 from template_oracle import END
 from template_renderers import TEMPLATES, Renderers, renderers
 
-from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.requests import ChatRequest
 from asyncrl.agents.endpoint.tool_formats import (
     FAMILIES,
-    CallReader,
-    ParsedAnswer,
-    ToolCall,
+    AnswerReader,
     ToolFormat,
     find_tool_format,
 )
@@ -80,8 +79,14 @@ def written(renderer: HFChatTokenizer, calls: Calls, content: str) -> str:
     return text[: ends[-1]].rstrip("\n")
 
 
-def calls_of(parsed: ParsedAnswer) -> Calls:
-    return [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls]
+def calls_of(read: AnswerReader) -> Calls:
+    return [(call.name, json.loads(call.arguments)) for call in read.calls]
+
+
+def parsed(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
+    """(content, calls)"""
+    read = tool_format.parse(text, TOOLS)
+    return str(read.content), [(call.name, call.arguments) for call in read.calls]
 
 
 CASES: dict[str, Calls] = {
@@ -95,7 +100,8 @@ CASES: dict[str, Calls] = {
     "markup": [("f", {"s": "</tool_call><b></arg_value></parameter>\n</parameter> [TOOL_CALLS]", "n": 1})],
 }
 ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}
-"""They leave out what is said beside a call, too, or make a thought of it (gpt-oss)."""
+SILENT = {*ONE_CALL, "muse_glimmer"}
+"""They leave out what is said beside a call, or make a thought of it (gpt-oss)."""
 
 
 UNESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}
@@ -109,11 +115,11 @@ def test_calls_that_a_template_writes_are_read_back(name: str, renderer_for: Ren
             continue
         for content in ("", "Let me see."):
             text = written(renderer_for(name), calls, content)
-            parsed = found(name).parse(text, TOOLS)
-            assert calls_of(parsed) == calls, f"{case}: {text}"
+            read = found(name).parse(text, TOOLS)
+            assert calls_of(read) == calls, f"{case}: {text}"
             assert (found(name).prefill(calls[0][0]) or "") in text, "a forced call begins like this"
-            *_, said = (parsed.content or "").split("</think>")
-            assert said.strip() == ("" if name in ONE_CALL else content)
+            *_, said = str(read.content).split("</think>")
+            assert said.strip() == ("" if name in SILENT else content)
 
 
 # ---- formats whose templates trl does not ship, as their vendors publish them
@@ -127,45 +133,46 @@ PUBLISHED = [
 ]
 
 
+AT_THE_BEGINNING = ("gpt_oss", "llama", "muse_glimmer", "pythonic")
+"""Text never comes before their calls."""
+
+
 @pytest.mark.parametrize(("name", "text"), PUBLISHED)
 def test_calls_are_read_as_their_vendor_publishes_them(name: str, text: str) -> None:
     tool_format = find_tool_format(name, "")
     assert calls_of(tool_format.parse(text, TOOLS)) == BOTH
-    if name not in ("gpt_oss", "llama", "pythonic"):
-        assert tool_format.parse(f"Sure. \n\n{text}", TOOLS).content == "Sure."
+    if name not in AT_THE_BEGINNING:
+        assert parsed(tool_format, f"Sure. \n\n{text}")[0] == "Sure."
 
 
 RAW = dict(reversed(PUBLISHED))
 NAMES = sorted({each.name for each in FAMILIES})
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"llama", "pythonic"}))  # its models do not think
+@pytest.mark.parametrize("name", NAMES)
 def test_call_inside_a_thought_does_not_count(name: str) -> None:
     tool_format = find_tool_format(name, "")
     text = RAW[name]
     opens, closes = tool_format.thinking
     has_channels = name == "gpt_oss"
     thought = f"{opens}\nI could write {'a call' if has_channels else text} here.\n{closes}"
-    parsed = tool_format.parse(thought + "<|start|>assistant" * has_channels + text, TOOLS)
-    assert parsed == ParsedAnswer(
-        None if has_channels else thought, tool_format.parse(text, TOOLS).tool_calls
-    )
+    answer = thought + "<|start|>assistant" * has_channels + text
+    assert parsed(tool_format, answer) == ("" if has_channels else thought, parsed(tool_format, text)[1])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cut_call_is_not_shown_and_never_becomes_another(name: str) -> None:
+def test_cut_call_never_becomes_another(name: str) -> None:
     tool_format = find_tool_format(name, "")
-    said = "" if name in ("llama", "gpt_oss", "pythonic") else "Let me see."
+    said = "" if name in AT_THE_BEGINNING else "Let me see."
     text = said + RAW[name]
     whole = tool_format.parse(text, TOOLS)
-    assert whole.content == (said or None)
+    assert str(whole.content) == said
     for length in range(len(text)):
         cut = text[:length]
-        assert said.startswith(tool_format.show(cut)[0])
-        parsed = tool_format.parse(cut, TOOLS)
-        if not parsed.tool_calls:
-            assert name == "gpt_oss" or parsed.content == cut, "text to the letter"
-        for (name_cut, arguments), (full_name, full) in zip(calls_of(parsed), calls_of(whole), strict=False):
+        read = tool_format.parse(cut, TOOLS)
+        if not read.calls:
+            assert tool_format.noise or str(read.content) == cut, "text to the letter"
+        for (name_cut, arguments), (full_name, full) in zip(calls_of(read), calls_of(whole), strict=False):
             assert name_cut == full_name
             assert arguments.items() <= full.items()
             assert arguments == full or name == "glm", "it may end at the end of a line"
@@ -191,49 +198,80 @@ PIECES = [*"<>/{}[]()|;: \n\"'ab=,", "f", "assistant", "</think>", "to=functions
 
 
 @pytest.mark.parametrize("name", [*NAMES, "none"])
-@settings(max_examples=150, deadline=None)
-@given(data=st.data(), cuts=st.lists(st.integers(0, 9), max_size=12))
-def test_shown_pieces_are_a_prefix_of_the_content(name: str, data: st.DataObject, cuts: list[int]) -> None:
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.data(),
+    cuts=st.lists(st.integers(0, 9), max_size=40),
+    is_thinking=st.booleans(),
+    splits_thought=st.booleans(),
+)
+def test_answer_does_not_depend_on_its_pieces(
+    name: str, data: st.DataObject, cuts: list[int], is_thinking: bool, splits_thought: bool
+) -> None:
     tool_format = find_tool_format(name, "")
     raw = RAW.get(name, RAW["hermes"])
-    parts = [*PIECES, *tool_format.opens, *tool_format.thinking, raw, *re.split(r"(?<=[>\n])", raw)]
-    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=12)))
-    content = tool_format.parse(text, TOOLS).content or ""
-    shown, at, cut = "", 0, 0
-    for length in [*cuts, len(text)]:
-        cut += length
-        piece, at = tool_format.show(text[:cut], at)
-        shown += piece
-        assert content.startswith(shown)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=100, deadline=None)
-@given(data=st.data(), cuts=st.lists(st.integers(0, 9), max_size=40))
-def test_streamed_calls_grow_to_those_of_the_whole(name: str, data: st.DataObject, cuts: list[int]) -> None:
-    tool_format = find_tool_format(name, "")
-    parts = re.split(r"(?<=[>\n])", RAW[name])
+    parts = re.split(r"(?<=[>\n])", raw)
     place = data.draw(st.integers(0, len(parts)))
-    text = "".join([*parts[:place], data.draw(st.sampled_from(["", *PIECES, *parts])), *parts[place:]])
-    whole, streamed = (CallReader(tool_format, TOOLS, is_thinking=False) for _ in range(2))
+    more = st.sampled_from([*PIECES, *tool_format.opens, *parts, raw])
+    inserted = data.draw(st.lists(more, max_size=9))
+    text = "".join([*parts[:place], *inserted, *parts[place:]] if data.draw(st.booleans()) else inserted)
+    options = {"is_thinking": is_thinking, "splits_thought": splits_thought}
+    whole, streamed = (AnswerReader(tool_format, TOOLS, **options) for _ in range(2))
     whole.feed(text, is_last=True)
-    seen: list[str] = []
+    at = 0
     for cut in cuts:
-        streamed.feed(text[len(streamed.text) :][:cut])
-        now = [f"{call.name} {call.arguments}" for call in streamed.calls]
-        assert all(map(str.startswith, now, seen))
-        seen = now
-    streamed.feed(text[len(streamed.text) :], is_last=True)
-    assert (streamed.calls, streamed.content) == (whole.calls, whole.content)
+        seen = shown(streamed)
+        streamed.feed(text[at : at + cut])
+        at += cut
+        assert all(map(str.startswith, shown(streamed), seen)), "it only grows"
+    streamed.feed(text[at:], is_last=True)
+    assert shown(streamed) == shown(whole)
     assert streamed.is_malformed == whole.is_malformed
+    begun = [piece.number for piece in streamed.pieces if not piece.text]
+    assert begun == [*range(len(streamed.calls))], "only the first piece of a call is empty"
+    if not whole.calls and not tool_format.noise and not splits_thought:
+        assert str(whole.content) == text
 
 
-def test_thought_whose_mark_is_half_there_is_not_shown() -> None:
-    tool_format = find_tool_format("gpt_oss", "")
-    thought = "".join(tool_format.thinking)
-    for before in ("", "\n", "<|start|>assistant", "\n<|start|>assistant"):
-        text = before + thought
-        assert {tool_format.show(text[:cut])[0] for cut in range(len(text) + 1)} == {""}
+def shown(reader: AnswerReader) -> list[str]:
+    calls = [f"{call.name} {call.arguments}" for call in reader.calls]
+    return [str(reader.thought), str(reader.content), *calls]
+
+
+WORDS = "Some words, and more. "
+VALUES_IN = {"a": [1, "x y", {"b": None}], "k": "v, w"}
+LONG = {
+    "text": ("hermes", lambda size: f"<think>{WORDS * size}</think>{WORDS * size}" + "\n" * 20 * size),
+    "JSON": ("hermes", lambda size: RAW["hermes"].replace(F, json.dumps({"o": [VALUES_IN] * size}))),
+    "name last": ("hermes", lambda size: LATE.replace("1", json.dumps([VALUES_IN] * size)).join(TOOL_CALL)),
+    "tagged": ("qwen3_coder", lambda size: RAW["qwen3_coder"].replace("a b", WORDS * size)),
+}
+
+
+class CountingReader(AnswerReader):
+    """Counts the characters that are copied, or that a pattern can meet."""
+
+    num_characters = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "text":
+            self.num_characters += len(value)
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize(("name", "write"), LONG.values())
+def test_long_answer_costs_as_much_per_character(name: str, write: Callable[[int], str]) -> None:
+    costs = []
+    for size in (100, 800):
+        text = write(size)
+        reader = CountingReader(find_tool_format(name, ""), TOOLS, splits_thought=True)
+        for at in range(0, len(text), 4):
+            reader.feed(text[at : at + 4])
+        reader.feed("", is_last=True)
+        assert not reader.is_malformed
+        assert sum(len(piece.text) for piece in reader.pieces) <= len(text), "a piece is new text"
+        costs.append(reader.num_characters / len(text))
+    assert costs[1] < 1.1 * costs[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -241,18 +279,17 @@ def test_long_nonsense_is_read_in_time(name: str) -> None:
     tool_format, raw = find_tool_format(name, ""), RAW[name]
     for filler in ("{" * 10**5, "[" * 10**5, " " * 10**6, "<" * 10**5, raw[:-1] * 10**3, "\\" * 10**5):
         text = raw[: len(raw) // 2] + filler
-        parsed = tool_format.parse(text)
-        assert parsed.tool_calls or parsed.content is not None
+        content, calls = parsed(tool_format, text)
+        assert calls or content
 
 
 def test_channels_show_only_the_text_for_the_user() -> None:
     thought = "<|channel|>analysis<|message|>Two and two.<|end|>"
     for tool_format in (found("gptoss"), found("gptoss").without_tools()):
         text = f"{thought}<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
-        assert tool_format.parse(text) == ParsedAnswer("Four.")
-        assert tool_format.show(text) == tool_format.show(text[:-10]) == ("Four.", len(text) - 10)
+        assert parsed(tool_format, text) == ("Four.", [])
     called = f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|message|>{F}"
-    assert found("gptoss").parse(called).content == "I look."
+    assert parsed(found("gptoss"), called)[0] == "I look."
 
 
 # ---- answers while they are sampled, and types of arguments
@@ -262,7 +299,15 @@ def test_channels_show_only_the_text_for_the_user() -> None:
 def test_only_a_streamed_answer_keeps_a_call_that_was_cut(is_streamed: bool) -> None:
     ids = RAW["hermes"].partition(F)[0].encode() + F[:9].encode()
     asked = ChatRequest(messages=[user("Q")], tools=TOOLS)
-    answer = Answer(ByteTokenizer(), HERMES, asked, prefill="", name="call_1", is_streamed=is_streamed)
+    tokenizer = ByteTokenizer()
+    answer = Answer(
+        tokenizer=tokenizer,
+        tool_format=HERMES,
+        asked=asked,
+        text=AnswerText(tokenizer),
+        options={},
+        is_streamed=is_streamed,
+    )
     for token in ids:
         answer.feed([token])
     answer.finish(Completion(tuple(ids), (0.0,) * len(ids), finish_reason="length"))
@@ -272,8 +317,8 @@ def test_only_a_streamed_answer_keeps_a_call_that_was_cut(is_streamed: bool) -> 
 
 
 def test_model_keeps_the_ids_that_it_wrote() -> None:
-    for name, own_id in (("kimi", "functions.f:0"), ("solar", "abc"), ("hermes", None)):
-        assert find_tool_format(name, "").parse(RAW[name], TOOLS).tool_calls[0].id == own_id
+    for name, own_id in (("kimi", "functions.f:0"), ("solar", "abc")):
+        assert find_tool_format(name, "").parse(RAW[name], TOOLS).calls[0].id == own_id
 
 
 VALUES = st.sampled_from([1, -2.5, True, None, "1", "1.0", "true", "null", "a", "[1]", [1], {"a": 1}])
@@ -327,35 +372,35 @@ def test_text_that_a_schema_allows_stays_text(schema: dict[str, Any], value: Any
 HERMES, LLAMA = find_tool_format("hermes", ""), find_tool_format("llama", "")
 X, G0 = '{"name": "f", "arguments": {"x": 1}}', '{"name": "g", "parameters": {}}'
 LATE = '{"arguments": {"x": 1}, "name": "f"}'
-CALL_F = ToolCall("f", '{"x": 1}')
-TWO = (CALL_F, ToolCall("g", "{}"))
+TOOL_CALL = ("<tool_call>", "</tool_call>")
+CALL_F = ("f", '{"x": 1}')
+TWO = (CALL_F, ("g", "{}"))
 
 
 @pytest.mark.parametrize(
     ("tool_format", "text", "content", "calls"),
     [
         (HERMES, f"<tool_call>{X}</tool_call>and<tool_call>{G0}</tool_call> then", "and then", TWO),
-        (HERMES, f"<tool_call>{G0}</tool_call></think>no", f"<tool_call>{G0}</tool_call></think>no", ()),
-        (HERMES, f"<tool_call>{LATE}</tool_call>", None, (CALL_F,)),
-        (LLAMA, f"{LATE}; {G0}", None, TWO),
-        (LLAMA, f"<|python_tag|>{X}; <|python_tag|>{G0}", None, TWO),
-        (LLAMA, f"{X}; {G0}", None, TWO),
+        (HERMES, f"<tool_call>{LATE}</tool_call>", "", (CALL_F,)),
+        (LLAMA, f"{LATE}; {G0}", "", TWO),
+        (LLAMA, f"<|python_tag|>{X}; <|python_tag|>{G0}", "", TWO),
+        (LLAMA, f"{X}; {G0}", "", TWO),
         (LLAMA, f"Like this: {X}", f"Like this: {X}", ()),
     ],
 )
 def test_calls_are_read_with_the_text_around_them(
-    tool_format: ToolFormat, text: str, content: str | None, calls: tuple[ToolCall, ...]
+    tool_format: ToolFormat, text: str, content: str, calls: Sequence[tuple[str, str]]
 ) -> None:
-    assert tool_format.parse(text) == ParsedAnswer(content, calls)
+    assert parsed(tool_format, text) == (content, [*calls])
 
 
 @pytest.mark.parametrize("arguments", ['{"x": 1', '{"x": 1e999}', '{"x": "\\ud800"}', "[]", "{" * 10**5])
 def test_answer_with_a_malformed_call_stays_text(arguments: str) -> None:
     call = f'{{"name": "f", "arguments": {arguments}}}'
     text = f" See: \n<tool_call>{X}</tool_call>\n<tool_call>\n{call}\n</tool_call> \n"
-    assert HERMES.parse(text) == ParsedAnswer(text)
+    assert parsed(HERMES, text) == (text, [])
     for text in (call, f"<|python_tag|>{X};{call}"):
-        assert LLAMA.parse(text) == ParsedAnswer(text)
+        assert parsed(LLAMA, text) == (text, [])
 
 
 # ---- parsers of users
@@ -378,9 +423,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_user_parser_reads_calls_and_malformed_ones_stay_text(own: Any) -> None:
-    assert own("parse").parse('CALL {"x": 1}') == ParsedAnswer(None, (CALL_F,))
+    assert parsed(own("parse"), 'CALL {"x": 1}') == ("", [CALL_F])
     for text in ("hello", "CALL [1]", "CALL {"):
-        assert own("parse").parse(text) == ParsedAnswer(text)
+        assert parsed(own("parse"), text) == (text, [])
     for name, why in (("olmo", "=olmo is not known"), ("own_tool_format:two", "cannot be called")):
         with pytest.raises(ConfigError, match=why):
             find_tool_format(name, "")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from base64 import b32encode
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cache
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.agents.endpoint.tool_formats import CallReader, ReasoningSplitter, ToolCall, ToolFormat, Tools
+from asyncrl.agents.endpoint.tool_formats import AnswerReader, ToolCall, ToolFormat
 from asyncrl.messages.records import Completion
-from asyncrl.messages.sampling import REPLACEMENT, LeadingThought, overlap
+from asyncrl.messages.sampling import REPLACEMENT, overlap
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AnswerText:
-    """Visible text of an answer, cut before the first stop string after its leading thought.
+    """Visible text of an answer, cut before the stop string that ended it.
 
     Special tokens are omitted unless `shows_special` or in `keep_special`. No stop string spans a shown one.
 
@@ -45,10 +44,12 @@ class AnswerText:
         self._marks = self._special(keep_special)
         if shows_special:
             self._marks |= texts.special_ids - texts.end_ids
-        self._thought = LeadingThought(thinking if stop else None, texts.decode)
-        self._unsure: list[int] = []
-        """They may begin a thought."""
-        self._can_stop = self._thought.state == "text"
+        self._opening = thinking[0] if thinking else ""
+        self._may_think = thinking is not None
+        self._last: list[int] = []
+        """The last token, and those that may begin a thought. Only the engine knows whether they complete a
+        stop string: inside a thought none counts.
+        """
         self._held = ""
         """It may begin a stop string."""
         self._context = list(before)
@@ -58,96 +59,72 @@ class AnswerText:
         self.stopped_by: str | None = None
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        text = ""
-        for at, token in enumerate(token_ids):
-            if self._can_stop:
-                return text + self._feed(token_ids[at:])
-            text += self._feed_thought(token)
-        return text
+        if not self._stop:
+            return self._feed(token_ids)
+        tokens = [*self._last, *token_ids]
+        if self._may_think:
+            begun = self._texts.decode(tokens[:-1], skip_special_tokens=False)
+            self._may_think = self._opening.startswith(begun.lstrip().rstrip(REPLACEMENT))
+        num_last = len(tokens) if self._may_think else 1
+        self._last = tokens[-num_last:]
+        return self._feed(tokens[:-num_last])
 
-    def finish(self) -> str:
-        unsure = self._unsure
-        self._unsure = []
-        return self._feed(unsure) + self._flush()
-
-    def _feed_thought(self, token: int) -> str:
-        """Feed a token before the end of the thought."""
-        after = self._thought.add(token)
-        self._unsure.append(token)
-        if self._thought.state == "unsure":
-            return ""
-        self._can_stop = self._thought.state == "text" and after is None  # no thought
-        text = self._feed(self._unsure)
-        self._unsure = []
-        if after is None:
-            return text
-        self._can_stop = True
-        if not after:
-            return text + self._flush()
-        num_after = len(after) - self._has_unsure
-        return text[: len(text) - num_after] + self._until_stop(text[len(text) - num_after :])
+    def finish(self, *, is_stopped: bool = False) -> str:
+        """`is_stopped`: an end token or a stop string ended the answer."""
+        last = set(self._last[-1:])
+        stop = self._stop if is_stopped and last <= self._texts.text_ids else ()
+        if is_stopped and last & self._stop_ids:
+            self.stopped_by = self._mark(self._last.pop())
+        num_held = len(self._held)
+        text = self._feed(self._last) + self._release()
+        end = len(text)
+        places = [(text.find(each, max(num_held - len(each) + 1, 0)), each) for each in stop]
+        if found := [(at + len(each), at, each) for at, each in places if at >= 0]:
+            _, end, self.stopped_by = min(found)
+        return text[:end]
 
     def _feed(self, token_ids: Sequence[int]) -> str:
         text = ""
-        run: list[int] = []
-        stop_ids = self._stop_ids if self._can_stop else ()
-        for token in token_ids:
-            if token not in self._marks and token not in stop_ids:
-                run.append(token)
+        for is_mark, tokens in itertools.groupby(token_ids, self._marks.__contains__):
+            run = list(tokens)
+            if is_mark:
+                text += self._release() + "".join(map(self._mark, run))
+                self._context = run[-1:]
                 continue
-            text += self._add(run) + self._flush()
-            run = []
-            if self.stopped_by is not None:
-                return text
-            mark = self._texts.decode([token], skip_special_tokens=False)
-            if token in stop_ids:
-                self.stopped_by = mark
-                return text
-            text += mark
-            self._context = [token]
-        return text + self._add(run)
+            held = self._held + self._add(run)
+            end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
+            text += held[:end]
+            self._held = held[end:]
+        return text
+
+    def _mark(self, token: int) -> str:
+        return self._texts.decode([token], skip_special_tokens=False)
 
     def _add(self, token_ids: Sequence[int]) -> str:
         texts = self._texts
         shown = [token for token in token_ids if token in texts.text_ids and token not in texts.end_ids]
         text = self._decode(self._whole_runs(shown))
         self._has_unsure = text.endswith(REPLACEMENT)
-        return self._until_stop(text[:-1] if self._has_unsure else text)
+        return text[:-1] if self._has_unsure else text
 
-    def _flush(self) -> str:
+    def _release(self) -> str:
         run = self._run
         self._run = []
-        text = self._until_stop(self._decode(run))
+        text = self._held + self._decode(run)
+        self._held = ""
         self._has_unsure = False
-        if self.stopped_by is None:
-            text += self._held
-            self._held = ""
         return text
-
-    def _until_stop(self, text: str) -> str:
-        if self.stopped_by is not None:
-            return ""
-        if not self._can_stop:
-            return text
-        held = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
-        if found:
-            _, end, self.stopped_by = min(found)
-        else:
-            end = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
-        self._held = held[end:]
-        return held[:end]
 
     def _special(self, names: Iterable[str]) -> set[int]:
         return {
             token
             for name in names
             for token in self._texts.encode(name)
-            if token not in self._texts.text_ids
-            and self._texts.decode([token], skip_special_tokens=False) == name
+            if token not in self._texts.text_ids and self._mark(token) == name
         }
 
     def _whole_runs(self, tokens: list[int]) -> list[int]:
+        """Byte tokens wait: a later one can change the text of all."""
         end = len(tokens)
         while end > 0 and tokens[end - 1] in self._texts.byte_ids:
             end -= 1
@@ -167,12 +144,6 @@ class AnswerText:
         return self._texts.decode(together, skip_special_tokens=False)[known:]
 
 
-def call_id(name: str, number: int) -> str:
-    """Return nine letters and digits: Mistral's templates refuse any other id."""
-    digest = blake2b(f"{name}-{number}".encode(), digest_size=8).digest()
-    return b32encode(digest)[:9].decode()
-
-
 @cache
 def _bytes_of_letters() -> Mapping[str, int]:
     """Byte-level vocabularies write each byte as a letter."""
@@ -189,120 +160,79 @@ def part_of_character(tokenizer: ChatTokenizer, token: int) -> bytes:
     return bytes(_bytes_of_letters()[letter] for letter in piece)
 
 
-Kind = Literal["thought", "text"]
-
-
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Answer:
     """A completion in pieces: feed(), then finish().
 
-    Invariant: `thought` and `shown` only grow; `shown` ends as `content`, and never has a possible tool call
-        or mark.
+    Invariant: thought, content and calls only grow; the content never has a possible tool call or mark.
     """
 
     tokenizer: ChatTokenizer
     tool_format: ToolFormat
     asked: InitVar[AnyRequest]
-    prefill: str
-    name: str
-    thoughts: ReasoningSplitter | None = None
-    shows_special: InitVar[bool] = True
-    before: InitVar[Sequence[int]] = ()
-    """The last prompt ids."""
-    thinking: InitVar[tuple[str, str] | None] = None
-    """Of the engine's request."""
+    text: AnswerText
+    prefill: InitVar[str] = ""
+    options: Mapping[str, Any]
+    """Of AnswerReader."""
     is_streamed: bool = False
     """Calls that have begun stay calls if they are malformed or cut; otherwise such an answer is text."""
-    is_thinking: InitVar[bool] = False
-    """The prompt opened a thought."""
     finish_reason: str = ""
     num_tokens: int = 0
-    content: str | None = None
-    thought: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    """While the answer is sampled, the list and the last call's arguments grow. Each has an id."""
     logprobs: list[dict[str, Any]] | None = None
     completion: Completion = field(default_factory=Completion)
     """Once finished."""
 
-    def __post_init__(
-        self,
-        asked: AnyRequest,
-        shows_special: bool,
-        before: Sequence[int],
-        thinking: tuple[str, str] | None,
-        is_thinking: bool,
-    ) -> None:
+    def __post_init__(self, asked: AnyRequest, prefill: str) -> None:
         self.has_logprobs = asked.logprobs
         self._max_calls = 1 if asked.has_one_call else None
-        tools: Tools = getattr(asked, "tools", ())
-        is_inside = self.thoughts is None and is_thinking
-        self._reader = CallReader(
-            self.tool_format, tools, is_thinking=is_inside if self.is_streamed else None
-        )
-        marks = self.thoughts.marks if self.thoughts is not None else ()
-        kept = (*self.tool_format.opens, *marks)
-        self._answer = AnswerText(
-            self.tokenizer,
-            asked.stop,
-            keep_special=kept,
-            shows_special=shows_special,
-            before=before,
-            thinking=thinking,
-        )
-        self._text = ""
-        self._unread = self.prefill
-        self._shown = ""
-        self._held_from = 0
+        self.reader = AnswerReader(self.tool_format, **self.options)
+        self._texts: list[str] = []
+        self._add(prefill)
 
     @property
-    def stopped_by(self) -> str | None:
-        return self._answer.stopped_by
+    def thought(self) -> str:
+        return str(self.reader.thought)
+
+    @property
+    def content(self) -> str | None:
+        return str(self.reader.content) or (None if self.calls else "")
 
     @property
     def num_thought_tokens(self) -> int:
         """Estimate from the thought's share of the text."""
-        num_characters = len(self.thought) + len(self._text)
+        num_characters = sum(map(len, self._texts))
         return round(self.num_tokens * len(self.thought) / num_characters) if num_characters else 0
 
     @property
-    def tool_calls(self) -> list[dict[str, Any]]:
-        functions = [{"name": call.name, "arguments": call.arguments} for call in self.calls]
-        return [
-            {"id": call.id, "type": "function", "function": function}
-            for call, function in zip(self.calls, functions, strict=True)
-        ]
+    def calls(self) -> Sequence[ToolCall]:
+        return self.reader.calls[: self._max_calls]
 
     @property
     def message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
-        if self.thought:
-            message["reasoning_content"] = self.thought
+        if thought := self.thought:
+            message["reasoning_content"] = thought
         if self.calls:
-            message["tool_calls"] = self.tool_calls
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.calls
+            ]
         return message
 
     def feed(self, token_ids: Sequence[int]) -> None:
         self.num_tokens += len(token_ids)
-        self._add(self._answer.feed(token_ids))
-
-    @property
-    def shown(self) -> str:
-        if self.finish_reason:
-            return self.content or ""
-        if not self.prefill:
-            piece, self._held_from = self.tool_format.show(self._text, self._held_from)
-            self._shown += piece
-        return self._shown
+        self._add(self.text.feed(token_ids))
 
     def finish(self, completion: Completion) -> None:
         self.feed(completion.token_ids[self.num_tokens :])
-        self._add(self._answer.finish(), is_last=True)
+        text = self.text.finish(is_stopped=completion.finish_reason == "stop")
+        self._add(text, is_last=True)
         self.completion = completion
         self.finish_reason = completion.finish_reason or ""
-        parsed = self.tool_format.parsed(self._reader, keeps_begun=self.is_streamed)
-        self.content = parsed.content
-        self._take(parsed.tool_calls)
         if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
 
@@ -323,19 +253,8 @@ class Answer:
             self.logprobs.append({**shown(token), "logprob": logprob, "top_logprobs": top})
 
     def _add(self, text: str, *, is_last: bool = False) -> None:
-        if self.thoughts is not None:
-            thought, text = self.thoughts.feed(text, is_last=is_last)
-            self.thought += thought
-        self._text += text
-        self._unread += text
-        if self.is_streamed or is_last:
-            self._reader.feed(self._unread, is_last=is_last)
-            self._unread = ""
+        self._texts.append(text)
         if self.is_streamed:
-            self._take(self._reader.calls)
-
-    def _take(self, calls: Sequence[ToolCall]) -> None:
-        for number, call in enumerate(calls[: self._max_calls]):
-            if number == len(self.calls):
-                call.id = call.id or call_id(self.name, number)
-                self.calls.append(call)
+            self.reader.feed(text, is_last=is_last)
+        elif is_last:
+            self.reader = self.tool_format.parse("".join(self._texts), **self.options)

@@ -39,7 +39,8 @@ from asyncrl.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.sessions import GatewayCall, Part
+    from asyncrl.agents.endpoint.sessions import GatewayCall
+    from asyncrl.agents.endpoint.tool_formats import Part
 
 
 BILLING = "x-anthropic-billing-header:"
@@ -226,8 +227,8 @@ def _block(answer: Answer, block: Block) -> dict[str, Any]:
 
 
 def _ending(answer: Answer) -> dict[str, Any]:
-    if answer.finish_reason == "stop" and answer.stopped_by is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
+    if answer.finish_reason == "stop" and answer.text.stopped_by is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.text.stopped_by}
     return {"stop_reason": _REASONS.get(answer.finish_reason, "end_turn"), "stop_sequence": None}
 
 

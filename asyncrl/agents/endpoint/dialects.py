@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel
@@ -15,7 +15,8 @@ from asyncrl.agents.endpoint.requests import ApiError, Newest, shown
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
     from asyncrl.agents.endpoint.requests import AnyRequest, RequestReader
-    from asyncrl.agents.endpoint.sessions import GatewayCall, Part
+    from asyncrl.agents.endpoint.sessions import GatewayCall
+    from asyncrl.agents.endpoint.tool_formats import Part
 
 Event = Mapping[str, Any]
 
@@ -91,15 +92,19 @@ class Block:
     part: Part
     number: int
     """Among the blocks of its part; a tool call's own."""
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 def whole_blocks(answer: Answer) -> list[Block]:
     """Return a thought, a text and the calls of an answer, or an empty text."""
-    blocks = [Block("thought", 0, answer.thought)] if answer.thought else []
+    blocks = [Block("thought", 0, [answer.thought])] if answer.thought else []
     if answer.content or not (blocks or answer.calls):
-        blocks.append(Block("text", 0, answer.content or ""))
-    return blocks + [Block("call", number, each.arguments) for number, each in enumerate(answer.calls)]
+        blocks.append(Block("text", 0, [answer.content or ""]))
+    return blocks + [Block("call", number, [each.arguments]) for number, each in enumerate(answer.calls)]
 
 
 async def grow_blocks(call: GatewayCall, blocks: list[Block]) -> AsyncIterator[tuple[Step, Block, str]]:
@@ -119,7 +124,7 @@ async def grow_blocks(call: GatewayCall, blocks: list[Block]) -> AsyncIterator[t
             blocks.append(last)
             yield "open", last, ""
         if text:
-            last.text += text
+            last.pieces.append(text)
             yield "delta", last, text
     if not blocks:
         blocks.append(Block("text", 0))

@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.capture import GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.dialects import Dialect, Read
 from asyncrl.agents.endpoint.grammars import GrammarChecks, grammar_of, prefill_of
@@ -32,7 +32,7 @@ from asyncrl.agents.endpoint.sessions import (
     engine_unavailable,
     session_ended,
 )
-from asyncrl.agents.endpoint.tool_formats import ReasoningSplitter, ToolFormat, opens_thought
+from asyncrl.agents.endpoint.tool_formats import ToolFormat, opens_thought
 from asyncrl.base.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.sampling import SamplingRequest
@@ -121,7 +121,6 @@ class EngineRoute:
             splits_thoughts = session.limits.thoughts_field == "reasoning_content"
         marks = self.tool_format.thinking
         is_open = opens_thought(prompt, marks)
-        thoughts = ReasoningSplitter(marks, is_open=is_open) if splits_thoughts else None
         thinking = None
         # A stop text with the closing mark is meant to end the thought.
         opening, closing = (mark.strip() for mark in marks)
@@ -130,18 +129,27 @@ class EngineRoute:
         shows_special = session.shows_special
         if asked.skip_special_tokens is not None:
             shows_special = not asked.skip_special_tokens
-        answer = Answer(
+        text = AnswerText(
             self.tokenizer,
-            tool_format,
-            asked,
-            prefill=prefill,
-            name=f"call_{key:016x}",  # not the call's number: the next prompt may contain it
-            thoughts=thoughts,
+            asked.stop,
+            keep_special=tool_format.opens,
             shows_special=shows_special,
             before=planned.tail,
             thinking=thinking,
+        )
+        answer = Answer(
+            tokenizer=self.tokenizer,
+            tool_format=tool_format,
+            asked=asked,
+            text=text,
+            prefill=prefill,
+            options={
+                "tools": getattr(asked, "tools", ()),
+                "name": f"call_{key:016x}",  # not the call's number: the next prompt may contain it
+                "is_thinking": is_open,
+                "splits_thought": splits_thoughts,
+            },
             is_streamed=asked.stream,
-            is_thinking=is_open,
         )
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:

@@ -67,10 +67,6 @@ def _forced_name(asked: ChatRequest) -> str | None:
     return None if asked.tool_choice == "required" else asked.tool_choice.removeprefix("function:")
 
 
-def _is_strict(function: Mapping[str, Any]) -> bool:
-    return function.get("strict") is True
-
-
 def _overlapping_pattern(schema: Any) -> str | None:
     """Return a pattern that matches a named property. llguidance fails in the middle of an answer if no other
     name remains for the pattern (NoExtensionBias).
@@ -96,14 +92,16 @@ class _Rules:
         self._tokenizer = tokenizer
         self._format = tool_format
         self._rules: list[str] = []
-        marks = (*tool_format.opens, *tool_format.thinking)
-        self._marks = [mark for mark in marks if self._special(mark) is not None]
+        ids = {mark: tokenizer.encode(mark) for mark in tool_format.opens}
+        self._marks = {
+            mark: tokens[0]
+            for mark, tokens in ids.items()
+            if len(tokens) == 1 and tokens[0] not in tokenizer.text_ids
+        }
 
     def content(self, response_format: Mapping[str, Any]) -> str:
-        given = response_format.get("json_schema")
-        if given is None:
-            return self.json(ANY_OBJECT, is_strict=True)
-        return self.json(given.get("schema") or ANY_OBJECT, is_strict=_is_strict(given))
+        given = response_format.get("json_schema") or {"strict": True}
+        return self.json(given.get("schema") or ANY_OBJECT, is_strict=given.get("strict") is True)
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
         options = {} if is_strict else {"x-guidance": {"lenient": True}}
@@ -123,7 +121,8 @@ class _Rules:
             around = self._format.around(tool["name"])
             if around is None:
                 return None
-            arguments = self.json(tool.get("parameters") or NO_ARGUMENTS, is_strict=_is_strict(tool))
+            schema = tool.get("parameters") or NO_ARGUMENTS
+            arguments = self.json(schema, is_strict=tool.get("strict") is True)
             head = self.spelled(around[0].removeprefix(prefill))
             calls.append(f"{head} {arguments} {self.spelled(around[1])}")
         return self._add("call", " | ".join(calls))
@@ -141,19 +140,13 @@ class _Rules:
         pattern = "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text) if pattern else [text]
         return " ".join(
-            f"<[{self._special(part)}]>" if part in self._marks else json.dumps(part)
-            for part in parts
-            if part
+            f"<[{self._marks[part]}]>" if part in self._marks else json.dumps(part) for part in parts if part
         )
 
     def _until(self, mark: str) -> str:
         if mark in self._marks:
             return f"TEXT {self.spelled(mark)}"
         return self._add("until", f"TEXT {json.dumps(mark)}", options="[lazy]")
-
-    def _special(self, mark: str) -> int | None:
-        ids = self._tokenizer.encode(mark)
-        return ids[0] if len(ids) == 1 and ids[0] not in self._tokenizer.text_ids else None
 
     def _add(self, name: str, body: str, options: str = "") -> str:
         name = f"{name}_{len(self._rules)}"

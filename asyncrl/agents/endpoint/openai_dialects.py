@@ -39,7 +39,8 @@ from asyncrl.agents.endpoint.requests import (
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.answers import Answer
-    from asyncrl.agents.endpoint.sessions import AnswerPiece, GatewayCall, Part
+    from asyncrl.agents.endpoint.sessions import GatewayCall
+    from asyncrl.agents.endpoint.tool_formats import AnswerPiece, Part
 
 
 # ---- chats and completions

@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import Capture, PromptPlan
 from asyncrl.agents.endpoint.dialects import Kept, KeptAnswers
 from asyncrl.agents.endpoint.prefix_match import Messages
 from asyncrl.agents.endpoint.requests import NO_RETRY, TOO_LONG, ApiError
+from asyncrl.agents.endpoint.tool_formats import AnswerPiece
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.config import GatewayConfig
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
@@ -106,16 +107,6 @@ class Retries:
             memory.clear()
 
 
-Part = Literal["thought", "text", "call", "ping"]
-
-
-class AnswerPiece(NamedTuple):
-    part: Part
-    number: int
-    """Of the tool call."""
-    text: str
-
-
 def session_ended(reason: str) -> ApiError:
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
 
@@ -156,14 +147,9 @@ class GatewayCall:
         self.news.set()
 
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Yield what grows until the call is sampled, and a ping after PING_S without a piece.
-
-        Each tool call begins with an empty piece. Opened ones grow first and new ones last: a text stands
-        behind the call that it follows.
-        """
+        """Yield what grows until the call is sampled, and a ping after PING_S without a piece."""
         loop = asyncio.get_running_loop()
-        num_yielded = dict[tuple[Part, int], int]()
-        num_opened = 0
+        num_yielded = 0
         ping_at = loop.time() + PING_S
         is_last = False
         while not is_last:
@@ -173,20 +159,12 @@ class GatewayCall:
                 timer.cancel()
                 self.news.clear()
             is_last = self.is_sampled
-            answer = self.answer
-            texts = [AnswerPiece("thought", 0, answer.thought), AnswerPiece("text", 0, answer.shown)]
-            calls = [AnswerPiece("call", number, call.arguments) for number, call in enumerate(answer.calls)]
-            grown = [*calls[:num_opened], *texts, *calls[num_opened:]]
-            num_opened = len(calls)
-            for part, number, text in grown:
-                if (start := num_yielded.get((part, number))) is None:
-                    start = 0
-                    if part == "call":
-                        yield AnswerPiece(part, number, "")
-                num_yielded[part, number] = len(text)
-                if len(text) > start:
+            num_calls = len(self.answer.calls)
+            for piece in self.answer.reader.pieces[num_yielded:]:
+                num_yielded += 1
+                if piece.part != "call" or piece.number < num_calls:
                     ping_at = loop.time() + PING_S
-                    yield AnswerPiece(part, number, text[start:])
+                    yield piece
             if loop.time() >= ping_at and not is_last:
                 ping_at = loop.time() + PING_S
                 yield AnswerPiece("ping", 0, "")

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import tomllib
+from base64 import b32encode
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -18,34 +20,81 @@ from pydantic_core import from_json
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.base.user_code import load_function, raised
 from asyncrl.messages.json_values import PYTHON_WORDS, from_python, property_schema, typed
-from asyncrl.messages.sampling import overlap
 
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_./:-]{1,128}")
+_TOOL = r"(?P<tool>[a-zA-Z0-9_./:-]{1,128})"
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """`{"type": "function", "function": {"name": ..., "parameters": {...}}}` by tool."""
 Value = TypeVar("Value")
 
 
+Part = Literal["thought", "text", "call", "ping"]
+
+
+class AnswerPiece(NamedTuple):
+    part: Part
+    number: int
+    """Of the tool call."""
+    text: str
+
+
 @dataclass
 class ToolCall:
     """`arguments`: JSON text of an object; it grows while the call is sampled.
 
-    Example: a streamed call of `add` has the arguments `{"a"`, then `{"a": 1, "b"`, then `{"a": 1, "b": 2}`.
+    Example: a streamed call of `add` has the pieces `{"a"`, `: 1, "b"` and `: 2}`.
     """
 
     name: str
-    arguments: str = ""
-    id: str | None = None
-    """If the model wrote one."""
+    id: str
+    """The model's own if it wrote one."""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
 
-class ParsedAnswer(NamedTuple):
-    """`content`: text outside the calls, None if empty."""
+class GrowingText:
+    """Text of an answer. White space at its end is held until text follows."""
 
-    content: str | None
-    tool_calls: tuple[ToolCall, ...] = ()
+    def __init__(self, part: Part, pieces: list[AnswerPiece]) -> None:
+        """`pieces`: of all parts."""
+        self._part: Part = part
+        self._pieces = pieces
+        self._space: list[str] = []
+        self._is_cut = False
+
+    def __str__(self) -> str:
+        return "".join(piece.text for piece in self._pieces if piece.part == self._part)
+
+    def add(self, text: str) -> None:
+        bare = text.rstrip()
+        if bare:
+            self._show(bare)
+            self._space = []
+        self._space.append(text[len(bare) :])
+
+    def cut(self) -> None:
+        """Something follows that is no text."""
+        self._space = []
+        self._is_cut = True
+
+    def end(self) -> None:
+        """White space at the end of a text that was never cut belongs to it."""
+        if not self._is_cut:
+            self._show("")
+
+    def _show(self, text: str) -> None:
+        if shown := "".join([*self._space, text]):
+            self._pieces.append(AnswerPiece(self._part, 0, shown))
+
+
+def call_id(name: str, number: int) -> str:
+    """Return nine letters and digits: Mistral's templates refuse any other id."""
+    digest = blake2b(f"{name}-{number}".encode(), digest_size=8).digest()
+    return b32encode(digest)[:9].decode()
 
 
 def check_arguments(text: str) -> None:
@@ -99,166 +148,157 @@ def split_thought(message: Mapping[str, Any], marks: Marks) -> tuple[str, str]:
     return apart if inner in ("", apart) else f"{apart}\n{inner}".strip(), after.strip()
 
 
-class ReasoningSplitter:
-    """Split a streamed answer into its leading thought and the text after it.
-
-    Marks and outer white space are dropped. An unclosed thought takes the whole answer. Without an opening
-    mark in answer or prompt (`is_open`), all is text.
-    """
-
-    def __init__(self, marks: Marks, *, is_open: bool = False) -> None:
-        self.marks = marks
-        self._is_open = is_open
-        self._held = ""
-        self._state: Literal["unknown", "thought", "text"] = "unknown"
-        self._is_first = True
-        """White space at the beginning of the state's text is dropped."""
-
-    def feed(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Return the next pieces of thought and text."""
-        self._held += text
-        if self._state == "unknown":
-            self._begin(is_last)
-        thought = self._thought(is_last) if self._state == "thought" else ""
-        return thought, self._take(len(self._held)) if self._state == "text" else ""
-
-    def _begin(self, is_last: bool) -> None:
-        begin = self.marks[0]
-        bare = self._held.lstrip()
-        if bare.startswith(begin):
-            self._state = "thought"
-            self._held = bare.removeprefix(begin)
-        elif is_last or not begin.startswith(bare):
-            self._state = "thought" if self._is_open else "text"
-            self._is_first = self._is_open
-
-    def _thought(self, is_last: bool) -> str:
-        before, found, after = self._held.partition(self.marks[1])
-        if not found and not is_last:
-            before = before[: len(before) - overlap(before, self.marks[1])]
-        thought = self._take(len(before.rstrip()))
-        if found:
-            self._state = "text"
-            self._is_first = True
-            self._held = after
-        return thought
-
-    def _take(self, length: int) -> str:
-        piece = self._held[:length]
-        self._held = self._held[length:]
-        if self._is_first:
-            piece = piece.lstrip()
-            self._is_first = not piece
-        return piece
-
-
 # ---- reading
 
+_CONTEXT = 32
+"""Characters kept before the place of reading, for patterns that look behind."""
 
-class CallReader:
-    """Reads an answer while it grows: `calls`, the last one with its arguments so far, and `content`.
 
-    A format reads by a generator that yields to wait for more text. Invariant: calls and content do not
-    depend on the split into feeds.
+class AnswerReader:
+    """Reads an answer while it grows: its leading `thought`, its `calls`, and its `content`, the text outside
+    the calls. They only grow.
+
+    A format reads by a generator that yields to wait for more text. Invariant: what is read does not depend
+    on the split into feeds. Each character is handled a bounded number of times.
     """
 
     def __init__(
-        self, tool_format: ToolFormat, tools: Tools = (), *, is_thinking: bool | None = None
+        self,
+        tool_format: ToolFormat,
+        tools: Tools = (),
+        *,
+        name: str = "",
+        is_thinking: bool = False,
+        splits_thought: bool = False,
     ) -> None:
-        """`is_thinking`: whether the prompt opened a thought; None if the answer is fed at once."""
-        self.tools = tools
+        """`name`: for call ids. `is_thinking`: a thought is open. `splits_thought`: no content has it."""
+        self._name = name
+        functions = [tool["function"] for tool in tools]
+        self.schemas = {each["name"]: each.get("parameters") for each in functions}
         self.is_thinking = is_thinking
-        self.text = ""
-        self.at = 0
+        self.splits_thought = splits_thought
+        self.pieces: list[AnswerPiece] = []
+        """In the order in which they were sampled. A call begins with an empty one."""
+        self.thought = GrowingText("thought", self.pieces)
+        self.content = GrowingText("text", self.pieces)
         self.calls: list[ToolCall] = []
-        self.content: list[str] = []
-        """Text outside the calls, as far as it was read."""
+        self.text = ""
+        """What is not read yet, with some text before it."""
+        self.at = 0
         self.is_last = False
         self.is_malformed = False
-        self._steps = tool_format.steps(self)
+        self._format = tool_format
+        self._new: list[str] = []
+        self._num_new = 0
+        self._steps: Iterator[None] = tool_format.steps(self)
 
     def feed(self, text: str, *, is_last: bool = False) -> None:
-        self.text += text
+        self._new.append(text)
+        self._num_new += len(text)
+        # Reading a long argument again at each token would take quadratic time.
+        if self._num_new <= (len(self.text) - self.at) // 8 and not is_last:
+            return
+        self._forget(max(self.at - _CONTEXT, 0))
+        self.text += "".join(self._new)
+        self._new = []
+        self._num_new = 0
         self.is_last = is_last
         try:
             next(self._steps, None)
         except MALFORMED:
             self.is_malformed = True
+            # The rest is text, unless a call has begun.
+            self._steps = iter(()) if self.calls else self._format.without_tools().read_text(self)
+            next(self._steps, None)
 
-    def begin(self, name: Any, own_id: str | None = None) -> ToolCall:
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            raise ValueError("a call needs the name of a tool")
-        self.calls.append(ToolCall(name, id=own_id))
-        return self.calls[-1]
+    def begin(self, name: str, own_id: str | None = None) -> None:
+        self.content.cut()
+        number = len(self.calls)
+        self.calls.append(ToolCall(name, own_id or call_id(self._name, number)))
+        self.pieces.append(AnswerPiece("call", number, ""))
 
-    def match(self, pattern: str) -> Steps[Any]:
-        """Read a pattern. Return None if the text continues differently."""
-        found = yield from self._find(_compiled(pattern).match)
-        if found is not None:
-            self.at = found.end()
-        return found
+    def grow(self, arguments: str) -> None:
+        """Append to the arguments of the last call."""
+        if arguments:
+            self.calls[-1].pieces.append(arguments)
+            self.pieces.append(AnswerPiece("call", len(self.calls) - 1, arguments))
+
+    def read(self, pattern: str, into: GrowingText | None = None) -> Steps[Any]:
+        """Read a pattern, and return its match; `into` gets the text before it. Return None if the text
+        continues differently, or ends before a pattern that may be anywhere.
+
+        Example: the pattern `<b>|<` in the text `a <` matches at 2, but `<b>` may be there.
+        """
+        how = "match" if into is None else "search"
+        find = getattr(_compiled(pattern), how)
+        # No text matches this pattern. It matches partially where the first way to match needs more text.
+        find_growing = getattr(_compiled(rf"(?>{pattern}).(?!)"), how)
+        while True:
+            held = None if self.is_last else find_growing(self.text, self.at, partial=True)
+            is_stuck = held is not None and held.start() == self.at
+            found = None if is_stuck else find(self.text, self.at)
+            is_held = held is not None and (found is None or held.start() <= found.start())
+            if into is not None:
+                next_match = held if is_held else found
+                end = next_match.start() if next_match else len(self.text)
+                into.add(self.text[self.at : end])
+                self.at = end
+            if not is_held and (found or into is None or self.is_last):
+                self.at = found.end() if found else self.at
+                return found
+            yield
 
     def need(self, pattern: str) -> Steps[Any]:
-        found = yield from self.match(pattern)
+        found = yield from self.read(pattern)
         if found is None:
             raise ValueError(f"a call does not continue with {pattern}")
         return found
 
-    def search(self, pattern: str) -> Steps[Any]:
-        """Return the next match anywhere, None if there is none in the whole text."""
-        return (yield from self._find(_compiled(pattern).search, is_search=True))
+    def restart(self) -> None:
+        """What follows is the beginning of a text."""
+        self._forget(self.at)
 
-    def _find(self, find: Callable[..., Any], *, is_search: bool = False) -> Steps[Any]:
-        start = self.at
-        while True:
-            found = find(self.text, start, partial=not self.is_last)
-            is_sure = found is not None and found.end() < len(self.text)  # otherwise it may grow
-            if self.is_last or is_sure or (found is None and not is_search):
-                return found
-            start = len(self.text) if found is None else found.start()
-            # Searching a long argument again at each token would take quadratic time.
-            enough = len(self.text) + (len(self.text) - start) // 16
-            yield
-            while len(self.text) <= enough and not self.is_last:
-                yield
+    def _forget(self, length: int) -> None:
+        self.text = self.text[length:]
+        self.at -= length
 
 
 Steps: TypeAlias = Generator[None, None, Value]
 
 _JSON_PIECE = re.compile(r'[^"\\{}\[\]]+|\\.|["{}\[\]]', re.DOTALL)
 _STRING = r'"\w+"\s*:\s*"[^"]*"'
-_NAME = r'"(?:tool_)?name"\s*:\s*"(?P<tool>[^"\\]+)"'
+_NAME = rf'"(?:tool_)?name"\s*:\s*"{_TOOL}"'
 _ARGUMENTS = r'"(?:arguments|parameters)"\s*:\s*'
 _OTHERS = rf"(?:{_STRING}\s*,\s*)*?"
-JSON_HEAD = rf"(?P<object>\{{)\s*{_OTHERS}(?:{_NAME}\s*,\s*)?{_ARGUMENTS}"
-"""`{"name": ..., "arguments": `, perhaps with an id. The name may follow the arguments."""
-_LATE_NAME = rf"\s*,\s*{_OTHERS}{_NAME}"
+_BRACES = r'(?P<braces>\{(?:[^{}"]++|"(?:[^"\\]|\\.)*+"|(?&braces))*+\})'
+JSON_HEAD = (
+    rf"(?P<object>\{{)\s*{_OTHERS}"
+    rf"(?:{_NAME}\s*,\s*{_ARGUMENTS}|{_ARGUMENTS}(?P<arguments>{_BRACES})\s*,\s*{_OTHERS}{_NAME})"
+)
+"""`{"name": ..., "arguments": `, perhaps with an id; or arguments and then the name."""
 JSON_END = rf"(?:\s*,\s*{_STRING})*\s*\}}"
 
 
-def read_json(reader: CallReader, head: Any) -> Steps[str]:
+def read_json(reader: AnswerReader, head: Any) -> Steps[None]:
     """Read JSON arguments as they are sampled, and the rest of the object around them."""
     groups = head.groupdict()
-    is_named = groups["tool"] is not None
-    call = reader.begin(groups["tool"], groups.get("id")) if is_named else ToolCall("")
-    yield from _grow(reader, call)
-    check_arguments(call.arguments)
-    if not is_named:
-        named = yield from reader.need(_LATE_NAME)
-        reader.begin(named["tool"]).arguments = call.arguments
+    if groups.get("arguments"):
+        reader.grow(head["arguments"])
+    else:
+        yield from _grow(reader)
+    check_arguments(reader.calls[-1].arguments)
     if groups.get("object"):
         yield from reader.need(JSON_END)
-    return ""
 
 
-def _grow(reader: CallReader, call: ToolCall) -> Steps[None]:
+def _grow(reader: AnswerReader) -> Steps[None]:
     """Copy text to the arguments until its brackets are closed."""
     yield from reader.need(r"(?=\{)")
-    start = reader.at
     depth = 0
     is_quoted = False
     while True:
-        for piece in _JSON_PIECE.finditer(reader.text, reader.at):
+        start = reader.at
+        for piece in _JSON_PIECE.finditer(reader.text, start):
             reader.at = piece.end()
             if piece[0] == '"':
                 is_quoted = not is_quoted
@@ -266,22 +306,20 @@ def _grow(reader: CallReader, call: ToolCall) -> Steps[None]:
                 depth += (piece[0] in ("{", "[")) - (piece[0] in ("}", "]"))
             if not depth:
                 break
-        call.arguments = reader.text[start : reader.at]
-        if not depth and call.arguments:
+        reader.grow(reader.text[start : reader.at])
+        if not depth:
             return
         if reader.is_last:
             raise ValueError("a call is cut")
         yield
 
 
-def read_tagged(reader: CallReader, head: Any, pattern: str, values: str) -> Steps[str]:
+def read_tagged(reader: AnswerReader, pattern: str, values: str) -> Steps[None]:
     """Read arguments one by one. Groups: `key`, `value`, and `kind` if the model writes the type."""
-    call = reader.begin(head["tool"])
-    functions = [tool["function"] for tool in reader.tools if tool["function"]["name"] == call.name]
-    root = functions[0].get("parameters") if functions else None
+    root = reader.schemas.get(reader.calls[-1].name)
     keys: set[str] = set()
-    call.arguments = "{"
-    while found := (yield from reader.match(pattern)):
+    reader.grow("{")
+    while found := (yield from reader.read(pattern)):
         key, raw = found["key"], found["value"]
         kind = found.groupdict().get("kind")
         if key in keys:
@@ -292,9 +330,8 @@ def read_tagged(reader: CallReader, head: Any, pattern: str, values: str) -> Ste
             value = raw if kind in ("true", "string") else from_json(raw)
         text = json.dumps({key: value}, ensure_ascii=False)
         check_arguments(text)
-        call.arguments += (", " if keys else "") + text[1:-1]
+        reader.grow((", " if keys else "") + text[1:-1])
         keys.add(key)
-    return "}"
 
 
 # ---- values
@@ -375,78 +412,56 @@ class ToolFormat:
         """Markers of calls and thoughts."""
         return (*self.marks, *self.thinking)
 
-    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        """An answer with a malformed call is all text. `tools` give unquoted arguments their types."""
-        reader = CallReader(self, tools)
-        reader.feed(text, is_last=True)
-        return self.parsed(reader, keeps_begun=False)
-
-    def parsed(self, reader: CallReader, *, keeps_begun: bool) -> ParsedAnswer:
-        """`keeps_begun`: a malformed call is kept with the arguments so far; no text follows it."""
-        if not reader.calls or (reader.is_malformed and not keeps_begun):
-            return ParsedAnswer(self._clean(reader.text))
-        return ParsedAnswer("".join(reader.content) or None, tuple(reader.calls))
-
-    def steps(self, reader: CallReader) -> Steps[None]:
-        """Raises MALFORMED errors."""
-        end = 0
-        if not self.has_channels:
-            reader.at = yield from self._end_of_thought(reader)
-        while begun := (yield from reader.search(self.open)):
-            reader.content.append(self._clean(reader.text[end : begun.start()]).rstrip())
-            reader.at = begun.end()
-            head = (yield from reader.need(self.entry)) if self.entry else begun
-            while head is not None:
-                if self.argument:
-                    closing = yield from read_tagged(reader, head, self.argument, self.values)
-                else:
-                    closing = yield from read_json(reader, head)
-                yield from reader.need(self.tail)
-                reader.calls[-1].arguments += closing
-                head = yield from reader.match(f"{self.between}(?:{self.entry})")
-            yield from reader.need(self.last)
-            end = reader.at
-        reader.content.append(self._clean(reader.text[end:]).rstrip())
-
-    def _end_of_thought(self, reader: CallReader) -> Steps[int]:
-        begin, close = self.thinking
-        if reader.is_thinking is not None:
-            while not reader.is_last and begin.startswith(reader.text.lstrip()):
-                yield
-            is_open = reader.is_thinking or reader.text.lstrip().startswith(begin)
-            if not is_open:
-                return 0
-            while not reader.is_last and close not in reader.text:
-                yield
-        return reader.text.find(close) + 1
-
-    def _clean(self, text: str) -> str:
-        if not self.noise:
-            return text
-        parts = _compiled(self.noise).split(text)
-        return "".join(part.rstrip() for part in parts) if len(parts) > 1 else text
-
-    def show(self, text: str, start: int = 0) -> tuple[str, int]:
-        """Return (final text from `start` on, the next start). The joined pieces are a prefix of
-        parse(...).content.
+    def parse(self, text: str, tools: Tools = (), **options: Any) -> AnswerReader:
+        """Read a whole answer. One with a malformed call is all text. `tools` give unquoted arguments their
+        types; `options` are those of AnswerReader.
         """
-        begun = _compiled(self.open).search(text, start, partial=True)
-        end = begun.start() if begun else len(text)
-        pieces: list[str] = []
-        for found in _compiled(self.noise).finditer(text, start, end, partial=True) if self.noise else ():
-            is_mark = found[0] in self.marks
-            if found.end() == end or (is_mark and self._may_grow(text, found.start(), end)):
-                end = found.start()
-                break
-            pieces.append(text[start : found.start()].rstrip())
-            start = found.end()
-        shown = text[start:end].rstrip()
-        return "".join([*pieces, shown]), start + len(shown)
+        reader = AnswerReader(self, tools, **options)
+        reader.feed(text, is_last=True)
+        if reader.is_malformed:
+            return self.without_tools().parse(text, **options)
+        return reader
 
-    def _may_grow(self, text: str, start: int, end: int) -> bool:
-        """Return whether the mark at `start`, with white space before it, may begin longer noise."""
-        begins = (start, 0) if text[:start].isspace() else (start,)
-        return any(_compiled(self.noise).fullmatch(text, at, end, partial=True) for at in begins)
+    def steps(self, reader: AnswerReader) -> Steps[None]:
+        """Raises MALFORMED errors."""
+        if reader.splits_thought or not self.has_channels:
+            yield from self._read_thought(reader)
+        yield from self.read_text(reader)
+
+    def _read_thought(self, reader: AnswerReader) -> Steps[None]:
+        begin, end = map(re.escape, self.thinking)
+        head = rf"\s*(?:{begin}\s*)?" if reader.is_thinking else rf"\s*{begin}\s*"
+        close = rf"{end}\s*"
+        into = reader.thought
+        if not reader.splits_thought:  # the content has its marks
+            head, close, into = f"(?={head})", f"(?<={end})", reader.content
+        opened = yield from reader.read(head)
+        if opened is not None:
+            yield from reader.read(close, into)
+            reader.restart()
+
+    def read_text(self, reader: AnswerReader) -> Steps[None]:
+        noise = f"|(?P<noise>{self.noise})" if self.noise else ""
+        opening = f"(?:{self.open})(?:{self.entry}){noise}"
+        while found := (yield from reader.read(opening, reader.content)):
+            if found.groupdict().get("noise"):
+                reader.content.cut()
+            else:
+                yield from self._read_calls(reader, found)
+        reader.content.end()
+
+    def _read_calls(self, reader: AnswerReader, head: Any) -> Steps[None]:
+        while head is not None:
+            reader.begin(head["tool"], head.groupdict().get("id"))
+            if self.argument:
+                yield from read_tagged(reader, self.argument, self.values)
+                yield from reader.need(self.tail)
+                reader.grow("}")
+            else:
+                yield from read_json(reader, head)
+                yield from reader.need(self.tail)
+            head = yield from reader.read(f"{self.between}(?:{self.entry})")
+        yield from reader.need(self.last)
 
     def prefill(self, name: str | None) -> str | None:
         """Return the beginning of an answer that forces a call of this or any tool. It must not end with a
@@ -476,25 +491,29 @@ class UserFormat(ToolFormat):
     """User-defined `parse(text)` of a whole answer."""
 
     function: Callable[[str], Any]
-    open: str = r"\A"
 
-    def steps(self, reader: CallReader) -> Steps[None]:
+    def read_text(self, reader: AnswerReader) -> Steps[None]:
         while not reader.is_last:
             yield
         try:
             found = self.function(reader.text)
         except (ValueError, RecursionError):
-            return
+            raise
         except Exception as error:  # user errors are data
             raise self._misused(raised(error)) from error
         try:
             pairs = [(name, arguments) for name, arguments in found or ()]
         except (TypeError, ValueError):
             raise self._misused(f"returned {found!r:.200}") from None
+        if not pairs:
+            raise ValueError("there is no call")
         for name, arguments in pairs:
-            call = reader.begin(name)
-            call.arguments = json.dumps(arguments, ensure_ascii=False)
-            check_arguments(call.arguments)
+            text = json.dumps(arguments, ensure_ascii=False)
+            check_arguments(text)
+            if not re.fullmatch(_TOOL, name):
+                raise ValueError(f"{name!r:.200} is no name of a tool")
+            reader.begin(name)
+            reader.grow(text)
 
     def _misused(self, what: str) -> RolloutFailure:
         rule = f"it is called as {USAGE}; a ValueError says that a call is malformed"
@@ -504,7 +523,7 @@ class UserFormat(ToolFormat):
 # ---- families
 
 MINIMAX = "]<]minimax[>["
-WORDS = {"JSON_HEAD": f"(?:{JSON_HEAD})", "MINIMAX_TAG": re.escape(MINIMAX)}
+WORDS = {"JSON_HEAD": f"(?:{JSON_HEAD})", "TOOL_NAME": _TOOL, "MINIMAX_TAG": re.escape(MINIMAX)}
 _NESTED = (
     r"MINIMAX_TAG<(?P<key>[^>/\s]+)>(?P<value>(?:(?!MINIMAX_TAG<).|MINIMAX_TAG<[^>/]+>(?&value)"
     r"MINIMAX_TAG</[^>]+>)*+)MINIMAX_TAG</(?P=key)>"
@@ -597,7 +616,7 @@ def _find_readers(probe: TemplateProbe, fitting: Sequence[ToolFormat]) -> Iterat
     for number, way in itertools.product((2, 1), _WAYS):  # some templates write only one call, or fail
         text = probe.called(number, **way)
         for tool_format in fitting:
-            calls = tool_format.parse(text, _PROBE_TOOLS).tool_calls
+            calls = tool_format.parse(text, _PROBE_TOOLS).calls
             if [(call.name, json.loads(call.arguments)) for call in calls] != list(_CALLS[:number]):
                 continue
             if (tool_format.prefill(_PROBED) or "") in text:
@@ -616,14 +635,12 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
         return UserFormat(name=name, function=function)
     named = {each.name: each for each in FAMILIES}
     known = ", ".join(named)
-    default = named.get(name, ToolFormat())
     if name not in (*named, "auto", "none"):
         way_out = f"set it to auto, {known}, none, or module:function of a parser of your own."
         raise ConfigError(f"gateway.tool_format={name} is not known", way_out=way_out)
-    if not template:
-        refusal = f"gateway.tool_format={name} reads no tool calls. Set it to {known}."
-        refusal = "" if name in named else refusal
-        return replace(default, refusal=refusal)
+    default = named.get(name, ToolFormat())
+    if not template and name in named:
+        return default
     fitting = [each for each in FAMILIES if name in ("auto", each.name)]
     probe = TemplateProbe(template)
     tool_format = next(_find_readers(probe, fitting), None)
@@ -633,7 +650,7 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
         taught = [each for each in fitting if re.search(each.taught, prompt)]
         tool_format = next(iter(taught), named.get(name))
     refusal = ""
-    if _PROBED not in prompt:
+    if _PROBED not in prompt and name != "none":
         refusal = f"the chat template never mentions `tools`, so the model would not see them{probe.why}"
     elif tool_format is None:
         why = f", which writes {called!r:.300}" if called else probe.why
