@@ -151,7 +151,7 @@ def row(template: str, told: dict[str, Told], wrong: Iterable[str] = ()) -> list
     return [
         "none" if tool_format.refusal else tool_format.name,
         "stripped" if thoughts else "kept",
-        "no" if known else "yes",
+        "no" if known else "yes" * bool(told),
         "; ".join(known),
         "; ".join(endings) if told else "all",
     ]
