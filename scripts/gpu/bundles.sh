@@ -34,7 +34,7 @@ make_base() {
     install base pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 annotated-doc==0.0.7 \
         typing-inspection==0.4.5 typing-extensions==4.16.0 fastapi==0.165.0 starlette==1.10.0 uvicorn==0.54.0 \
         httptools==0.9.0 llguidance==1.7.6 opentelemetry-api==1.45.2 aiohttp==3.14.5 aiosignal==1.4.0 \
-        multidict==7.2.1 yarl==1.25.1 propcache==0.5.4 frozenlist==1.8.0 xxhash==4.1.0 uvloop==0.23.0 \
+        multidict==7.2.1 yarl==1.25.1 propcache==0.5.4 frozenlist==1.8.0 xxhash==4.1.0 uvloop==0.23.0 fastapi-swagger==0.4.64 \
         openai==2.54.0 distro==1.9.0 jiter==0.19.0 sniffio==1.3.1
 }
 

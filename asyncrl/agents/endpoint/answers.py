@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cache
@@ -184,7 +185,7 @@ class Answer:
 
     def __post_init__(self, asked: AnyRequest, prefill: str) -> None:
         self.has_logprobs = asked.logprobs
-        self._max_calls = 1 if asked.has_one_call else None
+        self.most_calls = 1 if asked.has_one_call else sys.maxsize
         self.reader = AnswerReader(self.tool_format, **self.options)
         self._texts: list[str] = []
         self._add(prefill)
@@ -205,7 +206,7 @@ class Answer:
 
     @property
     def calls(self) -> Sequence[ToolCall]:
-        return self.reader.calls[: self._max_calls]
+        return self.reader.calls[: self.most_calls]
 
     @property
     def message(self) -> dict[str, Any]:

@@ -159,10 +159,9 @@ class GatewayCall:
                 timer.cancel()
                 self.news.clear()
             is_last = self.is_sampled
-            num_calls = len(self.answer.calls)
             for piece in self.answer.reader.pieces[num_yielded:]:
                 num_yielded += 1
-                if piece.part != "call" or piece.number < num_calls:
+                if piece.number < self.answer.most_calls:
                     ping_at = loop.time() + PING_S
                     yield piece
             if loop.time() >= ping_at and not is_last:
