@@ -43,7 +43,7 @@ END = re.compile(
 THOUGHT = "<think>\n{}\n</think>\n\n"
 THOUGHT_MARK = re.compile(
     r"(?:<[^<>\s]*think[^<>\s]*>|\[/?THINK\]|<\|channel>\s*thought|<channel\|>|<\|inner_\w+\|>"
-    r"|<\|channel\|>\s*analysis<\|message\|>)\s*",
+    r"|<\|channel\|>\s*analysis<\|message\|>|to=self<\|message\|>|<\|(?:open|close)\|>\s*think<\|sep\|>)\s*",
     re.IGNORECASE,
 )
 TOOLS = [
@@ -114,13 +114,9 @@ def rendered(template: str, chat: Chat, tools: Any, **options: Any) -> str:
     if late and not all(_writes(template, probe, options, wants_parts=wants_parts) for probe in PROBES):
         text = "".join(each["content"] for each in chat if each["role"] == "system")
         chat = [{"role": "system", "content": text}, *(each for each in chat if each["role"] != "system")]
-    refusal = ""
-    for form in (chat, _with_text_arguments(chat)):
-        try:
-            return _render(template, form, tools, options, wants_parts=wants_parts)
-        except Refused as error:
-            refusal = refusal or str(error)
-    raise Refused(refusal)
+    with contextlib.suppress(Refused):
+        return _render(template, chat, tools, options, wants_parts=wants_parts)
+    return _render(template, _with_text_arguments(chat), tools, options, wants_parts=wants_parts)
 
 
 def _render(template: str, chat: Chat, tools: Any, options: Any, *, wants_parts: bool) -> str:
@@ -175,8 +171,8 @@ class Oracle:
     def __init__(self, template: str, kind: Kind, folder: Path) -> None:
         self.template, self.kind = template, kind
         self.options = {"eos_token": EOS} | ({"bos_token": BOS} if kind.has_bos else {})
-        self._texts: dict[str, str | Refused] = {}
-        """Renders by chat: most are needed several times."""
+        self._text = functools.cache(self._rendered)
+        """Most are needed several times."""
         self.tools: Any = None
         """None: the template does not show tools, calls and results."""
         last, self.closing = self._closings(answer("It is 97."), user("Ask 99"), None)
@@ -197,17 +193,11 @@ class Oracle:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": self.end_ids}))
 
     def text(self, chat: Chat, tools: Any = None, *, is_open: bool = True) -> str:
-        key = json.dumps([chat, tools, is_open])
-        if key not in self._texts:
-            try:
-                options = {"add_generation_prompt": is_open, **self.options}
-                self._texts[key] = rendered(self.template, chat, tools, **options)
-            except Refused as refusal:
-                self._texts[key] = refusal
-        known = self._texts[key]
-        if isinstance(known, Refused):
-            raise known
-        return known
+        return self._text(json.dumps([chat, tools, is_open]))
+
+    def _rendered(self, key: str) -> str:
+        chat, tools, is_open = json.loads(key)
+        return rendered(self.template, chat, tools, add_generation_prompt=is_open, **self.options)
 
     def ids(self, text: str) -> list[int]:
         return list(self.fast(text, add_special_tokens=False)["input_ids"])
@@ -270,6 +260,17 @@ class Oracle:
         last = self.fast.convert_tokens_to_ids(self.other_end) if turn.other_end else ids[end]
         return [*ids[:end], last]
 
+    def per_byte(self, ids: Sequence[int]) -> list[int]:
+        """Return ids of the same text, a token for each byte; added tokens stay."""
+        split: list[int] = []
+        for token, piece in zip(ids, self.fast.convert_ids_to_tokens(ids), strict=True):
+            parts = list(piece)
+            if self.kind.base != "bytes":
+                parts = [f"<0x{byte:02X}>" for byte in piece.replace("▁", " ").encode()]
+            is_whole = token in self.fast.added_tokens_decoder or piece.startswith("<0x")
+            split += [token] if is_whole else self.fast.convert_tokens_to_ids(parts)
+        return split
+
     def _written(self, prompt: str, chat: Chat, said: Message, tools: Any) -> str:
         """Return the answer as the template writes it at the end of a chat, else in the usual form."""
         bare = _without(said, "reasoning_content")
@@ -286,10 +287,8 @@ class Oracle:
                     mark.start() for mark in SPECIAL.finditer(whole) if mark.start() < common < mark.end()
                 )
                 written = whole[next(inside, common) :]
-                is_said = thought in written and not re.search(
-                    r"(<think>|\A)\s*</think>", thought and written
-                )
-                if whole.startswith(prompt) and is_said:
+                is_empty = thought and re.search(r"(<think>|\A)\s*</think>", written)
+                if whole.startswith(prompt) and thought in written and not is_empty:
                     return written
         if not said.get("tool_calls"):
             written = said["content"]
@@ -313,17 +312,16 @@ class Oracle:
             raise Refused("it leaves out the answer")
         encoded = self.fast(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+        space = whole[begin : len(whole) - len(whole[begin:].lstrip())]
+        if self.fast.decode(kept[:-1]).endswith(space):  # it is not written again
+            begin += len(space)
         rest = next((index for index, (start, _) in enumerate(offsets) if start >= begin), len(ids))
         close = next((index for index in range(rest, len(ids)) if ids[index] in self.closers), None)
         closing = "" if close is None else whole[begin : offsets[close][1]].strip()
-        is_same = close is not None and ids[close] == kept[-1]
+        is_same = False
         if close is not None and (has_calls or closing in (self.closing.strip(), self.last.strip())):
+            is_same = ids[close] == kept[-1]
             rest = close + (is_same or self.writes_end[has_calls])
-        else:
-            is_same = False
-            space = re.match(r"\s*", whole[begin:])[0]
-            begin += len(space) * self.fast.decode(kept[:-1]).endswith(space)  # it is not written again
-            rest = next((index for index, (start, _) in enumerate(offsets) if start >= begin), len(ids))
         names = set() if is_same else {"end_token"}
         if kept == ids[:rest]:
             return Expected(ids)
@@ -354,13 +352,12 @@ class Oracle:
 
 def _with_stand_ins(chat: Chat) -> list[Message]:
     """Return the chat with answers that no template changes."""
-    shown = []
-    for message in chat:
-        if message["role"] == "assistant":
-            content = "" if message.get("tool_calls") else "answer"
-            message = {**_without(message, "reasoning_content"), "content": content}
-        shown.append(message)
-    return shown
+    return [
+        {**_without(each, "reasoning_content"), "content": "" if each.get("tool_calls") else "answer"}
+        if each["role"] == "assistant"
+        else each
+        for each in chat
+    ]
 
 
 # ---- stories
@@ -420,6 +417,8 @@ STORIES = {
     "results in another order": "u10 c10,11; r11 r10 a12; u13 a13",
     "edited": "u10 a10; u11 a11; edited u12 a12; u13 a13",
     "trimmed": "u10 a10; u11 a11; trimmed u12 a12; u13 a13",
+    "plain, a token per byte": "u10 a10; u11 a11; u12 a12",
+    "call, a token per byte": "u10 c10; r10 c11; r11 a12; u13 a13; u14 a14",
 }
 """Turns of messages: s system, u user, r result, a answer, c calls; + with text, ! with another end token.
 A word changes the history.

@@ -389,16 +389,16 @@ class ChatMatcher:
         if not names and whole is not None:
             # the same ids may decode to another text: sentencepiece, tokens that take white space
             ids = [*answer.all_ids().tolist(), *self.tokenizer.encode(found.text, after=found.neighbor)]
-            if ids == list(self.tokenizer.encode(self._begun(whole))):
+            own = list(self.tokenizer.encode(self._begun(whole)))
+            texts = (self.tokenizer.decode(each, skip_special_tokens=False) for each in (ids, own))
+            if ids == own or len(set(texts)) == 1:
                 return ()
         if joint.is_other_end:
             names.append("end_token")
-        begin, end = self.chain.marks
-        before, is_closed, _ = self._text(answer).partition(end)
-        thought = before.rpartition(begin)[2].strip() if is_closed else ""
-        whole = whole or ""
-        # sentencepiece decodes a space after a mark
-        if thought not in whole and _squeezed(thought) not in _squeezed(whole):
+        begin, end = map(_squeezed, self.chain.marks)  # sentencepiece decodes a space after a mark
+        before, is_closed, _ = _squeezed(self._text(answer)).partition(end)
+        thought = before.rpartition(begin)[2]
+        if is_closed and thought not in _squeezed(whole or ""):
             names.append("thought")
         if lacks_opening:
             names.append("opening")
