@@ -51,8 +51,6 @@ Not guessable; ASCII, since templates escape other characters.
 """
 SHORT = 32
 """Characters of a text whose ids are remembered: each call encodes the names of special tokens again."""
-NUM_SHORT = 1024
-NUM_TEMPLATES = 16
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
@@ -108,7 +106,7 @@ class HFChatTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._plain = None if parse_special_tokens else PlainText(self._backend, template)
-        self._short_ids = lru_cache(NUM_SHORT)(self._encoded)
+        self._short_ids = lru_cache(1024)(self._encoded)
         self._writes_system = cache(self._finds_system)
         for self._wants_parts in (False, True, False):  # True for SmolVLM, Idefics 3, LLaVA
             if self._writes("user"):
@@ -294,7 +292,7 @@ def read_template(path: Path) -> str:
     return text
 
 
-@lru_cache(NUM_TEMPLATES)
+@lru_cache(16)
 def _compile(template: str, name: str) -> Template:
     """Compile like apply_chat_template."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
