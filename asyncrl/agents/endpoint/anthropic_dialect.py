@@ -59,7 +59,7 @@ class _Continued(OpenDict):
     previous_message_id: str
 
 
-class _Tool(OpenDict):
+class _ToolBlock(OpenDict):
     type: NotRequired[Literal["custom"] | None]
     name: Name
     description: NotRequired[str | None]
@@ -77,7 +77,7 @@ class MessagesRequest(CallParameters):
     messages: Annotated[list[_Turn], Field(min_length=1), FailFast()]
     system: str | list[Any] = ""
     max_tokens: Count | None = None
-    tools: Annotated[list[_Tool], FailFast()] = []
+    tools: Annotated[list[_ToolBlock], FailFast()] = []
     tool_choice: dict[str, Any] = {}
     thinking: _Thinking | None = None
     stop_sequences: Stops = []
@@ -147,7 +147,7 @@ def _turn(role: str, content: str | list[Any], where: str) -> list[dict[str, Any
     return results if results and not parts else [*results, message]
 
 
-def _function(tool: _Tool) -> dict[str, Any]:
+def _function(tool: _ToolBlock) -> dict[str, Any]:
     function = present(tool, "name", "description", "strict") | {"parameters": tool.get("input_schema", {})}
     is_deferred = {"defer_loading": True} if tool.get("defer_loading") else {}
     return {"type": "function", "function": function, **is_deferred}
