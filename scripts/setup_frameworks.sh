@@ -80,5 +80,18 @@ if pip show -qq torch 2>/dev/null; then
     echo "setup-frameworks: one of these now pulls in torch, which none of the tests need: give it without that extra" >&2
     exit 1
 fi
+# Python compiles a module at its first import. The tests import all frameworks at once, which would take minutes.
+compile() { # PYTHON SCRIPT...
+    local python=$1
+    shift
+    [ -x "$python" ] || return 0
+    for script in "$@"; do
+        HF_HUB_OFFLINE=1 LITELLM_LOCAL_MODEL_COST_MAP=True "$python" -P -W ignore tests/frameworks/play.py "$script" </dev/null >/dev/null 2>&1 || true
+    done
+}
+compile "$venv/crewai/bin/python" tests/frameworks/crewai_agent.py
+compile "$venv/openhands/bin/python" tests/frameworks/openhands_agent.py
+compile "$venv/bin/python" tests/frameworks/{litellm_chat,openai_agents,langchain_agent,pydantic_ai_agent,inspect_ai_eval}.py \
+    tests/frameworks/{smolagents_agents,mini_swe_agent,programs,example_agents}.py
 echo "$stamp" >"$venv/.setup-stamp"
 echo "setup-frameworks: done in $(($(date +%s) - started)) s"

@@ -23,6 +23,7 @@ from unittest.mock import patch
 import held_task
 
 from asyncrl.base.http import NEVER_INHERITED
+from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import PRELOADED, ForkServer, run, set_title
 
 MODULES = (
@@ -100,12 +101,15 @@ def main() -> None:
 @functools.cache
 def warm_parent() -> ForkServer:
     """Return the process that all are forked from. It may also be fork_server.current."""
+    fork_server.TIMEOUT_S = PATIENCE_S
     with patch.dict(os.environ, _ENVIRONMENT | {IS_PARENT: "1"}, clear=True):
         server = ForkServer(MODULES)
     atexit.register(server.close)
     return server
 
 
+PATIENCE_S = 500.0
+"""Seconds for the imports of that process, whatever else the machine does."""
 IS_PARENT = "ASYNCRL_TEST_IS_PARENT"
 _spawn = util.spawnv_passfds
 

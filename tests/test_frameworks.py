@@ -40,7 +40,7 @@ OFFLINE = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
 }
 """Settings that stop calls to other servers than the gateway."""
-PLAY_S = 240.0
+PLAY_S = 500.0
 SILENT_S = 40.0
 """Seconds that a slow call is silent in the middle of its answer."""
 PLACES = {"crewai_agent": "crewai", "openhands_agent": "openhands", "programs": "npm"}

@@ -77,10 +77,10 @@ def install(venv: Path, *what: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
-def test_worker_host_installs_at_most_150_mb(worker_venv: Path) -> None:
+def test_worker_host_installs_at_most_160_mb(worker_venv: Path) -> None:
     (packages,) = worker_venv.glob("lib/python3*/site-packages")
     said = subprocess.run(["du", "-sm", packages], capture_output=True, text=True, check=True).stdout
-    assert int(said.split()[0]) <= 150, said
+    assert int(said.split()[0]) <= 160, said
     for line in ("work --help", f"run {QUICKSTART}", f"serve gateway {QUICKSTART}"):
         command = [worker_venv / "bin/asyncrl", *line.split()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
