@@ -182,7 +182,9 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def run_loop(main: Awaitable[Result]) -> Result:
-    """Run `main`, then end what it left. uvloop's sockets and timers cost half of asyncio's CPU time."""
+    """Run `main`, then end its remaining tasks. A gateway's call takes a fifth less CPU time than with
+    asyncio's own loop (benchmarks/gateway.py).
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_cancel_remaining(main))
 

@@ -48,7 +48,7 @@ class AnswerText:
         self._opening = thinking[0] if thinking else ""
         self._may_think = thinking is not None
         self._last: list[int] = []
-        """The last token, and those that may begin a thought. Only the engine knows whether they complete a
+        """The last token, and tokens that may begin a thought. Only the engine knows whether they complete a
         stop string: inside a thought none counts.
         """
         self._held = ""

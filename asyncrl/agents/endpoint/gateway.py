@@ -187,7 +187,7 @@ class Gateway:
         return Response(body, error.status, headers, "application/json")
 
     async def answer(self, dialect: Dialect, request: Request, reply: _Reply) -> None:
-        """Answer a call, also with an error. Raises errors of ours, to be logged."""
+        """Answer a call, also with an error. Raises internal errors, to be logged."""
         try:
             if request.method != "POST":
                 raise ApiError(405, "A call is a POST.", headers={"Allow": "POST"})

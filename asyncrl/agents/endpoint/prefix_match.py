@@ -353,7 +353,7 @@ class ChatMatcher:
             found = self._match("realigned", answer, at + 1, text, chat=chat, neighbor=neighbor)
             if found is not None:
                 deviations = self._deviations(found, joint, whole, lacks_opening=bool(lacks_opening))
-                is_exact = whole is not None and not deviations  # the ids are the template's own
+                is_exact = whole is not None and not deviations  # the text is the template's own
                 prompt = Prefix().then(self._begun(whole or "")) if is_exact else None
                 return replace(found, deviations=deviations, whole=prompt, shown=joint.trial.shown)
         return None

@@ -183,7 +183,7 @@ class AnswerReader:
         self.content = GrowingText("text", self.pieces)
         self.calls: list[ToolCall] = []
         self.text = ""
-        """What is not read yet, with some text before it."""
+        """Unread text, with some text before it."""
         self.at = 0
         self.is_last = False
         self.is_malformed = False
