@@ -36,7 +36,7 @@ MODEL_ERRORS = (
 )
 LARGE_LOGIT = 1000.0
 """Above all soft caps, which are 2 to 50."""
-PREFIX, OWN = 20, (9, 1, 5, 14)
+PREFIX, OWN = 20, (9, 3, 5, 14)
 """Lengths of the texts: a shared prefix, and what follows it."""
 MIN_LAYERS, MOST_ENTRIES = 2, 1024
 SHORT_LENGTHS = {
