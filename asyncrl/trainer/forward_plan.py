@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,14 +57,10 @@ class NotCausalError(Exception):
 
 
 def probe_model(config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a small random model with each kind of layer, few experts, and short windows and borders.
-
-    Raises transformers' errors.
-    """
+    """Return a small random model with each kind of layer. Raises transformers' errors."""
     small = _with_few_layers(config)
     text = small.get_text_config()
     _cut_experts(text)
-    _shorten(text)
     text.vocab_size = min(text.vocab_size, MOST_ENTRIES)
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
     if hasattr(text, "initializer_range"):  # attention needs the residual's weight at any width
@@ -146,8 +143,10 @@ def _cut_experts(text: Any) -> None:
             setattr(text, name, most)
 
 
-def _shorten(text: Any) -> None:
-    """Make the lengths that the config names so short that the texts cross them."""
+def _shortened(config: Any) -> Any:
+    """Return a copy that names short lengths, so that the texts are on both sides of each."""
+    short = copy.deepcopy(config)
+    text = short.get_text_config()
     _shorten_values(vars(text), partial(setattr, text))
     ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
     for rope in ropes:
@@ -157,6 +156,7 @@ def _shorten(text: Any) -> None:
     border = length_border(text)
     if border is not None and not border.is_stepwise:
         text.max_position_embeddings = SHORT_LENGTHS["original_max_position_embeddings"]
+    return short
 
 
 def _shorten_values(values: dict[str, Any], assign: Callable[[str, int], None]) -> None:
@@ -168,17 +168,21 @@ def _shorten_values(values: dict[str, Any], assign: Callable[[str, int], None]) 
 
 @torch.no_grad()
 def find_plan(model: Any) -> ForwardPlan:
-    """Choose a plan for models of this kind. `model`: a small one, in float32. Raises NotCausalError."""
-    texts = _random_texts(model)
-    ids_1T = _on(model, texts[0])
-    has_plain_head = _has_plain_head(model, ids_1T)
+    """Choose a plan for `model`, which may be a probe_model. Raises NotCausalError."""
     border = length_border(model.config)
-    _check_causal(model, ids_1T, border)
+    device = next(model.parameters()).device
+    short = _random_model(_shortened(model.config), device)
+    short_border = length_border(short.config)
+    texts = _random_texts(short)
+    ids_1T = _on(short, texts[0])
+    has_plain_head = _has_plain_head(short, ids_1T)
+    _check_causal(short, ids_1T, short_border)
     try:
-        structure = find_structure(model)
+        structure, short_structure = find_structure(model), find_structure(short)
         classes = tuple({type(model.get_submodule(name)) for name in structure.mixers})
         plan = ForwardPlan(True, has_plain_head, classes, structure.reach, border)
-        reasons = [_compare(model, plan, side) for side in _sides(texts, border)]
+        short_plan = replace(plan, reach=short_structure.reach, border=short_border)
+        reasons = [_compare(short, short_plan, side) for side in _sides(texts, short_border)]
         reason = next(filter(None, reasons), "")
     except MODEL_ERRORS as error:
         reason = f"it refuses packed tokens ({type(error).__name__}: {str(error)[:200]})"
