@@ -24,9 +24,9 @@ from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
 
 from asyncrl.base.http import Refused
-from asyncrl.engines.pool import RoutedTokens
+from asyncrl.engines.pool import RoutedTokens, SegmentJoin
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.journal.schema import decode_trajectory, encode_trajectory
+from asyncrl.journal.schema import decode_partial, decode_trajectory, encode_partial, encode_trajectory
 from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
     NO_EXPERT,
@@ -35,7 +35,7 @@ from asyncrl.messages.engine_api import (
     Interrupt,
     PrepareRequest,
 )
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
 from asyncrl.rollouts.rollout import make_trajectory
@@ -156,10 +156,7 @@ def test_engine_tells_which_experts_read_each_token(tmp_path: Path, num_experts:
     for prompt, answer in zip([*prompts, head], answers, strict=True):
         expected = chosen_by(folder, [*prompt, *answer.token_ids])
         assert torch.equal(told(answer.routing), expected[:-1])
-        completion = Completion(
-            tuple(answer.token_ids), tuple(answer.logprobs), (), "length", routing=answer.routing
-        )
-        made = make_trajectory(0, tuple(prompt), completion, 1.0)
+        made = trajectory_of(prompt, answer)
         known = decode_trajectory(encode_trajectory(0, made), 0, 0, 0).routing
         assert known is not None
         assert np.array_equal(known[:-1], expected[:-1].numpy()), "by way of the journal"
@@ -196,7 +193,7 @@ def test_token_keeps_experts_of_the_weights_that_sampled_the_next(
     old, new = chosen_by(folder, token_ids)[:-1], chosen_by(other, token_ids)[:-1]
     num_old = 3 + at - 1
     assert len(heard.rows) == (1 if interrupt == "keep" else 2)
-    assert torch.equal(told(routed.known), torch.cat([old[:num_old], new[num_old:]]))
+    assert torch.equal(told(routed.all(num_told))[:-1], torch.cat([old[:num_old], new[num_old:]]))
     assert not torch.equal(old[:num_old], new[:num_old])
 
 
@@ -204,16 +201,45 @@ def ids(experts: Iterable[int]) -> bytes:
     return np.array([*experts], "<u2").tobytes()
 
 
+UNKNOWN = [NO_EXPERT] * 2
+
+
 def test_experts_from_another_server_are_unknown() -> None:
     """Prompts of 3 tokens, 2 experts a token."""
     routed, other = RoutedTokens(3), RoutedTokens(3)
+    assert routed.all(1) == b""
     routed.add(ids(range(300, 308)), 0, 2)  # of positions 0 to 3: the prompt, and the first token
     routed.add(ids([308, 309]), 2, 3)  # continues in its slot
-    assert routed.known == ids(range(300, 310))
+    assert routed.all(3) == ids([*range(300, 310), *UNKNOWN])
     routed.add(ids([77] * 10 + [310, 311, 312, 313]), 3, 5)  # of a new segment, its whole prompt
-    assert routed.known == ids(range(300, 314))
+    assert routed.all(5) == ids([*range(300, 314), *UNKNOWN])
     other.add(ids(range(300, 312)), 3, 4)  # three tokens came from elsewhere
-    assert other.known == ids([300, 301, 302, 303] + [NO_EXPERT] * 6 + [310, 311])
+    assert other.all(4) == ids([300, 301, 302, 303, *UNKNOWN * 3, 310, 311, *UNKNOWN])
+
+
+def test_experts_are_kept_when_a_server_or_process_is_lost() -> None:
+    told = list[Completion]()
+    request = SamplingRequest("r", (1, 2, 3), 4, temperature=1.0)
+    join = SegmentJoin(request, None, told.append)
+    join.add(part(5, 6, finish="abort", routing=ids(range(300, 308))))
+    kept = decode_partial(encode_partial(0, 0, told[0]), 0, 0)
+    assert kept.routing == told[0].routing == ids([*range(300, 308), *UNKNOWN])
+    for lives in (join, SegmentJoin(request, kept)):  # another server, and a resumed run
+        lives.add(part(7, finish=None))
+        lives.cut()  # the server is lost, and with it what it would have told at the end
+        assert lives.completion().routing == ids([*range(300, 308), *UNKNOWN * 2])
+        lives.add(part(8, finish="length", routing=ids([77] * 10 + [310, 311])))
+        assert lives.completion().routing == ids([*range(300, 308), *UNKNOWN, 310, 311, *UNKNOWN])
+
+
+def part(*token_ids: int, finish: Any, routing: bytes = b"") -> GenerateResponse:
+    spans = [VersionSpan(0, len(token_ids), 0)]
+    given: dict[str, Any] = {
+        "request_id": "r",
+        "token_ids": [*token_ids],
+        "logprobs": [-1.0] * len(token_ids),
+    }
+    return GenerateResponse(**given, version_spans=spans, finish_reason=finish, routing=routing)
 
 
 PROMPTS = [(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]
@@ -224,14 +250,20 @@ def routed_batch(engine: Engine, version: int = 0) -> tuple[BatchHeader, BatchAr
     return batch_from(answers, version)
 
 
+def trajectory_of(
+    prompt: Sequence[int], answer: GenerateResponse, index: int = 0, version: int = 0
+) -> Trajectory:
+    join = SegmentJoin(SamplingRequest("r", tuple(prompt), len(answer.token_ids)))
+    spans = [VersionSpan(0, len(answer.token_ids), version)]
+    join.add(answer.model_copy(update={"version_spans": spans}))
+    return make_trajectory(index, tuple(prompt), join.completion(), float(index % 2))
+
+
 def batch_from(answers: Sequence[GenerateResponse], version: int = 0) -> tuple[BatchHeader, BatchArrays]:
     """Make a group from answers to PROMPTS, through the journal's record."""
     trajectories = []
     for index, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
-        spans = (VersionSpan(0, len(answer.token_ids), version),)
-        ids, logprobs = tuple(answer.token_ids), tuple(answer.logprobs)
-        completion = Completion(ids, logprobs, spans, "length", routing=answer.routing)
-        made = make_trajectory(index, prompt, completion, float(index % 2))
+        made = trajectory_of(prompt, answer, index, version)
         trajectories.append(decode_trajectory(encode_trajectory(0, made), 0, index, 0))
     group = Group(GroupId(0), Prompt("0/0", ()), tuple(trajectories))
     return pack_groups(Batch(version=version, groups=(group,), min_version=version))

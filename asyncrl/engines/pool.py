@@ -335,7 +335,8 @@ class RoutedTokens:
     """Experts that read a request's tokens, uint16 (little endian). Pure.
 
     An answer's part covers the tokens read since the previous part; the first part the whole prompt.
-    Known experts stay when tokens are read again; unknown ones are NO_EXPERT. `before`: of an earlier process.
+    Known experts stay when tokens are read again; unknown ones are NO_EXPERT. `before`: of an earlier
+    process.
     """
 
     def __init__(self, num_prompt: int, before: Completion = Completion()) -> None:
@@ -359,5 +360,5 @@ class RoutedTokens:
         self._known += bytes(new)
 
     def all(self, num_sampled: int) -> bytes:
-        """Return the experts of every token. The last token is unread; more are unknown if a server was lost."""
+        """Return them for every token: NO_EXPERT for the unread last one, and what a lost server knew."""
         return self._known.ljust((self._num_prompt + num_sampled) * self._width, _UNKNOWN)
