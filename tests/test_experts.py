@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,23 @@ import torch
 from engine_in_process import answered, make_request, publish, running_engine
 from engine_in_process import make_spec as engine_spec
 from engine_replies import ask
+from job_runs import read_lines, run, write_config
 from rank_processes import running
 from safetensors.torch import load_file
 from test_weights_export import chunks_of
-from tiny_model import MOE, STACKED, make_tiny_moe
+from tiny_model import MOE, SHAPE, STACKED, TINY_ARCHITECTURE, make_tiny_moe
 from torch import Tensor
 from trainer_cases import learned, make_batch, make_spec
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.engines.pool import RoutedTokens, SegmentJoin
 from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.journal.read import read_batch, reading
 from asyncrl.journal.schema import decode_partial, decode_trajectory, encode_partial, encode_trajectory
 from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
@@ -39,12 +42,14 @@ from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, 
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
 from asyncrl.rollouts.rollout import make_trajectory
+from asyncrl.trainer.build_model import RouterReplay
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.export import Exported, TrainerEnd, named_weights, routers_of
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
+from asyncrl_servers.embedded.kv_attention import RoutedExperts
 
 NUM_ROUTED = 4
 """Experts that read a token of the tiny model: 2 in each of its 2 layers."""
@@ -314,6 +319,97 @@ def test_ranks_replay_and_export_experts_as_one_process_does(tmp_path: Path) -> 
 def test_replay_is_refused_without_routers(tiny_model_dir: Path) -> None:
     with pytest.raises(SystemExit):
         build_engine(engine_spec(tiny_model_dir, returns_routing=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_agent_trains_with_the_experts_that_sampled(tmp_path: Path) -> None:
+    """Several turns and an edited history, on policy; the experts are transformers' own."""
+    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"} | MOE
+    scratch = {"characters": "abcdefgh0123456789 ", "architecture": shape | {"model_type": "qwen3_moe"}}
+    config = write_config(
+        tmp_path,
+        model={"scratch": scratch},
+        generator={"python": "agents_for_test:edits_its_history"},
+        rollout={"max_tokens": 8, "max_prompt_tokens": 160},
+        trainer={"num_steps": 2, "num_groups": 2},
+        algorithm={"router_replay": True},
+        journal={"keep": "all"},
+    )
+    ended = run(config, tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr
+    with reading(tmp_path / "run" / "journal.sqlite") as connection:
+        groups = read_batch(connection, 0).groups
+    branches = [branch for group in groups for branch in group.trajectories]
+    assert len(branches) == 2 * 2 * 4
+    for branch in branches:
+        assert branch.routing is not None
+        expected = chosen_by(tmp_path / "run" / "model", branch.token_ids.tolist())
+        assert np.array_equal(branch.routing[:-1], expected[:-1].numpy())
+    for step in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert step["policy/logprob_gap_mean"] < 1e-6
+        assert step["policy/logprob_gap_max"] < 5e-6, "rounding of float32"
+
+
+EIGHT: dict[str, Any] = {"head_dim": 8, "vocab_size": 52}
+LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 52}
+KINDS: dict[str, dict[str, Any]] = {
+    "afmoe": MOE | EIGHT | {"num_dense_layers": 1},
+    "deepseek_v3": STACKED["deepseek_v3"],
+    "gemma4_text": MOE
+    | EIGHT
+    | {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0, "global_head_dim": 8},
+    "gpt_oss": LOCAL | EIGHT,
+    "hunyuan_v1_moe": EIGHT | {"num_experts": 4, "moe_topk": 2},
+    "jamba": {"num_experts": 4, "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 1},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "jetmoe": (LOCAL | {"kv_channels": 8}, "JetMoeForCausalLM: no router is found"),
+    "llama4_text": (LOCAL | EIGHT | {"intermediate_size_mlp": 64}, "Llama4Router does not"),
+    "phimoe": (LOCAL, "PhimoeTopKRouter: it calls no topk"),
+    "zaya": (MOE | {"num_experts_per_tok": 1}, "ZayaRouter: it calls no topk"),
+}
+TEXT = torch.arange(12)[None] * 4
+
+
+def made(model_type: str, shape: Mapping[str, Any]) -> Any:
+    pytest.importorskip(f"transformers.models.{model_type.removesuffix('_text')}")
+    torch.manual_seed(0)
+    given = {key: value for key, value in TINY_ARCHITECTURE.items() if key not in ("model_type", "head_dim")}
+    config = AutoConfig.for_model(model_type, **{**given, "pad_token_id": 0, "attn_layer_offset": 0, **shape})
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+@torch.no_grad()
+def replayed(model: Any) -> float:
+    """Replay the model's own experts, which changes nothing, then others; how far the logits move."""
+    routed = RoutedExperts(model)
+    plain = model(TEXT, use_cache=False).logits
+    chosen_NE = routed.take().int()
+    replay = RouterReplay(model)
+    replay(chosen_NE)
+    torch.testing.assert_close(model(TEXT, use_cache=False).logits, plain, atol=0, rtol=0)
+    routed.take()
+    others_NE = (chosen_NE + 1) % 4
+    replay(others_NE)
+    moved = model(TEXT, use_cache=False).logits
+    assert torch.equal(routed.take().int(), others_NE)
+    with pytest.raises(ConfigError, match="tells 1 experts of a token"):
+        replay(others_NE[:, :1])
+    return float((plain - moved).abs().max())
+
+
+@pytest.mark.parametrize("model_type", sorted(KINDS))
+def test_router_of_each_kind_is_told_and_replayed(model_type: str) -> None:
+    assert replayed(made(model_type, KINDS[model_type])) > 0.1
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_router_that_cannot_be_replayed_is_refused_by_name(model_type: str) -> None:
+    shape, why = REFUSED[model_type]
+    model = made(model_type, shape)
+    with pytest.raises((ConfigError, ValueError), match=why):
+        (replayed if routers_of(model) else RouterReplay)(model)
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
