@@ -241,7 +241,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         "metrics": {str(name): float(value) for name, value in trajectory.metrics.items()},
         "credits": [astuple(credit) for credit in trajectory.credits],
         "grammars": [astuple(span) for span in trajectory.grammars],
-        "routing": [] if trajectory.routing is None else trajectory.routing.shape,
+        "routing": getattr(trajectory.routing, "shape", ()),
     }
     whole = write_frame("trajectory", arrays, head)
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
@@ -258,10 +258,9 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
         for name, dtype in _DTYPES.items():
             if name in frame.arrays:
                 planes = frame.arrays[name].reshape(np.dtype(dtype).itemsize, -1)
-                arrays[name] = planes.T.copy().view(dtype).reshape(-1)
+                shape = head["routing"] if name == "routing" else -1
+                arrays[name] = planes.T.copy().view(dtype).reshape(shape)
         num_tokens = len(arrays["token_ids"])
-        if "routing" in arrays:
-            arrays["routing"] = arrays["routing"].reshape(head["routing"])
         return Trajectory(
             sample_index=sample_index,
             **arrays,

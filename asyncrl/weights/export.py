@@ -318,8 +318,8 @@ def routers_of(model: nn.Module) -> list[Any]:
     """Return the router beside each layer's experts, in order; most return (logits, weights, indices), from
     topk.
     """
-    blocks = [one for one in model.modules() if hasattr(one, "experts")]
-    return [*filter(None, (getattr(one, "router", getattr(one, "gate", None)) for one in blocks))]
+    blocks = (one for one in model.modules() if hasattr(one, "experts"))
+    return [getattr(one, name) for one in blocks for name in ("router", "gate") if hasattr(one, name)]
 
 
 def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:  # noqa: N803
