@@ -98,9 +98,7 @@ def mixers_in(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[An
     """Return the modules of these classes that are not inside of another one."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, classes)}
     return [
-        module
-        for name, module in found.items()
-        if not any(name.startswith(f"{other}.") for other in found)
+        module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)
     ]
 
 
