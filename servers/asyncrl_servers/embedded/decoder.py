@@ -86,7 +86,10 @@ class LoadedModel:
         with self.short_windows(spec.max_length):
             self.reference_logits = self._own_logits()
         """The model's own logits for `probe_ids`."""
-        self.mixers = use_slots(self.model, structure.mixers)
+        try:
+            self.mixers = use_slots(self.model, structure.mixers)
+        except UnknownAttentionError as error:
+            self._refuse(spec, error)
         if spec.returns_routing and not routers_of(self.model):
             what = f"{spec.name}: {type(self.model).__name__} has no routers"
             fail(what, way_out="set algorithm.router_replay=false.")

@@ -18,7 +18,6 @@ from torch import Tensor
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked
-from asyncrl.weights.export import routers_of
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, PlainDecoder
 from asyncrl_servers.embedded.fused_decode import FusedSteps, why_not_fused
 from asyncrl_servers.embedded.kv_attention import PAGE
@@ -232,8 +231,8 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     loaded = LoadedModel(spec)
     # CUDA picks kernels by size, so bits are guaranteed only on CPU. An expert's rounding changes with the
     # number of rows routed to it. A prompt's recurrence is summed in another order than decoded tokens.
-    varies = bool(routers_of(loaded.model) or loaded.mixers)
-    wanted = not varies if spec.deterministic == "auto" else spec.deterministic
+    has_experts = any(name.endswith("experts") for name, _ in loaded.model.named_modules())
+    wanted = not (has_experts or loaded.mixers) if spec.deterministic == "auto" else spec.deterministic
     if wanted and loaded.mixers:
         fail(
             f"{spec.name}: {type(loaded.model).__name__} has layers with states, whose rounding depends on "

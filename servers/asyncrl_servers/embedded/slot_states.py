@@ -22,6 +22,8 @@ from asyncrl.models.structure import backbone_of
 
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 """Names that transformers gives the cache, the newest first."""
+FREE = (0.0, float("inf"))
+"""No limits of time steps."""
 Place = tuple[Any, Any]
 """(dictionary or list, key) of a tensor."""
 
@@ -226,5 +228,32 @@ class Mixer:
 
 
 def use_slots(model: Any, names: Sequence[str]) -> list[Mixer]:
-    """Let these modules run over slots."""
-    return [Mixer(name, model.get_submodule(name)) for name in names]
+    """Let these modules run over slots. Raises UnknownAttentionError."""
+    mixers = list[Mixer]()
+    for name in names:
+        module = model.get_submodule(name)
+        for part in module.modules():
+            if tuple(getattr(part, "time_step_limit", None) or FREE) != FREE:
+                limit_time_steps(name, part)
+        mixers.append(Mixer(name, module))
+    return mixers
+
+
+def limit_time_steps(name: str, module: Any) -> None:
+    """Apply a Mamba 2 module's limits of time steps to its decoded tokens too: transformers applies them to
+    several tokens only. The limits of softplus(step + bias) are those of the steps, the last columns of
+    in_proj.
+    """
+    if hasattr(module, "mup_vector") or not hasattr(module, "dt_bias"):
+        raise UnknownAttentionError(f"{name} has time_step_limit={module.time_step_limit}")
+
+    def limited(in_proj: nn.Module, inputs: Any, projected: Tensor) -> Tensor:
+        bias_H = module.dt_bias.float()
+        ends = bias_H.new_tensor(module.time_step_limit)
+        # The inverse of softplus, which is the identity for large steps.
+        low, high = torch.where(ends > 20, ends, ends.expm1().log())
+        rest, steps = projected.split((projected.shape[-1] - len(bias_H), len(bias_H)), dim=-1)
+        steps = steps.clamp((low - bias_H).to(steps.dtype), (high - bias_H).to(steps.dtype))
+        return torch.cat((rest, steps), dim=-1)
+
+    module.in_proj.register_forward_hook(limited)
