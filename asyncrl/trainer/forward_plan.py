@@ -8,6 +8,7 @@ passes, module by module, so that no small multiplier hides an error.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -40,14 +41,15 @@ LARGE_LOGIT = 1000.0
 PREFIX, OWN = 20, (9, 3, 5, 14)
 """Lengths of the texts: a shared prefix, and what follows it."""
 MIN_LAYERS, MOST_ENTRIES = 2, 1024
-SHORT_LENGTHS = {
-    "sliding_window": 24,
-    "attention_chunk_size": 22,
-    "floor_scale": 16,
-    "original_max_position_embeddings": 26,
-    "index_topk": 12,
-}
-"""Lengths named in a config, and those of its small model, which lie among the lengths of the texts."""
+SHORT_BORDER = 26
+SHORT_LENGTHS = (
+    ("original_max_position_embeddings", SHORT_BORDER),
+    ("window", 24),
+    ("attention_chunk_size", 22),
+    ("floor_scale", 16),
+    ("topk|budget", 12),
+)
+"""Names of lengths in a config, and their values in a short model, among the lengths of the texts."""
 LIMIT = 1e-4
 """Relative distance of float32 results (measured: 2e-7 to 1e-5; at least 0.01 if tokens mix)."""
 
@@ -62,16 +64,23 @@ def probe_model(config: Any, device: torch.device, dtype: torch.dtype = torch.fl
     text = small.get_text_config()
     _cut_experts(text)
     text.vocab_size = min(text.vocab_size, MOST_ENTRIES)
-    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(text, name, None) is not None:
+            setattr(text, name, 0)
     if hasattr(text, "initializer_range"):  # attention needs the residual's weight at any width
         text.initializer_range = text.hidden_size**-0.5
     return _random_model(small, device, dtype)
 
 
 def _random_model(config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """Norms, gates and scales are not 1 or 0, which would hide them."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
 
 
 def _with_few_layers(config: Any) -> Any:
@@ -109,8 +118,11 @@ def _with_layers(config: Any, layers: list[int]) -> Any:
 
 
 def _lists_by_layer(text: Any) -> dict[str, list[Any]]:
-    lists = {name: value for name, value in vars(text).items() if isinstance(value, list | tuple)}
-    return {name: value for name, value in lists.items() if len(value) == text.num_hidden_layers}
+    return {
+        name: list(value)
+        for name, value in vars(text).items()
+        if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers
+    }
 
 
 def _layer_kinds(model: Any) -> list[frozenset[Any]]:
@@ -147,7 +159,7 @@ def _shortened(config: Any) -> Any:
     """Return a copy that names short lengths, so that the texts are on both sides of each."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
-    _shorten_values(vars(text), partial(setattr, text))
+    _shorten_values(dict(vars(text)), partial(setattr, text))
     ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
     for rope in ropes:
         if isinstance(rope, dict):
@@ -155,15 +167,15 @@ def _shortened(config: Any) -> Any:
                 _shorten_values(dict(one), one.__setitem__)
     border = length_border(text)
     if border is not None and not border.is_stepwise:
-        text.max_position_embeddings = SHORT_LENGTHS["original_max_position_embeddings"]
+        text.max_position_embeddings = SHORT_BORDER
     return short
 
 
 def _shorten_values(values: dict[str, Any], assign: Callable[[str, int], None]) -> None:
-    for name, short in SHORT_LENGTHS.items():
-        value = values.get(name)
-        if isinstance(value, int | float) and value > short:
-            assign(name, short)
+    for name, value in values.items():
+        shorts = [short for pattern, short in SHORT_LENGTHS if re.search(pattern, name)]
+        if shorts and isinstance(value, int | float) and value > shorts[0]:
+            assign(name, shorts[0])
 
 
 @torch.no_grad()
@@ -192,8 +204,9 @@ def find_plan(model: Any) -> ForwardPlan:
 def _random_texts(model: Any) -> list[IntN]:
     random = np.random.default_rng(0)
     num_ids = model.get_input_embeddings().num_embeddings
-    prefix = random.integers(0, num_ids, PREFIX)
-    return [np.concatenate([prefix, random.integers(0, num_ids, length)]) for length in OWN]
+    # A padding id, 0, may have no embedding.
+    prefix = random.integers(1, num_ids, PREFIX)
+    return [np.concatenate([prefix, random.integers(1, num_ids, length)]) for length in OWN]
 
 
 def _on(model: Any, text: IntN) -> Tensor:
@@ -288,9 +301,9 @@ def _leaks(policy: Policy, micro: MicroBatch, rows: list[IntN]) -> bool:
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
-    """Return whether logits are the plain output embedding, without a soft cap."""
+    """Return whether logits are the plain output embedding, without a soft cap or a scale."""
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
 
     def enlarged(head: nn.Module, inputs: Any, logits: Tensor) -> Tensor:

@@ -148,10 +148,11 @@ def costs_of(model: Any) -> Costs:
     num_weights = max(sum(part * weight.numel() for part, weight in layers), 1)
     num_trained = sum(part * weight.numel() for part, weight in layers if weight.requires_grad)
     num_heads = getattr(config, "num_attention_heads", None) or 0
-    if getattr(config, "qk_rope_head_dim", None):  # multi-head latent attention
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    else:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
+    rope_dim, nope_dim = (vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope"))
+    if rope_dim and nope_dim:  # multi-head latent attention
+        head_dim = nope_dim + rope_dim
+    else:  # Gemma 4's head_dim depends on the layer: reading it raises an error
+        head_dim = vars(config).get("head_dim") or config.hidden_size // max(num_heads, 1)
     # A weight costs one multiply-add; a key two.
     key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
     return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)
