@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
-from asyncrl.trainer.attention import ATTENTION, CannotPackError, number_of
+from asyncrl.models.attention_kinds import UnknownAttentionError
+from asyncrl.trainer.attention import ATTENTION, number_of
 from asyncrl.trainer.fused import compile_layers, compiled, fuse
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, costs_of, pack_texts
 from asyncrl.trainer.tree import places_of
 
 log = logging.getLogger("asyncrl.trainer")
 
-MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, CannotPackError)
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, UnknownAttentionError)
 LARGE_LOGIT = 1000.0
 """Above all soft caps, which are 2 to 50."""
 PREFIX, OWN = 20, (9, 1, 5)
@@ -272,6 +273,7 @@ def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
         # a four-dimensional mask avoids an [N, N] mask
         "attention_mask": torch.zeros((1, 1, 1, 1), device=micro.token_ids_N.device),
         "packed_layout": number_of(micro.layout),
+        "packed_position_N": micro.position_N,
     }
 
 
