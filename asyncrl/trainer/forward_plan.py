@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from asyncrl.models.attention_kinds import UnknownAttentionError
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths, length_border
 from asyncrl.models.structure import backbone_of, find_structure, hooked, map_rows, parts_of_layers
-from asyncrl.trainer.attention import CannotPackError
 from asyncrl.trainer.packing import MicroBatch, pack_texts
 from asyncrl.trainer.policy import ForwardPlan, Policy
 from asyncrl.trainer.tree import IntN, places_of
@@ -33,7 +32,6 @@ MODEL_ERRORS = (
     TypeError,
     AttributeError,
     LookupError,
-    CannotPackError,
     UnknownAttentionError,
 )
 LARGE_LOGIT = 1000.0
