@@ -234,8 +234,8 @@ def _plain(model: Any, ids_1T: Tensor) -> Tensor:
 
 
 def _check_causal(model: Any, ids_1T: Tensor, border: LengthBorder | None) -> None:
-    if border is not None and not border.is_stepwise:
-        return  # each length has its own frequencies
+    if border is not None:  # above it, another length has other frequencies
+        ids_1T = ids_1T[:, : border.length]
     whole_TD = _plain(model, ids_1T)
     for num_left in (ids_1T.shape[1] - 1, ids_1T.shape[1] * 2 // 3):
         distance = float(_distances(whole_TD[:num_left], _plain(model, ids_1T[:, :num_left])).max())
