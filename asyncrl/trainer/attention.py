@@ -24,9 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 from asyncrl.models.attention_kinds import AttentionKind, UnknownAttentionError, kind_of
 from asyncrl.trainer.banded_attention import (
@@ -157,30 +155,20 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend for transformers: [1, heads, N, head_dim] -> [1, N, heads, head_dim].
 
-    `packed_layout`: number_of() the layout. `packed_position_N`: the tokens' positions. `checks_attention`:
-    check tensors and mask. Raises UnknownAttentionError.
+    `packed_layout`: number_of() the layout. `packed_position_N`: the tokens' positions. Raises
+    UnknownAttentionError.
     """
     number: Tensor | None = options.pop("packed_layout", None)
     position_N: Tensor | None = options.pop("packed_position_N", None)
-    checks = options.pop("checks_attention", False) or options.pop("windows_seen", None) is not None
+    if number is None or attention_mask is not None or value.shape[3] > query.shape[3]:
+        raise UnknownAttentionError("packed attention needs a layout, no mask, and no values above the keys")
     kind = kind_of(module, options)
-    if number is None:
-        if kind.has_sinks:  # which sdpa would leave out
-            raise UnknownAttentionError("its attention has sinks, and its tokens no layout")
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     scale = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     query = _scaled_by_position(module, query, position_N)
     size = value.shape[3]
     if size < query.shape[3]:  # kernels support one head size; zero columns change nothing
         value = functional.pad(value, (0, query.shape[3] - size))
-    if checks:
-        if attention_mask is not None and attention_mask.shape != (1, 1, 1, 1):
-            raise UnknownAttentionError(f"it has an attention mask of its own, {[*attention_mask.shape]}")
-        is_whole = query.shape[::2] == (1, _layouts[int(number)].num_tokens)
-        if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
-            shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
-            raise UnknownAttentionError(shapes)
     band = (kind.window, kind.chunk, kind.softcap)
     output = _attend(query, key, value, options.get("s_aux"), number, scale, *band)[0]
     return output if size == output.shape[3] else output[..., :size], None
@@ -205,7 +193,6 @@ def _scaled_by_position(module: torch.nn.Module, query: Tensor, position_N: Tens
 
 
 AttentionInterface.register(ATTENTION, attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def _calls(query: Tensor, layout: Layout, kind: AttentionKind) -> tuple[KernelCall, ...]:

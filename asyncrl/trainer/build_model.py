@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -23,11 +24,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.messages.engine_api import NO_EXPERT
+from asyncrl.models.rope_lengths import pin_length
 from asyncrl.trainer.attention import HOPPER, choose_flash
+from asyncrl.trainer.forward_plan import NotCausalError, find_plan, probe_model
 from asyncrl.trainer.fused import layers_of, why_not_compiled
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.optimizer import MasterWeights, cast_model
-from asyncrl.trainer.policy import ForwardPlan, Policy, find_plan, probe_model
+from asyncrl.trainer.policy import ForwardPlan, Policy
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import routers_of
@@ -191,8 +194,8 @@ def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: tor
     setting, checkpointing = spec.trainer.compile, spec.trainer.gradient_checkpointing
     is_wanted = setting is True or (setting == "auto" and device.type == "cuda")
     reason = why_not_compiled(model, device) if is_wanted else f"trainer.compile={setting}, on {device.type}"
-    if is_wanted and (not plan.is_packed or plan.window is not None):
-        reason = "it cannot be trained on packed tokens at any length"
+    if is_wanted and (not plan.is_packed or plan.mixers):
+        reason = "it cannot be trained on packed tokens alone"
     if reason and not isinstance(checkpointing, bool):
         what = f"trainer.gradient_checkpointing={checkpointing}, and the layers are not compiled: {reason}"
         raise ConfigError(what, way_out="set trainer.gradient_checkpointing=true, or false.")
@@ -231,6 +234,30 @@ def choose_kernels(device: torch.device, *, is_compiled: bool) -> dict[str, floa
     return {"trainer/compiled": float(is_compiled), **flash}
 
 
+def plan_of(spec: TrainerSpec, model: Any, device: torch.device) -> ForwardPlan:
+    """Choose how sequences share a pass, and pin rotary frequencies as vLLM does. Raises ConfigError."""
+    with loading(spec.model_path):
+        small = probe_model(model.config, device)
+    try:
+        plan = find_plan(small)
+    except NotCausalError as error:
+        raise ConfigError(
+            f"a {type(model).__name__} cannot be trained exactly: {error}",
+            rule="a token's logprob depends on the tokens before it alone, in transformers as in the engine",
+            way_out="train another model.",
+        ) from error
+    if not spec.pinned_length or plan.border is None:
+        return plan
+    if not plan.border.is_stepwise:
+        raise ConfigError(
+            f"rollout.engine=vllm, and the model's RoPE is {plan.border.rope_type}",
+            rule="vLLM scales dynamic RoPE by a rule of its own, unlike transformers at any length",
+            way_out="set rollout.engine=embedded.",
+        )
+    pin_length(model, spec.pinned_length)
+    return replace(plan, border=None)
+
+
 class TrainedModel:
     """`reference`: initial weights for a KL divergence."""
 
@@ -248,8 +275,7 @@ class TrainedModel:
         self.adapters = None if lora is None else Adapters(model, lora, self.dtype)
         if lora is not None and is_sharded and whole is not None:
             Adapters(whole, lora, self.dtype)
-        with loading(spec.model_path):
-            plan = find_plan(probe_model(model.config, self.device, self.dtype))
+        plan = plan_of(spec, model, self.device)
         compiles = should_compile(spec, model, plan, self.device)
         self.kernels = choose_kernels(self.device, is_compiled=compiles)
         frozen = None
@@ -284,26 +310,47 @@ class RouterReplay:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Raises ConfigError without a router."""
         self._routers = routers_of(model)
-        self._sizes = [int(router.top_k) for router in self._routers]
+        if not self._routers:
+            raise _not_replayed(type(model).__name__, "no router is found")
+        # Gemma 4's reads it from its config.
+        self._sizes = [
+            int(router.top_k if hasattr(router, "top_k") else router.config.top_k_experts)
+            for router in self._routers
+        ]
         for router in self._routers:
             # One function, so that torch.compile builds one graph for all layers.
             router.forward = MethodType(_route, router)
+            router.num_scores = next(len(one) for one in router.parameters() if one.ndim == 2)
         self(None)
 
     def __call__(self, routing_N: Tensor | None) -> None:
+        """Raises ConfigError for experts of another number of routers."""
         chosen: Sequence[Tensor | None] = [None] * len(self._sizes)
         if routing_N is not None:
+            if routing_N.shape[1] != sum(self._sizes):
+                what = f"the engine tells {routing_N.shape[1]} experts of a token, and the trainer's routers "
+                raise _not_replayed(type(self._routers[0]).__name__, what + f"choose {sum(self._sizes)}")
             chosen = torch.split(routing_N, self._sizes, dim=1)
         for router, chosen_NK in zip(self._routers, chosen, strict=True):
             router.chosen_NK = chosen_NK
 
 
+def _not_replayed(name: str, why: str) -> ConfigError:
+    what = f"algorithm.router_replay cannot set the experts of {name}: {why}"
+    return ConfigError(what, way_out="set algorithm.router_replay=false.")
+
+
 def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
     if router.chosen_NK is None:
         return type(router).forward(router, *args, **kwargs)
-    with _Chosen(router.chosen_NK, len(router.weight)):
-        return type(router).forward(router, *args, **kwargs)
+    chosen = _Chosen(router.chosen_NK, router.num_scores)
+    with chosen:
+        found = type(router).forward(router, *args, **kwargs)
+    if not chosen.is_used:
+        raise _not_replayed(type(router).__name__, "it calls no topk over its experts")
+    return found
 
 
 class _Chosen(TorchFunctionMode):
@@ -312,6 +359,7 @@ class _Chosen(TorchFunctionMode):
     def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
         super().__init__()
         self._chosen_NK, self._num_experts = chosen_NK, num_experts
+        self.is_used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -320,5 +368,6 @@ class _Chosen(TorchFunctionMode):
         scores, chosen_NK = args[0], self._chosen_NK
         if scores.shape != (len(chosen_NK), self._num_experts) or found.indices.shape != chosen_NK.shape:
             return found
+        self.is_used = True
         indices_NK = torch.where(chosen_NK == NO_EXPERT, found.indices, chosen_NK.long())
         return torch.return_types.topk((scores.gather(-1, indices_NK), indices_NK))

@@ -148,10 +148,11 @@ def costs_of(model: Any) -> Costs:
     num_weights = max(sum(part * weight.numel() for part, weight in layers), 1)
     num_trained = sum(part * weight.numel() for part, weight in layers if weight.requires_grad)
     num_heads = getattr(config, "num_attention_heads", None) or 0
-    if getattr(config, "qk_rope_head_dim", None):  # multi-head latent attention
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    else:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
+    rope_dim, nope_dim = (vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope"))
+    if rope_dim and nope_dim:  # multi-head latent attention
+        head_dim = nope_dim + rope_dim
+    else:  # Gemma 4's head_dim depends on the layer: reading it raises an error
+        head_dim = vars(config).get("head_dim") or config.hidden_size // max(num_heads, 1)
     # A weight costs one multiply-add; a key two.
     key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
     return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)
@@ -321,35 +322,56 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
     return [chosen for step in range(count) if (chosen := has_loss & (step_of_N == step)).any()]
 
 
+@dataclass(frozen=True)
+class PackRules:
+    """What may share a micro-batch of `max_tokens` (0: one sequence).
+
+    `flat_above`: shared tokens are stored once only in batches whose sequences are at most this long.
+    `border`: sequences of more tokens and of fewer are apart. `is_alone_above`: each one above it is alone.
+    """
+
+    max_tokens: int
+    flat_above: int | None = None
+    border: int | None = None
+    is_alone_above: bool = False
+
+    def sides(self, sequences: list[TokenRange]) -> list[tuple[list[TokenRange], int]]:
+        """Return sequences that may share micro-batches, with the maximum of their tokens."""
+        if self.border is None:
+            return [(sequences, self.max_tokens)]
+        below = [one for one in sequences if one.length <= self.border]
+        above = [one for one in sequences if one.length > self.border]
+        return [(below, self.max_tokens), (above, 0 if self.is_alone_above else self.max_tokens)]
+
+
 def micro_batches(
     header: BatchHeader,
     arrays: BatchArrays,
     has_loss: BoolN,
-    max_tokens: int,
+    rules: PackRules,
     device: torch.device,
     ranks: Ranks,
     costs: Costs,
     allowed: AllowedSets | None = None,
-    flat_above: int | None = None,
 ) -> list[tuple[MicroBatch, bool]]:
     """Return this rank's micro-batches. Padding micro-batches, which keep ranks in lockstep, are flagged
-    False. If a sequence is longer than `flat_above`, no micro-batch shares tokens.
+    False.
     """
-    max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     sequences = token_ranges(header, has_loss)
-    flat_above = 0 if is_flat(sequences, flat_above) else None
-    steps = assign(sequences, arrays.token_ids, costs, max_tokens, ranks.size, flat_above)
+    flat_above = 0 if is_flat(sequences, rules.flat_above) else None
     micros = []
-    for step in steps:
-        if share := step[ranks.rank]:
-            micro = _assemble(share, arrays, has_loss, max_tokens, device, allowed, flat_above)
-            micros.append((micro, True))
-            continue
-        shortest = min(sequences, key=lambda sequence: sequence.first)
-        one_token = np.zeros_like(has_loss)
-        one_token[shortest.start + shortest.first] = True
-        filler = token_ranges(header, one_token)
-        micros.append((_assemble(filler, arrays, one_token, max_tokens, device), False))
+    for side, side_tokens in rules.sides(sequences):
+        max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
+        for step in assign(side, arrays.token_ids, costs, max_tokens, ranks.size, flat_above):
+            if share := step[ranks.rank]:
+                micro = _assemble(share, arrays, has_loss, max_tokens, device, allowed, flat_above)
+                micros.append((micro, True))
+                continue
+            shortest = min(sequences, key=lambda sequence: sequence.first)
+            one_token = np.zeros_like(has_loss)
+            one_token[shortest.start + shortest.first] = True
+            filler = token_ranges(header, one_token)
+            micros.append((_assemble(filler, arrays, one_token, max_tokens, device), False))
     return micros
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.codec import Asked
-from asyncrl.weights.export import routers_of
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, PlainDecoder
 from asyncrl_servers.embedded.fused_decode import FusedSteps, why_not_fused
 from asyncrl_servers.embedded.kv_attention import PAGE
@@ -232,7 +231,8 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     loaded = LoadedModel(spec)
     # CUDA picks kernels by size, so bits are guaranteed only on CPU. An expert's rounding changes with the
     # number of rows routed to it.
-    wanted = not routers_of(loaded.model) if spec.deterministic == "auto" else spec.deterministic
+    has_experts = any(type(one).__name__.endswith("Experts") for one in loaded.model.modules())
+    wanted = not has_experts if spec.deterministic == "auto" else spec.deterministic
     is_exact = wanted and loaded.device.type == "cpu"
     runner = Runner(
         loaded,
