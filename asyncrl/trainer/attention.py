@@ -160,15 +160,20 @@ def attention(
     """
     number: Tensor | None = options.pop("packed_layout", None)
     position_N: Tensor | None = options.pop("packed_position_N", None)
-    if number is None or attention_mask is not None or value.shape[3] > query.shape[3]:
-        raise UnknownAttentionError("packed attention needs a layout, no mask, and no values above the keys")
     kind = kind_of(module, options)
+    if number is None:
+        raise UnknownAttentionError("packed attention needs a layout of its tokens")
+    if attention_mask is not None:
+        raise UnknownAttentionError("it has an attention mask of its own")
     scale = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     query = _scaled_by_position(module, query, position_N)
     size = value.shape[3]
     if size < query.shape[3]:  # kernels support one head size; zero columns change nothing
         value = functional.pad(value, (0, query.shape[3] - size))
+    if query.shape[2] != key.shape[2] or key.shape != value.shape or query.shape[3] != key.shape[3]:
+        shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
+        raise UnknownAttentionError(f"its attention reads {shapes}")
     band = (kind.window, kind.chunk, kind.softcap)
     output = _attend(query, key, value, options.get("s_aux"), number, scale, *band)[0]
     return output if size == output.shape[3] else output[..., :size], None
