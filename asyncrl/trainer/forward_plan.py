@@ -206,10 +206,10 @@ def find_plan(model: Any) -> ForwardPlan:
     has_plain_head = _has_plain_head(short, ids_1T)
     _check_causal(short, ids_1T, short_border)
     try:
-        structure, short_structure = find_structure(model), find_structure(short)
-        classes = tuple({type(model.get_submodule(name)) for name in structure.mixers})
-        plan = ForwardPlan(True, has_plain_head, classes, structure.reach, border)
-        short_plan = replace(plan, reach=short_structure.reach, border=short_border)
+        mixers = find_structure(model).mixers
+        classes = tuple({type(model.get_submodule(name)) for name in mixers})
+        plan = ForwardPlan(True, has_plain_head, classes, border)
+        short_plan = replace(plan, border=short_border)
         reasons = [_compare(short, short_plan, side) for side in _sides(texts, short_border)]
         reason = next(filter(None, reasons), "")
     except MODEL_ERRORS as error:
@@ -271,7 +271,7 @@ def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
     before = model.config._attn_implementation
     policy = Policy(model, plan)
     try:
-        micro = pack_texts(texts, next(model.parameters()).device, plan.reach)
+        micro = pack_texts(texts, next(model.parameters()).device)
         rows = [places_of(runs) for runs in micro.layout.rows]
         found = _outputs(model, micro.layout.num_tokens, lambda: policy.states(micro))
         for name, states_ND in found.items():
