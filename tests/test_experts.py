@@ -318,8 +318,8 @@ def test_replay_is_refused_without_routers(tiny_model_dir: Path) -> None:
 @pytest.mark.timeout(600)
 def test_agent_trains_with_the_experts_that_sampled(tmp_path: Path) -> None:
     """Several turns and an edited history, on policy; the experts are transformers' own."""
-    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"} | MOE
-    scratch = {"characters": "abcdefgh0123456789 ", "architecture": shape | {"model_type": "qwen3_moe"}}
+    shape = SHAPE | MOE | {"model_type": "qwen3_moe"}
+    scratch = {"characters": "abcdefgh0123456789 ", "architecture": shape}
     config = write_config(
         tmp_path,
         model={"scratch": scratch},
