@@ -42,13 +42,19 @@ async def share_of_a(task: Task, session: Session) -> Outcome:
 
 
 async def edits_its_history(task: Task, session: Session) -> Outcome:
-    """Three turns; then the first answer is forgotten, which starts a branch of two more."""
+    """Three turns, two of them streamed; then the first answer is forgotten, which starts a branch of two
+    more.
+    """
     messages: list[Any] = list(task.messages)
     for turn in range(5):
         if turn == 3:
             del messages[1:3]
-        answer = await session.client.chat.completions.create(model=session.model, messages=messages)
-        text = answer.choices[0].message.content or ""
+        asked: Any = {"model": session.model, "messages": messages, "stream": turn != 1}
+        answer = await session.client.chat.completions.create(**asked)
+        if asked["stream"]:
+            text = "".join([part.choices[0].delta.content or "" async for part in answer])
+        else:
+            text = answer.choices[0].message.content or ""
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "a 2"}]
     return Outcome(float(len(text)))
 

@@ -229,7 +229,8 @@ def test_experts_are_kept_when_a_server_or_process_is_lost() -> None:
     """Prompts of 2 tokens."""
     told = list[Completion]()
     join = SegmentJoin(segment_request(4), None, told.append)
-    join.add(rest("abort", 5, 6, routing=ids(range(300, 306))))
+    for part in (chunk(5), rest("abort", 6, routing=ids(range(300, 306)))):
+        join.add(part)
     kept = decode_partial(encode_partial(0, 0, told[0]), 0, 0)
     assert kept.routing == told[0].routing == ids([*range(300, 306), *UNKNOWN])
     for life in (join, SegmentJoin(segment_request(4), kept)):  # another server, and a resumed run
@@ -419,12 +420,16 @@ def test_vllm_tells_the_experts_of_each_token_and_loads_pushed_ones(tmp_path: Pa
             request = SamplingRequest(
                 request_id=f"r{number}", prompt_ids=list(prompt), max_tokens=20, seed=number
             )
-            answer = await server.generate_segment(request)
+            join = SegmentJoin(request)
+            streams = number == len(PROMPTS) + 1  # like an agent's next turn
+            answer = await server.generate_segment(request, on_chunk=join.add if streams else None)
+            join.add(answer)
             if number < len(PROMPTS):
                 answers.append(answer)
-            expected = chosen_by(folder, [*prompt, *answer.token_ids])[:-1]
+            sampled = join.completion()
+            expected = chosen_by(folder, [*prompt, *sampled.token_ids])[:-1]
             assert expected.max() > 255
-            assert torch.equal(sets(told(answer.routing)), sets(expected))
+            assert torch.equal(sets(told(sampled.routing)[:-1]), sets(expected))
         assert step.train(*batch_from(answers))["policy/logprob_gap_max"] < 1e-4
         manifest = step.export(tmp_path / "v1.safetensors")
         assert manifest.canary is not None
