@@ -34,6 +34,7 @@ MODEL_ERRORS = (
     LookupError,
     UnknownAttentionError,
 )
+LARGE_STATE = 100.0
 LARGE_LOGIT = 1000.0
 """Above all soft caps, which are 2 to 50."""
 PREFIX, OWN = 20, (9, 3, 5, 14)
@@ -246,7 +247,8 @@ def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
     """Return the relative distance [T] of each token."""
     found_TD, expected_TD = found_TD.float().flatten(1), expected_TD.float().flatten(1)
     norm_T = expected_TD.norm(dim=-1)
-    return (found_TD - expected_TD).norm(dim=-1) / (norm_T + 1e-3 * norm_T.mean() + 1e-12)
+    distance_T: Tensor = (found_TD - expected_TD).norm(dim=-1)
+    return distance_T / (norm_T + 1e-3 * norm_T.mean() + 1e-12)
 
 
 def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
@@ -264,7 +266,7 @@ def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
             distance = max(float(_distances(*pair).mean()) for pair in pairs)
             if not distance <= LIMIT:
                 return f"packed tokens get other values in {name}, {distance:.2g} away from the plain ones"
-        leaks = _leaks(policy, micro, rows)
+        leaks = _leaks(policy, micro, rows, found["its last states"])
     finally:
         policy.close()
         model.set_attn_implementation(before)
@@ -287,20 +289,19 @@ def _outputs(model: Any, num_tokens: int, run: Callable[[], Tensor]) -> dict[str
     return {**found, "its last states": states_TD}
 
 
-def _leaks(policy: Policy, micro: MicroBatch, rows: list[IntN]) -> bool:
-    """Return whether NaN in the first text's own tokens reaches the states of other texts."""
+def _leaks(policy: Policy, micro: MicroBatch, rows: list[IntN], states_ND: Tensor) -> bool:
+    """Return whether another token in the first text changes the states of other texts."""
     others = np.unique(np.concatenate(rows[1:])) if len(rows) > 1 else np.zeros(0, np.int64)
-    own = np.setdiff1d(rows[0], others)
-    place = int(own[0])
+    place = int(np.setdiff1d(rows[0], others)[0])
 
-    def poison(name: str, _: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        poisoned_1ND = output.clone()
-        poisoned_1ND[:, place] = torch.nan
-        return poisoned_1ND
+    def change(name: str, _: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        changed_1ND = output.clone()
+        changed_1ND[:, place] *= -LARGE_STATE
+        return changed_1ND
 
-    with hooked({policy.model.get_input_embeddings(): ""}, poison):
-        states_ND = policy.states(micro)
-    return bool(states_ND[others].isnan().any())
+    with hooked({policy.model.get_input_embeddings(): ""}, change):
+        changed_ND = policy.states(micro)
+    return bool((_distances(changed_ND[others], states_ND[others]) > LIMIT).any())
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
