@@ -32,7 +32,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
     "gemma3_text": SLIDING | {"query_pre_attn_scalar": 16},
-    "gemma3n_text": SLIDING | PER_LAYER | {"laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    "gemma3n_text": SLIDING
+    | PER_LAYER
+    | {"laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     "gemma4_text": SLIDING | PER_LAYER | {"global_head_dim": 32},
     "gpt_oss": SLIDING | EXPERTS,
     "olmo3": SLIDING,
@@ -46,7 +48,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": EXPERTS | DELTA | {"shared_expert_intermediate_size": 32},
     "qwen3_5_text": DELTA,
     "olmo_hybrid": DELTA,
-    "kimi_linear": EXPERTS | {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "linear_head_dim": 8, "linear_num_heads": 4,
+    "kimi_linear": EXPERTS
+    | {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "nemotron_h": {
