@@ -444,7 +444,7 @@ def _attention(
     rows = [states[0].transpose(0, 1) if axis else states[:, :, 0] for states in (query, key, value)]
     rows[0] = scaled_by_position(module, rows[0], running.pass_.positions_R, axis)
     mixed = running.pass_.attend(place, *rows, scaling, kind, options.get("s_aux"))
-    return (mixed[None] if axis else mixed[:, None]), None
+    return (mixed[None] if axis else mixed[:, None]).contiguous(), None
 
 
 def reaching(kind: AttentionKind, max_length: int) -> AttentionKind:
