@@ -18,7 +18,7 @@ from torch.nn import functional
 from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.trainer import attention, tree
+from asyncrl.trainer import banded_attention, tree
 from asyncrl.trainer import policy as policy_module
 from asyncrl.trainer.forward_plan import find_plan, probe_model
 from asyncrl.trainer.packing import AllowedRows, micro_batches
@@ -127,20 +127,20 @@ def test_other_architectures_run_alone(kind: str, caplog: pytest.LogCaptureFixtu
     assert_same(run(policy, GROUPS), expected, 1e-4)
 
 
-TILE_SIZES = st.sampled_from([(), (2,), (4, 8), attention.TILE_SIZES])
+BLOCKS = st.sampled_from([0, 2, 8, banded_attention.BLOCK])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(trees(), st.sampled_from([1, 40, 10**6]), st.integers(1, 3), st.booleans(), TILE_SIZES)
+@given(trees(), st.sampled_from([1, 40, 10**6]), st.integers(1, 3), st.booleans(), BLOCKS)
 def test_any_tree_cut_and_ranks_give_plain_gradients(
-    groups: Rows, max_tokens: int, num_ranks: int, shares_all: bool, tile_sizes: tuple[int, ...]
+    groups: Rows, max_tokens: int, num_ranks: int, shares_all: bool, block: int
 ) -> None:
     """Each token has its weight in each sequence, also a shared token."""
     assume(any(any(mask) for rows in groups for _, mask in rows))
     model = make_model(dtype=torch.float64)
     expected = run_plain(model, groups)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "TILE_SIZES", tile_sizes)
+        patch.setattr(banded_attention, "BLOCK", block)
         if shares_all:
             patch.setattr(tree, "MIN_SHARED_TOKENS", -math.inf)
         policy = Policy(model, ForwardPlan(True, True))

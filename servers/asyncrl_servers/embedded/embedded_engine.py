@@ -232,7 +232,10 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     loaded = LoadedModel(spec)
     # CUDA picks kernels by size, so bits are guaranteed only on CPU. An expert's rounding changes with the
     # number of rows routed to it. A prompt's recurrence is summed in another order than decoded tokens.
-    has_experts = any(name.endswith("experts") for name, _ in loaded.model.named_modules())
+    has_experts = any(
+        name.endswith("experts") or type(module).__name__.endswith("Experts")
+        for name, module in loaded.model.named_modules()
+    )
     wanted = not (has_experts or loaded.mixers) if spec.deterministic == "auto" else spec.deterministic
     if wanted and loaded.mixers:
         what = "rounding of layers with states depends on how many tokens they read at once"

@@ -205,12 +205,18 @@ class RoutedExperts:
         self._chosen: list[Tensor] = []
         """int64 [R, k] for each router."""
         for router in routers_of(model):
-            router.register_forward_hook(lambda _, inputs, found: self._chosen.append(found[2]))
+            router.register_forward_hook(self._note)
 
     def take(self) -> Tensor:
         """Return the last pass's experts, ROUTED_TYPE [R, num_routed]."""
         chosen, self._chosen = self._chosen, []
         return torch.cat(chosen, dim=1).to(ROUTED_TYPE)
+
+    def _note(self, router: torch.nn.Module, inputs: Any, found: Any) -> None:
+        if len(found) < 3 or found[2].is_floating_point():
+            rule = "algorithm.router_replay needs a router that returns the experts it chooses"
+            raise ValueError(f"{rule}, and {type(router).__name__} does not")
+        self._chosen.append(found[2])
 
 
 @dataclass(frozen=True, slots=True)
