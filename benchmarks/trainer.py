@@ -220,7 +220,10 @@ def main() -> None:
     """Read the options and run."""
     parser = options(__doc__, seconds=20.0)
     parser.add_argument(
-        "--model", choices=["tiny", "families", "smollm2", "all"], default="all", help="which models to measure"
+        "--model",
+        choices=["tiny", "families", "smollm2", "all"],
+        default="all",
+        help="which models to measure",
     )
     parser.add_argument(
         "--groups", type=int, help="groups of the batch (default: 8, and 2 for SmolLM2 on the CPU)"

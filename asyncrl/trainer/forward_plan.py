@@ -39,7 +39,7 @@ LARGE_LOGIT = 1000.0
 """Above all soft caps, which are 2 to 50."""
 PREFIX, OWN = 20, (9, 3, 5, 14)
 """Lengths of the texts: a shared prefix, and what follows it."""
-MIN_LAYERS, MOST_ENTRIES = 2, 1024
+MIN_LAYERS, MOST_ENTRIES, MOST_WIDTH = 2, 1024, 512
 SHORT_BORDER = 26
 SHORT_LENGTHS = (
     ("original_max_position_embeddings", SHORT_BORDER),
@@ -68,7 +68,19 @@ def probe_model(config: Any, device: torch.device, dtype: torch.dtype = torch.fl
             setattr(text, name, 0)
     if hasattr(text, "initializer_range"):  # attention needs the residual's weight at any width
         text.initializer_range = text.hidden_size**-0.5
-    return _random_model(small, device, dtype)
+    try:
+        return _random_model(_with_narrow_mlp(small), device, dtype)
+    except MODEL_ERRORS:  # the width of a Mamba mixer has this name too
+        return _random_model(small, device, dtype)
+
+
+def _with_narrow_mlp(config: Any) -> Any:
+    narrow = copy.deepcopy(config)
+    text = narrow.get_text_config()
+    for name, value in dict(vars(text)).items():
+        if name.endswith("intermediate_size") and isinstance(value, int):
+            setattr(text, name, min(value, MOST_WIDTH))
+    return narrow
 
 
 def _random_model(config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
@@ -194,10 +206,10 @@ def find_plan(model: Any) -> ForwardPlan:
     has_plain_head = _has_plain_head(short, ids_1T)
     _check_causal(short, ids_1T, short_border)
     try:
-        structure, short_structure = find_structure(model), find_structure(short)
-        classes = tuple({type(model.get_submodule(name)) for name in structure.mixers})
-        plan = ForwardPlan(True, has_plain_head, classes, structure.reach, border)
-        short_plan = replace(plan, reach=short_structure.reach, border=short_border)
+        mixers = find_structure(model).mixers
+        classes = tuple({type(model.get_submodule(name)) for name in mixers})
+        plan = ForwardPlan(True, has_plain_head, classes, border)
+        short_plan = replace(plan, border=short_border)
         reasons = [_compare(short, short_plan, side) for side in _sides(texts, short_border)]
         reason = next(filter(None, reasons), "")
     except MODEL_ERRORS as error:
@@ -234,8 +246,8 @@ def _plain(model: Any, ids_1T: Tensor) -> Tensor:
 
 
 def _check_causal(model: Any, ids_1T: Tensor, border: LengthBorder | None) -> None:
-    if border is not None and not border.is_stepwise:
-        return  # each length has its own frequencies
+    if border is not None:  # above it, another length has other frequencies
+        ids_1T = ids_1T[:, : border.length]
     whole_TD = _plain(model, ids_1T)
     for num_left in (ids_1T.shape[1] - 1, ids_1T.shape[1] * 2 // 3):
         distance = float(_distances(whole_TD[:num_left], _plain(model, ids_1T[:, :num_left])).max())
@@ -248,7 +260,8 @@ def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
     found_TD, expected_TD = found_TD.float().flatten(1), expected_TD.float().flatten(1)
     norm_T = expected_TD.norm(dim=-1)
     distance_T: Tensor = (found_TD - expected_TD).norm(dim=-1)
-    return distance_T / (norm_T + 1e-3 * norm_T.mean() + 1e-12)
+    relative_T: Tensor = distance_T / (norm_T + 1e-3 * norm_T.mean() + 1e-12)
+    return relative_T
 
 
 def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
@@ -258,7 +271,7 @@ def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
     before = model.config._attn_implementation
     policy = Policy(model, plan)
     try:
-        micro = pack_texts(texts, next(model.parameters()).device, plan.reach)
+        micro = pack_texts(texts, next(model.parameters()).device)
         rows = [places_of(runs) for runs in micro.layout.rows]
         found = _outputs(model, micro.layout.num_tokens, lambda: policy.states(micro))
         for name, states_ND in found.items():
