@@ -29,7 +29,7 @@ from trainer_cases import batch_of, make_spec
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.config import LoraConfig
 from asyncrl.trainer.build_model import plan_of
-from asyncrl.trainer.lora import Adapters, find_targets
+from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.packing import micro_batches
 from asyncrl.trainer.policy import ForwardPlan, Policy
 from asyncrl.trainer.ranks import Ranks
@@ -180,7 +180,7 @@ def served(model: Any) -> str:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(said):
         model.save_pretrained(folder)
         try:
-            with running_engine(Path(folder), num_kept=4) as engine:
+            with running_engine(Path(folder), slots=3, num_kept=3, max_length=128) as engine:
                 compare_turns(engine, model)
         except SystemExit:
             body = find_fatal(said.getvalue())
@@ -193,7 +193,7 @@ def served(model: Any) -> str:
 def compare_turns(engine: Any, model: Any) -> None:
     prompts = [ids for texts in make_texts() for ids in texts]
     for turn in range(2):
-        fields = {"max_tokens": 30, "temperature": TEMPERATURE, "seed": turn}
+        fields = {"max_tokens": 12, "temperature": TEMPERATURE, "seed": turn}
         requests = [
             make_request(f"{turn}-{number}", tuple(ids), **fields) for number, ids in enumerate(prompts)
         ]
@@ -215,8 +215,6 @@ def adapted(model: Any) -> str:
     weights = dict(merged.named_parameters())
     ids = make_texts()[0][0]
     base_T = plain_logprobs(model, ids)
-    if not find_targets(model, LoraConfig()):
-        return "none"
     adapters = Adapters(model, LoraConfig(rank=4), torch.float32)
     for name, layer in adapters.layers.items():
         lora_A, lora_B = layer.pair()

@@ -39,6 +39,9 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
         for name, one in model.named_modules()
         if f"{name}.weight" in unshared and one is not head and _kind(name) in called
     ]
+    if not linear:
+        what = f"trainer.lora: {type(model).__name__} has no linear layers that adapters fit"
+        raise ConfigError(what, way_out="remove trainer.lora, to train all weights.")
     if config.targets == "all-linear":
         return linear
     chosen = {end: [name for name in linear if f".{name}".endswith(f".{end}")] for end in config.targets}
