@@ -25,11 +25,12 @@ MODEL_KEY = "model.path"
 WEIGHTS = ("*.safetensors", "*.bin")
 SLOWEST_BYTES_S = 50e6
 TOKENIZER = (
-    *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json"),
+    *("tokenizer*.json", "*.model", "vocab.*", "merges.txt", "added_tokens.json", "tekken.json", "*.tiktoken"),
     *("special_tokens_map.json", "chat_template.*"),
 )
+GENERATION = ("generation_config.json", "*processor_config.json")
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
-DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 RunModule = Callable[[str, Sequence[str], float], Awaitable[tuple[int | None, str]]]
 """Runs `python -m` with a timeout; returns exit code (None: killed) and output."""

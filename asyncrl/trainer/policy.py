@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
 from asyncrl.trainer.attention import ATTENTION, CannotPackError, number_of
-from asyncrl.trainer.fused import compile_layers, compiled, fuse
+from asyncrl.trainer.fused import compile_layers, compiled, fuse, layers_of
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, costs_of, pack_texts
 from asyncrl.trainer.tree import places_of
 
@@ -254,15 +256,15 @@ class Policy(nn.Module):
         return Scores(logprob_U, entropy_U, logprob_UV.detach().amax(dim=-1))
 
     def enable_gradient_checkpointing(self) -> None:
-        model = self.model
-        # Transformers v6 drops the old name.
-        old = "gradient_checkpointing_enable"
-        enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
-        enable({"use_reentrant": False})
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                # transformers checkpoints only in training mode.
-                module.training = True
+        """Recompute each layer in the backward pass.
+
+        transformers would checkpoint only in training mode, which also turns on dropout, layer drop and router
+        jitter. All modules stay in eval mode instead: nothing in a layer is random.
+        """
+        blocks = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for layer in blocks or layers_of(self.model):
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            layer.forward = partial(checkpoint, layer.forward, **options)  # type: ignore[method-assign]
 
 
 def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
