@@ -2,8 +2,8 @@
 
 A folder of a vision-language model (Gemma 3, Qwen3.5, Mistral 3) holds the text model under a prefix:
 
-    language_model.model.layers.0...    is loaded as model.layers.0..., language_model.lm_head... as lm_head...
-    model.language_model.layers.0...    is loaded as model.layers.0...; lm_head.weight has no prefix
+    language_model.model.layers.0...    becomes model.layers.0..., and language_model.lm_head becomes lm_head
+    model.language_model.layers.0...    becomes model.layers.0...; lm_head has no prefix
 
 transformers reverts the renaming when names are written, so pushes and exports have the folder's own names.
 The folder's other tensors (vision tower, MTP heads) are not loaded; carried_over() returns them for exports.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ DEQUANTIZED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """Quantisation methods that transformers undoes while it loads, with their settings."""
 QUANTIZATION = "quantization_config"
 CONVERSIONS = "_weight_conversions"
-"""transformers' attribute: how parameters were renamed and stacked, for writing them by their stored names."""
+"""transformers' attribute: how stored tensors were renamed and stacked, to be reverted in exports."""
 TEXT_PARTS = ("text_config", "llm_config", "thinker_config")
 PREFIX = re.compile(r"(.*\b(?:language_model|text_model|thinker|llm)\.(?:.*\.)?)embed_tokens\.weight")
 

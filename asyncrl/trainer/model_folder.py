@@ -25,8 +25,8 @@ MODEL_KEY = "model.path"
 WEIGHTS = ("*.safetensors", "*.bin")
 SLOWEST_BYTES_S = 50e6
 TOKENIZER = (
-    *("tokenizer*.json", "*.model", "vocab.*", "merges.txt", "added_tokens.json", "tekken.json", "*.tiktoken"),
-    *("special_tokens_map.json", "chat_template.*"),
+    *("tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt"),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template.*"),
 )
 GENERATION = ("generation_config.json", "*processor_config.json")
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)

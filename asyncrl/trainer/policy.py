@@ -258,8 +258,8 @@ class Policy(nn.Module):
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass.
 
-        transformers would checkpoint only in training mode, which also turns on dropout, layer drop and router
-        jitter. All modules stay in eval mode instead: nothing in a layer is random.
+        transformers checkpoints only in training mode, which turns on dropout, layer drop and router jitter too.
+        All modules stay in eval mode instead: nothing in a layer is random.
         """
         blocks = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
         for layer in blocks or layers_of(self.model):

@@ -21,8 +21,9 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import BaseModel
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -259,7 +260,13 @@ def _copied(copying: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def save_folder(
-    model: Any, weights: dict[str, Tensor], base: Path, path: Path, *, dtype: torch.dtype, template: str | None
+    model: Any,
+    weights: dict[str, Tensor],
+    base: Path,
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    template: str | Path | None,
 ) -> None:
     """Write a folder like `base`, with these weights of its language model, in `dtype`.
 
@@ -277,12 +284,24 @@ def save_folder(
         stored |= {name: tensor.clone() for name, tensor in aliases.items()}
     with whole_folder(path) as unfinished:
         unfinished.mkdir()
-        save_torch_state_dict({**others, **stored}, unfinished)
+        write_shards({**others, **stored}, unfinished)
         config = written_config(base, dtype, is_tied=is_declared)
         config_file = unfinished / "config.json"
         config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         copy_files(base, unfinished, template, [*TOKENIZER, *GENERATION])
         open_as(unfinished, config_file)
+
+
+def write_shards(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write safetensors files, and an index of several. Raises OSError, SafetensorError."""
+    split = split_torch_state_dict_into_shards(tensors)
+    for name, own in split.filename_to_tensors.items():
+        save_file({one: tensors[one].contiguous() for one in own}, path / name, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def written_config(base: Path, dtype: torch.dtype, *, is_tied: bool) -> dict[str, Any]:
@@ -296,7 +315,7 @@ def written_config(base: Path, dtype: torch.dtype, *, is_tied: bool) -> dict[str
     return config
 
 
-def copy_files(base: Path, path: Path, template: str | None, patterns: Sequence[str]) -> None:
+def copy_files(base: Path, path: Path, template: str | Path | None, patterns: Sequence[str]) -> None:
     """Copy files byte for byte: a tokenizer that transformers loads and saves may split texts otherwise."""
     for source in {source for pattern in patterns for source in base.glob(pattern)}:
         if template is None or not source.name.startswith("chat_template"):
