@@ -31,6 +31,8 @@ class EngineCapabilities:
     """On separate devices, it holds two sets of weights."""
     sleeps_on_cpu: bool = True
     """When colocated, it can free its memory on a CPU."""
+    pins_length: bool = False
+    """Its maximum length decides length-dependent rotary frequencies, not each sequence's."""
     keeps_turns: bool = False
     """A second KV cache for agent conversations is available."""
     returns_routing: bool = False
@@ -64,6 +66,7 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
         settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
         free_settings=("vllm_python", "urls", "tensor_parallel"),
         package="vllm",
+        pins_length=True,
         returns_routing=True,
         receives_transfers=True,
         opens_chunks=False,

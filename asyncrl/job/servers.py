@@ -158,6 +158,7 @@ class Servers:
             chunks="file" if num_memories == 0 else "memory" if num_memories == 1 else "memories",
             canary_tokens=self.canary_tokens,
             measures_gap=config.rollout.facts.has_model,
+            pinned_length=config.rollout.max_length if config.rollout.facts.pins_length else 0,
             staging_dir=staging_dir,
             record_path=self.run_dir / "trained.jsonl",
             chat_template=template and Path(template).absolute(),

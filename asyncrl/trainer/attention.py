@@ -21,9 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 from asyncrl.trainer.tree import Layout, Piece, to_device
 
@@ -167,7 +165,7 @@ def attention(
     number: Tensor | None = options.pop("packed_layout", None)
     windows: set[int] | None = options.pop("windows_seen", None)
     if number is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+        raise CannotPackError("packed attention needs a layout of its tokens")
     scale = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     size = value.shape[3]
@@ -188,7 +186,6 @@ def attention(
 
 
 AttentionInterface.register(ATTENTION, attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:

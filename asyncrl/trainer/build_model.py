@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -24,11 +25,13 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.errors import ConfigError
 from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.models.loading import CONVERSIONS, load_language_model, stored_files, text_config, ties_of
+from asyncrl.models.rope_lengths import pin_length
 from asyncrl.trainer.attention import HOPPER, choose_flash
+from asyncrl.trainer.forward_plan import NotCausalError, find_plan, probe_model
 from asyncrl.trainer.fused import layers_of, why_not_compiled
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.optimizer import MasterWeights, cast_model
-from asyncrl.trainer.policy import ForwardPlan, Policy, find_plan, probe_model
+from asyncrl.trainer.policy import ForwardPlan, Policy
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import routers_of
@@ -186,8 +189,8 @@ def should_compile(spec: TrainerSpec, model: Any, plan: ForwardPlan, device: tor
     setting, checkpointing = spec.trainer.compile, spec.trainer.gradient_checkpointing
     is_wanted = setting is True or (setting == "auto" and device.type == "cuda")
     reason = why_not_compiled(model, device) if is_wanted else f"trainer.compile={setting}, on {device.type}"
-    if is_wanted and (not plan.is_packed or plan.window is not None):
-        reason = "it cannot be trained on packed tokens at any length"
+    if is_wanted and (not plan.is_packed or plan.mixers):
+        reason = "it cannot be trained on packed tokens alone"
     if reason and not isinstance(checkpointing, bool):
         what = f"trainer.gradient_checkpointing={checkpointing}, and the layers are not compiled: {reason}"
         raise ConfigError(what, way_out="set trainer.gradient_checkpointing=true, or false.")
@@ -226,6 +229,30 @@ def choose_kernels(device: torch.device, *, is_compiled: bool) -> dict[str, floa
     return {"trainer/compiled": float(is_compiled), **flash}
 
 
+def plan_of(spec: TrainerSpec, model: Any, device: torch.device) -> ForwardPlan:
+    """Choose how sequences share a pass, and pin rotary frequencies as vLLM does. Raises ConfigError."""
+    with loading(spec.model_path):
+        small = probe_model(model.config, device)
+    try:
+        plan = find_plan(small)
+    except NotCausalError as error:
+        raise ConfigError(
+            f"a {type(model).__name__} cannot be trained exactly: {error}",
+            rule="a token's logprob depends on the tokens before it alone, in transformers as in the engine",
+            way_out="train another model.",
+        ) from error
+    if not spec.pinned_length or plan.border is None:
+        return plan
+    if not plan.border.is_stepwise:
+        raise ConfigError(
+            f"rollout.engine=vllm, and the model's RoPE is {plan.border.rope_type}",
+            rule="vLLM scales dynamic RoPE by a rule of its own, unlike transformers at any length",
+            way_out="set rollout.engine=embedded.",
+        )
+    pin_length(model, spec.pinned_length)
+    return replace(plan, border=None)
+
+
 class TrainedModel:
     """`reference`: initial weights for a KL divergence."""
 
@@ -243,8 +270,7 @@ class TrainedModel:
         self.adapters = None if lora is None else Adapters(model, lora, self.dtype)
         if lora is not None and is_sharded and whole is not None:
             Adapters(whole, lora, self.dtype)
-        with loading(spec.model_path):
-            plan = find_plan(probe_model(model.config, self.device, self.dtype))
+        plan = plan_of(spec, model, self.device)
         compiles = should_compile(spec, model, plan, self.device)
         self.kernels = choose_kernels(self.device, is_compiled=compiles)
         frozen = None

@@ -18,7 +18,17 @@ from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.tree import BoolN, IntN, Layout, TokenRange, in_tree_order, lay_out, places_of, to_device
+from asyncrl.trainer.tree import (
+    BoolN,
+    IntN,
+    Layout,
+    TokenRange,
+    in_tree_order,
+    is_flat,
+    lay_out,
+    places_of,
+    to_device,
+)
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -138,10 +148,11 @@ def costs_of(model: Any) -> Costs:
     num_weights = max(sum(part * weight.numel() for part, weight in layers), 1)
     num_trained = sum(part * weight.numel() for part, weight in layers if weight.requires_grad)
     num_heads = getattr(config, "num_attention_heads", None) or 0
-    if getattr(config, "qk_rope_head_dim", None):  # multi-head latent attention
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    else:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
+    rope_dim, nope_dim = (vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope"))
+    if rope_dim and nope_dim:  # multi-head latent attention
+        head_dim = nope_dim + rope_dim
+    else:  # Gemma 4's head_dim depends on the layer: reading it raises an error
+        head_dim = vars(config).get("head_dim") or config.hidden_size // max(num_heads, 1)
     # A weight costs one multiply-add; a key two.
     key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
     return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)
@@ -180,12 +191,18 @@ def assign(
     costs: Costs,
     max_tokens: int,
     num_ranks: int,
+    flat_above: int | None = None,
 ) -> list[list[list[TokenRange]]]:
-    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
+    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence.
+
+    `flat_above`: count shared tokens once only if no sequence is longer.
+    """
     if not sequences:
         return []
     groups = groupby(sequences, key=lambda one: one.group)
     trees = [in_tree_order([*group], token_ids) for _, group in groups]
+    if is_flat(sequences, flat_above):
+        trees = [[(one, 0) for one, _ in tree] for tree in trees]
     if num_ranks == 1:
         bins = _place(_cut(trees, costs, max_tokens, math.inf), max_tokens)
         return [[sequences] for _, sequences in bins]
@@ -305,11 +322,33 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
     return [chosen for step in range(count) if (chosen := has_loss & (step_of_N == step)).any()]
 
 
+@dataclass(frozen=True)
+class PackRules:
+    """What may share a micro-batch of `max_tokens` (0: one sequence).
+
+    `flat_above`: shared tokens are stored once only in batches whose sequences are at most this long.
+    `border`: sequences of more tokens and of fewer are apart. `is_alone_above`: each one above it is alone.
+    """
+
+    max_tokens: int
+    flat_above: int | None = None
+    border: int | None = None
+    is_alone_above: bool = False
+
+    def sides(self, sequences: list[TokenRange]) -> list[tuple[list[TokenRange], int]]:
+        """Return sequences that may share micro-batches, with the maximum of their tokens."""
+        if self.border is None:
+            return [(sequences, self.max_tokens)]
+        below = [one for one in sequences if one.length <= self.border]
+        above = [one for one in sequences if one.length > self.border]
+        return [(below, self.max_tokens), (above, 0 if self.is_alone_above else self.max_tokens)]
+
+
 def micro_batches(
     header: BatchHeader,
     arrays: BatchArrays,
     has_loss: BoolN,
-    max_tokens: int,
+    rules: PackRules,
     device: torch.device,
     ranks: Ranks,
     costs: Costs,
@@ -318,23 +357,27 @@ def micro_batches(
     """Return this rank's micro-batches. Padding micro-batches, which keep ranks in lockstep, are flagged
     False.
     """
-    max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     sequences = token_ranges(header, has_loss)
-    steps = assign(sequences, arrays.token_ids, costs, max_tokens, ranks.size)
+    flat_above = 0 if is_flat(sequences, rules.flat_above) else None
     micros = []
-    for step in steps:
-        if share := step[ranks.rank]:
-            micros.append((_assemble(share, arrays, has_loss, max_tokens, device, allowed), True))
-            continue
-        shortest = min(sequences, key=lambda sequence: sequence.first)
-        one_token = np.zeros_like(has_loss)
-        one_token[shortest.start + shortest.first] = True
-        filler = token_ranges(header, one_token)
-        micros.append((_assemble(filler, arrays, one_token, max_tokens, device), False))
+    for side, side_tokens in rules.sides(sequences):
+        max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
+        for step in assign(side, arrays.token_ids, costs, max_tokens, ranks.size, flat_above):
+            if share := step[ranks.rank]:
+                micro = _assemble(share, arrays, has_loss, max_tokens, device, allowed, flat_above)
+                micros.append((micro, True))
+                continue
+            shortest = min(sequences, key=lambda sequence: sequence.first)
+            one_token = np.zeros_like(has_loss)
+            one_token[shortest.start + shortest.first] = True
+            filler = token_ranges(header, one_token)
+            micros.append((_assemble(filler, arrays, one_token, max_tokens, device), False))
     return micros
 
 
-def pack_texts(texts: list[npt.NDArray[np.int64]], device: torch.device) -> MicroBatch:
+def pack_texts(
+    texts: list[npt.NDArray[np.int64]], device: torch.device, flat_above: int | None = None
+) -> MicroBatch:
     """Return one micro-batch of texts, with every token but the first predicted."""
     sequences = list[TokenRange]()
     end = 0
@@ -347,7 +390,7 @@ def pack_texts(texts: list[npt.NDArray[np.int64]], device: torch.device) -> Micr
     nothing = {"behaviour_logprobs": np.zeros(end, np.float32), "versions": np.zeros(end, np.int32)}
     token_ids = np.concatenate(texts).astype(np.int32)
     arrays = BatchArrays(token_ids=token_ids, loss_mask=has_loss, **nothing)
-    return _assemble(sequences, arrays, has_loss, end, device)
+    return _assemble(sequences, arrays, has_loss, end, device, flat_above=flat_above)
 
 
 def _assemble(
@@ -357,12 +400,13 @@ def _assemble(
     max_tokens: int,
     device: torch.device,
     allowed: AllowedSets | None = None,
+    flat_above: int | None = None,
 ) -> MicroBatch:
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
         return to_device(torch.from_numpy(array.astype(np.int64)), device)
 
     sequences = sorted(sequences, key=lambda sequence: sequence.trajectory)
-    layout, source_N, position_N = lay_out(sequences, arrays.token_ids, max_tokens)
+    layout, source_N, position_N = lay_out(sequences, arrays.token_ids, max_tokens, flat_above)
     sources, predicts = list[IntN](), list[IntN]()
     for sequence, runs in zip(sequences, layout.rows, strict=True):
         offset = np.flatnonzero(has_loss[sequence.start : sequence.start + sequence.length + 1])

@@ -1,42 +1,36 @@
 """The trainer's language model: packed tokens in, logprobs out.
 
-find_plan compares a small random model with plain forward passes and chooses:
+Sequences share a pass as a ForwardPlan says (forward_plan.py):
 
-    packed   every token once, without padding (attention.py).
-    single   sequence by sequence. Slower; for attention that cannot be packed.
+    packed   every token once, without padding (attention.py); recurrences by rows (models/rows.py).
+    single   sequence by sequence. Slower; for models that cannot be packed.
 
 The head computes logits [M, V] in chunks with an online softmax, in float32 or the weights' float64.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
-from asyncrl.trainer.attention import ATTENTION, CannotPackError, number_of
+from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
+from asyncrl.models.rows import MixerRows, RowCall, row_calls
+from asyncrl.models.structure import backbone_of
+from asyncrl.trainer.attention import ATTENTION, number_of
 from asyncrl.trainer.fused import compile_layers, compiled, fuse, layers_of
-from asyncrl.trainer.packing import AllowedRows, MicroBatch, costs_of, pack_texts
-from asyncrl.trainer.tree import places_of
+from asyncrl.trainer.packing import AllowedRows, MicroBatch, PackRules, costs_of
+from asyncrl.trainer.tree import Layout, places_of
 
 log = logging.getLogger("asyncrl.trainer")
-
-MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, CannotPackError)
-LARGE_LOGIT = 1000.0
-"""Above all soft caps, which are 2 to 50."""
-PREFIX, OWN = 20, (9, 1, 5)
-MIN_LAYERS, MOST_ENTRIES = 2, 1024
 
 
 class Scores(NamedTuple):
@@ -193,29 +187,41 @@ def _logits(
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """`window`: maximum length of packed sequences; `reason`: why they are not packed."""
+    """How sequences share a forward pass.
+
+    `mixers`: classes that run on rows (models/rows.py). `reach`: windows and chunks change nothing for
+    sequences of at most this length (None: any). `border`: sequences on its two sides never share a pass.
+    `reason`: why sequences are not packed.
+    """
 
     is_packed: bool
     has_plain_head: bool
-    window: int | None = None
+    mixers: tuple[type[nn.Module], ...] = ()
+    reach: int | None = None
+    border: LengthBorder | None = None
     reason: str = ""
 
-    def packs(self, longest: int) -> bool:
-        return self.is_packed and (self.window is None or longest <= self.window)
+    def rules(self, max_tokens: int) -> PackRules:
+        if not self.is_packed:
+            return PackRules(0)
+        if self.border is None:
+            return PackRules(max_tokens, self.reach)
+        return PackRules(max_tokens, self.reach, self.border.length, not self.border.is_stepwise)
 
 
 class Policy(nn.Module):
     """A Hugging Face causal language model. All weights are used inside forward(), for FSDP2."""
 
-    def __init__(self, model: Any, plan: ForwardPlan | None = None, *, is_compiled: bool = False) -> None:
+    def __init__(self, model: Any, plan: ForwardPlan, *, is_compiled: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.plan = find_plan(model) if plan is None else plan
+        self.plan = plan
         self.costs = costs_of(model)
         self.replay: Callable[[Tensor | None], None] = lambda _: None
         self.before_pass: Callable[[], None] = lambda: None
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
+        self._rows = MixerRows(model, self.plan.mixers)
         self.is_compiled = is_compiled
         if is_compiled:
             compile_layers(model)
@@ -226,21 +232,42 @@ class Policy(nn.Module):
             log.warning("%s is trained sequence by sequence, which is slower: %s", name, self.plan.reason)
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
-        self.before_pass()
-        if self.plan.packs(micro.layout.longest):
-            inputs = packed_inputs(micro)
-        else:
-            assert len(micro.layout.rows) == 1, "sequences that cannot be packed run one by one"
-            inputs = {"input_ids": micro.token_ids_N[None]}
+        inputs = self.inputs(micro)
         self.replay(micro.routing_N)
         scores = self._scores(inputs, micro, temperature)
         return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
+
+    def inputs(self, micro: MicroBatch) -> dict[str, Any]:
+        """Prepare the model for a micro-batch, and return its arguments."""
+        self.before_pass()
+        if self.plan.border is not None:
+            forget_lengths(self.model)
+        if not self.plan.is_packed:
+            assert len(micro.layout.rows) == 1, "sequences that cannot be packed run one by one"
+            return {"input_ids": micro.token_ids_N[None]}
+        if self.plan.mixers:
+            self._rows.use(_calls_of_rows(micro.layout, micro.token_ids_N.device), micro.layout.num_tokens)
+        return {
+            "input_ids": micro.token_ids_N[None],
+            "position_ids": micro.position_N[None],
+            "packed_layout": number_of(micro.layout),
+        }
+
+    def states(self, micro: MicroBatch) -> Tensor:
+        """Return the last hidden states [N, D]."""
+        output = backbone_of(self.model)(**self.inputs(micro), use_cache=False)
+        states_ND: Tensor = output.last_hidden_state[0]
+        return states_ND
+
+    def close(self) -> None:
+        """Give the model's mixers their own forward functions back."""
+        self._rows.close()
 
     def _scores(self, inputs: dict[str, Any], micro: MicroBatch, temperature: float) -> Scores:
         """Return the scores of the U pairs."""
         target_U = micro.target_U
         if self.plan.has_plain_head:
-            hidden_TD = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
+            hidden_TD = backbone_of(self.model)(**inputs, use_cache=False).last_hidden_state[0]
             head = self.model.get_output_embeddings()
             chosen_UD = hidden_TD.index_select(0, micro.predict_U)
             given = (chosen_UD, head.weight, head.bias, target_U, temperature, micro.allowed_U)
@@ -258,7 +285,7 @@ class Policy(nn.Module):
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in the backward pass.
 
-        transformers checkpoints only in training mode, which turns on dropout, layer drop and router jitter too.
+        transformers checkpoints only in training mode, which turns on dropout, layer drop and router jitter.
         All modules stay in eval mode instead: nothing in a layer is random.
         """
         blocks = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
@@ -267,86 +294,6 @@ class Policy(nn.Module):
             layer.forward = partial(checkpoint, layer.forward, **options)  # type: ignore[method-assign]
 
 
-def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
-    return {
-        "input_ids": micro.token_ids_N[None],
-        "position_ids": micro.position_N[None],
-        # a four-dimensional mask avoids an [N, N] mask
-        "attention_mask": torch.zeros((1, 1, 1, 1), device=micro.token_ids_N.device),
-        "packed_layout": number_of(micro.layout),
-    }
-
-
-def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a small random model with one layer of each kind. Raises transformers' errors."""
-    small = copy.deepcopy(config)
-    text = small.get_text_config()
-    num_layers = getattr(text, "num_hidden_layers", None)
-    if num_layers is not None and num_layers > MIN_LAYERS:
-        lists = {name: value for name, value in vars(text).items() if isinstance(value, list | tuple)}
-        by_layer = {name: value for name, value in lists.items() if len(value) == num_layers}
-        kinds = [str([value[layer] for value in by_layer.values()]) for layer in range(num_layers)]
-        chosen = sorted({kind: layer for layer, kind in reversed([*enumerate(kinds)])}.values())
-        chosen = chosen if len(chosen) >= MIN_LAYERS else [*range(MIN_LAYERS)]
-        text.num_hidden_layers = len(chosen)
-        for name, value in by_layer.items():
-            setattr(text, name, [value[layer] for layer in chosen])
-    text.vocab_size = min(text.vocab_size, MOST_ENTRIES)
-    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    if hasattr(text, "initializer_range"):  # attention needs the residual's weight at any width
-        text.initializer_range = text.hidden_size**-0.5
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(small, dtype=dtype).eval()
-
-
-@torch.no_grad()
-def find_plan(model: Any) -> ForwardPlan:
-    """Compare packed tokens with one plain forward pass per sequence."""
-    device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
-    random = np.random.default_rng(0)
-    prefix = random.integers(0, vocab_size, PREFIX)
-    texts = [np.concatenate([prefix, random.integers(0, vocab_size, own)]) for own in OWN]
-    texts.append(random.integers(0, vocab_size, PREFIX))
-    micro = pack_texts(texts, device)
-    sequences = [torch.from_numpy(text).to(device)[None] for text in texts]
-    plain = (model.base_model(input_ids=ids_1T, use_cache=False) for ids_1T in sequences)
-    expected = [output.last_hidden_state[0, :-1].float() for output in plain]
-    has_plain_head = _has_plain_head(model, sequences[0])
-    before, windows = model.config._attn_implementation, set[int]()
-    try:
-        model.set_attn_implementation(ATTENTION)
-        inputs = packed_inputs(micro)
-        hidden_ND = model.base_model(**inputs, windows_seen=windows, use_cache=False).last_hidden_state[0]
-    except MODEL_ERRORS as error:
-        reason = f"it refuses packed tokens ({type(error).__name__}: {str(error)[:200]})"
-        return ForwardPlan(False, has_plain_head, reason=reason)
-    finally:
-        model.set_attn_implementation(before)
-    distances = []
-    for runs, plain_TD in zip(micro.layout.rows, expected, strict=True):
-        distance_TD = hidden_ND[places_of(runs)].float() - plain_TD
-        distances.append(distance_TD.norm(dim=-1) / plain_TD.norm(dim=-1))
-    difference = float(torch.cat(distances).mean())
-    # Measured: 2e-7 in float32, 3e-3 in bfloat16, at least 0.3 if tokens mix.
-    limit = 1e-4 if hidden_ND.dtype in (torch.float32, torch.float64) else 3e-2
-    if not difference <= limit:
-        reason = f"packed tokens give hidden states that are {difference:.2g} away from the plain ones"
-        return ForwardPlan(False, has_plain_head, reason=reason)
-    return ForwardPlan(True, has_plain_head, window=min(windows, default=None))
-
-
-def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
-    """Return whether logits are the plain output embedding, without a soft cap."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        return False
-
-    def enlarged(head: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
-        spread = torch.linspace(-LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], device=logits.device)
-        return logits + spread.to(logits.dtype)
-
-    with head.register_forward_hook(enlarged):
-        logits = model(input_ids=ids_1T, use_cache=False).logits
-        plain = head(model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state)
-    return torch.allclose(logits, plain, rtol=1e-4, atol=1e-5)
+@lru_cache(maxsize=16)
+def _calls_of_rows(layout: Layout, device: torch.device) -> list[RowCall]:
+    return row_calls([places_of(runs) for runs in layout.rows], device)

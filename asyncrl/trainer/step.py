@@ -214,11 +214,10 @@ class TrainStep(TrainedModel):
 
     def _micro_batches(self, batch: BatchNumbers, chosen: BoolN) -> list[tuple[packing.MicroBatch, bool]]:
         self._meter.enter("pack")
-        longest = max(entry.end - entry.start for entry in batch.header.trajectories)
-        max_tokens = self.spec.trainer.micro_batch_tokens if self.policy.plan.packs(longest) else 0
+        rules = self.policy.plan.rules(self.spec.trainer.micro_batch_tokens)
         costs = self.policy.costs
         return packing.micro_batches(
-            batch.header, batch.arrays, chosen, max_tokens, self.device, self.ranks, costs, batch.allowed
+            batch.header, batch.arrays, chosen, rules, self.device, self.ranks, costs, batch.allowed
         )
 
     def _optimizer_step(self, batch: BatchNumbers, chosen: BoolN, *, is_first: bool) -> StepSums:

@@ -63,6 +63,8 @@ class TrainerSpec(FrozenConfig):
     canary_tokens: int = Field(default=0, ge=0)
     """Tokens of the canary, at least 2 (0 = off)."""
     measures_gap: bool = True
+    pinned_length: int = Field(default=0, ge=0)
+    """Length that decides length-dependent rotary frequencies, as in vLLM (0 = each sequence's own)."""
     staging_dir: Path
     """Folder of exports in shared memory, mode 0700."""
     record_path: Path

@@ -1,0 +1,71 @@
+"""The kinds of attention that packed tokens and the slot cache can compute.
+
+A Hugging Face attention module calls its attention function with keywords. kind_of reads them, and refuses
+whatever is not known, by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+HARMLESS = frozenset(
+    {
+        "dropout",
+        "scaling",
+        "is_causal",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "packed_layout",
+        "windows_seen",
+    }
+)
+"""Keywords that kind_of reads, or that change nothing."""
+
+
+class UnknownAttentionError(Exception):
+    """The attention of a module cannot be reproduced; the text names the reason."""
+
+
+class AttentionKind(NamedTuple):
+    """Query i sees key j <= i, if window and chunk allow it.
+
+    `window`: i - j < window. `chunk`: i // chunk == j // chunk. `softcap`: scores become
+    softcap * tanh(score / softcap). `has_sinks`: each head has one more logit, without a value.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+def kind_of(module: Any, options: dict[str, Any]) -> AttentionKind:
+    """Return the kind of attention that `module` asks for. Raises UnknownAttentionError."""
+    unknown = [name for name, value in options.items() if value is not None and name not in HARMLESS]
+    if unknown:
+        raise UnknownAttentionError(f"its attention has {' and '.join(sorted(unknown))}")
+    if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnknownAttentionError("its attention is not causal")
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or []
+    layer = getattr(module, "layer_idx", None)
+    named = kinds[layer] if isinstance(layer, int) and layer < len(kinds) else None
+    window = options.get("sliding_window")
+    if window is None and named == "sliding_attention":
+        window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None) if named == "chunked_attention" else None
+    softcap = options.get("softcap")
+    has_sinks = options.get("s_aux") is not None
+    return AttentionKind(
+        None if window is None else int(window),
+        None if chunk is None else int(chunk),
+        None if softcap is None else float(softcap),
+        has_sinks,
+    )

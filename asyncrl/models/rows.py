@@ -1,0 +1,124 @@
+"""Recurrences and convolutions over packed tokens: each sequence is one row of a padded batch.
+
+Only the modules that mix tokens by themselves (structure.find_mixers) run on rows; all others, and attention,
+run on packed tokens. Rows of about one length share a call. Padding comes after a row's tokens, where nothing
+causal can see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+MOST_PADDING, FREE_PADDING = 0.25, 64
+"""Padding of a call, as a fraction of its tokens, and tokens that cost less than one more call."""
+
+IntN = npt.NDArray[np.int64]
+
+
+class RowCall(NamedTuple):
+    """Rows of one call: `place_SL` int64 [S, L] of each token among the packed ones; a row's end is
+    repeated. Tokens `own_R` of the S * L are the outputs of packed tokens `place_R`.
+    """
+
+    place_SL: Tensor
+    own_R: Tensor
+    place_R: Tensor
+
+
+def row_calls(rows: Sequence[IntN], device: torch.device) -> list[RowCall]:
+    """Return the calls for rows of packed tokens, each int64 [T]. A token of several rows has one owner."""
+    order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+    groups = list[list[int]]()
+    longest = num_tokens = 0
+    for row in order:
+        length = len(rows[row])
+        padding = longest * (len(groups[-1]) + 1) - num_tokens - length if groups else 0
+        if groups and padding <= FREE_PADDING + MOST_PADDING * (num_tokens + length):
+            groups[-1].append(row)
+            num_tokens += length
+        else:
+            groups.append([row])
+            longest, num_tokens = length, length
+    is_owned = np.zeros(1 + max(int(row.max()) for row in rows), np.bool_)
+    calls = []
+    for group in groups:
+        width = len(rows[group[0]])
+        place_SL = np.stack([np.pad(rows[row], (0, width - len(rows[row])), mode="edge") for row in group])
+        is_real_SL = np.arange(width) < np.array([len(rows[row]) for row in group])[:, None]
+        real_R = np.flatnonzero(is_real_SL)
+        place_R, first_R = np.unique(place_SL.reshape(-1)[real_R], return_index=True)
+        is_new_R = ~is_owned[place_R]
+        is_owned[place_R] = True
+        arrays = place_SL, real_R[first_R[is_new_R]], place_R[is_new_R]
+        calls.append(RowCall(*(torch.from_numpy(array).to(device) for array in arrays)))
+    return calls
+
+
+class MixerRows:
+    """Runs a model's mixers on the rows of the packed tokens that `use` announced."""
+
+    def __init__(self, model: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
+        self._calls = list[RowCall]()
+        self._num_tokens = 0
+        self._mixers = mixers_in(model, classes)
+        for module in self._mixers:
+            module.forward = partial(self._run, module.forward)
+
+    def use(self, calls: list[RowCall], num_tokens: int) -> None:
+        """Set the rows of the next forward and backward passes."""
+        self._calls = calls
+        self._num_tokens = num_tokens
+
+    def close(self) -> None:
+        """Give the mixers their own forward functions back."""
+        for module in self._mixers:
+            del module.forward
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        calls, num_tokens = self._calls, self._num_tokens
+        outputs = list[Any]()
+        for call in calls:
+            row_args = _by_row(args, call, num_tokens)
+            row_options = _by_row(options, call, num_tokens)
+            outputs.append(forward(*row_args, **row_options))
+        place_N = torch.cat([call.place_R for call in calls])
+        order_N = torch.empty_like(place_N)
+        order_N[place_N] = torch.arange(num_tokens, device=place_N.device)
+        return _joined(outputs, calls, order_N)
+
+
+def mixers_in(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[Any]:
+    """Return the modules of these classes that are not inside of another one."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, classes)}
+    return [
+        module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)
+    ]
+
+
+def _by_row(value: Any, call: RowCall, num_tokens: int) -> Any:
+    """Replace tensors [1, N, ...] by [S, L, ...]."""
+    if isinstance(value, dict):
+        return {name: _by_row(one, call, num_tokens) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)([_by_row(one, call, num_tokens) for one in value])
+    is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens)
+    return value[0][call.place_SL] if is_of_tokens else value
+
+
+def _joined(outputs: list[Any], calls: list[RowCall], order_N: Tensor) -> Any:
+    first = outputs[0]
+    if isinstance(first, tuple | list):
+        parts = [_joined([output[at] for output in outputs], calls, order_N) for at in range(len(first))]
+        return type(first)(parts)
+    if not isinstance(first, Tensor) or first.shape[:2] != calls[0].place_SL.shape:
+        return first
+    pairs = zip(outputs, calls, strict=True)
+    token_R = torch.cat([output.flatten(0, 1)[call.own_R] for output, call in pairs])
+    return token_R[order_N][None]

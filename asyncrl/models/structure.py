@@ -1,0 +1,150 @@
+"""Which modules of a model let tokens see each other, found without regard to the size of its weights.
+
+One token is poisoned with NaN, which no weight, decay or multiplier makes smaller, and attention is replaced
+by a function that lets no token see another. A part of a layer whose output has NaN at other tokens mixes
+tokens by itself: a recurrence, a convolution, or attention that does not use transformers' interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from asyncrl.models.attention_kinds import AttentionKind, UnknownAttentionError, kind_of
+
+NUM_TOKENS, POISONED = 23, 9
+"""A length that no width of a model has, and the place of the token with NaN."""
+ALONE = "asyncrl_alone"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """`mixers`: names of the modules that mix tokens by themselves; `kinds`: all kinds of attention."""
+
+    mixers: tuple[str, ...]
+    kinds: frozenset[AttentionKind]
+
+    @property
+    def reach(self) -> int | None:
+        """The longest sequence for which every window and chunk is as good as none (None: any)."""
+        limits = [size for kind in self.kinds for size in (kind.window, kind.chunk) if size is not None]
+        return min(limits, default=None)
+
+
+class _Alone:
+    """Attention in which each token sees only itself; records the kinds that are asked for."""
+
+    def __init__(self) -> None:
+        self.kinds = set[AttentionKind]()
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        if attention_mask is not None:
+            raise UnknownAttentionError("it has an attention mask of its own")
+        if query.shape[2] != key.shape[2] or key.shape[:3] != value.shape[:3]:
+            shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}"
+            raise UnknownAttentionError(f"its attention reads {shapes}")
+        self.kinds.add(kind_of(module, options))
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return value.transpose(1, 2).contiguous(), None
+
+
+_alone = _Alone()
+# transformers builds no mask for a name that has no mask function.
+AttentionInterface.register(ALONE, lambda *args, **options: _alone.attend(*args, **options))
+
+
+def backbone_of(model: Any) -> Any:
+    """Return the model without its head. Llama 4's base_model is the whole model."""
+    base = model.base_model
+    return model.model if base is model else base
+
+
+def find_mixers(model: Any) -> tuple[str, ...]:
+    """Return the names of the modules that mix tokens by themselves. Raises UnknownAttentionError."""
+    return find_structure(model).mixers
+
+
+@torch.no_grad()
+def find_structure(model: Any) -> Structure:
+    """Run a model on one text with a poisoned token. Raises UnknownAttentionError, and the model's errors."""
+    global _alone
+    _alone = _Alone()
+    before = model.config._attn_implementation
+    device = next(model.parameters()).device
+    position_1T = torch.arange(NUM_TOKENS, device=device)[None]
+    ids_1T = position_1T % model.get_input_embeddings().num_embeddings
+    found = list[str]()
+    parts = {model.get_input_embeddings(): "its embedding", **parts_of_layers(model)}
+    with hooked(parts, partial(_see, found)):
+        try:
+            model.set_attn_implementation(ALONE)
+            output = backbone_of(model)(input_ids=ids_1T, position_ids=position_1T, use_cache=False)
+        finally:
+            model.set_attn_implementation(before)
+    _see(found, "the model", model, (), output.last_hidden_state)
+    if outside := [name for name in found if name not in dict(model.named_modules())]:
+        raise UnknownAttentionError(f"tokens see each other outside of its layers, in {outside[0]}")
+    return Structure(tuple(found), frozenset(_alone.kinds))
+
+
+def parts_of_layers(model: Any) -> dict[nn.Module, str]:
+    """Return the names of the layers and of the parts of each layer, the parts first."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    parts = dict[nn.Module, str]()
+    for list_name in outermost:
+        for number, layer in model.get_submodule(list_name).named_children():
+            name = f"{list_name}.{number}"
+            parts |= {part: f"{name}.{own}" for own, part in layer.named_children() if part not in parts}
+            parts[layer] = name
+    return parts
+
+
+@contextmanager
+def hooked(parts: Mapping[nn.Module, str], hook: Callable[..., Any]) -> Iterator[None]:
+    """Call hook(name, module, inputs, output) after each of the modules; a result replaces the output."""
+    handles = [module.register_forward_hook(partial(hook, name)) for module, name in parts.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _see(found: list[str], name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Note a module that spreads the poison, and leave the poison at its one token."""
+
+    def cleaned(tensor: Tensor) -> Tensor:
+        spread_T = tensor[0].isnan().flatten(1).any(dim=1)
+        spread_T[POISONED] = False
+        if spread_T.any() and name not in found:
+            found.append(name)
+        tensor = torch.where(spread_T.view(1, -1, *[1] * (tensor.ndim - 2)), 0.0, tensor)
+        tensor[:, POISONED] = torch.nan
+        return tensor
+
+    return map_rows(cleaned, output, NUM_TOKENS)
+
+
+def map_rows(change: Callable[[Tensor], Tensor], value: Any, num_tokens: int) -> Any:
+    """Apply `change` to the tensors [1, num_tokens, width] of a value, a tuple or a list."""
+    if isinstance(value, tuple | list):
+        parts = [map_rows(change, part, num_tokens) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    is_row = isinstance(value, Tensor) and value.ndim >= 3 and value.shape[:2] == (1, num_tokens)
+    return change(value) if is_row and value.is_floating_point() else value

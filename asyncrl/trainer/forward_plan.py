@@ -1,0 +1,316 @@
+"""Choose how a model's sequences share a forward pass: by its structure, then by comparing numbers.
+
+A pass is packed if tokens see each other only through attention of a known kind, or inside of modules that
+can run row by row. The comparison, in float32, puts the packed pass of a small random model beside plain
+passes, module by module, so that no small multiplier hides an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from asyncrl.models.attention_kinds import UnknownAttentionError
+from asyncrl.models.rope_lengths import LengthBorder, forget_lengths, length_border
+from asyncrl.models.structure import backbone_of, find_structure, hooked, map_rows, parts_of_layers
+from asyncrl.trainer.attention import CannotPackError
+from asyncrl.trainer.packing import MicroBatch, pack_texts
+from asyncrl.trainer.policy import ForwardPlan, Policy
+from asyncrl.trainer.tree import IntN, places_of
+
+MODEL_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    CannotPackError,
+    UnknownAttentionError,
+)
+LARGE_LOGIT = 1000.0
+"""Above all soft caps, which are 2 to 50."""
+PREFIX, OWN = 20, (9, 3, 5, 14)
+"""Lengths of the texts: a shared prefix, and what follows it."""
+MIN_LAYERS, MOST_ENTRIES = 2, 1024
+SHORT_BORDER = 26
+SHORT_LENGTHS = (
+    ("original_max_position_embeddings", SHORT_BORDER),
+    ("window", 24),
+    ("attention_chunk_size", 22),
+    ("floor_scale", 16),
+    ("topk|budget", 12),
+)
+"""Names of lengths in a config, and their values in a short model, among the lengths of the texts."""
+LIMIT = 1e-4
+"""Relative distance of float32 results (measured: 2e-7 to 1e-5; at least 0.01 if tokens mix)."""
+
+
+class NotCausalError(Exception):
+    """A token of the plain model depends on later tokens."""
+
+
+def probe_model(config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a small random model with each kind of layer. Raises transformers' errors."""
+    small = _with_few_layers(config)
+    text = small.get_text_config()
+    _cut_experts(text)
+    text.vocab_size = min(text.vocab_size, MOST_ENTRIES)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(text, name, None) is not None:
+            setattr(text, name, 0)
+    if hasattr(text, "initializer_range"):  # attention needs the residual's weight at any width
+        text.initializer_range = text.hidden_size**-0.5
+    return _random_model(small, device, dtype)
+
+
+def _random_model(config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """Norms, gates and scales are not 1 or 0, which would hide them."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def _with_few_layers(config: Any) -> Any:
+    """Return a copy with the first layer of each kind, else with the first layers up to the last new kind."""
+    text = config.get_text_config()
+    num_layers = getattr(text, "num_hidden_layers", None)
+    if num_layers is None or num_layers <= MIN_LAYERS:
+        return copy.deepcopy(config)
+    meta = torch.device("meta")
+    kinds = _layer_kinds(_random_model(copy.deepcopy(config), meta))
+    num_shared = getattr(text, "num_kv_shared_layers", None) or 0
+    by_layer = _lists_by_layer(text)
+    named = [[str(value[layer]) for value in by_layer.values()] for layer in range(num_layers)]
+    keys = [(*names, layer >= num_layers - num_shared) for layer, names in enumerate(named)]
+    firsts = sorted({key: layer for layer, key in reversed([*enumerate(keys)])}.values())
+    small = _with_layers(config, firsts if len(firsts) >= MIN_LAYERS else [*range(MIN_LAYERS)])
+    if set(_layer_kinds(_random_model(copy.deepcopy(small), meta))) >= set(kinds):
+        return small
+    last = max(kinds.index(kind) for kind in kinds)
+    return _with_layers(config, [*range(max(last + 1, MIN_LAYERS))])
+
+
+def _with_layers(config: Any, layers: list[int]) -> Any:
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    by_layer = _lists_by_layer(text)
+    num_shared = getattr(text, "num_kv_shared_layers", None) or 0
+    first_shared = text.num_hidden_layers - num_shared
+    text.num_hidden_layers = len(layers)
+    for name, value in by_layer.items():
+        setattr(text, name, [value[layer] for layer in layers])
+    if num_shared:
+        text.num_kv_shared_layers = sum(layer >= first_shared for layer in layers)
+    return small
+
+
+def _lists_by_layer(text: Any) -> dict[str, list[Any]]:
+    return {
+        name: list(value)
+        for name, value in vars(text).items()
+        if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers
+    }
+
+
+def _layer_kinds(model: Any) -> list[frozenset[Any]]:
+    """Return each layer's modules, with the flags and names that they keep."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    longest = max((model.get_submodule(name) for name in outermost), key=len, default=())
+    kinds = []
+    for layer in longest:
+        facts = set[Any]()
+        for name, module in layer.named_modules():
+            own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+            kept = {
+                key: value for key, value in own.items() if value is None or isinstance(value, bool | str)
+            }
+            facts.add((name, type(module), frozenset(kept.items())))
+        kinds.append(frozenset(facts))
+    return kinds
+
+
+def _cut_experts(text: Any) -> None:
+    """Keep a few more experts than a token uses."""
+    num_chosen = getattr(text, "num_experts_per_tok", None) or 1
+    num_groups = getattr(text, "n_group", None) or 1
+    most = max(8, 2 * num_chosen)
+    most = -(-most // (2 * num_groups)) * 2 * num_groups
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        number = getattr(text, name, None)
+        if isinstance(number, int) and number > most:
+            setattr(text, name, most)
+
+
+def _shortened(config: Any) -> Any:
+    """Return a copy that names short lengths, so that the texts are on both sides of each."""
+    short = copy.deepcopy(config)
+    text = short.get_text_config()
+    _shorten_values(dict(vars(text)), partial(setattr, text))
+    ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    for rope in ropes:
+        if isinstance(rope, dict):
+            for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+                _shorten_values(dict(one), one.__setitem__)
+    border = length_border(text)
+    if border is not None and not border.is_stepwise:
+        text.max_position_embeddings = SHORT_BORDER
+    return short
+
+
+def _shorten_values(values: dict[str, Any], assign: Callable[[str, int], None]) -> None:
+    for name, value in values.items():
+        shorts = [short for pattern, short in SHORT_LENGTHS if re.search(pattern, name)]
+        if shorts and isinstance(value, int | float) and value > shorts[0]:
+            assign(name, shorts[0])
+
+
+@torch.no_grad()
+def find_plan(model: Any) -> ForwardPlan:
+    """Choose a plan for `model`, which may be a probe_model. Raises NotCausalError."""
+    border = length_border(model.config)
+    device = next(model.parameters()).device
+    short = _random_model(_shortened(model.config), device)
+    short_border = length_border(short.config)
+    texts = _random_texts(short)
+    ids_1T = _on(short, texts[0])
+    has_plain_head = _has_plain_head(short, ids_1T)
+    _check_causal(short, ids_1T, short_border)
+    try:
+        structure, short_structure = find_structure(model), find_structure(short)
+        classes = tuple({type(model.get_submodule(name)) for name in structure.mixers})
+        plan = ForwardPlan(True, has_plain_head, classes, structure.reach, border)
+        short_plan = replace(plan, reach=short_structure.reach, border=short_border)
+        reasons = [_compare(short, short_plan, side) for side in _sides(texts, short_border)]
+        reason = next(filter(None, reasons), "")
+    except MODEL_ERRORS as error:
+        reason = f"it refuses packed tokens ({type(error).__name__}: {str(error)[:200]})"
+    return ForwardPlan(False, has_plain_head, border=border, reason=reason) if reason else plan
+
+
+def _random_texts(model: Any) -> list[IntN]:
+    random = np.random.default_rng(0)
+    num_ids = model.get_input_embeddings().num_embeddings
+    # A padding id, 0, may have no embedding.
+    prefix = random.integers(1, num_ids, PREFIX)
+    return [np.concatenate([prefix, random.integers(1, num_ids, length)]) for length in OWN]
+
+
+def _on(model: Any, text: IntN) -> Tensor:
+    return torch.from_numpy(text).to(next(model.parameters()).device)[None]
+
+
+def _sides(texts: list[IntN], border: LengthBorder | None) -> list[list[IntN]]:
+    """Return the texts that may share a pass."""
+    if border is None:
+        return [texts]
+    above = [text for text in texts if len(text) - 1 > border.length]
+    below = [text for text in texts if len(text) - 1 <= border.length]
+    return [side for side in (below, above if border.is_stepwise else above[:1]) if side]
+
+
+def _plain(model: Any, ids_1T: Tensor) -> Tensor:
+    """Return the last hidden states [T, D]."""
+    forget_lengths(model)
+    states: Tensor = backbone_of(model)(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
+    return states
+
+
+def _check_causal(model: Any, ids_1T: Tensor, border: LengthBorder | None) -> None:
+    if border is not None and not border.is_stepwise:
+        return  # each length has its own frequencies
+    whole_TD, cut_TD = _plain(model, ids_1T), _plain(model, ids_1T[:, :-1])
+    distance = _distance(whole_TD[:-1], cut_TD)
+    if not distance <= LIMIT:
+        raise NotCausalError(f"a last token changes the states of earlier ones, by {distance:.2g}")
+
+
+def _distance(found_TD: Tensor, expected_TD: Tensor) -> float:
+    """Return the mean relative distance of tokens."""
+    found_TD, expected_TD = found_TD.float().flatten(1), expected_TD.float().flatten(1)
+    norm_T = expected_TD.norm(dim=-1)
+    distance_T = (found_TD - expected_TD).norm(dim=-1) / (norm_T + 1e-3 * norm_T.mean() + 1e-12)
+    return float(distance_T.mean())
+
+
+def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
+    """Return how a packed pass differs from plain ones, or ""."""
+    reads = [text[:-1] for text in texts]  # the last token is only predicted
+    expected = [_outputs(model, len(read), partial(_plain, model, _on(model, read))) for read in reads]
+    before = model.config._attn_implementation
+    policy = Policy(model, plan)
+    try:
+        micro = pack_texts(texts, next(model.parameters()).device, plan.reach)
+        rows = [places_of(runs) for runs in micro.layout.rows]
+        found = _outputs(model, micro.layout.num_tokens, lambda: policy.states(micro))
+        for name, states_ND in found.items():
+            pairs = [(states_ND[row], one[name]) for row, one in zip(rows, expected, strict=True)]
+            distance = max(_distance(*pair) for pair in pairs)
+            if not distance <= LIMIT:
+                return f"packed tokens get other values in {name}, {distance:.2g} away from the plain ones"
+        leaks = _leaks(policy, micro, rows)
+    finally:
+        policy.close()
+        model.set_attn_implementation(before)
+    return "a token reaches other sequences" if leaks else ""
+
+
+def _outputs(model: Any, num_tokens: int, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """Return the outputs [T, width] of the layers and their parts, in order, and the last states."""
+    found = dict[str, Tensor]()
+
+    def keep(name: str, _: nn.Module, inputs: Any, output: Any) -> None:
+        def kept(states_1TD: Tensor) -> Tensor:
+            found.setdefault(name, states_1TD[0])
+            return states_1TD
+
+        map_rows(kept, output, num_tokens)
+
+    with hooked(parts_of_layers(model), keep):
+        states_TD = run()
+    return {**found, "its last states": states_TD}
+
+
+def _leaks(policy: Policy, micro: MicroBatch, rows: list[IntN]) -> bool:
+    """Return whether NaN in the first text's own tokens reaches the states of other texts."""
+    others = np.unique(np.concatenate(rows[1:])) if len(rows) > 1 else np.zeros(0, np.int64)
+    own = np.setdiff1d(rows[0], others)
+    place = int(own[0])
+
+    def poison(name: str, _: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        poisoned_1ND = output.clone()
+        poisoned_1ND[:, place] = torch.nan
+        return poisoned_1ND
+
+    with hooked({policy.model.get_input_embeddings(): ""}, poison):
+        states_ND = policy.states(micro)
+    return bool(states_ND[others].isnan().any())
+
+
+def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
+    """Return whether logits are the plain output embedding, without a soft cap or a scale."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return False
+
+    def enlarged(head: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+        spread = torch.linspace(-LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], device=logits.device)
+        return logits + spread.to(logits.dtype)
+
+    with head.register_forward_hook(enlarged):
+        logits = model(input_ids=ids_1T, use_cache=False).logits
+        plain = head(backbone_of(model)(input_ids=ids_1T, use_cache=False).last_hidden_state)
+    return torch.allclose(logits, plain, rtol=1e-4, atol=1e-5)
