@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +24,18 @@ from asyncrl.job.servers import TEACHER_KEY
 from asyncrl.launch.machine import Node
 from asyncrl.launch.plan import plan_run, plan_text, refuse_over_capacity, resolve_auto
 from asyncrl.messages.records import Prompt
+from asyncrl.models.loading import read_config
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
 from asyncrl.tasks.sources import EvalTask, build_task, look_at_task, make_prompt_source, take_prompts
 from asyncrl.tasks.task import PromptTask
-from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_model, find_on_disk
+from asyncrl.trainer.model_folder import (
+    check_model_type,
+    check_plain,
+    fetch_architectures,
+    find_model,
+    find_on_disk,
+)
 
 NUM_PROMPTS = 100
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
@@ -128,7 +134,8 @@ def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
             make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
             folder = Path(made)
         elif (there := find_on_disk(str(model.path), revision=model.revision)) is not None:
-            architecture = json.loads((there / "config.json").read_text(encoding="utf-8"))
+            architecture = read_config(there)
+            check_plain(config, architecture, str(model.path))
             folder = there
         else:
             text = "is fetched from the hub when the run starts; not checked: that needs the network"

@@ -57,7 +57,7 @@ def check_quantization(config: dict[str, Any], source: str) -> None:
         raise ConfigError(
             f"{source} is quantised: its config.json has quant_method={method}",
             rule=f"the trainer needs plain weights, and dequantises only {' and '.join(DEQUANTIZED)}",
-            way_out="set model.path to the unquantised model.",
+            way_out="give the unquantised model.",
         )
 
 
@@ -112,7 +112,7 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
     text.tie_word_embeddings = is_tied(model)
     if packed := [name for name, one in model.named_parameters() if not one.requires_grad]:
         what = f"transformers has not dequantised {len(packed)} tensors of {folder}, like {packed[0]}"
-        raise ConfigError(what, way_out="set model.path to the unquantised model.")
+        raise ConfigError(what, way_out="give the unquantised model.")
     return model
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.files import write_whole
 from asyncrl.config import RunConfig
+from asyncrl.models.loading import check_quantization, quantization_of, read_config
 
 MAKE_TIMEOUT_S = 300.0
 MODEL_PIN = "model.json"
@@ -93,14 +94,30 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
 
 
 def fetch_architectures(config: RunConfig) -> None:
-    """Fetch config.json of hub models for memory plans. Ignores failures."""
+    """Fetch config.json of hub models for memory plans; ignore failures. Raises ConfigError for weights that
+    cannot be trained, before they are fetched.
+    """
     sources: list[Any] = [config.model, config.teacher]
     for source in filter(None, sources):
+        path = None
         with contextlib.suppress(OSError, ValueError, ConfigError, ModuleNotFoundError):
             if source.path is not None and _find_given(source.path, MODEL_KEY) is None:
                 from huggingface_hub import hf_hub_download
 
-                hf_hub_download(source.path, "config.json", revision=source.revision)
+                path = Path(hf_hub_download(source.path, "config.json", revision=source.revision))
+        if path is not None:
+            check_plain(config, read_config(path.parent), source.path)
+
+
+def check_plain(config: RunConfig, architecture: dict[str, Any], source: str) -> None:
+    """Raise ConfigError for quantised weights that trainer and engines cannot hold alike."""
+    check_quantization(architecture, source)
+    if quantization_of(architecture) is not None and config.rollout.engine == "vllm":
+        raise ConfigError(
+            f"{source} is quantised, and rollout.engine=vllm",
+            rule="vLLM would keep its layers quantised, and cannot take the trainer's plain weights",
+            way_out="give the unquantised model, or set rollout.engine=embedded, which dequantises too.",
+        )
 
 
 def load_limit_s(folder: Path) -> float:
