@@ -174,3 +174,19 @@ async def _call(session: Session, body: bytes, note: Callable[[int], None], unti
             if status == until or not until:
                 return note(status)
             await asyncio.sleep(0 if body == b"no JSON" else 0.1)
+
+
+async def edits_its_history(task: Task, session: Session) -> Outcome:
+    """Three turns; then the first answer is forgotten, which starts a branch of two more."""
+
+    async def say(messages: list[Any]) -> list[Any]:
+        answer = await session.client.chat.completions.create(model=session.model, messages=messages)
+        said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
+        return [*messages, said, {"role": "user", "content": "a 2"}]
+
+    messages: list[Any] = list(task.messages)
+    for _ in range(3):
+        messages = await say(messages)
+    text = "".join(message["content"] for message in messages)
+    await say(await say([*messages[:1], *messages[3:]]))
+    return Outcome(text.count("a") / len(text))

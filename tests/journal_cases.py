@@ -76,9 +76,14 @@ def make_batch(version: int, *group_ids: int, **options: Any) -> Batch:
 
 
 def make_partial(num_tokens: int) -> Completion:
+    """A prompt of 3 tokens and 2 experts a token."""
     logprobs = tuple(np.linspace(-1, -2, num_tokens, dtype=np.float32).tolist())
     return Completion(
-        tuple(range(num_tokens)), logprobs, (VersionSpan(0, num_tokens, 0),), num_interruptions=1
+        tuple(range(num_tokens)),
+        logprobs,
+        (VersionSpan(0, num_tokens, 0),),
+        num_interruptions=1,
+        routing=np.arange(2 * (3 + num_tokens), dtype="<u2").tobytes(),
     )
 
 

@@ -1,15 +1,19 @@
-"""A row of docs/models.csv: how the product trains, serves and adapts a tiny random model of the zoo.
+"""Rows of docs/models.csv: how the product trains, serves and adapts the tiny random models of the zoo.
 
-The oracle is one plain transformers forward per text, with autograd.
+The oracle is one plain transformers forward per text, with autograd. python scripts/models.py writes the
+table; tests/test_models_table.py measures it again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import io
+import os
 import re
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,19 +21,23 @@ import numpy as np
 import torch
 from engine_in_process import make_request, running_engine
 from engine_replies import ask
-from model_zoo import make_config, random_model
+from model_zoo import TYPES, make_config, random_model
 from torch import Tensor
-from trainer_cases import Rows, batch_of
+from trainer_cases import Rows, batch_of, make_spec
 
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.config import LoraConfig
+from asyncrl.trainer.build_model import plan_of
 from asyncrl.trainer.lora import Adapters, find_targets
 from asyncrl.trainer.packing import micro_batches
-from asyncrl.trainer.policy import Policy, find_plan, probe_model
+from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.ranks import Ranks
 
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "docs/models.csv"
 COLUMNS = ("type", "variant", "trainer", "gradients", "embedded engine", "vllm", "lora", "known deviation")
 CPU = torch.device("cpu")
+SPEC = make_spec(Path("zoo"), Path("zoo"))
 TEMPERATURE = 0.8
 LENGTHS = ((96, 60, 34), (18, 12, 7))
 """Texts of two groups. The zoo's windows, chunks and original contexts are 12 to 32."""
@@ -41,28 +49,48 @@ MOST_GRADIENT = 2e-3
 """Relative error of a parameter's gradient; float32 gives 1e-5."""
 
 
-class Row(NamedTuple):
-    """Cells measured of a model. `deviations`: sentences."""
+class Scored(NamedTuple):
+    """Logprobs of the M tokens in the order of the texts, and gradients by parameter."""
 
-    trainer: str
-    gradients: str
-    engine: str
-    lora: str
-    deviations: list[str]
+    logprob_M: Tensor
+    gradients: dict[str, Tensor]
 
 
-def measure(name: str) -> Row:
+def measure(name: str) -> list[str]:
     """Return the row of a model of the zoo."""
     deviations = list[str]()
     model = random_model(make_config(name))
     trainer, gradients = train(model, deviations)
     engine = serve(model, deviations)
-    try:
-        lora = adapt(model)
-    except Exception as error:
-        lora = "wrong"
-        deviations.append(f"lora: {type(error).__name__}: {brief(error)}")
-    return Row(trainer, gradients, engine, lora, deviations)
+    lora = adapt(model, deviations)
+    model_type, _, variant = name.partition(" ")
+    vllm = "yes" if type(model).__name__ in vllm_names() else "no"
+    return [model_type, variant, trainer, gradients, engine, vllm, lora, "; ".join(deviations)]
+
+
+def read_table() -> dict[str, list[str]]:
+    """Return the rows by the name of their model."""
+    rows = [*csv.reader(TABLE.read_text(encoding="utf-8").splitlines())]
+    return {f"{row[0]} {row[1]}".rstrip(): row for row in rows[1:]}
+
+
+def write_table() -> None:
+    """Measure all models, and write the table."""
+    assert vllm_names(), "make setup-vllm, or name its Python in ASYNCRL_VLLM_PYTHON"
+    rows = list[list[str]]()
+    for number, name in enumerate(sorted(TYPES)):
+        rows.append(measure(name))
+        print(f"{number + 1}/{len(TYPES)}", *rows[-1], sep="\t", flush=True)
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+
+
+@cache
+def vllm_names() -> frozenset[str]:
+    """Return the classes in vLLM's registry; none without the environment of `make setup-vllm`."""
+    python = Path(os.environ.get("ASYNCRL_VLLM_PYTHON") or ROOT / ".venv-vllm/bin/python")
+    found = python.parents[1].glob("lib/python3*/site-packages/vllm/model_executor/models/registry.py")
+    return frozenset(re.findall(r'"(\w+)": \(', "".join(path.read_text(encoding="utf-8") for path in found)))
 
 
 def make_texts() -> Rows:
@@ -78,12 +106,8 @@ def make_texts() -> Rows:
 def plain_logprobs(model: Any, ids: list[int]) -> Tensor:
     """Return logprobs [T - 1] of one forward without a cache."""
     ids_1T = torch.tensor([ids])
-    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
+    logits_TV = model(input_ids=ids_1T[:, :-1], use_cache=False).logits[0].float()
     return torch.log_softmax(logits_TV / TEMPERATURE, -1).gather(-1, ids_1T[0, 1:, None])[:, 0]
-
-
-def gradients_of(model: Any) -> dict[str, Tensor]:
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
 # ---- the trainer
@@ -91,59 +115,71 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 def train(model: Any, deviations: list[str]) -> tuple[str, str]:
     """Return the cells `trainer` and `gradients`."""
-    groups = make_texts()
+    texts = [ids for rows in make_texts() for ids, _ in rows]
+    weight_M = torch.randn(sum(map(len, texts)) - len(texts), generator=torch.Generator().manual_seed(1))
     own = copy.deepcopy(model)
-    expected_M = torch.cat([plain_logprobs(model, ids) for rows in groups for ids, _ in rows])
-    weight_M = torch.randn(len(expected_M), generator=torch.Generator().manual_seed(1))
-    model.zero_grad()
-    (expected_M * weight_M).sum().backward()
-    expected = gradients_of(model)
+    expected_M = plain(copy.deepcopy(model), texts, weight_M)
     try:
-        plan = find_plan(probe_model(model.config, CPU, torch.float32))
-        policy = Policy(own, plan)
-        found_M = scored(policy, groups, weight_M)
+        policy = Policy(own, plan_of(SPEC, own, CPU))
+        found_M = scored(policy, weight_M)
     except ConfigError as error:
-        deviations.append(f"trainer: {brief(error)}")
+        deviations.append(f"trainer: {brief(error.what)}")
         return "refused", ""
     except Exception as error:
         deviations.append(f"trainer: crashes ({type(error).__name__}: {brief(error)})")
         return "crashes", ""
-    cell = "packed" if plan.is_packed else "one by one"
-    if plan.is_packed and not plan.packs(max(map(max, LENGTHS))):
-        cell = "packed up to the window"
-    if plan.reason:
-        deviations.append(f"trainer: {brief(plan.reason)}")
-    nats = float((found_M - expected_M.detach()).abs().max())
+    if policy.plan.reason:
+        deviations.append(f"trainer: {brief(policy.plan.reason)}")
+    nats = float((found_M.logprob_M - expected_M.logprob_M).abs().max())
+    name, error = worst_gradient(found_M.gradients, expected_M.gradients)
     if not nats <= MOST_NATS:
-        deviations.append(f"trainer: logprobs are {nats:.1g} nats off")
-    found = gradients_of(own)
-    whole = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
-    errors = {
-        name: float((found.get(name, 0.0) - gradient).norm() / (gradient.norm() + 1e-4 * whole))
-        for name, gradient in expected.items()
-    }
-    worst = max(errors, key=lambda name: errors[name])
-    is_exact = nats <= MOST_NATS and errors[worst] <= MOST_GRADIENT
-    if not errors[worst] <= MOST_GRADIENT:
-        deviations.append(f"trainer: the gradient of {worst} is {errors[worst]:.0%} off")
-    return cell, "exact" if is_exact else "wrong"
+        deviations.append("trainer: logprobs are not those of plain transformers")
+    if not error <= MOST_GRADIENT:
+        deviations.append(f"trainer: wrong gradient of {brief(name)}")
+    is_exact = nats <= MOST_NATS and error <= MOST_GRADIENT
+    return "packed" if policy.plan.is_packed else "one by one", "exact" if is_exact else "wrong"
 
 
-def scored(policy: Policy, groups: Rows, weight_M: Tensor) -> Tensor:
-    """Return logprobs [M] in the order of the texts, and add gradients, by micro-batches as the trainer's."""
-    header, arrays = batch_of(groups)
-    has_loss = arrays.loss_mask
-    longest = max(entry.end - entry.start for entry in header.trajectories)
-    max_tokens = 10**6 if policy.plan.packs(longest) else 0
-    place_N = np.cumsum(has_loss) - 1
+def plain(model: Any, texts: list[list[int]], weight_M: Tensor) -> Scored:
+    parts: dict[int, Tensor] = {}
+    weights = weight_M.split([len(ids) - 1 for ids in texts])
+    # Dynamic RoPE remembers the longest text, so short ones come first.
+    for number in sorted(range(len(texts)), key=lambda number: len(texts[number])):
+        parts[number] = plain_logprobs(model, texts[number])
+        (parts[number] * weights[number]).sum().backward()
+    return Scored(torch.cat([parts[number].detach() for number in range(len(texts))]), gradients_of(model))
+
+
+def scored(policy: Policy, weight_M: Tensor) -> Scored:
+    """Score the texts in micro-batches as the trainer makes them."""
+    header, arrays = batch_of(make_texts())
+    place_N = np.cumsum(arrays.loss_mask) - 1
     found_M = torch.zeros(len(weight_M))
-    parts = micro_batches(header, arrays, has_loss, max_tokens, CPU, Ranks(0, 1), policy.costs)
-    for micro, _ in parts:
+    rules = policy.plan.rules(10**6)
+    for micro, _ in micro_batches(header, arrays, arrays.loss_mask, rules, CPU, Ranks(0, 1), policy.costs):
         places = torch.from_numpy(place_N[micro.source_M])
         logprob_M = policy(micro, TEMPERATURE).logprob_M
         (logprob_M * weight_M[places]).sum().backward()
         found_M[places] = logprob_M.detach()
-    return found_M
+    return Scored(found_M, gradients_of(policy.model))
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def worst_gradient(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
+    """Return the parameter whose gradient is furthest from the expected one, and the relative distance."""
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    zero = torch.zeros(())
+    errors = {
+        name: float(
+            (found.get(name, zero) - expected.get(name, zero)).norm()
+            / (expected.get(name, zero).norm() + 1e-4 * whole)
+        )
+        for name in {*expected, *found}
+    }
+    return max(errors.items(), key=lambda item: item[1])
 
 
 # ---- the embedded engine
@@ -166,7 +202,7 @@ def serve(model: Any, deviations: list[str]) -> str:
             return "crashes"
     if distance <= MOST_NATS:
         return "exact"
-    deviations.append(f"engine: logprobs are {distance:.1g} nats off")
+    deviations.append("engine: logprobs are not those of plain transformers")
     return "wrong"
 
 
@@ -180,7 +216,7 @@ def served_distance(engine: Any, model: Any) -> float:
         answers = [answer.result(timeout=60) for answer in ask(engine, requests)]
         for number, answer in enumerate(answers):
             whole = prompts[number] + answer.token_ids
-            plain_T = plain_logprobs(model, whole)[len(prompts[number]) - 1 :]
+            plain_T = plain_logprobs(copy.deepcopy(model), whole)[len(prompts[number]) - 1 :]
             differences.append(plain_T - torch.tensor(answer.logprobs))
             prompts[number] = [*whole, 5, 6, 7]
     assert min(map(len, differences)) > 0
@@ -190,14 +226,23 @@ def served_distance(engine: Any, model: Any) -> float:
 # ---- adapters
 
 
+def adapt(model: Any, deviations: list[str]) -> str:
+    """Return the cell `lora`: names of the layers that adapters change by default."""
+    try:
+        return " ".join(adapted_layers(model)) or "none"
+    except Exception as error:
+        deviations.append(f"lora: {type(error).__name__}: {brief(error)}")
+        return "wrong"
+
+
 @torch.no_grad()
-def adapt(model: Any) -> str:
-    """Return the names of layers that adapters change by default. Raises what fails."""
+def adapted_layers(model: Any) -> list[str]:
+    """Return the names, if logprobs are those of the merged weights. Raises AssertionError."""
     own, merged = copy.deepcopy(model), copy.deepcopy(model)
     config = LoraConfig(rank=4)
     names = find_targets(own, config)
     if not names:
-        return "none"
+        return []
     adapters = Adapters(own, config, torch.float32)
     weights = dict(merged.named_parameters())
     for name, layer in adapters.layers.items():
@@ -208,16 +253,16 @@ def adapt(model: Any) -> str:
     base_T, expected_T, found_T = (plain_logprobs(one, ids) for one in (model, merged, own))
     assert float((base_T - expected_T).abs().max()) > 10 * MOST_NATS, "adapters change nothing"
     assert float((found_T - expected_T).abs().max()) <= MOST_NATS, "adapters are not the merged weights"
-    return " ".join(sorted({name.rpartition(".")[2] for name in names}))
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 # ---- texts
 
 
 def brief(error: Any) -> str:
-    """Return one line, without the numbers and names of the tiny model."""
-    text = " ".join(str(error).split())[:200]
-    return re.sub(r"(?<!\w)\d+(\.\d+)?(e-?\d+)?", "#", text)
+    """Return one short line without numbers, which are those of the tiny model."""
+    text = re.sub(r"(?<!\w)\d+(\.\d+)?(e-?\d+)?", "#", " ".join(str(error).split()))
+    return text if len(text) <= 160 else f"{text[:160]}.."
 
 
 def refusal(said: str) -> str:

@@ -22,7 +22,7 @@ from trainer_cases import batch_of, changed, make_spec
 from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.messages.trainer_api import BatchArrays
 from asyncrl.trainer.objective import BatchNumbers, Objective
-from asyncrl.trainer.packing import Costs, micro_batches
+from asyncrl.trainer.packing import Costs, PackRules, micro_batches
 from asyncrl.trainer.ranks import ONE_RANK
 
 pytestmark = pytest.mark.xdist_group("trl")  # its import costs seconds: one process
@@ -145,7 +145,7 @@ def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
     batch = BatchNumbers(header, arrays, mask, *(over_batch(value_M, arrays) for value_M in known))
     batch.advantage_N = objective.advantages(batch)
     cpu = torch.device("cpu")
-    ((micro, _),) = micro_batches(header, arrays, mask, 1000, cpu, ONE_RANK, Costs(0.0, 0.0))
+    ((micro, _),) = micro_batches(header, arrays, mask, PackRules(1000), cpu, ONE_RANK, Costs(0.0, 0.0))
     numbers = objective.step_numbers(batch, mask)
     loss, stats = objective.micro_loss(micro, sampled.current_M, batch, numbers)
     advantage_B = batch.advantage_N[[entry.end - 1 for entry in header.trajectories]]

@@ -20,7 +20,7 @@ from asyncrl.launch.machine import single_node
 from asyncrl.launch.plan import EVAL_ENGINE, make_plan
 from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import build_engine, check_same_model
-from asyncrl_servers.embedded.kv_attention import CacheShape
+from asyncrl_servers.embedded.kv_attention import LayerShape
 
 SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -73,10 +73,14 @@ def test_the_plan_counts_the_cache_and_weights_of_the_server(
     assert counted.copies == pytest.approx(engine.weights.num_bytes, rel=0.01)
 
 
-def test_a_length_beyond_the_window_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    save_model(tmp_path / "model", "mistral", sliding_window=64)
+def test_a_length_that_changes_the_rotary_table_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    save_model(tmp_path / "model", "llama", max_position_embeddings=64, rope_parameters=rope)
     fatal = refusal_of(capfd, build_engine, make_spec(tmp_path / "model", max_length=65))
-    assert "sliding window of 64" in fatal.error
+    assert "type dynamic, which change above 64 tokens" in fatal.error
+    assert "rollout.engine=vllm" in fatal.way_out
     build_engine(make_spec(tmp_path / "model", max_length=64))
 
 
@@ -85,7 +89,7 @@ def test_other_common_models_pass_the_checks_at_start(tmp_path: Path, kind: str)
     save_model(tmp_path / "model", kind, hidden_size=48, num_attention_heads=6, head_dim=8)
     engine = build_engine(make_spec(tmp_path / "model", slots=20))
     build_engine(make_spec(tmp_path / "model", dtype="bfloat16", deterministic=False))
-    assert engine.runner.loaded.shape == CacheShape(num_layers=2, kv_heads=2, head_dim=8)
+    assert engine.runner.loaded.shape.layers == (LayerShape(kv_heads=2, head_dim=8, value_dim=8),) * 2
     assert (engine.runner.plain is not None) == (kind in MODEL_TYPES)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,24 @@ import torch
 from engine_in_process import answered, make_request, publish, running_engine
 from engine_in_process import make_spec as engine_spec
 from engine_replies import ask
+from job_runs import read_lines, run, write_config
 from rank_processes import running
 from safetensors.torch import load_file
 from test_weights_export import chunks_of
-from tiny_model import MOE, STACKED, make_tiny_moe
+from tiny_model import MOE, SHAPE, STACKED, TINY_ARCHITECTURE, make_tiny_moe
 from torch import Tensor
 from trainer_cases import learned, make_batch, make_spec
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
-from asyncrl.engines.pool import RoutedTokens
+from asyncrl.engines.pool import RoutedTokens, SegmentJoin
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.journal.schema import decode_trajectory, encode_trajectory
+from asyncrl.journal.read import read_batch, reading
+from asyncrl.journal.schema import decode_partial, decode_trajectory, encode_partial, encode_trajectory
 from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
     NO_EXPERT,
@@ -35,16 +38,18 @@ from asyncrl.messages.engine_api import (
     Interrupt,
     PrepareRequest,
 )
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
 from asyncrl.rollouts.rollout import make_trajectory
+from asyncrl.trainer.build_model import RouterReplay
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.export import Exported, TrainerEnd, named_weights, routers_of
 from asyncrl.weights.nccl import BroadcastTransport
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
+from asyncrl_servers.embedded.kv_attention import RoutedExperts
 
 NUM_ROUTED = 4
 """Experts that read a token of the tiny model: 2 in each of its 2 layers."""
@@ -156,10 +161,7 @@ def test_engine_tells_which_experts_read_each_token(tmp_path: Path, num_experts:
     for prompt, answer in zip([*prompts, head], answers, strict=True):
         expected = chosen_by(folder, [*prompt, *answer.token_ids])
         assert torch.equal(told(answer.routing), expected[:-1])
-        completion = Completion(
-            tuple(answer.token_ids), tuple(answer.logprobs), (), "length", routing=answer.routing
-        )
-        made = make_trajectory(0, tuple(prompt), completion, 1.0)
+        made = trajectory_of(prompt, answer)
         known = decode_trajectory(encode_trajectory(0, made), 0, 0, 0).routing
         assert known is not None
         assert np.array_equal(known[:-1], expected[:-1].numpy()), "by way of the journal"
@@ -196,7 +198,7 @@ def test_token_keeps_experts_of_the_weights_that_sampled_the_next(
     old, new = chosen_by(folder, token_ids)[:-1], chosen_by(other, token_ids)[:-1]
     num_old = 3 + at - 1
     assert len(heard.rows) == (1 if interrupt == "keep" else 2)
-    assert torch.equal(told(routed.known), torch.cat([old[:num_old], new[num_old:]]))
+    assert torch.equal(told(routed.all(num_told))[:-1], torch.cat([old[:num_old], new[num_old:]]))
     assert not torch.equal(old[:num_old], new[:num_old])
 
 
@@ -204,16 +206,45 @@ def ids(experts: Iterable[int]) -> bytes:
     return np.array([*experts], "<u2").tobytes()
 
 
+UNKNOWN = [NO_EXPERT] * 2
+
+
 def test_experts_from_another_server_are_unknown() -> None:
     """Prompts of 3 tokens, 2 experts a token."""
     routed, other = RoutedTokens(3), RoutedTokens(3)
+    assert routed.all(1) == b""
     routed.add(ids(range(300, 308)), 0, 2)  # of positions 0 to 3: the prompt, and the first token
     routed.add(ids([308, 309]), 2, 3)  # continues in its slot
-    assert routed.known == ids(range(300, 310))
+    assert routed.all(3) == ids([*range(300, 310), *UNKNOWN])
     routed.add(ids([77] * 10 + [310, 311, 312, 313]), 3, 5)  # of a new segment, its whole prompt
-    assert routed.known == ids(range(300, 314))
+    assert routed.all(5) == ids([*range(300, 314), *UNKNOWN])
     other.add(ids(range(300, 312)), 3, 4)  # three tokens came from elsewhere
-    assert other.known == ids([300, 301, 302, 303] + [NO_EXPERT] * 6 + [310, 311])
+    assert other.all(4) == ids([300, 301, 302, 303, *UNKNOWN * 3, 310, 311, *UNKNOWN])
+
+
+def test_experts_are_kept_when_a_server_or_process_is_lost() -> None:
+    told = list[Completion]()
+    request = SamplingRequest("r", (1, 2, 3), 4, temperature=1.0)
+    join = SegmentJoin(request, None, told.append)
+    join.add(part(5, 6, finish="abort", routing=ids(range(300, 308))))
+    kept = decode_partial(encode_partial(0, 0, told[0]), 0, 0)
+    assert kept.routing == told[0].routing == ids([*range(300, 308), *UNKNOWN])
+    for lives in (join, SegmentJoin(request, kept)):  # another server, and a resumed run
+        lives.add(part(7, finish=None))
+        lives.cut()  # the server is lost, and with it what it would have told at the end
+        assert lives.completion().routing == ids([*range(300, 308), *UNKNOWN * 2])
+        lives.add(part(8, finish="length", routing=ids([77] * 10 + [310, 311])))
+        assert lives.completion().routing == ids([*range(300, 308), *UNKNOWN, 310, 311, *UNKNOWN])
+
+
+def part(*token_ids: int, finish: Any, routing: bytes = b"") -> GenerateResponse:
+    spans = [VersionSpan(0, len(token_ids), 0)]
+    given: dict[str, Any] = {
+        "request_id": "r",
+        "token_ids": [*token_ids],
+        "logprobs": [-1.0] * len(token_ids),
+    }
+    return GenerateResponse(**given, version_spans=spans, finish_reason=finish, routing=routing)
 
 
 PROMPTS = [(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]
@@ -224,14 +255,20 @@ def routed_batch(engine: Engine, version: int = 0) -> tuple[BatchHeader, BatchAr
     return batch_from(answers, version)
 
 
+def trajectory_of(
+    prompt: Sequence[int], answer: GenerateResponse, index: int = 0, version: int = 0
+) -> Trajectory:
+    join = SegmentJoin(SamplingRequest("r", tuple(prompt), len(answer.token_ids)))
+    spans = [VersionSpan(0, len(answer.token_ids), version)]
+    join.add(answer.model_copy(update={"version_spans": spans}))
+    return make_trajectory(index, tuple(prompt), join.completion(), float(index % 2))
+
+
 def batch_from(answers: Sequence[GenerateResponse], version: int = 0) -> tuple[BatchHeader, BatchArrays]:
     """Make a group from answers to PROMPTS, through the journal's record."""
     trajectories = []
     for index, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
-        spans = (VersionSpan(0, len(answer.token_ids), version),)
-        ids, logprobs = tuple(answer.token_ids), tuple(answer.logprobs)
-        completion = Completion(ids, logprobs, spans, "length", routing=answer.routing)
-        made = make_trajectory(index, prompt, completion, float(index % 2))
+        made = trajectory_of(prompt, answer, index, version)
         trajectories.append(decode_trajectory(encode_trajectory(0, made), 0, index, 0))
     group = Group(GroupId(0), Prompt("0/0", ()), tuple(trajectories))
     return pack_groups(Batch(version=version, groups=(group,), min_version=version))
@@ -282,6 +319,97 @@ def test_ranks_replay_and_export_experts_as_one_process_does(tmp_path: Path) -> 
 def test_replay_is_refused_without_routers(tiny_model_dir: Path) -> None:
     with pytest.raises(SystemExit):
         build_engine(engine_spec(tiny_model_dir, returns_routing=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_agent_trains_with_the_experts_that_sampled(tmp_path: Path) -> None:
+    """Several turns and an edited history, on policy; the experts are transformers' own."""
+    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"} | MOE
+    scratch = {"characters": "abcdefgh0123456789 ", "architecture": shape | {"model_type": "qwen3_moe"}}
+    config = write_config(
+        tmp_path,
+        model={"scratch": scratch},
+        generator={"python": "agents_for_test:edits_its_history"},
+        rollout={"max_tokens": 8, "max_prompt_tokens": 160},
+        trainer={"num_steps": 2, "num_groups": 2},
+        algorithm={"router_replay": True},
+        journal={"keep": "all"},
+    )
+    ended = run(config, tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr
+    with reading(tmp_path / "run" / "journal.sqlite") as connection:
+        groups = read_batch(connection, 0).groups
+    branches = [branch for group in groups for branch in group.trajectories]
+    assert len(branches) == 2 * 2 * 4
+    for branch in branches:
+        assert branch.routing is not None
+        expected = chosen_by(tmp_path / "run" / "model", branch.token_ids.tolist())
+        assert np.array_equal(branch.routing[:-1], expected[:-1].numpy())
+    for step in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert step["policy/logprob_gap_mean"] < 1e-6
+        assert step["policy/logprob_gap_max"] < 5e-6, "rounding of float32"
+
+
+EIGHT: dict[str, Any] = {"head_dim": 8, "vocab_size": 52}
+LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 52}
+KINDS: dict[str, dict[str, Any]] = {
+    "afmoe": MOE | EIGHT | {"num_dense_layers": 1},
+    "deepseek_v3": STACKED["deepseek_v3"],
+    "gemma4_text": MOE
+    | EIGHT
+    | {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0, "global_head_dim": 8},
+    "gpt_oss": LOCAL | EIGHT,
+    "hunyuan_v1_moe": EIGHT | {"num_experts": 4, "moe_topk": 2},
+    "jamba": {"num_experts": 4, "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 1},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "jetmoe": (LOCAL | {"kv_channels": 8}, "JetMoeForCausalLM: no router is found"),
+    "llama4_text": (LOCAL | EIGHT | {"intermediate_size_mlp": 64}, "Llama4Router does not"),
+    "phimoe": (LOCAL, "PhimoeTopKRouter: it calls no topk"),
+    "zaya": (MOE | {"num_experts_per_tok": 1}, "ZayaRouter: it calls no topk"),
+}
+TEXT = torch.arange(12)[None] * 4
+
+
+def made(model_type: str, shape: Mapping[str, Any]) -> Any:
+    pytest.importorskip(f"transformers.models.{model_type.removesuffix('_text')}")
+    torch.manual_seed(0)
+    given = {key: value for key, value in TINY_ARCHITECTURE.items() if key not in ("model_type", "head_dim")}
+    config = AutoConfig.for_model(model_type, **{**given, "pad_token_id": 0, "attn_layer_offset": 0, **shape})
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+@torch.no_grad()
+def replayed(model: Any) -> float:
+    """Replay the model's own experts, which changes nothing, then others; how far the logits move."""
+    routed = RoutedExperts(model)
+    plain = model(TEXT, use_cache=False).logits
+    chosen_NE = routed.take().int()
+    replay = RouterReplay(model)
+    replay(chosen_NE)
+    torch.testing.assert_close(model(TEXT, use_cache=False).logits, plain, atol=0, rtol=0)
+    routed.take()
+    others_NE = (chosen_NE + 1) % 4
+    replay(others_NE)
+    moved = model(TEXT, use_cache=False).logits
+    assert torch.equal(routed.take().int(), others_NE)
+    with pytest.raises(ConfigError, match="tells 1 experts of a token"):
+        replay(others_NE[:, :1])
+    return float((plain - moved).abs().max())
+
+
+@pytest.mark.parametrize("model_type", sorted(KINDS))
+def test_router_of_each_kind_is_told_and_replayed(model_type: str) -> None:
+    assert replayed(made(model_type, KINDS[model_type])) > 0.1
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_router_that_cannot_be_replayed_is_refused_by_name(model_type: str) -> None:
+    shape, why = REFUSED[model_type]
+    model = made(model_type, shape)
+    with pytest.raises((ConfigError, ValueError), match=why):
+        (replayed if routers_of(model) else RouterReplay)(model)
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}

@@ -216,10 +216,10 @@ def test_other_quantisations_are_refused_by_name(tmp_path: Path, method: str) ->
 def test_dequantised_folder_is_refused_where_vllm_keeps_it_packed(tmp_path: Path) -> None:
     architecture = {"quantization_config": {"quant_method": "mxfp4"}}
     values = {"model": {"path": "owner/name", "scratch": None}}
-    check_plain(load_config(write_config(tmp_path, **values)), architecture, "owner/name")
+    check_plain(load_config(write_config(tmp_path, **values)), architecture)
     config = load_config(write_config(tmp_path, **values, rollout={"engine": "vllm"}))
     with pytest.raises(ConfigError, match=r"rollout\.engine=vllm"):
-        check_plain(config, architecture, "owner/name")
+        check_plain(config, architecture)
 
 
 def test_wrong_layer_types_are_a_config_error(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ model.scratch=none model.path=models/typo -> models/typo: there is no such folde
 model.scratch=none model.path=odd_type -> odd_type has model_type=qwen33, which transformers does not know
 model.scratch=none model.path=cut -> cannot read cut/model.safetensors: SafetensorError
 model.scratch=none model.path=mute -> cannot load a tokenizer from ... tokenizer.json
+model.scratch.architecture={model_type: rwkv} -> the embedded engine refuses rwkv ... rollout.engine=vllm
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
 algorithm.loss=mine_here:few -> few(tokens) cannot be called as loss(tokens, settings): too many
@@ -124,6 +125,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
 ) -> None:
     def cached(name: str, file: str, **_: Any) -> str:
         architecture = dict(zip(SIZES.split(), HUB[name], strict=True)) | {"head_dim": 128}
+        architecture |= {"model_type": name[5:10].lower()}
         (here / file).write_text(json.dumps(architecture))
         return str(here / file)
 
@@ -136,6 +138,7 @@ def test_a_gpu_config_passes_the_check_in_its_header(
         cli.main()
     said = capsys.readouterr().out
     assert "size unknown" not in said
+    assert re.search(r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm: yes$", said, re.MULTILINE)
 
 
 def test_prompts_that_are_too_long_are_reported(here: Path) -> None:

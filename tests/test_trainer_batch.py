@@ -28,7 +28,7 @@ from asyncrl.messages.token_grammars import GrammarError
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.trainer import tree
 from asyncrl.trainer.objective import BatchNumbers, check_any_loss, check_batch, find_units, loss_tokens
-from asyncrl.trainer.packing import Costs, find_allowed, micro_batches, mini_batches
+from asyncrl.trainer.packing import Costs, PackRules, find_allowed, micro_batches, mini_batches
 from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
@@ -170,7 +170,9 @@ def test_every_sampled_token_is_in_one_unit_and_step(
         found, num_micros = list[int](), set[int]()
         for rank in range(count):
             ranks, cpu = Ranks(rank, count), torch.device("cpu")
-            micros = micro_batches(header, arrays, chosen, max_tokens, cpu, ranks, Costs(0.01, 0.1))
+            micros = micro_batches(
+                header, arrays, chosen, PackRules(max_tokens), cpu, ranks, Costs(0.01, 0.1)
+            )
             num_micros.add(len(micros))
             found += [place for micro, counts in micros if counts for place in micro.source_M.tolist()]
             assert all(len(micro.source_M) == 1 for micro, counts in micros if not counts)

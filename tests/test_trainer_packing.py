@@ -18,6 +18,7 @@ from asyncrl.messages.trainer_api import BatchArrays
 from asyncrl.trainer import tree
 from asyncrl.trainer.packing import (
     Costs,
+    PackRules,
     assign,
     costs_of,
     micro_batches,
@@ -37,9 +38,8 @@ def test_every_loss_token_is_packed_once(
         header, arrays = batch_of(groups)
         given_costs = (ONE_RANK, Costs(0.0, 0.0))
         device = torch.device("cpu")
-        made = micro_batches(
-            header, arrays, arrays.loss_mask, max_tokens, device, *given_costs, flat_above=flat_above
-        )
+        rules = PackRules(max_tokens, flat_above)
+        made = micro_batches(header, arrays, arrays.loss_mask, rules, device, *given_costs)
     micros = [micro for micro, _ in made]
     longest = max((micro.layout.longest for micro in micros), default=0)
     is_flat = flat_above is not None and longest > flat_above

@@ -18,10 +18,11 @@ from torch.nn import functional
 from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.trainer import attention, tree
+from asyncrl.trainer import banded_attention, tree
 from asyncrl.trainer import policy as policy_module
-from asyncrl.trainer.packing import AllowedRows, MicroBatch, micro_batches
-from asyncrl.trainer.policy import ForwardPlan, Policy, find_plan, head_scores, probe_model
+from asyncrl.trainer.forward_plan import find_plan, probe_model
+from asyncrl.trainer.packing import AllowedRows, micro_batches
+from asyncrl.trainer.policy import ForwardPlan, Policy, head_scores
 from asyncrl.trainer.ranks import Ranks
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
@@ -41,7 +42,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
 ALONE: dict[str, dict[str, Any]] = {
-    "mamba": {"state_size": 4, "use_mambapy": False},
+    "bloom": {"n_layer": 2, "n_head": 4},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 1000},
 }
 
@@ -65,12 +66,10 @@ def run(
 ) -> Found:
     """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ..."""
     header, arrays = batch_of(groups)
-    if not policy.plan.packs(max(entry.end - entry.start for entry in header.trajectories)):
-        max_tokens = 0
     policy.zero_grad()
     places = np.cumsum(arrays.loss_mask)
     found_N = torch.zeros(len(places), dtype=torch.float64)
-    given = (header, arrays, arrays.loss_mask, max_tokens, torch.device("cpu"))
+    given = (header, arrays, arrays.loss_mask, policy.plan.rules(max_tokens), torch.device("cpu"))
     ranks = [Ranks(rank, num_ranks) for rank in range(num_ranks)]
     for micro, counts in (one for rank in ranks for one in micro_batches(*given, rank, policy.costs)):
         logprob_M, *_ = policy(micro, temperature)
@@ -106,7 +105,7 @@ def test_usual_architectures_run_packed(kind: str) -> None:
     # the kernel of the experts knows no float64
     model = make_model(kind, torch.float32 if kind == "qwen3_moe" else torch.float64)
     expected = run_plain(model, GROUPS, 0.7)
-    policy = Policy(model)
+    policy = Policy(model, find_plan(model))
     assert policy.plan.is_packed, policy.plan.reason
     assert policy.plan.has_plain_head == (kind != "gemma2")
     assert_same(run(policy, GROUPS, temperature=0.7), expected, 1e-6)
@@ -122,26 +121,26 @@ def test_other_architectures_run_alone(kind: str, caplog: pytest.LogCaptureFixtu
     model = make_model(kind)
     expected = run_plain(model, GROUPS)
     with caplog.at_level(logging.WARNING, "asyncrl.trainer"):
-        policy = Policy(model)
+        policy = Policy(model, find_plan(model))
     assert not policy.plan.is_packed
     assert policy.plan.reason in caplog.text
     assert_same(run(policy, GROUPS), expected, 1e-4)
 
 
-TILE_SIZES = st.sampled_from([(), (2,), (4, 8), attention.TILE_SIZES])
+BLOCKS = st.sampled_from([0, 2, 8, banded_attention.BLOCK])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(trees(), st.sampled_from([1, 40, 10**6]), st.integers(1, 3), st.booleans(), TILE_SIZES)
+@given(trees(), st.sampled_from([1, 40, 10**6]), st.integers(1, 3), st.booleans(), BLOCKS)
 def test_any_tree_cut_and_ranks_give_plain_gradients(
-    groups: Rows, max_tokens: int, num_ranks: int, shares_all: bool, tile_sizes: tuple[int, ...]
+    groups: Rows, max_tokens: int, num_ranks: int, shares_all: bool, block: int
 ) -> None:
     """Each token has its weight in each sequence, also a shared token."""
     assume(any(any(mask) for rows in groups for _, mask in rows))
     model = make_model(dtype=torch.float64)
     expected = run_plain(model, groups)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "TILE_SIZES", tile_sizes)
+        patch.setattr(banded_attention, "BLOCK", block)
         if shares_all:
             patch.setattr(tree, "MIN_SHARED_TOKENS", -math.inf)
         policy = Policy(model, ForwardPlan(True, True))
@@ -152,24 +151,10 @@ def test_micro_batch_longer_than_the_window_runs_alone() -> None:
     model = make_model("mistral", sliding_window=32)
     both = [random_groups([[5, longest]], prompt=20) for longest in (9, 60)]
     expected = [run_plain(model, groups) for groups in both]
-    policy = Policy(model)
+    policy = Policy(model, find_plan(model))
     assert policy.plan == ForwardPlan(is_packed=True, has_plain_head=True, window=32)
     for groups, result in zip(both, expected, strict=True):
         assert_same(run(policy, groups), result, 1e-5)
-
-
-def test_plan_check_sees_that_sequences_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistake: an attention that reads packed tokens as one long sequence."""
-    real = policy_module.packed_inputs
-
-    def without_layout(micro: MicroBatch) -> dict[str, Any]:
-        mask = torch.zeros(2 * (micro.layout.num_tokens,)).fill_(-torch.inf).triu_(1)
-        return {**real(micro), "packed_layout": None, "attention_mask": mask[None, None]}
-
-    monkeypatch.setattr(policy_module, "packed_inputs", without_layout)
-    plan = find_plan(make_model())
-    assert not plan.is_packed
-    assert "away from the plain ones" in plan.reason
 
 
 MANY_LAYERS: list[tuple[str, dict[str, Any]]] = [

@@ -171,8 +171,6 @@ class RunConfig(FrozenConfig):
                 yield f"placement.{key}={written} has {num} nodes; set launcher=ray, or {key}.nodes=1"
         if self.algorithm.router_replay and not self.rollout.facts.returns_routing:
             yield f"algorithm.router_replay needs rollout.engine=embedded or vllm, not {engine}"
-        if self.algorithm.router_replay and self.generator.is_harness:
-            yield "algorithm.router_replay is not available with a harness; set it to false"
 
     def _checkpoint_conflicts(self) -> Iterator[str]:
         best = self.best_eval

@@ -13,12 +13,13 @@ import numpy as np
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.engine_api import NO_EXPERT, GenerateResponse
+from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.records import Completion, TopLogprobs, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 
 DRAIN_TIMEOUT_S = 30.0
-_UNKNOWN = NO_EXPERT.to_bytes(2, "little")
+_UNKNOWN = b"\xff"
+"""Each byte of NO_EXPERT."""
 
 OnLost = Callable[[EngineLost], None]
 OnTokens = Callable[[Sequence[int]], None]
@@ -268,7 +269,7 @@ class SegmentJoin:
         self.num_interruptions = before.num_interruptions + (partial is not None)
         self.top_logprobs: list[TopLogprobs] = [()] * len(self.token_ids)
         """Unknown for an earlier process."""
-        self._routed = RoutedTokens(len(request.prompt_ids))
+        self._routed = RoutedTokens(len(request.prompt_ids), before)
         self._num_kept = len(self.token_ids)
         self._has_stopped = False
 
@@ -320,7 +321,7 @@ class SegmentJoin:
             ("stop" if self._has_stopped else "length") if self.is_finished else None,
             self.num_interruptions,
             tuple(self.top_logprobs) if self.request.top_logprobs else (),
-            self._routed.known,
+            self._routed.all(len(self.token_ids)),
         )
 
     def _interrupted(self) -> None:
@@ -331,28 +332,33 @@ class SegmentJoin:
 
 
 class RoutedTokens:
-    """Experts of a request's tokens: `known`, uint16 (little endian), for each token but the last. Pure.
+    """Experts that read a request's tokens, uint16 (little endian). Pure.
 
     An answer's part covers the tokens read since the previous part; the first part the whole prompt.
-    Known experts stay when tokens are read again; unknown ones are NO_EXPERT.
+    Known experts stay when tokens are read again; unknown ones are NO_EXPERT. `before`: of an earlier
+    process.
     """
 
-    def __init__(self, num_prompt: int) -> None:
-        self.known = b""
+    def __init__(self, num_prompt: int, before: Completion = Completion()) -> None:
         self._num_prompt = num_prompt
-        self._width = 0
+        self._width = width = len(before.routing) // (num_prompt + len(before.token_ids))
+        self._known = before.routing[: len(before.routing) - width]
 
     def add(self, routing: bytes, num_before: int, num_after: int) -> None:
         if not routing:
             return
         end = self._num_prompt + num_after - 1
         self._width = width = self._width or len(routing) // end
-        first = len(self.known) // width
+        first = len(self._known) // width
         assert len(routing) >= (end - first) * width, f"{len(routing)} bytes for tokens {first} to {end}"
         new = bytearray(routing[len(routing) - (end - first) * width :])
         lost_from = max(first, self._num_prompt - 1)
         num_lost = self._num_prompt + num_before - 1 - lost_from
         if num_lost > 0:
             start = (lost_from - first) * width
-            new[start : start + num_lost * width] = _UNKNOWN * (num_lost * width // len(_UNKNOWN))
-        self.known += bytes(new)
+            new[start : start + num_lost * width] = _UNKNOWN * (num_lost * width)
+        self._known += bytes(new)
+
+    def all(self, num_sampled: int) -> bytes:
+        """Return them for every token: NO_EXPERT for the unread last one, and what a lost server knew."""
+        return self._known.ljust((self._num_prompt + num_sampled) * self._width, _UNKNOWN)

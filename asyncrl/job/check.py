@@ -22,9 +22,9 @@ from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import TEACHER_KEY
 from asyncrl.launch.machine import Node
-from asyncrl.launch.plan import plan_run, plan_text, refuse_over_capacity, resolve_auto
+from asyncrl.launch.plan import plan_run, plan_text, read_architecture, refuse_over_capacity, resolve_auto
 from asyncrl.messages.records import Prompt
-from asyncrl.models.loading import read_config
+from asyncrl.models.support import find_support, support_lines
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
 from asyncrl.tasks.sources import EvalTask, build_task, look_at_task, make_prompt_source, take_prompts
@@ -83,6 +83,7 @@ def validate(config: RunConfig, *, reads_all: bool = False) -> Found:
     if not config.rollout.facts.has_model:
         found.notes.append(SIMULATED)
     _check_tasks(config, found, reads_all=reads_all)
+    _check_support(config, found)
     tokenizer = _check_model(config, found)
     _check_prompts(config, found, tokenizer)
     if tokenizer is not None:
@@ -118,15 +119,28 @@ def _check_tasks(config: RunConfig, found: Found, *, reads_all: bool) -> None:
             found.evals[name] = take_prompts(eval_settings, task, name)
 
 
+def _check_support(config: RunConfig, found: Found) -> None:
+    """Add how models of this type are trained and served. Raises ConfigError if the engine refuses them."""
+    model_type = read_architecture(config.model).get("model_type", "not known yet")
+    rows = find_support(model_type)
+    found.lines += support_lines(rows) or [f"model: its type, {model_type}, is not tested (docs/models.md)"]
+    if config.rollout.engine == "embedded" and {row["embedded engine"] for row in rows} == {"refused"}:
+        raise ConfigError(
+            f"the embedded engine refuses {model_type} models: {rows[0]['known deviation']}",
+            way_out=f"set rollout.engine=vllm (vLLM lists this family: {rows[0]['vllm']}).",
+        )
+
+
 def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
     """Return None if a part is only on the hub."""
     model = config.model
+    architecture = read_architecture(model)
+    check_plain(config, architecture)
     template = model.chat_template
     if template is not None:
         read_template(Path(template))
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         if model.scratch is not None:
-            architecture = model.scratch.architecture
             check_model_type(architecture.get("model_type"), "model.scratch.architecture")
             from asyncrl.trainer.random_init import make_character_tokenizer
 
@@ -134,8 +148,6 @@ def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
             make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
             folder = Path(made)
         elif (there := find_on_disk(str(model.path), revision=model.revision)) is not None:
-            architecture = read_config(there)
-            check_plain(config, architecture, str(model.path))
             folder = there
         else:
             text = "is fetched from the hub when the run starts; not checked: that needs the network"

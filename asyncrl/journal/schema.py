@@ -241,6 +241,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         "metrics": {str(name): float(value) for name, value in trajectory.metrics.items()},
         "credits": [astuple(credit) for credit in trajectory.credits],
         "grammars": [astuple(span) for span in trajectory.grammars],
+        "routing": getattr(trajectory.routing, "shape", ()),
     }
     whole = write_frame("trajectory", arrays, head)
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
@@ -257,13 +258,12 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
         for name, dtype in _DTYPES.items():
             if name in frame.arrays:
                 planes = frame.arrays[name].reshape(np.dtype(dtype).itemsize, -1)
-                arrays[name] = planes.T.copy().view(dtype).reshape(-1)
+                shape = head["routing"] if name == "routing" else -1
+                arrays[name] = planes.T.copy().view(dtype).reshape(shape)
         num_tokens = len(arrays["token_ids"])
-        routing = arrays.get("routing")
         return Trajectory(
             sample_index=sample_index,
-            token_ids=arrays["token_ids"],
-            behaviour_logprobs=arrays["behaviour_logprobs"],
+            **arrays,
             loss_mask=np.unpackbits(frame.arrays["loss_mask"], count=num_tokens).astype(np.bool_),
             version_spans=tuple(VersionSpan(*span) for span in head["spans"]),
             reward=head["reward"],
@@ -273,8 +273,6 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
             branch=branch,
             credits=tuple(Credit(*credit) for credit in head["credits"]),
             grammars=tuple(GrammarSpan(*span) for span in head["grammars"]),
-            teacher_logprobs=arrays.get("teacher_logprobs"),
-            routing=None if routing is None else routing.reshape(num_tokens, -1),
         )
     except (zlib.error, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the tokens of g{group_id}/r{sample_index} do not unpack ({error})") from error
@@ -289,6 +287,7 @@ def encode_partial(group_id: int, sample_index: int, partial: Completion) -> byt
         partial.version_spans,
         reward=0.0,
         num_interruptions=partial.num_interruptions,
+        routing=np.frombuffer(partial.routing, "<u2"),
     )
     return encode_trajectory(group_id, trajectory)
 
@@ -298,7 +297,13 @@ def decode_partial(blob: bytes, group_id: int, sample_index: int) -> Completion:
     found = decode_trajectory(blob, group_id, sample_index, 0)
     token_ids = tuple(found.token_ids.tolist())
     logprobs = tuple(found.behaviour_logprobs.tolist())
-    return Completion(token_ids, logprobs, found.version_spans, num_interruptions=found.num_interruptions)
+    return Completion(
+        token_ids,
+        logprobs,
+        found.version_spans,
+        num_interruptions=found.num_interruptions,
+        routing=np.asarray(found.routing).tobytes(),
+    )
 
 
 def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Rollout]:

@@ -394,9 +394,15 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
+    architecture = read_architecture(model)
+    return _shape(architecture.get("text_config", architecture)) if architecture else ModelShape()
+
+
+def read_architecture(model: ModelConfig) -> dict[str, Any]:
+    """Return the contents of config.json, or {} if it is only on the hub."""
     if model.scratch is not None:
-        return _shape({"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture})
-    path = Path(model.path or "") / "config.json"
+        return {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
+    path = Path(model.path or "").expanduser() / "config.json"
     if not path.is_file():
         with contextlib.suppress(ValueError, ModuleNotFoundError):
             from huggingface_hub import try_to_load_from_cache
@@ -404,10 +410,9 @@ def model_shape(model: ModelConfig) -> ModelShape:
             cached = try_to_load_from_cache(str(model.path), path.name, revision=model.revision)
             path = Path(cached) if isinstance(cached, str) else path
     try:
-        architecture = json.loads(path.read_text(encoding="utf-8"))
-        return _shape(architecture.get("text_config", architecture))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        return ModelShape()
+        return {}
 
 
 def _shape(architecture: Mapping[str, Any]) -> ModelShape:

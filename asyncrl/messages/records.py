@@ -98,7 +98,7 @@ class Completion:
     """Tokens of one logical request, joined from its segments; partial without `finish_reason`.
 
     `behaviour_logprobs`: float32 in nats. `version_spans` cover every token once, in order. `routing`:
-    RoutedTokens.known of engines/pool.py.
+    Trajectory.routing as bytes (little endian), or b"".
     """
 
     token_ids: tuple[int, ...] = ()

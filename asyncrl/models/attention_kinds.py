@@ -23,7 +23,6 @@ HARMLESS = frozenset(
         "output_router_logits",
         "return_dict",
         "packed_layout",
-        "windows_seen",
     }
 )
 """Keywords that kind_of reads, or that change nothing."""

@@ -180,6 +180,23 @@ def other_parts(names: Collection[str]) -> set[str]:
     return {name for name in names if not any(re.match(pattern, name) for pattern in patterns or [""])}
 
 
+def has_own_head(folder: str | Path) -> bool:
+    """Return whether the folder stores a head other than the embedding, although its config.json ties them."""
+    files = stored_files(folder)
+    heads, embeddings = (
+        [name for name in files if name.endswith(end)] for end in ("lm_head.weight", "embed_tokens.weight")
+    )
+    declared = [section.get("tie_word_embeddings", True) for section in sections_of(read_config(folder))]
+    if not heads or not embeddings or not all(declared):
+        return False
+    with (
+        safe_open(files[heads[0]], "pt") as of_head,
+        safe_open(files[min(embeddings, key=len)], "pt") as other,
+    ):
+        head, embedding = of_head.get_tensor(heads[0]), other.get_tensor(min(embeddings, key=len))
+    return head.shape != embedding.shape or bool((head != embedding).any())
+
+
 def carried_over(folder: Path, written: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
     """Return the tensors of other parts of a folder that are not `written`.
 

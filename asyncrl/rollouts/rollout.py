@@ -21,7 +21,6 @@ from asyncrl.config import OnOverflow
 from asyncrl.engines.engine import Teacher
 from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.messages.records import (
     Completion,
     GroupId,
@@ -362,8 +361,7 @@ def make_trajectory(
     logprobs[num_prompt:] = completion.behaviour_logprobs
     routing = None
     if completion.routing:
-        known = np.frombuffer(completion.routing, "<u2").reshape(len(logprobs) - 1, -1)
-        routing = np.pad(known, ((0, 1), (0, 0)), constant_values=NO_EXPERT)
+        routing = np.frombuffer(completion.routing, "<u2").reshape(len(logprobs), -1)
     return Trajectory(
         sample_index=sample_index,
         token_ids=np.array(prompt_ids + completion.token_ids, dtype=np.int32),

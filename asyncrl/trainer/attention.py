@@ -1,5 +1,8 @@
 """Attention over packed tokens without padding; shared prefixes are computed once (tree.py).
 
+Windows, chunks and soft caps are in banded_attention.py. A head's sink is one more logit without a value:
+it changes the merged output and log-sum-exp.
+
 Partial results are merged by their log-sum-exps; each flash kernel's backward pass gets the merged output
 and log-sum-exp, so the gradients add up exactly.
 """
@@ -13,7 +16,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -23,6 +26,19 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from asyncrl.models.attention_kinds import AttentionKind, UnknownAttentionError, kind_of
+from asyncrl.trainer.banded_attention import (
+    BLOCK,
+    Span,
+    Tiles,
+    dense_attention,
+    dense_backward,
+    mask_of,
+    narrowed,
+    short_spans,
+    spans_of,
+    tiles_of,
+)
 from asyncrl.trainer.tree import Layout, Piece, to_device
 
 log = logging.getLogger("asyncrl.trainer")
@@ -31,53 +47,55 @@ HOPPER = (9, 0)
 """Compute capability of FlashAttention 3."""
 
 Places = slice | Tensor
-TILE_SIZES = (32, 64)
-
-
-@dataclass(frozen=True, eq=False)
-class Tiles:
-    """Short paths, one per row of Q queries and K keys; `mask` [B, 1, Q, K] is added to the scores."""
-
-    num_rows: int
-    query_R: Tensor
-    real_queries: Tensor
-    no_queries: Tensor
-    mask: Tensor
+MOST_HEAD_SIZE = 256
+"""Largest head of the flash kernels on CUDA."""
+PLAIN = AttentionKind()
 
 
 @dataclass(frozen=True)
 class KernelCall:
+    """`window`: query i of a sequence sees key j if i - j < window."""
+
     queries: Places
     keys: Places
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     is_causal: bool
     tiles: Tiles | None = None
+    window: int | None = None
 
 
-@lru_cache(maxsize=16)
-def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
-    """Return the calls: on CUDA one per pass; on CPU tiles, then remaining pieces."""
+@lru_cache(maxsize=32)
+def calls_of(
+    layout: Layout, device: torch.device, kind: AttentionKind = PLAIN, *, is_dense: bool = False
+) -> tuple[KernelCall, ...]:
+    """Return the calls: on CUDA one per pass; on CPU tiles, then remaining pieces.
+
+    A window, a chunk or `is_dense` have tiles, or on CUDA one call.
+    """
+    if is_dense or (device.type == "cpu" and kind != PLAIN):
+        return _tiled_calls(spans_of(layout, kind, BLOCK), kind.window, device)
+    if kind != PLAIN:
+        return (_banded_call([*spans_of(layout, kind)], kind.window, device),)
     if device.type != "cpu":
         passes = layout.passes
         return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in passes)
-    paths, *later = layout.passes
-    pieces = [piece for part in later for piece in part.pieces]
-    left = {
-        path: [one for one in pieces if 0 <= path.query - one.query < one.num_queries]
-        for path in paths.pieces
-    }
-    calls, is_short_N = [], np.zeros(layout.num_tokens, np.bool_)
-    for smallest, size in zip((0, *TILE_SIZES), TILE_SIZES, strict=False):
-        short = [path for path in left if smallest < path.num_queries <= size >= _num_keys(left[path])]
-        if len(short) > 1:
-            calls.append(_tiled_call({path: left[path] for path in short}))
-            for path in short:
-                is_short_N[path.query : path.query + path.num_queries] = True
+    short = short_spans(layout)
+    calls = [*_tiled_calls(short, None, device)]
+    is_short_N = np.zeros(layout.num_tokens, np.bool_)
+    for span in short:
+        is_short_N[span.queries] = True
     for part in layout.passes:
         for piece in part.pieces:
             calls += [_call([one], device, is_causal=part.is_causal) for one in _without(piece, is_short_N)]
     return tuple(calls)
+
+
+def _tiled_calls(spans: Iterable[Span], window: int | None, device: torch.device) -> tuple[KernelCall, ...]:
+    return tuple(
+        KernelCall(tiles.query_R[tiles.real_queries], tiles.key_R, (), (), is_causal=True, tiles=tiles)
+        for tiles in tiles_of(spans, window, device)
+    )
 
 
 def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]:
@@ -89,34 +107,15 @@ def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]
         yield replace(piece, query=piece.query + start, num_queries=end - start)
 
 
-def _num_keys(pieces: Iterable[Piece]) -> int:
-    return sum(piece.num_keys for piece in pieces)
-
-
-def _tiled_call(left: dict[Piece, list[Piece]]) -> KernelCall:
-    """Attend from each path to itself and to the keys of the pieces `left` of it."""
-    num_queries = np.array([path.num_queries for path in left])
-    num_left = np.array([_num_keys(pieces) for pieces in left.values()])
-    width = num_queries.max()
-    key_BK = np.zeros((len(left), width + num_left.max()), np.int64)
-    for row_K, (path, pieces) in zip(key_BK, left.items(), strict=True):
-        row_K[: path.num_queries] = np.arange(path.query, path.query + path.num_queries)
-        keys = [np.arange(piece.key, piece.key + piece.num_keys) for piece in pieces]
-        row_K[width : width + _num_keys(pieces)] = np.concatenate([np.empty(0, np.int64), *keys])
-    seen_BQK = np.zeros((len(left), width, key_BK.shape[1]), np.bool_)
-    seen_BQK[:, :, :width] = np.tri(width, dtype=np.bool_)
-    seen_BQK[:, :, width:] = (np.arange(num_left.max()) < num_left[:, None])[:, None]
-    query_R = torch.from_numpy(key_BK[:, :width].flatten())
-    is_query_R = torch.from_numpy((np.arange(width) < num_queries[:, None]).flatten())
-    tiles = Tiles(
-        num_rows=len(left),
-        query_R=query_R,
-        real_queries=is_query_R.nonzero()[:, 0],
-        no_queries=is_query_R.logical_not().nonzero()[:, 0],
-        mask=torch.where(torch.from_numpy(seen_BQK)[:, None], 0.0, -torch.inf),
+def _banded_call(spans: list[Span], window: int | None, device: torch.device) -> KernelCall:
+    """Return a call in which a span's last query is its last key, as the kernels on CUDA align them."""
+    query_N, key_K = (
+        to_device(torch.from_numpy(np.concatenate(places)), device)
+        for places in zip(*((span.queries, span.keys) for span in spans), strict=True)
     )
-    key_R = torch.from_numpy(key_BK.flatten())
-    return KernelCall(query_R[is_query_R], key_R, (), (), is_causal=True, tiles=tiles)
+    query_lengths = tuple(len(span.queries) for span in spans)
+    key_lengths = tuple(len(span.keys) for span in spans)
+    return KernelCall(query_N, key_K, query_lengths, key_lengths, is_causal=True, window=window)
 
 
 def _call(pieces: list[Piece], device: torch.device, *, is_causal: bool) -> KernelCall:
@@ -146,10 +145,6 @@ _layouts: WeakValueDictionary[int, Layout] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-class CannotPackError(Exception):
-    pass
-
-
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -160,43 +155,72 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend for transformers: [1, heads, N, head_dim] -> [1, N, heads, head_dim].
 
-    `packed_layout`: number_of() the layout. `windows_seen`: check the attention, and add its window.
+    `packed_layout`: number_of() the layout. `packed_position_N`: the tokens' positions. Raises
+    UnknownAttentionError.
     """
     number: Tensor | None = options.pop("packed_layout", None)
-    windows: set[int] | None = options.pop("windows_seen", None)
+    position_N: Tensor | None = options.pop("packed_position_N", None)
+    kind = kind_of(module, options)
     if number is None:
-        raise CannotPackError("packed attention needs a layout of its tokens")
+        raise UnknownAttentionError("packed attention needs a layout of its tokens")
+    if attention_mask is not None:
+        raise UnknownAttentionError("it has an attention mask of its own")
     scale = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    query = _scaled_by_position(module, query, position_N)
     size = value.shape[3]
     if size < query.shape[3]:  # kernels support one head size; zero columns change nothing
         value = functional.pad(value, (0, query.shape[3] - size))
-    if windows is not None:
-        for name in ("softcap", "s_aux", "position_bias"):
-            if options.get(name) is not None:
-                raise CannotPackError(f"its attention has {name}")
-        is_whole = query.shape[::2] == (1, _layouts[int(number)].num_tokens)
-        if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
-            shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
-            raise CannotPackError(shapes)
-        if options.get("sliding_window") is not None:
-            windows.add(int(options["sliding_window"]))
-    output = _attend(query, key, value, number, scale)[0]
+    if query.shape[2] != key.shape[2] or key.shape != value.shape or query.shape[3] != key.shape[3]:
+        shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
+        raise UnknownAttentionError(f"its attention reads {shapes}")
+    band = (kind.window, kind.chunk, kind.softcap)
+    output = _attend(query, key, value, options.get("s_aux"), number, scale, *band)[0]
     return output if size == output.shape[3] else output[..., :size], None
+
+
+def _scaled_by_position(module: torch.nn.Module, query: Tensor, position_N: Tensor | None) -> Tensor:
+    """Return the queries with Llama 4's temperature at their positions.
+
+    Llama 4 scales the queries of layers without rotary embedding by their index in the pack.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    if position_N is None:
+        raise UnknownAttentionError("its attn_temperature_tuning needs the positions of packed tokens")
+    size, strength = cast(float, module.floor_scale), cast(float, module.attn_scale)
+    index_N = torch.arange(query.shape[2], device=query.device)
+    found_N, expected_N = (
+        torch.log1p(torch.floor((at_N.float() + 1.0) / size)) * strength + 1.0
+        for at_N in (index_N, position_N)
+    )
+    return (query * (expected_N / found_N)[:, None]).to(query.dtype)
 
 
 AttentionInterface.register(ATTENTION, attention)
 
 
-def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [1, H, N, D] and float32 log-sum-exp [1, H, N]."""
-    run = _forward_cuda if query.is_cuda else _forward_cpu
+def _calls(query: Tensor, layout: Layout, kind: AttentionKind) -> tuple[KernelCall, ...]:
+    """Return the calls of the layout. What no flash kernel can compute is computed densely, in tiles."""
+    is_dense = kind.softcap is not None
+    if query.is_cuda:
+        is_narrow = query.dtype in (torch.bfloat16, torch.float16)
+        is_dense |= not is_narrow or query.shape[3] > MOST_HEAD_SIZE
+    return calls_of(layout, query.device, narrowed(kind, layout), is_dense=is_dense)
+
+
+def _merged(
+    tensors: tuple[Tensor, ...], layout: Layout, scale: float, kind: AttentionKind
+) -> tuple[Tensor, Tensor]:
+    """Return output [1, H, N, D] and float32 log-sum-exp [1, H, N]. `tensors`: query, key, value."""
+    query = tensors[0]
     output = torch.empty_like(query)
     wide = torch.promote_types(query.dtype, torch.float32)
     logsum = query.new_empty((1, query.shape[2], query.shape[1]), dtype=wide).transpose(1, 2)
-    for call in calls_of(layout, query.device):
+    for call in _calls(query, layout, kind):
         own = call.queries
-        found, found_logsum = run((query, key, value), call, scale)
+        run = _forward_cuda if query.is_cuda and call.tiles is None else _forward_cpu
+        found, found_logsum = run(tensors, call, scale, kind.softcap)
         if not call.is_causal:
             before, before_logsum = _at(output, own), _at(logsum, own)
             weight = torch.sigmoid(found_logsum - before_logsum)[..., None]
@@ -206,23 +230,24 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
             if isinstance(own, slice):
                 total[:, :, own] = more
             else:
-                total.index_copy_(2, own, more)
+                total.index_copy_(2, own, more.to(total.dtype))
     return output, logsum
 
 
 def _merged_backward(
-    tensors: tuple[Tensor, ...], logsum: Tensor, layout: Layout, scale: float
+    tensors: tuple[Tensor, ...], logsum: Tensor, layout: Layout, scale: float, kind: AttentionKind
 ) -> list[Tensor]:
     """Return gradients. `tensors`: output gradient, query, key, value, output."""
     _, *inputs, _ = tensors
     query = inputs[0]
-    run = _backward_cuda if query.is_cuda else _backward_cpu
+    calls = _calls(query, layout, kind)
     # Shared tokens sum many gradients, in float32.
-    is_sum = len(layout.passes) > 1
+    is_sum = len(calls) > 1 or calls[0].tiles is not None or isinstance(calls[0].keys, Tensor)
     wide = torch.promote_types(query.dtype, torch.float32) if is_sum else query.dtype
     totals = [torch.zeros_like(tensor, dtype=wide) for tensor in inputs]
-    for call in calls_of(layout, query.device):
-        found = run(tensors, logsum, call, scale)
+    for call in calls:
+        run = _backward_cuda if query.is_cuda and call.tiles is None else _backward_cpu
+        found = run(tensors, logsum, call, scale, kind.softcap)
         for total, more, place in zip(totals, found, (call.queries, call.keys, call.keys), strict=True):
             if isinstance(place, slice):
                 total[:, :, place] += more
@@ -239,16 +264,30 @@ def number_of(layout: Layout) -> Tensor:
 
 
 @torch.library.custom_op("asyncrl::packed_attention", mutates_args=())
-def _attend(query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [1, N, H, D] and log-sum-exp [1, N, H]."""
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    number: Tensor,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return output [1, N, H, D] and log-sum-exp [1, N, H]. `sinks`: [H]."""
     # Contiguous heads per token gather faster.
-    query, key, value = (_by_token(tensor) for tensor in (query, key, value))
-    output, logsum = _merged(query, key, value, _layouts[int(number)], scale)
-    return output.transpose(1, 2).contiguous(), logsum.transpose(1, 2).contiguous()
+    tensors = tuple(_by_token(tensor) for tensor in (query, key, value))
+    kind = AttentionKind(window, chunk, softcap)
+    output, logsum = (one.transpose(1, 2) for one in _merged(tensors, _layouts[int(number)], scale, kind))
+    if sinks is not None:
+        output = (output * torch.sigmoid(logsum - sinks)[..., None]).to(output.dtype)
+        logsum = torch.logaddexp(logsum, sinks.to(logsum.dtype))
+    return output.contiguous(), logsum.contiguous()
 
 
 @_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     _, num_heads, num_tokens, size = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     output = query.new_empty((1, num_tokens, num_heads, size))
@@ -265,10 +304,15 @@ def _attend_backward(
     logsum: Tensor,
     number: Tensor,
     scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (_by_token(tensor) for tensor in (query, key, value))
     grad, output, logsum = (tensor.contiguous().transpose(1, 2) for tensor in (grad, output, logsum))
-    found = _merged_backward((grad, query, key, value, output), logsum, _layouts[int(number)], scale)
+    tensors = (grad, query, key, value, output)
+    kind = AttentionKind(window, chunk, softcap)
+    found = _merged_backward(tensors, logsum, _layouts[int(number)], scale, kind)
     grad_query, grad_key, grad_value = (one.transpose(1, 2).contiguous() for one in found)
     return grad_query, grad_key, grad_value
 
@@ -281,14 +325,19 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale = inputs
+    tensors, ctx.settings = inputs[:5], inputs[5:]
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, number, output, logsum = ctx.saved_tensors
-    found = _attend_backward(grad, query, key, value, output, logsum, number, ctx.scale)
-    return *(one.transpose(1, 2) for one in found), None, None
+    query, key, value, sinks, number, output, logsum = ctx.saved_tensors
+    found = _attend_backward(grad, query, key, value, output, logsum, number, *ctx.settings)
+    grad_sinks = None
+    if sinks is not None:
+        # A sink has the output 0: its gradient is -weight * (gradient . output), as in softmax.
+        product = (grad.to(logsum.dtype) * output).sum(dim=-1)
+        grad_sinks = -(torch.exp(sinks - logsum) * product).sum(dim=(0, 1)).to(sinks.dtype)
+    return *(one.transpose(1, 2) for one in found), grad_sinks, None, None, None, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_keep)
@@ -334,34 +383,45 @@ def _by_row(tokens: Tensor, num_rows: int) -> Tensor:
     return tokens.view(num_rows, -1, *tokens.shape[1:]).transpose(1, 2)
 
 
-def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_cpu(
+    tensors: tuple[Tensor, ...], call: KernelCall, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """Return output [1, H, Q, D] and log-sum-exp [1, H, Q]."""
     query, key, value = tensors
     tiles = call.tiles
     if tiles is None:
         query, key, value = _at(query, call.queries), _at(key, call.keys), _at(value, call.keys)
         return _flash(query, key, value, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
-    query = _at(query, tiles.query_R, tiles.num_rows)
-    key, value = (_at(tensor, call.keys, tiles.num_rows) for tensor in (key, value))
-    found = _flash(query, key, value, 0.0, False, attn_mask=tiles.mask.to(query.dtype), scale=scale)
+    num_rows = len(tiles.missing_B)
+    query = _at(query, tiles.query_R, num_rows)
+    key, value = (_at(tensor, tiles.key_R, num_rows) for tensor in (key, value))
+    mask = mask_of(tiles).to(query.dtype)
+    if query.is_cuda or softcap is not None:
+        found = dense_attention(query, key, value, mask, scale, softcap)
+    else:
+        found = _flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
     output, logsum = (_by_place(rows).index_select(2, tiles.real_queries) for rows in found)
     return output, logsum
 
 
 def _backward_cpu(
-    tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
+    tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float, softcap: float | None
 ) -> tuple[Tensor, ...]:
     tiles = call.tiles
     own = call.queries if tiles is None else tiles.query_R
-    num_rows = 1 if tiles is None else tiles.num_rows
+    num_rows = 1 if tiles is None else len(tiles.missing_B)
     places = zip(tensors, (own, own, call.keys, call.keys, own), strict=True)
     chosen = [_at(tensor, place, num_rows) for tensor, place in places]
     if tiles is None:
         return _flash_backward(*chosen, _at(logsum, own), 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
     # exp(score - logsum) and the gradient are 0 for missing queries.
     logsum_R = logsum[0].t().index_select(0, tiles.query_R).index_fill_(0, tiles.no_queries, torch.inf)
-    mask = tiles.mask.to(chosen[1].dtype)
-    found = _flash_backward(*chosen, _by_row(logsum_R, num_rows), 0.0, False, attn_mask=mask, scale=scale)
+    logsum_B = _by_row(logsum_R, num_rows)
+    mask = mask_of(tiles).to(chosen[1].dtype)
+    if logsum.is_cuda or softcap is not None:
+        found = dense_backward(chosen, logsum_B, mask, scale, softcap)
+    else:
+        found = _flash_backward(*chosen, logsum_B, 0.0, False, attn_mask=mask, scale=scale)
     query, key, value = (_by_place(rows) for rows in found)
     return query.index_select(2, tiles.real_queries), key, value
 
@@ -371,23 +431,34 @@ def _by_place(rows: Tensor) -> Tensor:
     return rows.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
 
-def _forward_cuda(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_cuda(
+    tensors: tuple[Tensor, ...], call: KernelCall, scale: float, _: float | None
+) -> tuple[Tensor, Tensor]:
     places = zip(tensors, (call.queries, call.keys, call.keys), strict=True)
     rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
-    output, logsum, *_ = _varlen(*rows, *_lengths(call, tensors[0].device), False, scale=scale)
+    output, logsum, *_ = _varlen(
+        *rows, *_lengths(call, tensors[0].device), False, scale=scale, **_window(call)
+    )
     return output.transpose(0, 1)[None], logsum[None]
 
 
 def _backward_cuda(
-    tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
+    tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float, _: float | None
 ) -> tuple[Tensor, ...]:
     own, keys, device = call.queries, call.keys, logsum.device
     places = zip(tensors, (own, own, keys, keys, own), strict=True)
     rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
     logsum, lengths = _at(logsum, own)[0].contiguous(), _lengths(call, device)
-    gradients = _varlen_backward(*rows, logsum, *lengths, *no_dropout, scale=scale)
+    gradients = _varlen_backward(*rows, logsum, *lengths, *no_dropout, scale=scale, **_window(call))
     return tuple(gradient.transpose(0, 1)[None] for gradient in gradients)
+
+
+def _window(call: KernelCall) -> dict[str, int]:
+    """Return the window arguments. The kernels count the keys before the query's own."""
+    if call.window is None:
+        return {}
+    return {"window_size_left": call.window - 1, "window_size_right": 0}
 
 
 def _lengths(call: KernelCall, device: torch.device) -> tuple[Any, ...]:

@@ -305,26 +305,47 @@ class RouterReplay:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Raises ConfigError without a router."""
         self._routers = routers_of(model)
-        self._sizes = [int(router.top_k) for router in self._routers]
+        if not self._routers:
+            raise _not_replayed(type(model).__name__, "no router is found")
+        # Gemma 4's reads it from its config.
+        self._sizes = [
+            int(router.top_k if hasattr(router, "top_k") else router.config.top_k_experts)
+            for router in self._routers
+        ]
         for router in self._routers:
             # One function, so that torch.compile builds one graph for all layers.
             router.forward = MethodType(_route, router)
+            router.num_scores = next(len(one) for one in router.parameters() if one.ndim == 2)
         self(None)
 
     def __call__(self, routing_N: Tensor | None) -> None:
+        """Raises ConfigError for experts of another number of routers."""
         chosen: Sequence[Tensor | None] = [None] * len(self._sizes)
         if routing_N is not None:
+            if routing_N.shape[1] != sum(self._sizes):
+                what = f"the engine tells {routing_N.shape[1]} experts of a token, and the trainer's routers "
+                raise _not_replayed(type(self._routers[0]).__name__, what + f"choose {sum(self._sizes)}")
             chosen = torch.split(routing_N, self._sizes, dim=1)
         for router, chosen_NK in zip(self._routers, chosen, strict=True):
             router.chosen_NK = chosen_NK
 
 
+def _not_replayed(name: str, why: str) -> ConfigError:
+    what = f"algorithm.router_replay cannot set the experts of {name}: {why}"
+    return ConfigError(what, way_out="set algorithm.router_replay=false.")
+
+
 def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
     if router.chosen_NK is None:
         return type(router).forward(router, *args, **kwargs)
-    with _Chosen(router.chosen_NK, len(router.weight)):
-        return type(router).forward(router, *args, **kwargs)
+    chosen = _Chosen(router.chosen_NK, router.num_scores)
+    with chosen:
+        found = type(router).forward(router, *args, **kwargs)
+    if not chosen.is_used:
+        raise _not_replayed(type(router).__name__, "it calls no topk over its experts")
+    return found
 
 
 class _Chosen(TorchFunctionMode):
@@ -333,6 +354,7 @@ class _Chosen(TorchFunctionMode):
     def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
         super().__init__()
         self._chosen_NK, self._num_experts = chosen_NK, num_experts
+        self.is_used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -341,5 +363,6 @@ class _Chosen(TorchFunctionMode):
         scores, chosen_NK = args[0], self._chosen_NK
         if scores.shape != (len(chosen_NK), self._num_experts) or found.indices.shape != chosen_NK.shape:
             return found
+        self.is_used = True
         indices_NK = torch.where(chosen_NK == NO_EXPERT, found.indices, chosen_NK.long())
         return torch.return_types.topk((scores.gather(-1, indices_NK), indices_NK))

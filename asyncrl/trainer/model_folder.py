@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.files import write_whole
 from asyncrl.config import RunConfig
-from asyncrl.models.loading import check_quantization, quantization_of, read_config
+from asyncrl.models.loading import check_quantization, quantization_of
 
 MAKE_TIMEOUT_S = 300.0
 MODEL_PIN = "model.json"
@@ -94,23 +94,19 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
 
 
 def fetch_architectures(config: RunConfig) -> None:
-    """Fetch config.json of hub models for memory plans; ignore failures. Raises ConfigError for weights that
-    cannot be trained, before they are fetched.
-    """
+    """Fetch config.json of hub models for memory plans. Ignores failures."""
     sources: list[Any] = [config.model, config.teacher]
     for source in filter(None, sources):
-        path = None
         with contextlib.suppress(OSError, ValueError, ConfigError, ModuleNotFoundError):
             if source.path is not None and _find_given(source.path, MODEL_KEY) is None:
                 from huggingface_hub import hf_hub_download
 
-                path = Path(hf_hub_download(source.path, "config.json", revision=source.revision))
-        if path is not None:
-            check_plain(config, read_config(path.parent), source.path)
+                hf_hub_download(source.path, "config.json", revision=source.revision)
 
 
-def check_plain(config: RunConfig, architecture: dict[str, Any], source: str) -> None:
+def check_plain(config: RunConfig, architecture: dict[str, Any]) -> None:
     """Raise ConfigError for quantised weights that trainer and engines cannot hold alike."""
+    source = f"{MODEL_KEY}={config.model.path}"
     check_quantization(architecture, source)
     if quantization_of(architecture) is not None and config.rollout.engine == "vllm":
         raise ConfigError(

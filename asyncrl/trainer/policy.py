@@ -251,6 +251,7 @@ class Policy(nn.Module):
             "input_ids": micro.token_ids_N[None],
             "position_ids": micro.position_N[None],
             "packed_layout": number_of(micro.layout),
+            "packed_position_N": micro.position_N,
         }
 
     def states(self, micro: MicroBatch) -> Tensor:

@@ -13,7 +13,6 @@ rank. An embedded engine merges it; vLLM's worker makes a peft folder.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -316,8 +315,11 @@ def linear_parameters(model: nn.Module) -> set[str]:
 
 
 def routers_of(model: nn.Module) -> list[Any]:
-    """Return routers in layer order; their forward returns (logits, weights, indices), from topk."""
-    return [one for one in model.modules() if re.search(r"Top[kK]Router$", type(one).__name__)]
+    """Return the router beside each layer's experts, in order; most return (logits, weights, indices), from
+    topk.
+    """
+    blocks = (one for one in model.modules() if hasattr(one, "experts"))
+    return [getattr(one, name) for one in blocks for name in ("router", "gate") if hasattr(one, name)]
 
 
 def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:  # noqa: N803

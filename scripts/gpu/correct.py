@@ -17,7 +17,7 @@ from asyncrl.algorithms.registry import RECIPES
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.fused import missing_for_compiling
 from asyncrl.trainer.objective import BatchNumbers, Objective
-from asyncrl.trainer.packing import Costs, micro_batches
+from asyncrl.trainer.packing import Costs, PackRules, micro_batches
 from asyncrl.trainer.policy import head_scores
 from asyncrl.trainer.ranks import ONE_RANK
 from asyncrl.trainer.step import TrainStep
@@ -101,7 +101,7 @@ def _loss_on(
     device: torch.device, objective: Objective, batch: BatchNumbers, current_N: np.ndarray, numbers: Any
 ) -> tuple[float, Tensor]:
     given = (batch.header, batch.arrays, batch.has_loss)
-    ((micro, _),) = micro_batches(*given, 10**6, device, ONE_RANK, Costs(0.0, 0.0))
+    ((micro, _),) = micro_batches(*given, PackRules(10**6), device, ONE_RANK, Costs(0.0, 0.0))
     current_M = torch.from_numpy(current_N[micro.source_M]).to(device).requires_grad_()
     loss, _ = objective.micro_loss(micro, current_M, batch, numbers)
     loss.backward()

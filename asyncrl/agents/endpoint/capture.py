@@ -27,6 +27,7 @@ from asyncrl.agents.endpoint.prefix_match import (
 )
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
+from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.messages.records import (
     Completion,
     Credit,
@@ -46,7 +47,8 @@ class ChatNode:
 
     ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token.
     `order`: number of the call. `whole`: of all_ids(). Not `is_trained`: context. Of a chat:
-    `num_messages` with the answer, `key` in a Chain, and `text`, the text of all ids or None.
+    `num_messages` with the answer, `key` in a Chain, and `text`, the text of all ids or None. routing
+    uint16 [A + N, E]: the experts that read the token before each id; E is 0 if none is known.
     """
 
     name: str
@@ -58,6 +60,7 @@ class ChatNode:
     version_spans: tuple[VersionSpan, ...]
     is_truncated: bool
     num_interruptions: int
+    routing: npt.NDArray[np.uint16]
     whole: Prefix
     num_messages: int
     key: bytes
@@ -231,6 +234,9 @@ class Capture:
     ) -> None:
         """Record a completion. Not `is_trained`: not sampled from the run's distribution."""
         sampled = np.array(completion.token_ids, dtype=np.int32)
+        whole = planned.whole.then(sampled)
+        # A parent's last token is first read by the calls that continue it. -1 is the last, unread one.
+        before = np.arange(planned.whole.length - len(planned.added), whole.length) - 1
         match = planned.match
         text = None if match is None else match.whole
         if text is not None:
@@ -245,7 +251,8 @@ class Capture:
             version_spans=completion.version_spans,
             is_truncated=completion.finish_reason == "length",
             num_interruptions=completion.num_interruptions,
-            whole=planned.whole.then(sampled),
+            routing=np.frombuffer(completion.routing, "<u2").reshape(whole.length, -1)[before],
+            whole=whole,
             num_messages=match.num_messages + 1 if match else 0,
             key=match.chain.key_with(message) if match else b"",
             text=text,
@@ -326,12 +333,15 @@ def _trajectory(
     token_ids = np.concatenate([node.ids for node in path])
     loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
+    num_experts = max(node.routing.shape[1] for node in path)
+    routing = np.full((len(token_ids), num_experts), NO_EXPERT, dtype=np.uint16)
     spans: list[VersionSpan] = []
     credits: list[Credit] = []
     grammars: list[GrammarSpan] = []
     end = 0
     for node in path:
         start, end = end + node.num_added, end + len(node.ids)
+        routing[end - len(node.ids) : end, : node.routing.shape[1]] = node.routing
         if node in own and node.is_trained and start < end:
             loss_mask[start:end] = True
             logprobs[start:end] = node.logprobs
@@ -344,6 +354,7 @@ def _trajectory(
     return Trajectory(
         sample_index=sample_index,
         reward=reward,
+        routing=np.roll(routing, -1, axis=0) if routing.size else None,
         token_ids=token_ids,
         loss_mask=loss_mask,
         behaviour_logprobs=logprobs,

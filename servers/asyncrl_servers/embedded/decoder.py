@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +22,21 @@ from asyncrl.base.http import Refused, fail
 from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.models.attention_kinds import UnknownAttentionError
 from asyncrl.models.loading import load_language_model
+from asyncrl.models.rope_lengths import length_border
+from asyncrl.models.structure import Structure, find_structure
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import NAME, CacheShape, Pass, ProbePass, RoutedExperts, in_force
+from asyncrl_servers.embedded.slot_states import new_cache, use_slots
 from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+NUM_PROBED, LONGEST_PROBED = 24, 128
+"""Fewest tokens of a check, and the longest window that it crosses at its real size."""
+SHORT = 8
+"""Size of longer windows during a check."""
 STATIC_ROPE = frozenset({"default", "linear", "llama3"})
 """Rotary embeddings that depend only on position."""
 
@@ -40,7 +49,7 @@ class EmbeddedSpec(EngineSpec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(default=1, ge=1)
     deterministic: Literal["auto"] | bool = "auto"
-    """On CPU: batch-invariant, checked at start. auto: true unless the model has experts."""
+    """On CPU: batch-invariant, checked at start. auto: true unless the model has experts or states."""
     num_kept: int = Field(default=0, ge=0)
     """Finished sequences cached for their next turns."""
     stays: bool = False
@@ -70,9 +79,18 @@ class LoadedModel:
         limit_memory(self.device, spec.share)
         self.model = self._load(spec)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
-        self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(24, spec.max_length))]
-        self.reference_logits = self._own_logits()
+        self._refuse_lengths(spec)
+        structure = self._structure(spec)
+        sizes = [size for kind in structure.kinds for size in (kind.window, kind.chunk) if size]
+        num_probed = max([NUM_PROBED, *(size + SHORT for size in sizes if size <= LONGEST_PROBED)])
+        self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(num_probed, spec.max_length))]
+        with self.short_windows(spec.max_length):
+            self.reference_logits = self._own_logits()
         """The model's own logits for `probe_ids`."""
+        try:
+            self.mixers = use_slots(self.model, structure.mixers)
+        except UnknownAttentionError as error:
+            self._refuse(spec, error)
         if spec.returns_routing and not routers_of(self.model):
             what = f"{spec.name}: {type(self.model).__name__} has no routers"
             fail(what, way_out="set algorithm.router_replay=false.")
@@ -121,22 +139,58 @@ class LoadedModel:
         ids = torch.tensor([self.probe_ids], device=self.device)
         return cast(Tensor, self.model(input_ids=ids, use_cache=False).logits[0].float())
 
+    def _refuse_lengths(self, spec: EmbeddedSpec) -> None:
+        border = length_border(self.model.config)
+        if border is not None and spec.max_length > border.length:
+            what = f"rotary embeddings of type {border.rope_type}, which change above {border.length} tokens"
+            fail(
+                f"{spec.name}: {type(self.model).__name__} has {what}; max_length is {spec.max_length}",
+                rule="texts of all lengths share a call of the embedded engine, and so one rotary table",
+                way_out=f"set rollout.max_length={border.length} or less, or set rollout.engine=vllm.",
+            )
+
+    def _structure(self, spec: EmbeddedSpec) -> Structure:
+        try:
+            return find_structure(self.model)
+        except Exception as error:
+            self._refuse(spec, error)
+
+    def _refuse(self, spec: EmbeddedSpec, error: Exception) -> NoReturn:
+        what = f"{spec.name}: the embedded engine cannot serve {type(self.model).__name__}: {error}"
+        fail(what, way_out="set rollout.engine=vllm.")
+
+    @contextmanager
+    def short_windows(self, max_length: int) -> Iterator[None]:
+        """Shorten windows and chunks that probes do not reach, so that a check of few tokens crosses them."""
+        changed = list[tuple[Any, str, int]]()
+        configs = [self.model.config, self.model.config.get_text_config()]
+        for one in {id(one): one for one in (*configs, *self.model.modules())}.values():
+            for name in ("sliding_window", "attention_chunk_size"):
+                size = getattr(one, name, None)
+                if isinstance(size, int) and LONGEST_PROBED < size < max_length:
+                    changed.append((one, name, size))
+                    setattr(one, name, SHORT)
+        try:
+            yield
+        finally:
+            for one, name, size in changed:
+                setattr(one, name, size)
+
     @torch.inference_mode()
     def _use_slots(self, spec: EmbeddedSpec) -> CacheShape:
         """Install our attention and return the cache's shape."""
         self.model.set_attn_implementation(NAME)
-        probe = ProbePass()
-        ids = torch.arange(4, device=self.device)[:, None]
+        ids = torch.arange(7, device=self.device)
+        caches = (None, None) if not self.mixers else (new_cache(self.model), new_cache(self.model))
+        probe = ProbePass(caches[1], positions_R=ids)
+        ids_R1 = ids[:, None]
         try:
             with in_force(probe, spec.max_length):
-                self.model(input_ids=ids, position_ids=ids, use_cache=False)
-        except ValueError as error:
-            fail(
-                f"{spec.name}: {type(self.model).__name__} is not supported: {error}",
-                way_out="use a decoder-only model with plain causal attention, like Llama, Qwen3 or SmolLM2.",
-            )
+                self.model(input_ids=ids_R1 % self.vocab_size, position_ids=ids_R1, use_cache=False)
+        except (ValueError, UnknownAttentionError) as error:
+            self._refuse(spec, error)
         num_routed = 0 if self.routed is None else self.routed.take().shape[1]
-        return CacheShape(self.model.config.num_hidden_layers, *probe.shape, num_routed)
+        return CacheShape(tuple(probe.layers), num_routed, caches)
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -85,11 +85,12 @@ def merged(*maps: nn.Linear) -> Maps:
 
 def why_not_fused(runner: Runner) -> str:
     """Return why the model's decode step cannot be fused; "" if it can."""
-    device, head_dim = runner.loaded.device.type, runner.loaded.shape.head_dim
+    device = runner.loaded.device.type
     if runner.plain is None:
         return f"model type {runner.loaded.model.config.model_type} has no plain decoder"
     if runner.is_exact or device not in KERNEL_DEVICES:
         return f"the kernel needs CUDA and is not deterministic (device {device})"
+    head_dim = runner.loaded.shape.layers[0].head_dim
     if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
         return f"heads of size {head_dim} are not a power of two of at least {MIN_HEAD_DIM}"
     return ""

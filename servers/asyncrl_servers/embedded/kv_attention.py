@@ -7,11 +7,10 @@ avoided; masked probabilities are 0 and cached values finite.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from asyncrl.models.attention_kinds import AttentionKind, UnknownAttentionError, kind_of
 from asyncrl.weights.export import routers_of
+from asyncrl_servers.embedded.slot_states import SlotCalls, SlotStates, running
 
 NAME = "asyncrl_slots"
 LENGTH_STEP = 32
@@ -42,6 +43,7 @@ Ids = Sequence[int] | Ints
 ROUTED_TYPE = torch.int16
 """Type of cached expert numbers; its bytes are uint16."""
 NO_INTS = np.zeros(0, np.int64)
+NO_POSITIONS = torch.zeros(0, dtype=torch.int64)
 Part = tuple[int, Ids, int, int]
 """(slot, token ids, start, end)."""
 
@@ -50,21 +52,43 @@ def padded_length(length: int) -> int:
     return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    num_layers: int
+class LayerShape(NamedTuple):
+    """Shape of an attention call's keys and values."""
+
     kv_heads: int
     head_dim: int
+    value_dim: int
+    kind: AttentionKind = AttentionKind()
+    shares: int = -1
+    """The earlier call whose keys and values this call reads (Gemma 3n, Gemma 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Shapes of the attention calls of a forward pass, in their order.
+
+    A call, not a layer, has a place in the cache: hybrids have layers without attention, and Zamba 2 calls
+    the same module in several layers.
+    """
+
+    layers: tuple[LayerShape, ...]
     num_routed: int = 0
+    states: tuple[Any, Any] = (None, None)
+    """Caches of recurrent layers: an empty one, and that of a text."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all calls are full causal attention of one shape."""
+        return len(set(self.layers)) == 1 and self.layers[0].kind == AttentionKind()
 
     def stretch_worth(self, device: torch.device) -> float:
         floats = STRETCH_FLOATS if device.type == "cpu" else CUDA_STRETCH_FLOATS
-        return floats / (self.kv_heads * self.head_dim)
+        return floats / max((one.kv_heads * one.head_dim for one in self.layers), default=1)
 
 
 class SlotCache:
-    """Keys and values [layers, pages, kv_heads, positions, head_dim]; `routing`: ROUTED_TYPE [slots,
-    positions, experts].
+    """Keys and values [pages, kv_heads, positions, head_dim] of each attention call; `routing`: ROUTED_TYPE
+    [slots, positions, experts]; `states`: what recurrent layers keep.
 
     Without a budget, page i is slot i and holds max_length tokens. A budget of tokens is cut into pages of
     PAGE positions. A slot owns the pages that it reserved: `table` names them, in the order of positions.
@@ -88,10 +112,20 @@ class SlotCache:
         longest = padded_length(max_length)
         self.page = PAGE if self.is_paged else longest
         num_pages = budget // PAGE if self.is_paged else slots
-        size = (shape.num_layers, num_pages if slots else 0, shape.kv_heads, self.page, shape.head_dim)
-        # Unwritten values must be finite: they are multiplied by 0.
-        self.keys = torch.zeros(size, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self.keys = list[Tensor]()
+        self.values = list[Tensor]()
+        for layer in shape.layers:
+            if layer.shares >= 0:
+                self.keys.append(self.keys[layer.shares])
+                self.values.append(self.values[layer.shares])
+                continue
+            size = (num_pages if slots else 0, layer.kv_heads, self.page)
+            # Unwritten values must be finite: they are multiplied by 0.
+            self.keys.append(torch.zeros((*size, layer.head_dim), dtype=dtype, device=device))
+            self.values.append(torch.zeros((*size, layer.value_dim), dtype=dtype, device=device))
+        self.stored = [*{id(one): one for one in (*self.keys, *self.values)}.values()]
+        self.kv_heads = sorted({layer.kv_heads for layer in shape.layers})
+        self.states = SlotStates(*shape.states, slots, device)
         routed = (slots, longest, shape.num_routed)
         self.routing = torch.zeros(routed, dtype=ROUTED_TYPE, device=device)
         self.table = np.zeros((slots, -(-longest // self.page)), np.int64)
@@ -104,7 +138,7 @@ class SlotCache:
 
     @property
     def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.routing.nbytes
+        return sum(one.nbytes for one in (*self.stored, self.routing, *self.states.tensors))
 
     @property
     def num_free(self) -> int:
@@ -133,9 +167,8 @@ class SlotCache:
             self._is_current = True
         return self._table_on_device
 
-    def rows_of(self, slots: Ints, positions: Ints) -> Ints:
+    def rows_of(self, slots: Ints, positions: Ints, kv_heads: int) -> Ints:
         """Return [N, kv_heads]: rows of the cache flattened to [pages * kv_heads * positions]."""
-        kv_heads = self.keys.shape[2]
         pages = self.table[slots, positions // self.page]
         heads = pages[:, None] * kv_heads + np.arange(kv_heads)
         return cast(Ints, heads * self.page + positions[:, None] % self.page)
@@ -146,8 +179,11 @@ class SlotCache:
         if not self.is_paged:
             return [one[start:end].flatten(0, 1)[:, :length] for one in both]
         pages = self.table_on_device()[start:end, : self.pages_of(length)]
-        shape = ((end - start) * self.keys.shape[2], -1, self.keys.shape[4])
-        return [one[pages].transpose(1, 2).reshape(shape)[:, :length] for one in both]
+        read = list[Tensor]()
+        for one in both:
+            shape = ((end - start) * one.shape[1], -1, one.shape[3])
+            read.append(one[pages].transpose(1, 2).reshape(shape)[:, :length])
+        return read
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         places: list[Any] = [slice(source, source + 1), slice(target, target + 1)]
@@ -157,8 +193,9 @@ class SlotCache:
             places = [self.table[slot, :num_pages].tolist() for slot in (source, target)]
             num_positions = self.page
         sources, targets = places
-        for one in (self.keys, self.values):
-            one[:, targets, :, :num_positions] = one[:, sources, :, :num_positions]
+        for one in self.stored:
+            one[targets, :, :num_positions] = one[sources, :, :num_positions]
+        self.states.copy(source, target)
         self.routing[target, :length] = self.routing[source, :length]
 
     def move_slot(self, source: int, target: int, length: int) -> None:
@@ -180,26 +217,43 @@ class RoutedExperts:
         self._chosen: list[Tensor] = []
         """int64 [R, k] for each router."""
         for router in routers_of(model):
-            router.register_forward_hook(lambda _, inputs, found: self._chosen.append(found[2]))
+            router.register_forward_hook(self._note)
 
     def take(self) -> Tensor:
         """Return the last pass's experts, ROUTED_TYPE [R, num_routed]."""
         chosen, self._chosen = self._chosen, []
         return torch.cat(chosen, dim=1).to(ROUTED_TYPE)
 
+    def _note(self, router: torch.nn.Module, inputs: Any, found: Any) -> None:
+        if len(found) < 3 or found[2].is_floating_point():
+            rule = "algorithm.router_replay needs a router that returns the experts it chooses"
+            raise ValueError(f"{rule}, and {type(router).__name__} does not")
+        self._chosen.append(found[2])
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows of a call: `tokens` queries per slot in [start, end) over `length` positions.
-
-    `invalid`, bool [end - start, 1, 1, tokens, length], is the causal mask.
-    """
+    """Rows of a call: `tokens` queries per slot in [start, end) over `length` positions."""
 
     start: int
     end: int
     tokens: int
     length: int
-    invalid: Tensor
+    positions: Tensor
+    """int64 [length]: 0, 1, .. of the keys."""
+    own: Tensor
+    """int64 [end - start, 1, 1, tokens, 1]: positions of the queries."""
+    is_first: bool = False
+    """The slot reads its text from the start."""
+
+    def invalid(self, kind: AttentionKind) -> Tensor:
+        """Return the mask of keys that queries do not see, bool [end - start, 1, 1, tokens, length]."""
+        invalid = self.positions > self.own
+        if kind.window is not None:
+            invalid = invalid | (self.positions <= self.own - kind.window)
+        if kind.chunk is not None:
+            invalid = invalid | (self.positions // kind.chunk != self.own // kind.chunk)
+        return invalid
 
 
 def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
@@ -227,51 +281,97 @@ class Pass:
 
     cache: SlotCache
     stretches: list[Stretch]
-    flat_index: Tensor
-    """int64 [rows * kv_heads]: rows of the cache flattened to [slots * kv_heads * positions]."""
+    flat_index: dict[int, Tensor]
+    """int64 [rows * kv_heads] by kv_heads: rows of the cache flattened to [slots * kv_heads * positions]."""
     is_exact: bool
     source: Tensor | None = None
     """int64: each key's row of the call; None: in order."""
-    _biases: dict[int, Tensor] = field(default_factory=dict)
-    """Additive masks by stretch: [slots * kv_heads, rows, length]; [1, rows, length] for one slot."""
+    positions_R: Tensor = NO_POSITIONS
+    calls: SlotCalls | None = None
+    """States of the slots, if the model has any."""
+    _biases: dict[Any, Tensor] = field(default_factory=dict)
+    """Additive masks by stretch and mask: [slots * kv_heads, rows, length]; [1, rows, length] for one slot."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Map queries [R, heads, d], keys and values [R, kv_heads, d] to [R, heads, d]."""
+    def attend(
+        self,
+        place: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        kind: AttentionKind = AttentionKind(),
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Map queries [R, heads, d], keys [R, kv_heads, d] and values [R, kv_heads, v] to [R, heads, v].
+
+        `place`: number of this call in the forward pass.
+        """
         (num_rows, heads, head_dim), kv_heads = query.shape, key.shape[1]
-        num_filled = len(self.flat_index) // kv_heads
+        index = self.flat_index[kv_heads]
+        num_filled = len(index) // kv_heads
         for cache, new in ((self.cache.keys, key), (self.cache.values, value)):
             new = new[:num_filled] if self.source is None else new.index_select(0, self.source)
-            cache[layer].view(-1, head_dim).index_copy_(0, self.flat_index, new.reshape(-1, head_dim))
+            size = new.shape[2]
+            cache[place].view(-1, size).index_copy_(0, index, new.reshape(-1, size))
         queries = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
         parts, row = [], 0
         for number, stretch in enumerate(self.stretches):
             end = row + (stretch.end - stretch.start) * stretch.tokens
-            read = self.cache.read(layer, stretch.start, stretch.end, stretch.length)
-            part = self._mix(number, queries[row:end], *read)
-            parts.append(part.reshape(end - row, heads, head_dim))
+            read = self.cache.read(place, stretch.start, stretch.end, stretch.length)
+            part = self._mix(number, queries[row:end], *read, kind, sinks_H)
+            parts.append(part.reshape(end - row, heads, -1))
             row = end
         if num_rows > row:
-            parts.append(query.new_zeros(num_rows - row, heads, head_dim))
+            parts.append(query.new_zeros(num_rows - row, heads, value.shape[2]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _mix(self, number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Map queries [G slots * T tokens, kv_heads, heads per kv_head, d] to [G, T, kv_heads, .., d]."""
+    def _mix(
+        self,
+        number: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        kind: AttentionKind,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        """Map queries [G slots * T tokens, kv_heads, heads per kv_head, d] to [G, T, kv_heads, .., v]."""
         stretch, (_, kv_heads, repeat, head_dim) = self.stretches[number], queries.shape
-        num_slots, tokens, length = stretch.end - stretch.start, stretch.tokens, stretch.length
+        num_slots, tokens = stretch.end - stretch.start, stretch.tokens
         grouped = queries.view(num_slots, tokens, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
+        copies = 1
         if self.is_exact and tokens * repeat < MIN_ROWS:
-            grouped = torch.cat([grouped] * -(-MIN_ROWS // (tokens * repeat)), dim=2)
+            copies = -(-MIN_ROWS // (tokens * repeat))
+            grouped = torch.cat([grouped] * copies, dim=2)
         num_rows = grouped.shape[2] * tokens
         flat = grouped.reshape(num_slots * kv_heads, num_rows, head_dim)
-        if number not in self._biases:
-            zeros = torch.zeros_like(stretch.invalid, dtype=flat.dtype)
-            bias = zeros.masked_fill_(stretch.invalid, -torch.inf)
-            shape = (num_slots, kv_heads if num_slots > 1 else 1, grouped.shape[2], tokens, length)
-            self._biases[number] = bias.expand(shape).reshape(-1, num_rows, length)
-        scores = torch.baddbmm(self._biases[number], flat, keys.transpose(1, 2))
+        bias = self._bias(number, kind, (kv_heads, grouped.shape[2]), flat.dtype)
+        if kind.softcap is None:
+            scores = torch.baddbmm(bias, flat, keys.transpose(1, 2))
+        else:
+            scores = torch.bmm(flat, keys.transpose(1, 2)) / kind.softcap
+            scores = torch.tanh(scores) * kind.softcap + bias
+        if sinks_H is not None:
+            # A block of columns before the scores: rows of whole vectors keep their bits at any length.
+            block = scores.new_full((num_slots, kv_heads, copies, repeat, tokens, LENGTH_STEP), -torch.inf)
+            block[..., 0] = sinks_H.view(kv_heads, 1, repeat, 1)
+            scores = torch.cat((block.view(*scores.shape[:2], -1), scores), dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
-        mixed = mix_values(weights, values, self.is_exact)
-        return mixed.view(num_slots, kv_heads, -1, tokens, head_dim)[:, :, :repeat].permute(0, 3, 1, 2, 4)
+        mixed = mix_values(weights[..., -stretch.length :], values, self.is_exact)
+        return mixed.view(num_slots, kv_heads, -1, tokens, values.shape[2])[:, :, :repeat].permute(0, 3, 1, 2, 4)
+
+    def _bias(
+        self, number: int, kind: AttentionKind, heads: tuple[int, int], dtype: torch.dtype
+    ) -> Tensor:
+        """Return the additive mask of a stretch for `heads`: key heads, and queries of each."""
+        key = number, kind.window, kind.chunk, heads
+        if key not in self._biases:
+            stretch, (kv_heads, queries) = self.stretches[number], heads
+            invalid = stretch.invalid(kind)
+            bias = torch.zeros_like(invalid, dtype=dtype).masked_fill_(invalid, -torch.inf)
+            num_slots = stretch.end - stretch.start
+            shape = (num_slots, kv_heads if num_slots > 1 else 1, queries, stretch.tokens, stretch.length)
+            self._biases[key] = bias.expand(shape).reshape(-1, queries * stretch.tokens, stretch.length)
+        return self._biases[key]
 
 
 def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
@@ -288,25 +388,39 @@ def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
 
 @dataclass(slots=True)
 class ProbePass:
-    """Pass that only records the keys' shape: (kv_heads, head_dim)."""
+    """Pass of a first call, which records the shapes of attention."""
 
-    shape: tuple[int, int] = (0, 0)
+    state: Any = None
+    """The cache of recurrent layers."""
+    layers: list[LayerShape] = field(default_factory=list)
+    positions_R: Tensor = NO_POSITIONS
+    calls: None = None
+    _keys: list[Tensor] = field(default_factory=list)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        self.shape = key.shape[1], key.shape[2]
-        return torch.zeros_like(query)
-
-
-_local = threading.local()
+    def attend(
+        self,
+        place: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        kind: AttentionKind,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        earlier = [number for number, one in enumerate(self._keys) if one.data_ptr() == key.data_ptr()]
+        self._keys.append(key)
+        shares = earlier[0] if earlier else -1
+        self.layers.append(LayerShape(key.shape[1], key.shape[2], value.shape[2], kind, shares))
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 @contextmanager
 def in_force(pass_: Pass | ProbePass, max_length: int) -> Iterator[None]:
-    _local.pass_, _local.max_length = pass_, max_length
+    running.pass_, running.max_length, running.place = pass_, max_length, 0
     try:
         yield
     finally:
-        _local.pass_ = None
+        running.pass_ = None
 
 
 def _attention(
@@ -316,23 +430,40 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for transformers, with [1, heads, R, d] or [R, heads, 1, d]."""
-    layer = cast(int, module.layer_idx)
-    refused = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    window = kwargs.get("sliding_window")
-    if window is not None and window < _local.max_length:
-        refused.append(f"a sliding window of {window}, below max_length {_local.max_length}")
-    if refused:
-        raise ValueError(f"layer {layer} asks for {' and '.join(refused)}")
+    """Attend for transformers, with [1, heads, R, d] or [R, heads, 1, d]. Raises UnknownAttentionError."""
+    if attention_mask is not None:
+        raise UnknownAttentionError("it has an attention mask of its own")
+    if running.mixer:
+        raise UnknownAttentionError(f"{running.mixer} has both attention and a state")
+    kind = reaching(kind_of(module, options), running.max_length)
+    place, running.place = running.place, running.place + 1
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    if query.shape[0] == 1:
-        rows = (states[0].transpose(0, 1) for states in (query, key, value))
-        return _local.pass_.attend(layer, *rows, scaling)[None], None
-    rows = (states[:, :, 0] for states in (query, key, value))
-    return _local.pass_.attend(layer, *rows, scaling)[:, None], None
+    axis = 2 if query.shape[0] == 1 else 0
+    rows = [states[0].transpose(0, 1) if axis else states[:, :, 0] for states in (query, key, value)]
+    rows[0] = scaled_by_position(module, rows[0], running.pass_.positions_R, axis)
+    mixed = running.pass_.attend(place, *rows, scaling, kind, options.get("s_aux"))
+    return (mixed[None] if axis else mixed[:, None]), None
+
+
+def reaching(kind: AttentionKind, max_length: int) -> AttentionKind:
+    """Return the kind without a window or chunk that no text up to `max_length` crosses."""
+    window, chunk = (size if size and size < max_length else None for size in (kind.window, kind.chunk))
+    return kind._replace(window=window, chunk=chunk)
+
+
+def scaled_by_position(module: Any, query: Tensor, positions_R: Tensor, axis: int) -> Tensor:
+    """Correct Llama 4's temperature of queries [R, heads, d]: it takes a call's rows for positions."""
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+
+    def scale_of(positions: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((positions + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    counted_R = torch.arange(len(query), device=query.device) if axis else torch.zeros_like(positions_R)
+    factor_R = scale_of(positions_R) / scale_of(counted_R)
+    return (query * factor_R[:, None, None]).to(query.dtype)
 
 
 # transformers builds no mask for unregistered names (masking_utils._preprocess_mask_arguments).

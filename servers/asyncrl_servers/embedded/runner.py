@@ -37,6 +37,7 @@ from asyncrl_servers.embedded.kv_attention import (
     in_force,
     padded_length,
 )
+from asyncrl_servers.embedded.slot_states import SlotCalls
 
 log = logging.getLogger(__name__)
 PREFILL_ROWS = 1024
@@ -72,7 +73,9 @@ class Runner:
         self.slots = slots
         self.max_length = max_length
         self.is_exact = is_exact
-        self.plain = PlainDecoder.of(loaded.model, max_length)
+        self.plain = PlainDecoder.of(loaded.model, max_length) if loaded.shape.is_plain else None
+        is_continuing = all(mixer.is_continuing for mixer in loaded.mixers)
+        self._query_chunk = QUERY_CHUNK if is_continuing else max_length
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
         self.graphs: DecodeGraphs | None = None
         self.take_cache(slots)
@@ -93,7 +96,7 @@ class Runner:
             return self.graphs.step(last_ids, lengths)
         if self.graphs is not None and self.graphs.is_alone and len(last_ids):
             return torch.cat([self.graphs.step(last_ids, lengths), self.step(jobs)])
-        calls = cut_calls(jobs)
+        calls = cut_calls(jobs, self._query_chunk)
         logits = [self._step_call(last_ids, lengths, calls[0])]
         logits += [self._step_call(NO_INTS, NO_INTS, parts) for parts in calls[1:]]
         return torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -120,15 +123,17 @@ class Runner:
     def decode_stretches(self, cuts: Sequence[Cut], positions_R: Tensor) -> list[Stretch]:
         own = positions_R[:, None, None, None, None]
         return [
-            Stretch(*cut[:2], 1, cut[2], self._positions[: cut[2]] > own[cut[0] : cut[1]]) for cut in cuts
+            Stretch(start, end, 1, length, self._positions[:length], own[start:end])
+            for start, end, length in cuts
         ]
 
     def read_stretches(self, parts: Sequence[Part]) -> list[Stretch]:
         stretches = []
         for slot, _, start, end in parts:
             length = padded_length(end)
-            invalid = self._positions[:length] > self._positions[start:end, None]
-            stretches.append(Stretch(slot, slot + 1, end - start, length, invalid[None, None, None]))
+            own = self._positions[None, None, None, start:end, None]
+            positions = self._positions[:length]
+            stretches.append(Stretch(slot, slot + 1, end - start, length, positions, own, start == 0))
         return stretches
 
     def _num_rows(self, needed: int) -> int:
@@ -151,18 +156,20 @@ class Runner:
         )
         positions = np.concatenate([lengths - 1, *(np.arange(start, end) for _, _, start, end in parts)])
         device, rows = self.loaded.device, self._num_rows(len(ids))
-        cached = self.cache.rows_of(slots, positions)
-        packed = np.zeros(2 * rows + cached.size, dtype=np.int64)
-        packed[: len(ids)] = ids
-        packed[rows : rows + len(ids)] = positions
-        packed[2 * rows :] = cached.reshape(-1)
-        on_device = to_device(packed, device)
-        ids_R, positions_R, flat_index = on_device[:rows], on_device[rows : 2 * rows], on_device[2 * rows :]
-        pass_ = Pass(self.cache, stretches, flat_index, self.is_exact)
+        padded = np.zeros((2, rows), dtype=np.int64)
+        padded[:, : len(ids)] = ids, positions
+        cached = [self.cache.rows_of(slots, positions, heads).reshape(-1) for heads in self.cache.kv_heads]
+        packed = np.concatenate([padded.reshape(-1), *cached])
+        sizes = [rows, rows, *map(len, cached)]
+        ids_R, positions_R, *indexes = to_device(packed, device).split_with_sizes(sizes)
+        index = dict(zip(self.cache.kv_heads, indexes, strict=True))
+        pass_ = Pass(self.cache, stretches, index, self.is_exact, positions_R=positions_R)
         if self.plain is not None:
             return self.plain.forward(pass_, ids_R, positions_R, keep)
         # [R, 1] is faster, but logits_to_keep selects along the other axis.
         axis, options = (1, {}) if keep is None else (0, {"logits_to_keep": keep})
+        if self.loaded.mixers:
+            pass_.calls = SlotCalls(self.cache.states, stretches)
         with in_force(pass_, self.max_length):
             answer = self.loaded.model(
                 input_ids=ids_R.unsqueeze(axis),
@@ -171,18 +178,20 @@ class Runner:
                 return_dict=True,
                 **options,
             )
+        if pass_.calls is not None:
+            pass_.calls.store()
         if (routed := self.loaded.routed) is not None:
             places = to_device(slots, device), to_device(positions, device)
             self.cache.routing[places] = routed.take()[: len(ids)]
         return cast(Tensor, answer.logits.squeeze(axis))
 
 
-def cut_calls(jobs: Sequence[Job]) -> list[list[Part]]:
+def cut_calls(jobs: Sequence[Job], query_chunk: int) -> list[list[Part]]:
     calls: list[list[Part]] = [[]]
     room = PREFILL_ROWS
     for slot, ids, first in jobs:
-        for start in range(first, len(ids), QUERY_CHUNK):
-            end = min(start + QUERY_CHUNK, len(ids))
+        for start in range(first, len(ids), query_chunk):
+            end = min(start + query_chunk, len(ids))
             if end - start > room:
                 calls.append([])
                 room = PREFILL_ROWS
@@ -233,7 +242,7 @@ class DecodeGraphs:
 
     def _addresses_now(self) -> list[int]:
         cache = self._runner.cache
-        return [one.data_ptr() for one in (*self._parameters, cache.keys, cache.values)]
+        return [one.data_ptr() for one in (*self._parameters, *cache.stored)]
 
     def _prepare(self) -> None:
         """Prepare for weights at other addresses."""
@@ -289,11 +298,11 @@ class DecodeGraphs:
     def _compute(self, layout: Layout, logits: Tensor) -> None:
         (rows, cuts), cache = layout, self._runner.cache
         ids_R, positions_R, slots_R = self._inputs[:, :rows].unbind()
-        _, _, kv_heads, num_positions, _ = cache.keys.shape
+        _, kv_heads, num_positions, _ = cache.keys[0].shape
         heads = slots_R[:, None] * kv_heads + torch.arange(kv_heads, device=logits.device)
         index = (heads * num_positions + positions_R[:, None]).reshape(-1)
         stretches = self._runner.decode_stretches(cuts, positions_R)
-        pass_ = Pass(cache, stretches, index, is_exact=False, source=slots_R)
+        pass_ = Pass(cache, stretches, {kv_heads: index}, is_exact=False, source=slots_R)
         logits[:rows] = self._decoder.forward(pass_, ids_R, positions_R, None)
 
     def _replay_of(self, layout: Layout, logits: Tensor) -> Callable[[], None] | None:
@@ -353,7 +362,8 @@ class Scorer(Runner):
     def _read(self, texts: list[ScoredText]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Return float32 [T - 1] per text."""
         found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
-        for parts in cut_calls([(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]):
+        jobs = [(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]
+        for parts in cut_calls(jobs, self._query_chunk):
             logits = self._call(self.read_stretches(parts), parts, None)
             row = 0
             of_parts = list[Tensor]()
