@@ -105,6 +105,15 @@ def test_equal_head_of_a_declared_tie_is_written_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "final" / "config.json").read_text())["tie_word_embeddings"] is True
 
 
+def test_transformers_4_reads_the_rotary_base_of_a_written_folder(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", rope_theta=1e6)
+    step = TrainStep(make_spec(folder, tmp_path))
+    step.save(tmp_path / "final")
+    config = json.loads((tmp_path / "final" / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (1e6, None)
+    assert torch.equal(logits(load_language_model(tmp_path / "final")), logits(step.policy.model))
+
+
 # ---- text parts of larger models
 
 TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}

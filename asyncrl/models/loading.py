@@ -181,7 +181,7 @@ def other_parts(names: Collection[str]) -> set[str]:
 
 
 def has_own_head(folder: str | Path) -> bool:
-    """Return whether the folder stores a head other than the embedding, although its config.json ties them."""
+    """Return whether a head is stored that is not the embedding, although config.json ties the two."""
     files = stored_files(folder)
     heads, embeddings = (
         [name for name in files if name.endswith(end)] for end in ("lm_head.weight", "embed_tokens.weight")

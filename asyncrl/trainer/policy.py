@@ -291,8 +291,10 @@ class Policy(nn.Module):
         """
         blocks = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
         for layer in blocks or layers_of(self.model):
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            layer.forward = partial(checkpoint, layer.forward, **options)  # type: ignore[method-assign]
+            recomputed: Any = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
+            layer.forward = recomputed
 
 
 @lru_cache(maxsize=16)

@@ -312,6 +312,11 @@ def written_config(base: Path, dtype: torch.dtype, *, is_tied: bool) -> dict[str
         section["tie_word_embeddings"] = is_tied
         section |= {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in section}
         section.pop(QUANTIZATION, None)
+        rope = section.get("rope_parameters") or {}
+        if "rope_theta" in rope:  # the key of transformers 5; 4 would read its default, without a word
+            section.setdefault("rope_theta", rope["rope_theta"])
+            scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+            section.setdefault("rope_scaling", None if rope.get("rope_type") == "default" else scaling)
     return config
 
 

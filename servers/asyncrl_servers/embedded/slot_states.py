@@ -45,9 +45,7 @@ running = Running()
 def new_cache(model: Any) -> Any:
     """Return an empty cache of the class that the model's forward asks for."""
     parameters = inspect.signature(backbone_of(model).forward).parameters
-    wanted = [
-        kind for name in CACHE_NAMES if name in parameters for kind in get_args(parameters[name].annotation)
-    ]
+    wanted = [kind for name in CACHE_NAMES if name in parameters for kind in get_args(parameters[name].annotation)]
     own = [kind for kind in wanted if issubclass(kind, DynamicCache) and kind is not DynamicCache]
     cache = own[0]() if own else DynamicCache(config=model.config)
     cache.of_modules = {}
