@@ -1,7 +1,7 @@
 """One optimizer step (forward, backward, update) against TRL's GRPOTrainer as shipped, on the same batch; and
 an agent's branches as a tree against separate branches.
 
-    python benchmarks/trainer.py [--seconds S] [--model tiny|smollm2|all] [--groups G] [--device cpu]
+    python benchmarks/trainer.py [--seconds S] [--model tiny|families|smollm2|all] [--groups G] [--device cpu]
 
 Two batches are groups of 8 completions with prompts of 64 tokens. Two are rollouts of an agent whose template
 drops earlier thoughts, so each turn is a branch: 2.1 times the tokens of their prefix trees in 8 turns, 4.5
@@ -16,6 +16,7 @@ CPU seconds are of all threads; waiting threads sleep (OMP_WAIT_POLICY=PASSIVE).
 
 Last line: `ratio: X` = TRL over ours in CPU seconds (CUDA: wall seconds), tiny model, long-tailed lengths.
 Targets: 3 there, 2.5 for SmolLM2 with long-tailed lengths, 1 with equal lengths, never more memory than TRL.
+Tiny models of other families (a recurrence, a sliding window) run packed and one by one; target: 3.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import torch
 from common import HERE, SMOLLM2, options, reported
 from trainer_case import (
     EQUAL_LENGTH,
+    FAMILIES,
     GROUP_SIZE,
     Case,
     Pieces,
@@ -122,6 +124,8 @@ def measure(model: str, case: Case, folder: Path, *, is_agent: bool) -> dict[str
     sides = {"ours": ("ours", case)}
     if is_agent:
         sides["ours, untangled"] = ("ours", replace(case, is_untangled=True))
+    elif model in FAMILIES:
+        sides["ours, one by one"] = ("ours", replace(case, is_alone=True))
     else:
         num_sequences = len(case.batch()[0].trajectories)
         index = 0 if case.device == "cpu" else 1
@@ -139,6 +143,9 @@ def measure(model: str, case: Case, folder: Path, *, is_agent: bool) -> dict[str
 def find_models(chosen: str, folder: Path) -> dict[str, tuple[Path, str]]:
     """Name -> (folder, dtype) of the models to measure."""
     models = {"tiny": (make_tiny(folder / "tiny"), "float32")} if chosen in ("tiny", "all") else {}
+    if chosen in ("families", "all"):
+        for name, family in FAMILIES.items():
+            models[name] = (make_tiny(folder / name, family), "float32")
     if chosen in ("smollm2", "all"):
         if SMOLLM2.is_dir():
             models["SmolLM2-135M"] = (SMOLLM2, "bfloat16")
@@ -183,9 +190,11 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
     )
     ratio = None
     for model, (path, dtype) in find_models(arguments.model, folder).items():
-        is_slow = model != "tiny" and arguments.device == "cpu"
+        is_slow = model.startswith("SmolLM2") and arguments.device == "cpu"
         num_groups = arguments.groups or (2 if is_slow else 8)
         for name, rows in batches(num_groups).items():
+            if model in FAMILIES and "long-tailed" not in name:
+                continue
             batch = folder / f"{model}-{name}"
             batch.write_bytes(make_batch(str(path), rows))
             case = Case(
@@ -201,7 +210,7 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
             print_rows(f"{model}, {name}", case, sides)
             ours, peer = sides.values()
             check_agreement(ours, peer, dtype)
-            if ratio is None and model == "tiny":
+            if ratio is None:
                 ratio = peer.cpu_s / ours.cpu_s if arguments.device == "cpu" else peer.wall_s / ours.wall_s
     if ratio is not None:
         print(f"ratio: {ratio:.2f}")
@@ -211,14 +220,17 @@ def main() -> None:
     """Read the options and run."""
     parser = options(__doc__, seconds=20.0)
     parser.add_argument(
-        "--model", choices=["tiny", "smollm2", "all"], default="all", help="which models to measure"
+        "--model",
+        choices=["tiny", "families", "smollm2", "all"],
+        default="all",
+        help="which models to measure",
     )
     parser.add_argument(
         "--groups", type=int, help="groups of the batch (default: 8, and 2 for SmolLM2 on the CPU)"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where both sides run")
     arguments = parser.parse_args()
-    if importlib.util.find_spec("trl") is None:
+    if arguments.model != "families" and importlib.util.find_spec("trl") is None:
         raise SystemExit(
             "this benchmark needs TRL, which is not installed.\n  Way out: pip install 'trl==1.16.0'"
         )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,8 @@ class Case:
     """Sequences per forward of TRL."""
     is_untangled: bool = False
     """Ours: every sequence by itself, nothing shared."""
+    is_alone: bool = False
+    """Ours: one sequence per forward."""
 
     def save(self, path: Path) -> None:
         """Write it for a child."""
@@ -130,9 +133,28 @@ def long_tailed_lengths(num_groups: int) -> list[int]:
     return [int(length) for length in np.clip(np.rint(draws), 1, MAX_COMPLETION)]
 
 
-def make_tiny(folder: Path) -> Path:
+FAMILIES = {
+    "Qwen3.5": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+    "Gemma 3": {
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 128,
+        "query_pre_attn_scalar": 32,
+    },
+}
+"""What a tiny model of a family has of its own."""
+
+
+def make_tiny(folder: Path, family: dict[str, Any] | None = None) -> Path:
     scratch = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))["model"]["scratch"]
-    scratch["architecture"]["max_position_embeddings"] = 2048
+    scratch["architecture"] |= {"max_position_embeddings": 2048, **(family or {})}
     make_scratch_model(ScratchSpec(out=folder, seed=0, scratch=ScratchConfig(**scratch)))
     return folder
 

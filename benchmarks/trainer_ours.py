@@ -18,7 +18,9 @@ from torch import Tensor
 from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_result
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.trainer import packing, tree
+from asyncrl.trainer import build_model, packing, tree
+from asyncrl.trainer.forward_plan import find_plan
+from asyncrl.trainer.policy import ForwardPlan
 from asyncrl.trainer.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import TokenRange
@@ -62,6 +64,8 @@ def main() -> None:
     if case.is_untangled:
         tree._trie = nothing_shared
         packing.in_tree_order = lambda sequences, _: [(one, 0) for one in sequences]
+    if case.is_alone:
+        build_model.find_plan = lambda model: ForwardPlan(False, find_plan(model).has_plain_head)
     header, arrays = case.batch()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "staging").mkdir()

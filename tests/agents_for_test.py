@@ -41,6 +41,24 @@ async def share_of_a(task: Task, session: Session) -> Outcome:
     return Outcome(outcome.metrics["share"], {"turns": 2})
 
 
+async def edits_its_history(task: Task, session: Session) -> Outcome:
+    """Three turns, two of them streamed; then the first answer is forgotten, which starts a branch of two
+    more.
+    """
+    messages: list[Any] = list(task.messages)
+    for turn in range(5):
+        if turn == 3:
+            del messages[1:3]
+        asked: Any = {"model": session.model, "messages": messages, "stream": turn != 1}
+        answer = await session.client.chat.completions.create(**asked)
+        if asked["stream"]:
+            text = "".join([part.choices[0].delta.content or "" async for part in answer])
+        else:
+            text = answer.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "a 2"}]
+    return Outcome(float(len(text)))
+
+
 async def environment(task: Task, session: Session) -> Outcome:
     # PR_GET_DUMPABLE: others of this user do not read it in /proc
     is_hidden = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0
@@ -174,19 +192,3 @@ async def _call(session: Session, body: bytes, note: Callable[[int], None], unti
             if status == until or not until:
                 return note(status)
             await asyncio.sleep(0 if body == b"no JSON" else 0.1)
-
-
-async def edits_its_history(task: Task, session: Session) -> Outcome:
-    """Three turns; then the first answer is forgotten, which starts a branch of two more."""
-
-    async def say(messages: list[Any]) -> list[Any]:
-        answer = await session.client.chat.completions.create(model=session.model, messages=messages)
-        said = {"role": "assistant", "content": answer.choices[0].message.content or ""}
-        return [*messages, said, {"role": "user", "content": "a 2"}]
-
-    messages: list[Any] = list(task.messages)
-    for _ in range(3):
-        messages = await say(messages)
-    text = "".join(message["content"] for message in messages)
-    await say(await say([*messages[:1], *messages[3:]]))
-    return Outcome(text.count("a") / len(text))

@@ -13,6 +13,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 ZOO = tomllib.loads((Path(__file__).parent / "model_zoo.toml").read_text(encoding="utf-8"))
 TYPES: tuple[str, ...] = (*ZOO["types"], *ZOO["variants"], *ZOO["composites"])
 """Names like "qwen3" and "qwen3 yarn", a variant."""
+FIRST_ID, VOCAB = 3, ZOO["tiny"]["vocab_size"]
+"""Special tokens have the ids below the first."""
 VECTORS = ("A_log", "dt_bias", "time_", "layer_scalar")
 """Parameters that keep their size, and change a little."""
 

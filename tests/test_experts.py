@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ from engine_in_process import answered, make_request, publish, running_engine
 from engine_in_process import make_spec as engine_spec
 from engine_replies import ask
 from job_runs import read_lines, run, write_config
+from model_zoo import TYPES, make_config, random_model
 from rank_processes import running
 from safetensors.torch import load_file
+from test_engines_segments import chunk, rest
+from test_engines_segments import make_request as segment_request
 from test_weights_export import chunks_of
-from tiny_model import MOE, SHAPE, STACKED, TINY_ARCHITECTURE, make_tiny_moe
+from tiny_model import MOE, SHAPE, STACKED, make_tiny_moe
 from torch import Tensor
 from trainer_cases import learned, make_batch, make_spec
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
@@ -209,42 +212,21 @@ def ids(experts: Iterable[int]) -> bytes:
 UNKNOWN = [NO_EXPERT] * 2
 
 
-def test_experts_from_another_server_are_unknown() -> None:
-    """Prompts of 3 tokens, 2 experts a token."""
-    routed, other = RoutedTokens(3), RoutedTokens(3)
-    assert routed.all(1) == b""
-    routed.add(ids(range(300, 308)), 0, 2)  # of positions 0 to 3: the prompt, and the first token
-    routed.add(ids([308, 309]), 2, 3)  # continues in its slot
-    assert routed.all(3) == ids([*range(300, 310), *UNKNOWN])
-    routed.add(ids([77] * 10 + [310, 311, 312, 313]), 3, 5)  # of a new segment, its whole prompt
-    assert routed.all(5) == ids([*range(300, 314), *UNKNOWN])
-    other.add(ids(range(300, 312)), 3, 4)  # three tokens came from elsewhere
-    assert other.all(4) == ids([300, 301, 302, 303, *UNKNOWN * 3, 310, 311, *UNKNOWN])
-
-
 def test_experts_are_kept_when_a_server_or_process_is_lost() -> None:
+    """Prompts of 2 tokens, 2 experts a token."""
     told = list[Completion]()
-    request = SamplingRequest("r", (1, 2, 3), 4, temperature=1.0)
-    join = SegmentJoin(request, None, told.append)
-    join.add(part(5, 6, finish="abort", routing=ids(range(300, 308))))
-    kept = decode_partial(encode_partial(0, 0, told[0]), 0, 0)
-    assert kept.routing == told[0].routing == ids([*range(300, 308), *UNKNOWN])
-    for lives in (join, SegmentJoin(request, kept)):  # another server, and a resumed run
-        lives.add(part(7, finish=None))
-        lives.cut()  # the server is lost, and with it what it would have told at the end
-        assert lives.completion().routing == ids([*range(300, 308), *UNKNOWN * 2])
-        lives.add(part(8, finish="length", routing=ids([77] * 10 + [310, 311])))
-        assert lives.completion().routing == ids([*range(300, 308), *UNKNOWN, 310, 311, *UNKNOWN])
-
-
-def part(*token_ids: int, finish: Any, routing: bytes = b"") -> GenerateResponse:
-    spans = [VersionSpan(0, len(token_ids), 0)]
-    given: dict[str, Any] = {
-        "request_id": "r",
-        "token_ids": [*token_ids],
-        "logprobs": [-1.0] * len(token_ids),
-    }
-    return GenerateResponse(**given, version_spans=spans, finish_reason=finish, routing=routing)
+    join = SegmentJoin(segment_request(5), None, told.append)
+    in_one_slot = rest("abort", 6, routing=ids(range(300, 306))), rest("abort", 7, routing=ids([306, 307]))
+    for part in (chunk(5), *in_one_slot):
+        join.add(part)
+    kept = decode_partial(encode_partial(0, 0, told[-1]), 0, 0)
+    assert kept.routing == told[-1].routing == ids([*range(300, 308), *UNKNOWN])
+    for life in (join, SegmentJoin(segment_request(5), kept)):  # another server, and a resumed run
+        life.add(chunk(8))
+        life.cut()  # the server is lost, and with it what it would have told at the end
+        assert life.completion().routing == ids([*range(300, 308), *UNKNOWN * 2])
+        life.add(rest("length", 9, routing=ids([77] * 10 + [310, 311])))
+        assert life.completion().routing == ids([*range(300, 308), *UNKNOWN, 310, 311, *UNKNOWN])
 
 
 PROMPTS = [(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]
@@ -325,8 +307,8 @@ def test_replay_is_refused_without_routers(tiny_model_dir: Path) -> None:
 @pytest.mark.timeout(600)
 def test_agent_trains_with_the_experts_that_sampled(tmp_path: Path) -> None:
     """Several turns and an edited history, on policy; the experts are transformers' own."""
-    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"} | MOE
-    scratch = {"characters": "abcdefgh0123456789 ", "architecture": shape | {"model_type": "qwen3_moe"}}
+    shape = SHAPE | MOE | {"model_type": "qwen3_moe"}
+    scratch = {"characters": "abcdefgh0123456789 ", "architecture": shape}
     config = write_config(
         tmp_path,
         model={"scratch": scratch},
@@ -346,70 +328,56 @@ def test_agent_trains_with_the_experts_that_sampled(tmp_path: Path) -> None:
         assert branch.routing is not None
         expected = chosen_by(tmp_path / "run" / "model", branch.token_ids.tolist())
         assert np.array_equal(branch.routing[:-1], expected[:-1].numpy())
-    for step in read_lines(tmp_path / "run" / "metrics.jsonl"):
-        assert step["policy/logprob_gap_mean"] < 1e-6
-        assert step["policy/logprob_gap_max"] < 5e-6, "rounding of float32"
-
-
-EIGHT: dict[str, Any] = {"head_dim": 8, "vocab_size": 52}
-LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 52}
-KINDS: dict[str, dict[str, Any]] = {
-    "afmoe": MOE | EIGHT | {"num_dense_layers": 1},
-    "deepseek_v3": STACKED["deepseek_v3"],
-    "gemma4_text": MOE
-    | EIGHT
-    | {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0, "global_head_dim": 8},
-    "gpt_oss": LOCAL | EIGHT,
-    "hunyuan_v1_moe": EIGHT | {"num_experts": 4, "moe_topk": 2},
-    "jamba": {"num_experts": 4, "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 1},
-}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "jetmoe": (LOCAL | {"kv_channels": 8}, "JetMoeForCausalLM: no router is found"),
-    "llama4_text": (LOCAL | EIGHT | {"intermediate_size_mlp": 64}, "Llama4Router does not"),
-    "phimoe": (LOCAL, "PhimoeTopKRouter: it calls no topk"),
-    "zaya": (MOE | {"num_experts_per_tok": 1}, "ZayaRouter: it calls no topk"),
-}
-TEXT = torch.arange(12)[None] * 4
-
-
-def made(model_type: str, shape: Mapping[str, Any]) -> Any:
-    pytest.importorskip(f"transformers.models.{model_type.removesuffix('_text')}")
-    torch.manual_seed(0)
-    given = {key: value for key, value in TINY_ARCHITECTURE.items() if key not in ("model_type", "head_dim")}
-    config = AutoConfig.for_model(model_type, **{**given, "pad_token_id": 0, "attn_layer_offset": 0, **shape})
-    return AutoModelForCausalLM.from_config(config).float().eval()
+    gaps = [step["policy/logprob_gap_mean"] for step in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert max(gaps) < 1e-6
 
 
 @torch.no_grad()
-def replayed(model: Any) -> float:
-    """Replay the model's own experts, which changes nothing, then others; how far the logits move."""
-    routed = RoutedExperts(model)
-    plain = model(TEXT, use_cache=False).logits
-    chosen_NE = routed.take().int()
-    replay = RouterReplay(model)
-    replay(chosen_NE)
-    torch.testing.assert_close(model(TEXT, use_cache=False).logits, plain, atol=0, rtol=0)
-    routed.take()
-    others_NE = (chosen_NE + 1) % 4
-    replay(others_NE)
-    moved = model(TEXT, use_cache=False).logits
-    assert torch.equal(routed.take().int(), others_NE)
-    with pytest.raises(ConfigError, match="tells 1 experts of a token"):
-        replay(others_NE[:, :1])
-    return float((plain - moved).abs().max())
+def check_replay(model: Any) -> None:
+    """Its own experts change nothing; others change the logits. Raises ConfigError or ValueError."""
+
+    def logits() -> tuple[Tensor, Tensor]:
+        found = model(torch.arange(12)[None] * 4, use_cache=False).logits
+        return found, routed.take().int()
+
+    routed, replay = RoutedExperts(model), RouterReplay(model)
+    plain, own_NE = logits()
+    replay(own_NE)
+    assert torch.equal(logits()[0], plain)
+    replay((own_NE + 1) % 4)
+    moved, told_NE = logits()
+    assert torch.equal(told_NE, (own_NE + 1) % 4)
+    assert (moved - plain).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("model_type", sorted(KINDS))
-def test_router_of_each_kind_is_told_and_replayed(model_type: str) -> None:
-    assert replayed(made(model_type, KINDS[model_type])) > 0.1
+REFUSED = {
+    "dbrx": "DbrxRouter",
+    "deepseek_v4": "DeepseekV4HashRouter",
+    "inkling2_loop_text": "Inkling2LoopTopKRouter",
+    "inkling_text": "InklingTopkRouter",
+    "jetmoe": "JetMoeForCausalLM",
+    "llama4": "Llama4Router",
+    "llama4_text": "Llama4Router",
+    "phimoe": "PhimoeTopKRouter",
+    "phimoe longrope": "PhimoeTopKRouter",
+    "zaya": "ZayaRouter",
+}
+"""They choose without topk or twice in a pass, or do not return their choice."""
 
 
-@pytest.mark.parametrize("model_type", sorted(REFUSED))
-def test_router_that_cannot_be_replayed_is_refused_by_name(model_type: str) -> None:
-    shape, why = REFUSED[model_type]
-    model = made(model_type, shape)
-    with pytest.raises((ConfigError, ValueError), match=why):
-        (replayed if routers_of(model) else RouterReplay)(model)
+@pytest.mark.slow
+def test_every_model_with_experts_is_replayed_or_refused_by_name() -> None:
+    known = [name for name in TYPES if name.partition(" ")[0] in CONFIG_MAPPING]
+    refused = dict[str, str]()
+    for name in known:
+        model = random_model(make_config(name))
+        if any(type(one).__name__.endswith("Experts") for one in model.modules()):
+            try:
+                check_replay(model)
+            except (ConfigError, ValueError) as error:
+                refused[name] = str(error)
+    assert refused.keys() == REFUSED.keys() & {*known}
+    assert all(REFUSED[name] in why for name, why in refused.items()), refused
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
@@ -440,12 +408,16 @@ def test_vllm_tells_the_experts_of_each_token_and_loads_pushed_ones(tmp_path: Pa
             request = SamplingRequest(
                 request_id=f"r{number}", prompt_ids=list(prompt), max_tokens=20, seed=number
             )
-            answer = await server.generate_segment(request)
+            join = SegmentJoin(request)
+            streams = number == len(PROMPTS) + 1  # like an agent's next turn
+            answer = await server.generate_segment(request, on_chunk=join.add if streams else None)
+            join.add(answer)
             if number < len(PROMPTS):
                 answers.append(answer)
-            expected = chosen_by(folder, [*prompt, *answer.token_ids])[:-1]
+            sampled = join.completion()
+            expected = chosen_by(folder, [*prompt, *sampled.token_ids])[:-1]
             assert expected.max() > 255
-            assert torch.equal(sets(told(answer.routing)), sets(expected))
+            assert torch.equal(sets(told(sampled.routing)[:-1]), sets(expected))
         assert step.train(*batch_from(answers))["policy/logprob_gap_max"] < 1e-4
         manifest = step.export(tmp_path / "v1.safetensors")
         assert manifest.canary is not None

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.tool_formats import THINKING, split_thought
 from asyncrl.base.errors import RolloutFailure
-from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
 Call = dict[str, Any]
@@ -28,7 +27,6 @@ CHOICES = st.lists(
             "text": st.text(alphabet="ab| ", max_size=4),
             "is_ended": st.booleans(),
             "is_delivered": st.integers(0, 4).map(bool),
-            "is_routed": st.integers(0, 4).map(bool),
             "sent_back_as": st.sampled_from(["same", "nones", "spaced", "apart", "left out"]),
         }
     ),
@@ -111,15 +109,14 @@ class History:
         middle = len(ids) // 2
         cuts = [(0, middle), (middle, len(ids))]
         num_read = len(planned.prompt_ids) + len(ids)
-        routing = np.stack([np.full(num_read, place), np.arange(num_read)], axis=1).astype(np.uint16)
-        routing[-1] = NO_EXPERT
+        routing = [value for at in range(num_read) for value in (place, at)]
         completion = Completion(
             ids,
             tuple(-float(1 + place * 10 + at) for at in range(len(ids))),
             tuple(VersionSpan(start, end, place + start) for start, end in cuts if start < end),
             "stop" if choice["is_ended"] else "length",
             num_interruptions=len(ids) % 3,
-            routing=routing.tobytes() if choice["is_routed"] else b"",
+            routing=np.array(routing, "<u2").tobytes() if choice["is_ended"] else b"",
         )
         if not choice["is_delivered"]:
             return
@@ -160,14 +157,10 @@ class History:
                 credits.append((start, end, rewards[name]))
                 interruptions += sampled.num_interruptions
                 seen.append(name)
-                if branch.routing is not None:
-                    known = int(name[-3:]) if sampled.routing else NO_EXPERT
-                    assert (branch.routing[start - 1 : end - 1, 0] == known).all(), "as its call read it"
-            if branch.routing is not None:
-                place_T = np.arange(len(branch.token_ids))
-                is_known_T = branch.routing[:, 1] != NO_EXPERT
-                assert (branch.routing[:, 1] == place_T)[is_known_T].all()
-                assert not is_known_T[-1], "no call has read the last token"
+                before = slice(start - 1, end - 1)
+                if (read := np.frombuffer(sampled.routing, "<u2").reshape(end, -1)[before]).size:
+                    assert branch.routing is not None
+                    assert np.array_equal(branch.routing[before], read), "as its call read them"
             assert branch.version_spans == tuple(spans)
             assert [(credit.start, credit.end, credit.reward) for credit in branch.credits] == credits
             assert not branch.behaviour_logprobs[~branch.loss_mask].any()

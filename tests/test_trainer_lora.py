@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_zoo import make_config, random_model
 from tiny_model import STACKED, make_tiny_moe
 from torch import nn
 from trainer_cases import MakeStep, make_batch, naive_logprobs
@@ -18,6 +19,7 @@ from asyncrl.config import LoraConfig, TrainerConfig
 from asyncrl.trainer.lora import ADAPTER, Adapters, find_targets
 from asyncrl.trainer.objective import BatchNumbers
 from asyncrl.trainer.step import TrainStep
+from asyncrl.weights.export import linear_parameters
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
 
@@ -51,6 +53,14 @@ def test_adapters_alone_are_trained(make_step: MakeStep, tiny_model_dir: Path) -
             assert torch.equal(parameter, base[name.replace(".base_layer", "")].bfloat16())
     assert np.array_equal(step._numbers(BatchNumbers(*BATCH, BATCH[1].loss_mask)).reference_N, before)
     assert not np.array_equal(logprobs(step), before), "and the adapters are on again afterwards"
+
+
+@pytest.mark.parametrize(("name", "passive"), [("mamba", "dt_proj"), ("llama4_text", "router")])
+def test_layers_that_are_not_called_get_no_adapters(name: str, passive: str) -> None:
+    """The model reads the weight of dt_proj; a router is a linear layer with another forward."""
+    model = random_model(make_config(name))
+    assert any(one.endswith(f"{passive}.weight") for one in linear_parameters(model))
+    assert not any(one.endswith(passive) for one in find_targets(model, LoraConfig()))
 
 
 def test_gradient_of_an_adapter_follows_from_the_full_weight(make_step: MakeStep) -> None:

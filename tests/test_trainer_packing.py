@@ -29,20 +29,15 @@ from asyncrl.trainer.tree import TokenRange, places_of
 
 
 @settings(max_examples=100, deadline=None)
-@given(trees(), st.integers(1, 120), st.sampled_from([-math.inf, 0, 8, 20]), st.sampled_from([None, 0, 40]))
-def test_every_loss_token_is_packed_once(
-    groups: Rows, max_tokens: int, min_shared: float, flat_above: int | None
-) -> None:
+@given(trees(), st.integers(1, 120), st.sampled_from([-math.inf, 0, 8, 20]))
+def test_every_loss_token_is_packed_once(groups: Rows, max_tokens: int, min_shared: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "MIN_SHARED_TOKENS", min_shared)
         header, arrays = batch_of(groups)
         given_costs = (ONE_RANK, Costs(0.0, 0.0))
         device = torch.device("cpu")
-        rules = PackRules(max_tokens, flat_above)
-        made = micro_batches(header, arrays, arrays.loss_mask, rules, device, *given_costs)
+        made = micro_batches(header, arrays, arrays.loss_mask, PackRules(max_tokens), device, *given_costs)
     micros = [micro for micro, _ in made]
-    longest = max((micro.layout.longest for micro in micros), default=0)
-    is_flat = flat_above is not None and longest > flat_above
     source = [place for micro in micros for place in micro.source_M.tolist()]
     assert sorted(source) == np.flatnonzero(arrays.loss_mask).tolist()
     for micro in micros:
@@ -53,9 +48,7 @@ def test_every_loss_token_is_packed_once(
         assert len(np.unique(pairs, axis=1)[0]) == len(micro.predict_U)
         ends = ((runs, end) for runs in layout.rows for end in range(sum(n for _, n in runs)))
         texts = {tuple(micro.token_ids_N[places_of(runs)[: end + 1]].tolist()) for runs, end in ends}
-        if is_flat:
-            assert layout.num_tokens == sum(n for runs in layout.rows for _, n in runs)
-        elif min_shared == -math.inf and len(micros) == 1:
+        if min_shared == -math.inf and len(micros) == 1:
             assert len(texts) == layout.num_tokens, "no node of the tree is there twice"
 
 

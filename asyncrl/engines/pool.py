@@ -303,7 +303,7 @@ class SegmentJoin:
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.top_logprobs += part.top_logprobs
-        self._routed.add(part.routing, num_before, len(self.token_ids))
+        self._routed.add(part.routing, self._num_kept, len(self.token_ids))  # chunks tell no experts
         self._has_stopped = part.finish_reason == "stop"
         if part.finish_reason == "abort":
             self._interrupted()
@@ -334,7 +334,7 @@ class SegmentJoin:
 class RoutedTokens:
     """Experts that read a request's tokens, uint16 (little endian). Pure.
 
-    An answer's part covers the tokens read since the previous part; the first part the whole prompt.
+    The end of a segment covers the tokens read since the previous end; the first one the whole prompt.
     Known experts stay when tokens are read again; unknown ones are NO_EXPERT. `before`: of an earlier
     process.
     """

@@ -31,12 +31,6 @@ class Structure:
     mixers: tuple[str, ...]
     kinds: frozenset[AttentionKind]
 
-    @property
-    def reach(self) -> int | None:
-        """The longest sequence for which every window and chunk is as good as none (None: any)."""
-        limits = [size for kind in self.kinds for size in (kind.window, kind.chunk) if size is not None]
-        return min(limits, default=None)
-
 
 class _Alone:
     """Attention in which each token sees only itself; records the kinds that are asked for."""

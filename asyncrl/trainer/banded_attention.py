@@ -129,7 +129,8 @@ def _tiles(spans: list[Span], window: int | None, device: torch.device) -> Tiles
     size = max(len(span.queries) for span in spans)
     num_missing_B = width - np.array([len(span.keys) for span in spans])
     no_queries_B = size - np.array([len(span.queries) for span in spans])
-    key_BK = np.stack([np.pad(span.keys, (width - len(span.keys), 0)) for span in spans])
+    # Even NaN must not reach another sequence: a row is padded with a token of its own.
+    key_BK = np.stack([np.pad(span.keys, (width - len(span.keys), 0), mode="edge") for span in spans])
     is_query_BQ = np.arange(size) >= no_queries_B[:, None]
     real, missing = np.flatnonzero(is_query_BQ), np.flatnonzero(~is_query_BQ)
     key_R, query_R, real_queries, no_queries, missing_B = (

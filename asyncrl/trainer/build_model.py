@@ -309,11 +309,7 @@ class RouterReplay:
         self._routers = routers_of(model)
         if not self._routers:
             raise _not_replayed(type(model).__name__, "no router is found")
-        # Gemma 4's reads it from its config.
-        self._sizes = [
-            int(router.top_k if hasattr(router, "top_k") else router.config.top_k_experts)
-            for router in self._routers
-        ]
+        self._sizes = [_top_k(router) for router in self._routers]
         for router in self._routers:
             # One function, so that torch.compile builds one graph for all layers.
             router.forward = MethodType(_route, router)
@@ -330,6 +326,15 @@ class RouterReplay:
             chosen = torch.split(routing_N, self._sizes, dim=1)
         for router, chosen_NK in zip(self._routers, chosen, strict=True):
             router.chosen_NK = chosen_NK
+
+
+def _top_k(router: Any) -> int:
+    """Raises ConfigError."""
+    config = getattr(router, "config", None)
+    found = getattr(router, "top_k", getattr(config, "top_k_experts", None))  # Gemma 4 has it in its config
+    if found is None:
+        raise _not_replayed(type(router).__name__, "it has no top_k")
+    return int(found)
 
 
 def _not_replayed(name: str, why: str) -> ConfigError:

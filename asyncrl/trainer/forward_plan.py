@@ -34,11 +34,12 @@ MODEL_ERRORS = (
     LookupError,
     UnknownAttentionError,
 )
+LARGE_STATE = 100.0
 LARGE_LOGIT = 1000.0
 """Above all soft caps, which are 2 to 50."""
 PREFIX, OWN = 20, (9, 3, 5, 14)
 """Lengths of the texts: a shared prefix, and what follows it."""
-MIN_LAYERS, MOST_ENTRIES = 2, 1024
+MIN_LAYERS, MOST_ENTRIES, MOST_WIDTH = 2, 1024, 512
 SHORT_BORDER = 26
 SHORT_LENGTHS = (
     ("original_max_position_embeddings", SHORT_BORDER),
@@ -48,7 +49,7 @@ SHORT_LENGTHS = (
     ("topk|budget", 12),
 )
 """Names of lengths in a config, and their values in a short model, among the lengths of the texts."""
-LIMIT = 1e-4
+LIMIT = LEAK = 1e-4
 """Relative distance of float32 results (measured: 2e-7 to 1e-5; at least 0.01 if tokens mix)."""
 
 
@@ -67,7 +68,19 @@ def probe_model(config: Any, device: torch.device, dtype: torch.dtype = torch.fl
             setattr(text, name, 0)
     if hasattr(text, "initializer_range"):  # attention needs the residual's weight at any width
         text.initializer_range = text.hidden_size**-0.5
-    return _random_model(small, device, dtype)
+    try:
+        return _random_model(_with_narrow_mlp(small), device, dtype)
+    except MODEL_ERRORS:  # the width of a Mamba mixer has this name too
+        return _random_model(small, device, dtype)
+
+
+def _with_narrow_mlp(config: Any) -> Any:
+    narrow = copy.deepcopy(config)
+    text = narrow.get_text_config()
+    for name, value in dict(vars(text)).items():
+        if name.endswith("intermediate_size") and isinstance(value, int):
+            setattr(text, name, min(value, MOST_WIDTH))
+    return narrow
 
 
 def _random_model(config: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
@@ -193,10 +206,10 @@ def find_plan(model: Any) -> ForwardPlan:
     has_plain_head = _has_plain_head(short, ids_1T)
     _check_causal(short, ids_1T, short_border)
     try:
-        structure, short_structure = find_structure(model), find_structure(short)
-        classes = tuple({type(model.get_submodule(name)) for name in structure.mixers})
-        plan = ForwardPlan(True, has_plain_head, classes, structure.reach, border)
-        short_plan = replace(plan, reach=short_structure.reach, border=short_border)
+        mixers = find_structure(model).mixers
+        classes = tuple({type(model.get_submodule(name)) for name in mixers})
+        plan = ForwardPlan(True, has_plain_head, classes, border)
+        short_plan = replace(plan, border=short_border)
         reasons = [_compare(short, short_plan, side) for side in _sides(texts, short_border)]
         reason = next(filter(None, reasons), "")
     except MODEL_ERRORS as error:
@@ -233,8 +246,8 @@ def _plain(model: Any, ids_1T: Tensor) -> Tensor:
 
 
 def _check_causal(model: Any, ids_1T: Tensor, border: LengthBorder | None) -> None:
-    if border is not None and not border.is_stepwise:
-        return  # each length has its own frequencies
+    if border is not None:  # above it, another length has other frequencies
+        ids_1T = ids_1T[:, : border.length]
     whole_TD = _plain(model, ids_1T)
     for num_left in (ids_1T.shape[1] - 1, ids_1T.shape[1] * 2 // 3):
         distance = float(_distances(whole_TD[:num_left], _plain(model, ids_1T[:, :num_left])).max())
@@ -246,7 +259,9 @@ def _distances(found_TD: Tensor, expected_TD: Tensor) -> Tensor:
     """Return the relative distance [T] of each token."""
     found_TD, expected_TD = found_TD.float().flatten(1), expected_TD.float().flatten(1)
     norm_T = expected_TD.norm(dim=-1)
-    return (found_TD - expected_TD).norm(dim=-1) / (norm_T + 1e-3 * norm_T.mean() + 1e-12)
+    distance_T: Tensor = (found_TD - expected_TD).norm(dim=-1)
+    relative_T: Tensor = distance_T / (norm_T + 1e-3 * norm_T.mean() + 1e-12)
+    return relative_T
 
 
 def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
@@ -256,7 +271,7 @@ def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
     before = model.config._attn_implementation
     policy = Policy(model, plan)
     try:
-        micro = pack_texts(texts, next(model.parameters()).device, plan.reach)
+        micro = pack_texts(texts, next(model.parameters()).device)
         rows = [places_of(runs) for runs in micro.layout.rows]
         found = _outputs(model, micro.layout.num_tokens, lambda: policy.states(micro))
         for name, states_ND in found.items():
@@ -264,7 +279,7 @@ def _compare(model: Any, plan: ForwardPlan, texts: list[IntN]) -> str:
             distance = max(float(_distances(*pair).mean()) for pair in pairs)
             if not distance <= LIMIT:
                 return f"packed tokens get other values in {name}, {distance:.2g} away from the plain ones"
-        leaks = _leaks(policy, micro, rows)
+        leaks = _leaks(policy, micro, rows, found["its last states"])
     finally:
         policy.close()
         model.set_attn_implementation(before)
@@ -287,20 +302,19 @@ def _outputs(model: Any, num_tokens: int, run: Callable[[], Tensor]) -> dict[str
     return {**found, "its last states": states_TD}
 
 
-def _leaks(policy: Policy, micro: MicroBatch, rows: list[IntN]) -> bool:
-    """Return whether NaN in the first text's own tokens reaches the states of other texts."""
+def _leaks(policy: Policy, micro: MicroBatch, rows: list[IntN], states_ND: Tensor) -> bool:
+    """Return whether another token in the first text changes the states of other texts."""
     others = np.unique(np.concatenate(rows[1:])) if len(rows) > 1 else np.zeros(0, np.int64)
-    own = np.setdiff1d(rows[0], others)
-    place = int(own[0])
+    place = int(np.setdiff1d(rows[0], others)[0])
 
-    def poison(name: str, _: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        poisoned_1ND = output.clone()
-        poisoned_1ND[:, place] = torch.nan
-        return poisoned_1ND
+    def change(name: str, _: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        changed_1ND = output.clone()
+        changed_1ND[:, place] *= -LARGE_STATE
+        return changed_1ND
 
-    with hooked({policy.model.get_input_embeddings(): ""}, poison):
-        states_ND = policy.states(micro)
-    return bool(states_ND[others].isnan().any())
+    with hooked({policy.model.get_input_embeddings(): ""}, change):
+        changed_ND = policy.states(micro)
+    return bool((_distances(changed_ND[others], states_ND[others]) > LEAK).any())
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:

@@ -4,6 +4,7 @@ first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,8 @@ from torch.nn import functional
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import open_as, whole_folder
 from asyncrl.config import LoraConfig
+from asyncrl.models.structure import hooked
+from asyncrl.trainer.forward_plan import probe_model
 from asyncrl.weights.export import in_export_dtype, linear_parameters, merge, named_weights, whole_here
 from asyncrl.weights.tensor_files import SCALE, adapted_modules, float32_names
 
@@ -30,7 +33,12 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
     """Return full names of the layers to adapt. Raises ConfigError."""
     unshared = linear_parameters(model)
     head = model.get_output_embeddings()
-    linear = [name for name, one in model.named_modules() if f"{name}.weight" in unshared and one is not head]
+    called = called_layers(model.config)
+    linear = [
+        name
+        for name, one in model.named_modules()
+        if f"{name}.weight" in unshared and one is not head and _kind(name) in called
+    ]
     if config.targets == "all-linear":
         return linear
     chosen = {end: [name for name in linear if f".{name}".endswith(f".{end}")] for end in config.targets}
@@ -38,10 +46,34 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
         raise ConfigError(
             f"trainer.lora.targets: {type(model).__name__} has no layer {', '.join(missing)}",
-            rule="adapters need a torch.nn.Linear with an unshared weight, other than the head",
+            rule="adapters need a called torch.nn.Linear with an unshared weight, other than the head",
             way_out=f"name modules or the ends of their names; the linear layers are {kinds}.",
         )
     return [name for name in linear if any(name in names for names in chosen.values())]
+
+
+@torch.no_grad()
+def called_layers(config: Any) -> set[str]:
+    """Return the kinds of linear layers that a model calls.
+
+    Others only hold a weight that the model reads, such as Mamba's dt_proj, which would pass by an adapter.
+    Subclasses with a forward of their own, such as routers, would lose it.
+    """
+    small = probe_model(config, torch.device("cpu"))
+    linear = {
+        one: _kind(name)
+        for name, one in small.named_modules()
+        if isinstance(one, nn.Linear) and type(one).forward is nn.Linear.forward
+    }
+    called = set[str]()
+    with hooked(linear, lambda kind, *_: called.add(kind)):
+        small(input_ids=torch.arange(2)[None], use_cache=False)
+    return called
+
+
+def _kind(name: str) -> str:
+    """Return a module's name without the numbers of layers."""
+    return re.sub(r"\d+", "#", name)
 
 
 class MergedLinear(lora.Linear):

@@ -18,17 +18,7 @@ from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.tree import (
-    BoolN,
-    IntN,
-    Layout,
-    TokenRange,
-    in_tree_order,
-    is_flat,
-    lay_out,
-    places_of,
-    to_device,
-)
+from asyncrl.trainer.tree import BoolN, IntN, Layout, TokenRange, in_tree_order, lay_out, places_of, to_device
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -191,18 +181,12 @@ def assign(
     costs: Costs,
     max_tokens: int,
     num_ranks: int,
-    flat_above: int | None = None,
 ) -> list[list[list[TokenRange]]]:
-    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence.
-
-    `flat_above`: count shared tokens once only if no sequence is longer.
-    """
+    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
     if not sequences:
         return []
     groups = groupby(sequences, key=lambda one: one.group)
     trees = [in_tree_order([*group], token_ids) for _, group in groups]
-    if is_flat(sequences, flat_above):
-        trees = [[(one, 0) for one, _ in tree] for tree in trees]
     if num_ranks == 1:
         bins = _place(_cut(trees, costs, max_tokens, math.inf), max_tokens)
         return [[sequences] for _, sequences in bins]
@@ -326,12 +310,10 @@ def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN
 class PackRules:
     """What may share a micro-batch of `max_tokens` (0: one sequence).
 
-    `flat_above`: shared tokens are stored once only in batches whose sequences are at most this long.
     `border`: sequences of more tokens and of fewer are apart. `is_alone_above`: each one above it is alone.
     """
 
     max_tokens: int
-    flat_above: int | None = None
     border: int | None = None
     is_alone_above: bool = False
 
@@ -358,14 +340,12 @@ def micro_batches(
     False.
     """
     sequences = token_ranges(header, has_loss)
-    flat_above = 0 if is_flat(sequences, rules.flat_above) else None
     micros = []
     for side, side_tokens in rules.sides(sequences):
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
-        for step in assign(side, arrays.token_ids, costs, max_tokens, ranks.size, flat_above):
+        for step in assign(side, arrays.token_ids, costs, max_tokens, ranks.size):
             if share := step[ranks.rank]:
-                micro = _assemble(share, arrays, has_loss, max_tokens, device, allowed, flat_above)
-                micros.append((micro, True))
+                micros.append((_assemble(share, arrays, has_loss, max_tokens, device, allowed), True))
                 continue
             shortest = min(sequences, key=lambda sequence: sequence.first)
             one_token = np.zeros_like(has_loss)
@@ -375,9 +355,7 @@ def micro_batches(
     return micros
 
 
-def pack_texts(
-    texts: list[npt.NDArray[np.int64]], device: torch.device, flat_above: int | None = None
-) -> MicroBatch:
+def pack_texts(texts: list[npt.NDArray[np.int64]], device: torch.device) -> MicroBatch:
     """Return one micro-batch of texts, with every token but the first predicted."""
     sequences = list[TokenRange]()
     end = 0
@@ -390,7 +368,7 @@ def pack_texts(
     nothing = {"behaviour_logprobs": np.zeros(end, np.float32), "versions": np.zeros(end, np.int32)}
     token_ids = np.concatenate(texts).astype(np.int32)
     arrays = BatchArrays(token_ids=token_ids, loss_mask=has_loss, **nothing)
-    return _assemble(sequences, arrays, has_loss, end, device, flat_above=flat_above)
+    return _assemble(sequences, arrays, has_loss, end, device)
 
 
 def _assemble(
@@ -400,13 +378,12 @@ def _assemble(
     max_tokens: int,
     device: torch.device,
     allowed: AllowedSets | None = None,
-    flat_above: int | None = None,
 ) -> MicroBatch:
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
         return to_device(torch.from_numpy(array.astype(np.int64)), device)
 
     sequences = sorted(sequences, key=lambda sequence: sequence.trajectory)
-    layout, source_N, position_N = lay_out(sequences, arrays.token_ids, max_tokens, flat_above)
+    layout, source_N, position_N = lay_out(sequences, arrays.token_ids, max_tokens)
     sources, predicts = list[IntN](), list[IntN]()
     for sequence, runs in zip(sequences, layout.rows, strict=True):
         offset = np.flatnonzero(has_loss[sequence.start : sequence.start + sequence.length + 1])

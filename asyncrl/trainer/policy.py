@@ -189,15 +189,13 @@ def _logits(
 class ForwardPlan:
     """How sequences share a forward pass.
 
-    `mixers`: classes that run on rows (models/rows.py). `reach`: windows and chunks change nothing for
-    sequences of at most this length (None: any). `border`: sequences on its two sides never share a pass.
-    `reason`: why sequences are not packed.
+    `mixers`: classes that run on rows (models/rows.py). `border`: sequences on its two sides never share a
+    pass. `reason`: why sequences are not packed.
     """
 
     is_packed: bool
     has_plain_head: bool
     mixers: tuple[type[nn.Module], ...] = ()
-    reach: int | None = None
     border: LengthBorder | None = None
     reason: str = ""
 
@@ -205,8 +203,8 @@ class ForwardPlan:
         if not self.is_packed:
             return PackRules(0)
         if self.border is None:
-            return PackRules(max_tokens, self.reach)
-        return PackRules(max_tokens, self.reach, self.border.length, not self.border.is_stepwise)
+            return PackRules(max_tokens)
+        return PackRules(max_tokens, self.border.length, not self.border.is_stepwise)
 
 
 class Policy(nn.Module):

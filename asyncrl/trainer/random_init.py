@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping
@@ -70,11 +71,20 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
         raise ValueError("model.scratch.architecture has no model_type; give one, like qwen3")
     default = AutoConfig.for_model(model_type)
     known = default.to_dict().keys() | default.attribute_map.keys() | OLD_KEYS
-    if unknown := ", ".join(sorted(given.keys() - known)):
+    others = given.keys() - known
+    read = _model_source(default) if others else ""  # `getattr(config, "head_dim", None)`
+    if unknown := ", ".join(sorted(key for key in others if f'config, "{key}"' not in read)):
         raise ValueError(f"model.scratch.architecture: a {model_type} config does not know {unknown}")
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     filled = {"vocab_size": len(tokenizer), **special, "bos_token_id": None}
     return AutoConfig.for_model(model_type, **{**given, **filled})
+
+
+def _model_source(config: Any) -> str:
+    """Return the code of the config's models."""
+    module = type(config).__module__.replace(".configuration_", ".modeling_")
+    spec = importlib.util.find_spec(module)
+    return "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:

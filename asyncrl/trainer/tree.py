@@ -126,27 +126,13 @@ def in_tree_order(
     return pairs
 
 
-def is_flat(sequences: Sequence[TokenRange], flat_above: int | None) -> bool:
-    """Return whether the sequences share no tokens, as the longest has more than `flat_above`."""
-    return flat_above is not None and any(one.length > flat_above for one in sequences)
-
-
 def lay_out(
-    sequences: Sequence[TokenRange],
-    token_ids: npt.NDArray[np.int32],
-    max_tokens: int,
-    flat_above: int | None = None,
+    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], max_tokens: int
 ) -> tuple[Layout, IntN, IntN]:
-    """Return (layout, source_N, position_N): each token's place in the arrays, and in its sequences.
-
-    `flat_above`: share tokens only if no sequence is longer; 0 never shares, None always.
-    """
-    if is_flat(sequences, flat_above):
-        nodes = [TreeNode(one, 0, one.length, parent=None, ends=[one]) for one in sequences]
-    else:
-        nodes = _pruned(_trie(sequences, token_ids))
-        if sum(node.length for node in nodes) > max_tokens:
-            nodes = _trie(sequences, token_ids)
+    """Return (layout, source_N, position_N): each token's place in the arrays, and in its sequences."""
+    nodes = _pruned(_trie(sequences, token_ids))
+    if sum(node.length for node in nodes) > max_tokens:
+        nodes = _trie(sequences, token_ids)
     passes = _lay_paths(nodes)
     nodes.sort(key=lambda node: node.place)
     position_N = np.concatenate([np.arange(node.first, node.end) for node in nodes])
