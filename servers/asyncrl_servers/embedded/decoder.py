@@ -16,12 +16,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.models.loading import load_language_model
 from asyncrl.models.rope_lengths import length_border
 from asyncrl.models.structure import NUM_TOKENS, find_structure
 from asyncrl.weights.export import routers_of
@@ -88,7 +89,7 @@ class LoadedModel:
             fail(what, way_out="set rollout.engine=vllm.")
         has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
         self.tokenizer: Any | None = (
-            AutoTokenizer.from_pretrained(self.folder, local_files_only=True) if has_tokenizer else None
+            PreTrainedTokenizerFast.from_pretrained(self.folder) if has_tokenizer else None
         )
         added = {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
         self.special_ids = {str(token): index for index, token in added.items() if token.special}
@@ -117,20 +118,11 @@ class LoadedModel:
 
     def _load(self, spec: EmbeddedSpec) -> Any:
         try:
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                self.folder,
-                dtype=self.dtype,
-                attn_implementation="eager",
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            model = load_language_model(self.folder, dtype=self.dtype, attn_implementation="eager")
             model = model.to(self.device)
         except Exception as error:
             way_out = "check model.path, and that transformers knows the model type."
             fail(f"{spec.name}: cannot load the model in {self.folder}: {error}", way_out=way_out)
-        if missing := sorted(loading["missing_keys"]):
-            what = f"{spec.name}: the weights in {self.folder} lack {len(missing)} parameters: {missing[:3]}"
-            fail(what, way_out="save the model again with save_pretrained.")
         return model.eval().requires_grad_(False)
 
     def _refuse_lengths(self, spec: EmbeddedSpec) -> None:
