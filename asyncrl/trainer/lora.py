@@ -63,7 +63,7 @@ def called_layers(config: Any) -> set[str]:
     Subclasses with a forward of their own, such as routers, would lose it.
     """
     small = probe_model(config, torch.device("cpu"))
-    linear = {
+    linear: dict[nn.Module, str] = {
         one: _kind(name)
         for name, one in small.named_modules()
         if isinstance(one, nn.Linear) and type(one).forward is nn.Linear.forward
