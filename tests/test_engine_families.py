@@ -1,68 +1,120 @@
-"""The embedded engine computes every family as plain transformers does, whoever else is in the batch."""
+"""Families with windows or states: prompts of siblings, later turns and interrupted texts are exact.
+
+tests/test_models_table.py compares the logprobs of all models of the zoo.
+"""
 
 from __future__ import annotations
 
-import random
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_in_process import drawn, make_request, publish, running_engine, stage_file
+from engine_in_process import make_request, make_spec, running_engine, stage_file
 from engine_replies import ask
-from transformers import AutoConfig, AutoModelForCausalLM
+from model_zoo import make_config, random_model
+from transformers import AutoModelForCausalLM
 
-HIDDEN, LAYERS = 48, 4
-SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": HIDDEN, "intermediate_size": 64, "head_dim": 16}
-SIZES |= {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
-SIZES |= {"max_position_embeddings": 512, "initializer_range": HIDDEN**-0.5}
-SIZES |= {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+from asyncrl.base.errors import find_fatal
+from asyncrl.messages.engine_api import CommitRequest, GenerateResponse
+from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.weights.tensor_files import weights_of
+from asyncrl_servers.embedded.embedded_engine import build_engine
 
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
-DELTA |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2}
-MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
-MAMBA2 |= {"mamba_chunk_size": 16}
-SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
-PER_LAYER = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2}
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "qwen3_moe": EXPERTS,
-    "mistral": {"sliding_window": 24},
-    "gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
-    "gemma3_text": SLIDING | {"query_pre_attn_scalar": 16},
-    "gemma3n_text": SLIDING | PER_LAYER | {"laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
-    "gemma4_text": SLIDING | PER_LAYER | {"global_head_dim": 32},
-    "gpt_oss": SLIDING | EXPERTS,
-    "olmo3": SLIDING,
-    "cohere2": SLIDING,
-    "exaone4": SLIDING,
-    "llama4_text": {
-        **{"attention_chunk_size": 24, "layer_types": ["chunked_attention", "full_attention"] * 2},
-        **{"no_rope_layers": [1, 0] * 2, "floor_scale": 8, "attn_temperature_tuning": True},
-        **{"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64},
-    },
-    "qwen3_next": EXPERTS | DELTA | {"shared_expert_intermediate_size": 32},
-    "qwen3_5_text": DELTA,
-    "olmo_hybrid": DELTA,
-    "kimi_linear": EXPERTS | {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "linear_head_dim": 8, "linear_num_heads": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-    },
-    "nemotron_h": {
-        **{"hybrid_override_pattern": "M*-E", "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 1},
-        **{"ssm_state_size": 16, "chunk_size": 16},
-    },
-    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 96},
-    "granitemoehybrid": EXPERTS | MAMBA2 | {"layer_types": ["mamba", "attention"] * 2},
-    "bamba": MAMBA2 | {"attn_layer_indices": [1, 3]},
-    "mamba2": {"num_heads": 6, "head_dim": 16, "n_groups": 1, "state_size": 16, "chunk_size": 16},
-    "mamba": {"state_size": 8},
-    "falcon_mamba": {"state_size": 8},
-    "jamba": EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
-    "zamba2": {"mamba_d_state": 16, "layers_block_type": ["mamba", "hybrid"] * 2, "chunk_size": 16},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
-    "recurrent_gemma": {"attention_window_size": 24},
-    "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 16},
+WINDOWS = "mistral gemma2 gemma3_text gemma3n_text gemma4_text gpt_oss olmo3 cohere2 exaone4 llama4_text"
+STATES = "qwen3_next qwen3_5_text nemotron_h falcon_h1 lfm2 lfm2_moe granitemoehybrid olmo_hybrid kimi_linear"
+STATES += " mamba2 mamba bamba jamba zamba2"
+REFUSED = {
+    "minimax": "has no attribute 'get_linear_cache'",
+    "recurrent_gemma": "its state is not in transformers' cache",
+    "rwkv": "its state is not in transformers' cache",
+    "xlstm": "its state is not in transformers' cache",
+    "falcon": "its state is not in transformers' cache",
+    "inkling_text": "position_bias",
+    "deepseek_v4": "its attention reads",
 }
+"""A part of each reason. RecurrentGemma, RWKV and xLSTM keep states in modules or arguments, MiniMax in a
+cache of its own; Falcon computes attention without transformers' interface."""
+MOST_NATS = 1e-4
+LENGTHS = (1, 7, 12, 13, 30, 45)
+"""Prompts on both sides of the zoo's windows, 12, and chunks, 16."""
+
+
+def save(name: str, folder: Path, seed: int = 0) -> Any:
+    config = make_config(name)
+    config.get_text_config().eos_token_id = None
+    random_model(config, seed).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def prompt_of(length: int) -> tuple[int, ...]:
+    return tuple((7 * at * at + 3 * length) % 90 + 3 for at in range(length))
+
+
+@torch.no_grad()
+def check(
+    model: Any, request: SamplingRequest, answer: GenerateResponse, start: int = 0, end: int = 99
+) -> None:
+    """Compare tokens [start, end) of an answer with one plain forward pass."""
+    assert len(answer.token_ids) == request.max_tokens
+    num_prompt = len(request.prompt_ids)
+    ids_1T = torch.tensor([[*request.prompt_ids, *answer.token_ids]])
+    logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(dim=-1)
+    expected_T = logprobs_TV[num_prompt - 1 : -1].gather(1, ids_1T[0, num_prompt:, None])[:, 0]
+    differences_T = expected_T - torch.tensor(answer.logprobs)
+    assert float(differences_T[start:end].abs().max()) < MOST_NATS
+
+
+@pytest.mark.parametrize("name", f"{WINDOWS} {STATES} qwen3_moe".split())
+def test_family_is_exact_at_any_batch_composition(name: str, tmp_path: Path) -> None:
+    model = save(name, tmp_path)
+    with running_engine(tmp_path, slots=3, num_kept=2, max_length=128) as engine:
+        requests = [
+            make_request(f"{length}-{seed}", prompt_of(length), max_tokens=9 + seed, seed=seed)
+            for length in LENGTHS
+            for seed in range(2)
+        ]
+        answers = {one.request_id: one for one in (future.result(60) for future in ask(engine, requests))}
+        for request in requests:
+            check(model, request, answers[request.request_id])
+        for turn in range(2):
+            text = (*request.prompt_ids, *answers[request.request_id].token_ids, 5, 6, 7)
+            request = make_request(f"turn {turn}", text, max_tokens=12, seed=turn)
+            answers |= {request.request_id: ask(engine, [request])[0].result(60)}
+            check(model, request, answers[request.request_id])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_5_text", "falcon_h1", "lfm2", "mamba"])
+def test_interrupted_texts_are_exact_under_new_weights(name: str, tmp_path: Path) -> None:
+    models = [save(name, tmp_path / str(seed), seed) for seed in range(2)]
+    engine = build_engine(make_spec(tmp_path / "0", slots=2, max_length=128))
+    requests = [make_request(str(length), prompt_of(length), max_tokens=25) for length in (10, 30, 40)]
+
+    futures = ask(engine, requests)
+    for _ in range(9):
+        engine.turn()
+    staged = stage_file(dict(weights_of(models[1])), 1, tmp_path)
+    engine.weights.prepare(staged)
+    engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="keep"))
+    while not all(future.done() for future in futures):
+        engine.turn()
+    for request, future in zip(requests, futures, strict=True):
+        answer = future.result()
+        assert answer.version_spans[-1].version == 1
+        for span in answer.version_spans:
+            check(models[span.version], request, answer, span.start, span.end)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_family_is_refused_and_vllm_named(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path)
+    with redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
+        build_engine(make_spec(tmp_path))
+    refusal = find_fatal(said.getvalue())
+    assert refusal is not None
+    assert REFUSED[name] in refusal.error
+    assert refusal.way_out == "set rollout.engine=vllm."

@@ -212,33 +212,21 @@ def ids(experts: Iterable[int]) -> bytes:
 UNKNOWN = [NO_EXPERT] * 2
 
 
-def test_experts_from_another_server_are_unknown() -> None:
-    """Prompts of 3 tokens, 2 experts a token."""
-    routed, other = RoutedTokens(3), RoutedTokens(3)
-    assert routed.all(1) == b""
-    routed.add(ids(range(300, 308)), 0, 2)  # of positions 0 to 3: the prompt, and the first token
-    routed.add(ids([308, 309]), 2, 3)  # continues in its slot
-    assert routed.all(3) == ids([*range(300, 310), *UNKNOWN])
-    routed.add(ids([77] * 10 + [310, 311, 312, 313]), 3, 5)  # of a new segment, its whole prompt
-    assert routed.all(5) == ids([*range(300, 314), *UNKNOWN])
-    other.add(ids(range(300, 312)), 3, 4)  # three tokens came from elsewhere
-    assert other.all(4) == ids([300, 301, 302, 303, *UNKNOWN * 3, 310, 311, *UNKNOWN])
-
-
 def test_experts_are_kept_when_a_server_or_process_is_lost() -> None:
-    """Prompts of 2 tokens."""
+    """Prompts of 2 tokens, 2 experts a token."""
     told = list[Completion]()
-    join = SegmentJoin(segment_request(4), None, told.append)
-    for part in (chunk(5), rest("abort", 6, routing=ids(range(300, 306)))):
+    join = SegmentJoin(segment_request(5), None, told.append)
+    in_one_slot = rest("abort", 6, routing=ids(range(300, 306))), rest("abort", 7, routing=ids([306, 307]))
+    for part in (chunk(5), *in_one_slot):
         join.add(part)
-    kept = decode_partial(encode_partial(0, 0, told[0]), 0, 0)
-    assert kept.routing == told[0].routing == ids([*range(300, 306), *UNKNOWN])
-    for life in (join, SegmentJoin(segment_request(4), kept)):  # another server, and a resumed run
-        life.add(chunk(7))
+    kept = decode_partial(encode_partial(0, 0, told[-1]), 0, 0)
+    assert kept.routing == told[-1].routing == ids([*range(300, 308), *UNKNOWN])
+    for life in (join, SegmentJoin(segment_request(5), kept)):  # another server, and a resumed run
+        life.add(chunk(8))
         life.cut()  # the server is lost, and with it what it would have told at the end
-        assert life.completion().routing == ids([*range(300, 306), *UNKNOWN * 2])
-        life.add(rest("length", 8, routing=ids([77] * 8 + [310, 311])))
-        assert life.completion().routing == ids([*range(300, 306), *UNKNOWN, 310, 311, *UNKNOWN])
+        assert life.completion().routing == ids([*range(300, 308), *UNKNOWN * 2])
+        life.add(rest("length", 9, routing=ids([77] * 10 + [310, 311])))
+        assert life.completion().routing == ids([*range(300, 308), *UNKNOWN, 310, 311, *UNKNOWN])
 
 
 PROMPTS = [(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ def test_small_multipliers_hide_no_recurrence(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(forward_plan, "find_structure", lambda _: Structure((), found.kinds))
     assert "other values in model.layers.0.mamba" in plan_for(config).reason
     monkeypatch.setattr(forward_plan, "LIMIT", torch.inf)
-    assert "reaches other sequences" in plan_for(config).reason
+    assert "reaches other sequences" in plan_for(make_config("falcon_h1")).reason
 
 
 @pytest.mark.parametrize("name", ["inkling_text", "doge"])
@@ -75,15 +76,17 @@ def test_unknown_attention_is_trained_alone_by_name(name: str) -> None:
     assert "UnknownAttentionError" in plan.reason
 
 
-def test_model_that_sees_later_tokens_is_refused(tmp_path: Any) -> None:
+def spec_of(folder: Path, **changes: Any) -> TrainerSpec:
+    record = folder / "trained.jsonl"
+    return TrainerSpec(model_path=str(folder), staging_dir=folder, record_path=record, **changes)
+
+
+def test_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     config = make_config("deepseek_v32")
     with pytest.raises(NotCausalError):
         plan_for(config)
-    model = random_model(config)
-    model.save_pretrained(tmp_path)
-    spec = TrainerSpec(model_path=str(tmp_path), staging_dir=tmp_path, record_path=tmp_path / "trained.jsonl")
     with pytest.raises(ConfigError, match="cannot be trained exactly"):
-        plan_of(spec, model, CPU)
+        plan_of(spec_of(tmp_path), random_model(config), CPU)
 
 
 # ---- rotary embeddings that depend on the length
@@ -106,8 +109,10 @@ def test_sequences_on_two_sides_of_the_border_never_share(name: str) -> None:
     for groups in (GROUPS, GROUPS[::-1]):
         forget_lengths(model)
         found = run(Policy(model, plan), groups, temperature=0.7)
-        plain = random_model(config)
-        pieces = [run_plain(plain, [rows], 0.7)[0] for group in groups for rows in [[row] for row in group]]
+        pieces = list[Tensor]()
+        for row in (row for group in groups for row in group):
+            plain = random_model(config)  # it remembers longer texts
+            pieces.append(run_plain(plain, [[row]], 0.7)[0])
         torch.testing.assert_close(found[0].float(), torch.cat(pieces).float(), rtol=0, atol=1e-4)
 
 
@@ -117,6 +122,18 @@ def test_pinned_length_decides_for_short_texts_too() -> None:
     expected = plain(input_ids=ids, use_cache=False).logits[:, :10]
     pin_length(model, 40)
     torch.testing.assert_close(model(input_ids=ids[:, :10], use_cache=False).logits, expected)
+
+
+def test_with_vllm_its_maximum_length_decides(tmp_path: Path) -> None:
+    """The rule of vLLM's Phi3LongRoPEScaledRotaryEmbedding."""
+    model, plain = (random_model(make_config("phi3 longrope")) for _ in range(2))
+    plan = plan_of(spec_of(tmp_path, pinned_length=40), model, CPU)
+    assert plan.border is None
+    found = run(Policy(model, plan), [GROUPS[2]])
+    pin_length(plain, 40)
+    assert_same(found, run_plain(plain, [GROUPS[2]]), 1e-4)
+    with pytest.raises(ConfigError, match="rollout.engine=vllm, and the model's RoPE is dynamic"):
+        plan_of(spec_of(tmp_path, pinned_length=40), random_model(make_config("llama dynamic")), CPU)
 
 
 # ---- rows

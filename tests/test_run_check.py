@@ -138,7 +138,9 @@ def test_a_gpu_config_passes_the_check_in_its_header(
         cli.main()
     said = capsys.readouterr().out
     assert "size unknown" not in said
-    assert re.search(r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm: yes$", said, re.MULTILINE)
+    assert re.search(
+        r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm: yes$", said, re.MULTILINE
+    )
 
 
 def test_prompts_that_are_too_long_are_reported(here: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_model import make_tiny_model
-from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
+from trainer_cases import MakeStep, changed, make_batch, naive_logprobs, plain_attention
 
 from asyncrl.algorithms.losses import LossTokens
 from asyncrl.base.errors import ConfigError
@@ -258,7 +258,7 @@ def test_canary_is_what_transformers_says(make_step: MakeStep, tmp_path: Path) -
         canary = step.export(tmp_path / f"v{version}.safetensors").canary
         assert canary is not None
         ids = torch.tensor(canary.token_ids)
-        with torch.no_grad():
+        with torch.no_grad(), plain_attention(step.policy.model):
             logprob_TV = step.policy.model(input_ids=ids[None]).logits[0].log_softmax(-1)
         expected = logprob_TV[:-1].gather(-1, ids[1:, None])[:, 0].tolist()
         assert canary.logprobs == pytest.approx(expected, abs=1e-5)

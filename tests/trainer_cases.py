@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.records import Credit
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.trainer.attention import ATTENTION
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -155,12 +156,22 @@ def random_groups(sizes: list[list[int]], *, prompt: int = 20, vocab: int = 52, 
 def naive(model: Any, header: BatchHeader, arrays: BatchArrays, temperature: float = 1.0) -> torch.Tensor:
     """Logprobs of all loss tokens with gradient, by one forward a sequence and the whole softmax."""
     parts = []
-    for entry in header.trajectories:
-        ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
-        mask = torch.from_numpy(arrays.loss_mask[entry.start + 1 : entry.end])
-        logits = model(input_ids=ids[None]).logits[0, :-1].float() / temperature
-        parts.append(torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0][mask])
+    with plain_attention(model):
+        for entry in header.trajectories:
+            ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
+            mask = torch.from_numpy(arrays.loss_mask[entry.start + 1 : entry.end])
+            logits = model(input_ids=ids[None]).logits[0, :-1].float() / temperature
+            parts.append(torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0][mask])
     return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def plain_attention(model: Any) -> Iterator[None]:
+    """Let a trainer's model read texts without a layout."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if before == ATTENTION else before)
+    yield
+    model.set_attn_implementation(before)
 
 
 @st.composite

@@ -29,7 +29,13 @@ from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
 from asyncrl.tasks.sources import EvalTask, build_task, look_at_task, make_prompt_source, take_prompts
 from asyncrl.tasks.task import PromptTask
-from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_model, find_on_disk
+from asyncrl.trainer.model_folder import (
+    check_model_type,
+    check_plain,
+    fetch_architectures,
+    find_model,
+    find_on_disk,
+)
 
 NUM_PROMPTS = 100
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
@@ -129,6 +135,7 @@ def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
     """Return None if a part is only on the hub."""
     model = config.model
     architecture = read_architecture(model)
+    check_plain(config, architecture)
     template = model.chat_template
     if template is not None:
         read_template(Path(template))

@@ -53,13 +53,18 @@ def kind_of(module: Any, options: dict[str, Any]) -> AttentionKind:
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnknownAttentionError("its attention is not causal")
     config = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None) or []
-    layer = getattr(module, "layer_idx", None)
-    named = kinds[layer] if isinstance(layer, int) and layer < len(kinds) else None
     window = options.get("sliding_window")
-    if window is None and named == "sliding_attention":
-        window = getattr(config, "sliding_window", None)
-    chunk = getattr(config, "attention_chunk_size", None) if named == "chunked_attention" else None
+    of_config = {"chunked_attention": getattr(config, "attention_chunk_size", None)}
+    if window is None:
+        of_config["sliding_attention"] = getattr(config, "sliding_window", None)
+    chunk = None
+    # torch.compile makes one graph for each index of a layer that is read.
+    if any(of_config.values()):
+        kinds = getattr(config, "layer_types", None) or []
+        layer = getattr(module, "layer_idx", None)
+        named = kinds[layer] if isinstance(layer, int) and layer < len(kinds) else None
+        window = of_config["sliding_attention"] if named == "sliding_attention" and window is None else window
+        chunk = of_config["chunked_attention"] if named == "chunked_attention" else None
     softcap = options.get("softcap")
     has_sinks = options.get("s_aux") is not None
     return AttentionKind(

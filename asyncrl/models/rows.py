@@ -85,13 +85,13 @@ class MixerRows:
         calls, num_tokens = self._calls, self._num_tokens
         outputs = list[Any]()
         for call in calls:
-            row_args = _by_row(args, call, num_tokens)
-            row_options = _by_row(options, call, num_tokens)
+            row_args = by_row(args, call, num_tokens)
+            row_options = by_row(options, call, num_tokens)
             outputs.append(forward(*row_args, **row_options))
         place_N = torch.cat([call.place_R for call in calls])
         order_N = torch.empty_like(place_N)
         order_N[place_N] = torch.arange(num_tokens, device=place_N.device)
-        return _joined(outputs, calls, order_N)
+        return joined(outputs, calls, order_N)
 
 
 def mixers_in(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[Any]:
@@ -102,20 +102,20 @@ def mixers_in(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[An
     ]
 
 
-def _by_row(value: Any, call: RowCall, num_tokens: int) -> Any:
+def by_row(value: Any, call: RowCall, num_tokens: int) -> Any:
     """Replace tensors [1, N, ...] by [S, L, ...]."""
     if isinstance(value, dict):
-        return {name: _by_row(one, call, num_tokens) for name, one in value.items()}
+        return {name: by_row(one, call, num_tokens) for name, one in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)([_by_row(one, call, num_tokens) for one in value])
+        return type(value)([by_row(one, call, num_tokens) for one in value])
     is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, num_tokens)
     return value[0][call.place_SL] if is_of_tokens else value
 
 
-def _joined(outputs: list[Any], calls: list[RowCall], order_N: Tensor) -> Any:
+def joined(outputs: list[Any], calls: list[RowCall], order_N: Tensor) -> Any:
     first = outputs[0]
     if isinstance(first, tuple | list):
-        parts = [_joined([output[at] for output in outputs], calls, order_N) for at in range(len(first))]
+        parts = [joined([output[at] for output in outputs], calls, order_N) for at in range(len(first))]
         return type(first)(parts)
     if not isinstance(first, Tensor) or first.shape[:2] != calls[0].place_SL.shape:
         return first

@@ -110,7 +110,7 @@ def parts_of_layers(model: Any) -> dict[nn.Module, str]:
 
 
 @contextmanager
-def hooked(parts: Mapping[nn.Module, str], hook: Callable[..., Any]) -> Iterator[None]:
+def hooked(parts: Mapping[Any, str], hook: Callable[..., Any]) -> Iterator[None]:
     """Call hook(name, module, inputs, output) after each of the modules; a result replaces the output."""
     handles = [module.register_forward_hook(partial(hook, name)) for module, name in parts.items()]
     try:

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.messages.engine_api import NO_EXPERT
+from asyncrl.models.loading import CONVERSIONS, load_language_model, stored_files, text_config, ties_of
 from asyncrl.models.rope_lengths import pin_length
 from asyncrl.trainer.attention import HOPPER, choose_flash
 from asyncrl.trainer.forward_plan import NotCausalError, find_plan, probe_model
@@ -43,12 +44,15 @@ ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 @contextmanager
 def loading(folder: str | Path) -> Iterator[None]:
+    """Turn every error of transformers into a ConfigError: it raises almost any class for a wrong folder."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except ConfigError:
+        raise
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"cannot load the model {folder}: {reason}",
+            f"cannot load the model {folder}: {type(error).__name__}: {first_line}",
             rule="model.path is a Hugging Face folder or hub id of a causal language model",
             way_out="correct model.path; a hub id needs the network or a filled cache.",
         ) from error
@@ -56,23 +60,9 @@ def loading(folder: str | Path) -> Iterator[None]:
 
 def load_model(spec: TrainerSpec, dtype: torch.dtype | None) -> Any:
     """Load the whole model into host memory in `dtype` (None: as stored). Raises ConfigError."""
-    folder = spec.model_path
+    folder = Path(spec.model_path)
     with loading(folder):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype or stored_dtype(Path(folder)),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    missing = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
-    unexpected = sorted(info["unexpected_keys"])
-    if missing or unexpected:
-        what = f"the weights of {folder} are not those of its config.json"
-        raise ConfigError(
-            f"{what}: {len(missing)} lack {missing[:1]}, {len(unexpected)} are not used {unexpected[:1]}",
-            rule="transformers would fill missing tensors with random numbers, and ignore the others",
-            way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
-        )
+        model = load_language_model(folder, dtype=dtype or stored_dtype(folder))
     for parameter in model.parameters():  # an offload cannot free a mapped file
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.data.clone()
@@ -82,21 +72,34 @@ def load_model(spec: TrainerSpec, dtype: torch.dtype | None) -> Any:
 def stored_dtype(folder: Path) -> torch.dtype:
     """Return bfloat16 if all of the folder's weights have it, else float32."""
     dtypes = set[str]()
-    for path in folder.glob("*.safetensors"):
+    for path in {*stored_files(folder).values()}:
         with safe_open(path, framework="pt") as file:
             dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     return torch.bfloat16 if dtypes == {"BF16"} else torch.float32
 
 
-def meta_model(spec: TrainerSpec, dtype: torch.dtype) -> Any:
-    """Build the model on `meta`, with real buffers: no file has rotary frequencies."""
+def meta_model(spec: TrainerSpec, dtype: torch.dtype, whole: Any, ranks: Ranks) -> Any:
+    """Build the model on `meta`, with real buffers: no file has rotary frequencies. Collective.
+
+    Ties and stored names are facts of rank 0's `whole` model: config.json may declare a tie that its weights
+    contradict.
+    """
+    facts: list[Any] = [None]
+    if whole is not None:
+        conversions = getattr(whole, CONVERSIONS, None)
+        facts = [(whole.config.tie_word_embeddings, ties_of(whole), conversions)]
+    if ranks.size > 1:
+        dist.broadcast_object_list(facts, 0, group=ranks.group)
+    declared, ties, conversions = facts[0]
     folder = Path(spec.model_path)
     with loading(folder), torch.random.fork_rng([]), init_empty_weights(include_buffers=False):
-        config = AutoConfig.from_pretrained(folder)
+        config = text_config(folder)
+        config.tie_word_embeddings = declared
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        if model.can_generate() and (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.tie_weights()  # the context has replaced tied parameters
+    setattr(model, CONVERSIONS, conversions)
+    for name, source in ties.items():  # the context has replaced tied parameters
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter(source))
     return model.eval()
 
 
@@ -126,14 +129,6 @@ def scatter(policy: nn.Module, whole: nn.Module | None, device: torch.device) ->
                 tensor.copy_(sources[name.removeprefix("model.")])
             dist.broadcast(tensor, 0)
     policy.load_state_dict(state, strict=False, assign=True)
-
-
-def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
-    """Load a tokenizer. Raises OSError or ValueError."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return tokenizer
 
 
 def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
@@ -271,7 +266,7 @@ class TrainedModel:
         whole: Any = None
         if ranks.is_first or not is_sharded:  # shards are cast on their device
             whole = load_model(spec, None if is_sharded and lora is None else dtype)
-        model = meta_model(spec, dtype) if is_sharded else whole.to(self.device)
+        model = meta_model(spec, dtype, whole, ranks) if is_sharded else whole.to(self.device)
         self.adapters = None if lora is None else Adapters(model, lora, self.dtype)
         if lora is not None and is_sharded and whole is not None:
             Adapters(whole, lora, self.dtype)

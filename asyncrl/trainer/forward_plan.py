@@ -49,7 +49,7 @@ SHORT_LENGTHS = (
     ("topk|budget", 12),
 )
 """Names of lengths in a config, and their values in a short model, among the lengths of the texts."""
-LIMIT = 1e-4
+LIMIT = LEAK = 1e-4
 """Relative distance of float32 results (measured: 2e-7 to 1e-5; at least 0.01 if tokens mix)."""
 
 
@@ -314,7 +314,7 @@ def _leaks(policy: Policy, micro: MicroBatch, rows: list[IntN], states_ND: Tenso
 
     with hooked({policy.model.get_input_embeddings(): ""}, change):
         changed_ND = policy.states(micro)
-    return bool((_distances(changed_ND[others], states_ND[others]) > LIMIT).any())
+    return bool((_distances(changed_ND[others], states_ND[others]) > LEAK).any())
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:

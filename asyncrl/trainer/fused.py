@@ -9,7 +9,7 @@ import inspect
 import os
 import shutil
 import sysconfig
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
@@ -82,12 +82,11 @@ def compile_layers(model: Any) -> None:
     compiled = dict[Any, Any]()
     for layer in layers_of(model):
         forward: Any = type(layer).forward
-        is_checkpointing = forward.__code__.co_name == "forward_with_checkpointing"
-        forward = forward.__wrapped__ if is_checkpointing else forward
+        if forward.__code__.co_name == "forward_with_checkpointing":
+            forward = forward.__wrapped__
         if forward not in compiled:
             compiled[forward] = torch.compile(forward, backend=BACKEND, dynamic=True, fullgraph=is_whole)
-        run = partial(_checkpointed, compiled[forward]) if is_checkpointing else compiled[forward]
-        layer.forward = MethodType(run, layer)
+        layer.forward = MethodType(compiled[forward], layer)
 
 
 def compilations() -> list[Any]:
@@ -100,13 +99,6 @@ def compilations() -> list[Any]:
 def compiled(function: Any) -> Any:
     """Compile a function of tensors of any length."""
     return torch.compile(function, backend=BACKEND, dynamic=True)
-
-
-def _checkpointed(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    run = partial(forward, layer, **kwargs)
-    if layer.gradient_checkpointing and layer.training:
-        return layer._gradient_checkpointing_func(run, *args)
-    return run(*args)
 
 
 def _is_llamas_rotary(function: Any) -> bool:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.files import write_whole
 from asyncrl.config import RunConfig
+from asyncrl.models.loading import check_quantization, quantization_of
 
 MAKE_TIMEOUT_S = 300.0
 MODEL_PIN = "model.json"
@@ -25,11 +26,12 @@ MODEL_KEY = "model.path"
 WEIGHTS = ("*.safetensors", "*.bin")
 SLOWEST_BYTES_S = 50e6
 TOKENIZER = (
-    *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json"),
-    *("special_tokens_map.json", "chat_template.*"),
+    *("tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt"),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template.*"),
 )
+GENERATION = ("generation_config.json", "*processor_config.json")
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
-DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 RunModule = Callable[[str, Sequence[str], float], Awaitable[tuple[int | None, str]]]
 """Runs `python -m` with a timeout; returns exit code (None: killed) and output."""
@@ -100,6 +102,18 @@ def fetch_architectures(config: RunConfig) -> None:
                 from huggingface_hub import hf_hub_download
 
                 hf_hub_download(source.path, "config.json", revision=source.revision)
+
+
+def check_plain(config: RunConfig, architecture: dict[str, Any]) -> None:
+    """Raise ConfigError for quantised weights that trainer and engines cannot hold alike."""
+    source = f"{MODEL_KEY}={config.model.path}"
+    check_quantization(architecture, source)
+    if quantization_of(architecture) is not None and config.rollout.engine == "vllm":
+        raise ConfigError(
+            f"{source} is quantised, and rollout.engine=vllm",
+            rule="vLLM would keep its layers quantised, and cannot take the trainer's plain weights",
+            way_out="give the unquantised model, or set rollout.engine=embedded, which dequantises too.",
+        )
 
 
 def load_limit_s(folder: Path) -> float:

@@ -286,13 +286,15 @@ class MicroBatch:
         return self.layout.num_tokens, num_pairs, len(self.target_U)
 
 
-def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
+def token_ranges(header: BatchHeader, has_loss: BoolN, *, reads_all: bool = False) -> list[TokenRange]:
+    """Return what is read of each trajectory with a loss: up to its last loss token, or `reads_all`."""
     ranges = []
     for index, entry in enumerate(header.trajectories):
         places = np.flatnonzero(has_loss[entry.start : entry.end])
         if len(places):
             first, last = int(places[0]), int(places[-1])
-            ranges.append(TokenRange(index, entry.start, last, entry.group_index, first, len(places)))
+            length = entry.end - entry.start if reads_all else last
+            ranges.append(TokenRange(index, entry.start, length, entry.group_index, first, len(places)))
     return ranges
 
 
@@ -339,7 +341,8 @@ def micro_batches(
     """Return this rank's micro-batches. Padding micro-batches, which keep ranks in lockstep, are flagged
     False.
     """
-    sequences = token_ranges(header, has_loss)
+    # The length of a whole trajectory decides its rotary frequencies.
+    sequences = token_ranges(header, has_loss, reads_all=rules.border is not None)
     micros = []
     for side, side_tokens in rules.sides(sequences):
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))

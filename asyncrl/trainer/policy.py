@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of
 from asyncrl.trainer.attention import ATTENTION, number_of
-from asyncrl.trainer.fused import compile_layers, compiled, fuse
+from asyncrl.trainer.fused import compile_layers, compiled, fuse, layers_of
 from asyncrl.trainer.packing import AllowedRows, MicroBatch, PackRules, costs_of
 from asyncrl.trainer.tree import Layout, places_of
 
@@ -280,15 +282,17 @@ class Policy(nn.Module):
         return Scores(logprob_U, entropy_U, logprob_UV.detach().amax(dim=-1))
 
     def enable_gradient_checkpointing(self) -> None:
-        model = self.model
-        # Transformers v6 drops the old name.
-        old = "gradient_checkpointing_enable"
-        enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
-        enable({"use_reentrant": False})
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                # transformers checkpoints only in training mode.
-                module.training = True
+        """Recompute each layer in the backward pass.
+
+        transformers checkpoints only in training mode, which turns on dropout, layer drop and router jitter.
+        All modules stay in eval mode instead: nothing in a layer is random.
+        """
+        blocks = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for layer in blocks or layers_of(self.model):
+            recomputed: Any = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
+            layer.forward = recomputed
 
 
 @lru_cache(maxsize=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -101,6 +102,11 @@ def make_scratch_model(spec: ScratchSpec) -> None:
     with whole_folder(spec.out) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+        described = unfinished / "tokenizer_config.json"
+        # transformers 5 writes names that 4 does not know
+        portable = json.loads(described.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        portable["additional_special_tokens"] = portable.pop("extra_special_tokens")
+        described.write_text(json.dumps(portable, indent=2) + "\n")
         open_as(unfinished, unfinished / "config.json")
 
 

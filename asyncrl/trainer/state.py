@@ -10,9 +10,10 @@ N ranks save, M ranks load. Load only checkpoints that you trust: DCP unpickles 
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -20,7 +21,9 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import BaseModel
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -29,14 +32,23 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.base.files import open_as, whole_folder
 from asyncrl.base.http import Refused
 from asyncrl.config import LoraConfig
-from asyncrl.trainer.build_model import load_tokenizer, loading
+from asyncrl.models.loading import (
+    QUANTIZATION,
+    carried_over,
+    load_language_model,
+    read_config,
+    sections_of,
+    ties_of,
+)
+from asyncrl.trainer.build_model import loading
 from asyncrl.trainer.lora import ADAPTER, save_adapter
+from asyncrl.trainer.model_folder import GENERATION, TOKENIZER
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.optimizer import MasterWeights
 from asyncrl.trainer.ranks import Ranks
@@ -248,17 +260,73 @@ def _copied(copying: Future[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def save_folder(
-    model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path
+    model: Any,
+    weights: dict[str, Tensor],
+    base: Path,
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    template: str | Path | None,
 ) -> None:
+    """Write a folder like `base`, with these weights of its language model, in `dtype`.
+
+    All else is the base folder's: config.json aside from dtype, ties and quantisation; the tokenizer; tensors
+    of other parts. So every reader of the base folder, like transformers 4 or vLLM, reads it alike.
+    `template`: a Jinja file in place of the folder's.
+    """
+    ties = {name: weights[first] for name, first in ties_of(model).items() if first in weights}
+    aliases = revert_weight_conversion(model, dict(ties))
+    stored = revert_weight_conversion(model, weights)
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    others = carried_over(base, stored.keys() | aliases.keys(), ignored)
+    is_declared = model.config.tie_word_embeddings
+    if not is_declared:  # a second pair of the model may be tied
+        stored |= {name: tensor.clone() for name, tensor in aliases.items()}
     with whole_folder(path) as unfinished:
-        model.save_pretrained(unfinished, state_dict=weights)
+        unfinished.mkdir()
+        write_shards({**others, **stored}, unfinished)
+        config = written_config(base, dtype, is_tied=is_declared)
         config_file = unfinished / "config.json"
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-        # save_pretrained records the master weights' dtype instead of the state_dict's.
-        config["dtype"] = dtype_name(dtype)
         config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        tokenizer.save_pretrained(unfinished)
+        copy_files(base, unfinished, template, [*TOKENIZER, *GENERATION])
         open_as(unfinished, config_file)
+
+
+def write_shards(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write safetensors files, and an index of several. Raises OSError, SafetensorError."""
+    split = split_torch_state_dict_into_shards(tensors)
+    for name, own in split.filename_to_tensors.items():
+        save_file({one: tensors[one].contiguous() for one in own}, path / name, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+def written_config(base: Path, dtype: torch.dtype, *, is_tied: bool) -> dict[str, Any]:
+    """Return config.json of `base` for plain weights in `dtype`."""
+    config = read_config(base)
+    config.setdefault("dtype", "")
+    for section in sections_of(config):
+        section["tie_word_embeddings"] = is_tied
+        section |= {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in section}
+        section.pop(QUANTIZATION, None)
+        rope = section.get("rope_parameters") or {}
+        if "rope_theta" in rope:  # the key of transformers 5; 4 would read its default, without a word
+            section.setdefault("rope_theta", rope["rope_theta"])
+            scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+            section.setdefault("rope_scaling", None if rope.get("rope_type") == "default" else scaling)
+    return config
+
+
+def copy_files(base: Path, path: Path, template: str | Path | None, patterns: Sequence[str]) -> None:
+    """Copy files byte for byte: a tokenizer that transformers loads and saves may split texts otherwise."""
+    for source in {source for pattern in patterns for source in base.glob(pattern)}:
+        if template is None or not source.name.startswith("chat_template"):
+            shutil.copyfile(source, path / source.name)
+    if template is not None:
+        shutil.copyfile(template, path / "chat_template.jinja")
 
 
 def save_model(
@@ -271,8 +339,7 @@ def save_model(
     of_dtype = getattr(torch, dtype)
     tell(f"loading the model that the run began with, in {dtype}")
     with loading(base):
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=of_dtype)
-        tokenizer = load_tokenizer(base, chat_template)
+        model = load_language_model(base, dtype=of_dtype)
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     if (lora := read_state(state).lora) is None:
         tell(f"reading {sum(4 * one.numel() for one in parameters.values()) / 1e9:.2f} GB of weights")
@@ -284,7 +351,8 @@ def save_model(
             lora_A, lora_B = (adapters[module + suffix] for suffix in SUFFIXES)
             base_weight.copy_(merge(base_weight, lora_A, lora_B, lora.alpha / lora.rank))
     tell("writing the model")
-    save_folder(model, in_export_dtype(named_weights(model), of_dtype), tokenizer, of_dtype, path)
+    weights = in_export_dtype(named_weights(model), of_dtype)
+    save_folder(model, weights, base, path, dtype=of_dtype, template=chat_template)
 
 
 def save_peft(
@@ -301,8 +369,7 @@ def save_peft(
     lora = read_state(state).lora
     assert lora is not None, "the run trains adapters"
     save_adapter(path, _read_adapters(state, getattr(torch, dtype)), lora, name, revision)
-    with loading(base):
-        load_tokenizer(base, chat_template).save_pretrained(path)
+    copy_files(base, path, chat_template, TOKENIZER)
 
 
 def _read_weights(path: Path, into: dict[str, Tensor]) -> None:

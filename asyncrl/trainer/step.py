@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.base.http import Refused
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.trainer import objective, packing, step_metrics
-from asyncrl.trainer.build_model import TrainedModel, load_tokenizer, reshard, use_deterministic
+from asyncrl.trainer.build_model import TrainedModel, reshard, use_deterministic
 from asyncrl.trainer.fused import compilations
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, Stats
 from asyncrl.trainer.offload import Offload
@@ -179,7 +180,8 @@ class TrainStep(TrainedModel):
 
     @cached_property
     def _grammars(self) -> TokenGrammars:
-        tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
+        # The controller's class: AutoTokenizer may rebuild the pre-tokenizer of tokenizer.json.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(self.spec.model_path)
         return TokenGrammars(tokenizer, self._vocab_size)
 
     def _numbers(self, batch: BatchNumbers) -> BatchNumbers:
@@ -312,8 +314,8 @@ class TrainStep(TrainedModel):
             exports.gather_along(weights, self.dtype)
             return
         gathered = exports.in_export_dtype(weights, self.dtype)
-        tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
-        save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
+        base, template = Path(self.spec.model_path), self.spec.chat_template
+        save_folder(self.policy.model, gathered, base, path, dtype=self.dtype, template=template)
 
     def begin_save_state(self, path: Path) -> Future[None]:
         """Begin to write the state to the new folder `path`."""

@@ -42,7 +42,8 @@ def attention(bench: Bench) -> None:
             sizes = [16, 16] if bench.is_tiny else lengths
             forward, backward = _packed(bench.device, heads, kv_heads, sizes)
             _tell_times(bench, f"{kernel}, {label}", heads, sizes, forward, backward)
-        _check_tree(bench, kernel)
+        _check_tree(bench, kernel, "prefix tree")
+        _check_tree(bench, kernel, "prefix tree with a window", num_parts=3)
         if kernel == "FA3":
             restore_flash_attention_impl()
     if bench.device == "cuda":
@@ -60,12 +61,12 @@ def _packed(device: str, heads: int, kv_heads: int, lengths: list[int]) -> tuple
     layout = Layout(starts[-1], rows, (KernelPass(pieces, is_causal=True),))
     number = number_of(layout)
     inputs = [_random(device, one, starts[-1]) for one in (heads, kv_heads, kv_heads)]
-    output, _ = _attend(*inputs, number, SCALE)
+    output, _ = _attend(*inputs, None, number, SCALE, None, None, None)
     grad = torch.randn_like(output)
 
     def forward() -> object:
         assert layout.num_tokens  # the operator keeps only a weak reference
-        return _attend(*inputs, number, SCALE)
+        return _attend(*inputs, None, number, SCALE, None, None, None)
 
     def backward() -> object:
         return torch.autograd.grad(output, inputs, grad, retain_graph=True)
@@ -121,9 +122,13 @@ def _timed(call: Call, device: str) -> float:
     return (perf_counter() - started_s) / REPETITIONS
 
 
-def _check_tree(bench: Bench, kernel: str) -> None:
-    """Compare output and gradients of a prefix tree with dense float32 attention of each sequence."""
+def _check_tree(bench: Bench, kernel: str, label: str, num_parts: int = 99) -> None:
+    """Compare output and gradients of a prefix tree with dense float32 attention of each sequence.
+
+    The window has `num_parts` times the size of the tree's smallest part.
+    """
     size = 8 if bench.is_tiny else 100
+    window = num_parts * size
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 1000, 5 * size)
     stems = [prompt] + [np.concatenate([prompt, rng.integers(0, 1000, 3 * size)]) for _ in range(2)]
@@ -138,7 +143,7 @@ def _check_tree(bench: Bench, kernel: str) -> None:
     assert len(layout.passes) > 2, "the tree has no branch of a branch"
     torch.manual_seed(0)
     inputs = [_random(bench.device, heads, layout.num_tokens) for heads in (16, 8, 8)]
-    output, _ = _attend(*inputs, number_of(layout), SCALE)
+    output, _ = _attend(*inputs, None, number_of(layout), SCALE, window, None, None)
     weight = torch.randn_like(output)
     found = [output, *torch.autograd.grad(output, inputs, weight)]
     exact_inputs = [one.detach().float().requires_grad_() for one in inputs]
@@ -146,11 +151,12 @@ def _check_tree(bench: Bench, kernel: str) -> None:
     for runs in layout.rows:
         places = torch.from_numpy(places_of(runs)).to(bench.device)
         query, key, value = (one[:, :, places] for one in exact_inputs)
+        is_near_TT = torch.ones(len(places), len(places), device=bench.device).tril().triu(1 - window).bool()
         own = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=SCALE, enable_gqa=True
+            query, key, value, attn_mask=is_near_TT, scale=SCALE, enable_gqa=True
         ).transpose(1, 2)
         exact_output = exact_output.index_copy(1, places, own)
     exact = [exact_output, *torch.autograd.grad(exact_output, exact_inputs, weight.float())]
     for what, one, other in zip(("output", "query", "key", "value"), found, exact, strict=True):
         name = what if what == "output" else f"gradient of {what}"
-        bench.check(f"{kernel}, prefix tree: {name}, distance", distance(one, other), ROUNDED)
+        bench.check(f"{kernel}, {label}: {name}, distance", distance(one, other), ROUNDED)

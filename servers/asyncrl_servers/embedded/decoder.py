@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +16,19 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
-from asyncrl.models.attention_kinds import UnknownAttentionError
+from asyncrl.models.loading import load_language_model
 from asyncrl.models.rope_lengths import length_border
-from asyncrl.models.structure import Structure, find_structure
+from asyncrl.models.structure import NUM_TOKENS, find_structure
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import NAME, CacheShape, Pass, ProbePass, RoutedExperts, in_force
-from asyncrl_servers.embedded.slot_states import new_cache, use_slots
+from asyncrl_servers.embedded.slot_states import Cut, Mixer
 from asyncrl_servers.engine_routes import EngineSpec, uniform_draws
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -78,26 +78,18 @@ class LoadedModel:
         limit_memory(self.device, spec.share)
         self.model = self._load(spec)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
-        self._refuse_lengths(spec)
-        structure = self._structure(spec)
-        sizes = [size for kind in structure.kinds for size in (kind.window, kind.chunk) if size]
-        num_probed = max([NUM_PROBED, *(size + SHORT for size in sizes if size <= LONGEST_PROBED)])
-        self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(num_probed, spec.max_length))]
-        with self.short_windows(spec.max_length):
-            self.reference_logits = self._own_logits()
-        """The model's own logits for `probe_ids`."""
-        try:
-            self.mixers = use_slots(self.model, structure.mixers)
-        except UnknownAttentionError as error:
-            self._refuse(spec, error)
         if spec.returns_routing and not routers_of(self.model):
             what = f"{spec.name}: {type(self.model).__name__} has no routers"
             fail(what, way_out="set algorithm.router_replay=false.")
-        self.routed = RoutedExperts(self.model) if spec.returns_routing else None
-        self.shape = self._use_slots(spec)
+        self._refuse_lengths(spec)
+        try:
+            self._use_slots(spec)
+        except Exception as error:
+            what = f"{spec.name}: the embedded engine cannot serve {type(self.model).__name__}: {error}"
+            fail(what, way_out="set rollout.engine=vllm.")
         has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
         self.tokenizer: Any | None = (
-            AutoTokenizer.from_pretrained(self.folder, local_files_only=True) if has_tokenizer else None
+            PreTrainedTokenizerFast.from_pretrained(self.folder) if has_tokenizer else None
         )
         added = {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
         self.special_ids = {str(token): index for index, token in added.items() if token.special}
@@ -126,79 +118,61 @@ class LoadedModel:
 
     def _load(self, spec: EmbeddedSpec) -> Any:
         try:
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                self.folder,
-                dtype=self.dtype,
-                attn_implementation="eager",
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            model = load_language_model(self.folder, dtype=self.dtype, attn_implementation="eager")
             model = model.to(self.device)
         except Exception as error:
             way_out = "check model.path, and that transformers knows the model type."
             fail(f"{spec.name}: cannot load the model in {self.folder}: {error}", way_out=way_out)
-        if missing := sorted(loading["missing_keys"]):
-            what = f"{spec.name}: the weights in {self.folder} lack {len(missing)} parameters: {missing[:3]}"
-            fail(what, way_out="save the model again with save_pretrained.")
         return model.eval().requires_grad_(False)
-
-    @torch.inference_mode()
-    def _own_logits(self) -> Tensor:
-        ids = torch.tensor([self.probe_ids], device=self.device)
-        return cast(Tensor, self.model(input_ids=ids, use_cache=False).logits[0].float())
 
     def _refuse_lengths(self, spec: EmbeddedSpec) -> None:
         border = length_border(self.model.config)
         if border is not None and spec.max_length > border.length:
-            what = f"rotary embeddings of type {border.rope_type}, which change above {border.length} tokens"
             fail(
-                f"{spec.name}: {type(self.model).__name__} has {what}; max_length is {spec.max_length}",
+                f"{spec.name}: rotary embeddings of type {border.rope_type} change above {border.length} "
+                f"tokens, and max_length is {spec.max_length}",
                 rule="texts of all lengths share a call of the embedded engine, and so one rotary table",
                 way_out=f"set rollout.max_length={border.length} or less, or set rollout.engine=vllm.",
             )
-
-    def _structure(self, spec: EmbeddedSpec) -> Structure:
-        try:
-            return find_structure(self.model)
-        except Exception as error:
-            self._refuse(spec, error)
-
-    def _refuse(self, spec: EmbeddedSpec, error: Exception) -> NoReturn:
-        what = f"{spec.name}: the embedded engine cannot serve {type(self.model).__name__}: {error}"
-        fail(what, way_out="set rollout.engine=vllm.")
 
     @contextmanager
     def short_windows(self, max_length: int) -> Iterator[None]:
         """Shorten windows and chunks that probes do not reach, so that a check of few tokens crosses them."""
         changed = list[tuple[Any, str, int]]()
-        configs = [self.model.config, self.model.config.get_text_config()]
-        for one in {id(one): one for one in (*configs, *self.model.modules())}.values():
+        for one in (self.model.config.get_text_config(), *self.model.modules()):
             for name in ("sliding_window", "attention_chunk_size"):
                 size = getattr(one, name, None)
                 if isinstance(size, int) and LONGEST_PROBED < size < max_length:
                     changed.append((one, name, size))
                     setattr(one, name, SHORT)
-        try:
-            yield
-        finally:
-            for one, name, size in changed:
-                setattr(one, name, size)
+        yield
+        for one, name, size in changed:
+            setattr(one, name, size)
 
     @torch.inference_mode()
-    def _use_slots(self, spec: EmbeddedSpec) -> CacheShape:
-        """Install our attention and return the cache's shape."""
+    def _use_slots(self, spec: EmbeddedSpec) -> None:
+        """Compute the model's own logits, then install our attention and find the cache's shape. Raises what
+        the model cannot do.
+        """
+        structure = find_structure(self.model)
+        sizes = [size for kind in structure.kinds for size in (kind.window, kind.chunk) if size]
+        num_probed = max([NUM_PROBED, *(size + SHORT for size in sizes if size <= LONGEST_PROBED)])
+        self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(num_probed, spec.max_length))]
+        ids_1T = torch.tensor([self.probe_ids], device=self.device)
+        with self.short_windows(spec.max_length):
+            self.reference_logits: Tensor = self.model(input_ids=ids_1T, use_cache=False).logits[0].float()
+        """The model's own logits for `probe_ids`."""
+        self.mixers = [Mixer(name, self.model.get_submodule(name)) for name in structure.mixers]
+        self.routed = RoutedExperts(self.model) if spec.returns_routing else None
         self.model.set_attn_implementation(NAME)
-        ids = torch.arange(7, device=self.device)
-        caches = (None, None) if not self.mixers else (new_cache(self.model), new_cache(self.model))
-        probe = ProbePass(caches[1], positions_R=ids)
-        ids_R1 = ids[:, None]
-        try:
-            with in_force(probe, spec.max_length):
-                self.model(input_ids=ids_R1 % self.vocab_size, position_ids=ids_R1, use_cache=False)
-        except (ValueError, UnknownAttentionError) as error:
-            self._refuse(spec, error)
+        positions_R = torch.arange(NUM_TOKENS, device=self.device)
+        state = DynamicCache(config=self.model.config) if self.mixers else None
+        probe = ProbePass(positions_R, [Cut(positions_R[None], state, is_first=True)])
+        with in_force(probe, spec.max_length):
+            ids_1R = positions_R[None] % self.vocab_size
+            self.model(input_ids=ids_1R, position_ids=positions_R[None], use_cache=False)
         num_routed = 0 if self.routed is None else self.routed.take().shape[1]
-        return CacheShape(tuple(probe.layers), num_routed, caches)
+        self.shape = CacheShape(tuple(probe.layers), num_routed, state)
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:

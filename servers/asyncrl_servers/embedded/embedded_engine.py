@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar, cast
 
 import numpy as np
@@ -237,12 +238,8 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     )
     wanted = not (has_experts or loaded.mixers) if spec.deterministic == "auto" else spec.deterministic
     if wanted and loaded.mixers:
-        fail(
-            f"{spec.name}: {type(loaded.model).__name__} has layers with states, whose rounding depends on "
-            "how many tokens are read at once",
-            rule="rollout.deterministic=true: tokens depend only on prompt, seed and weights",
-            way_out="set rollout.deterministic=auto.",
-        )
+        what = "rounding of layers with states depends on how many tokens they read at once"
+        fail(f"{spec.name}: deterministic=true: {what}", way_out="set rollout.deterministic=auto.")
     is_exact = wanted and loaded.device.type == "cpu"
     runner = Runner(
         loaded,
@@ -290,15 +287,13 @@ def check_same_model(runner: Runner, name: str) -> None:
     loaded = runner.loaded
     ids, reference_TV = loaded.probe_ids, loaded.reference_logits
     num_prefilled = max(1, len(ids) - 2)
-    half = max(1, num_prefilled // 2)
+    ends = sorted({max(1, num_prefilled // 2), num_prefilled})
     runner.cache.reserve(0, len(ids))
-    ours = [runner.step([(0, ids[:half], 0)])[0]]
-    if half < num_prefilled:
-        ours.append(runner.step([(0, ids[:num_prefilled], half)])[0])
+    ours = [runner.step([(0, ids[:end], start)])[0] for start, end in pairwise([0, *ends])]
     ours += [_decoded(runner, 1, ids[at], at + 1) for at in range(num_prefilled, len(ids))]
     runner.cache.release(0)
-    compared = sorted({half - 1, *range(num_prefilled - 1, len(ids))})
-    difference = (torch.stack(ours).float() - reference_TV[compared]).abs().max().item()
+    lasts = torch.tensor([*ends, *range(num_prefilled + 1, len(ids) + 1)]) - 1
+    difference = (torch.stack(ours).float() - reference_TV[lasts]).abs().max().item()
     limit = TOLERANCE[loaded.dtype] * max(1.0, reference_TV.abs().max().item())
     if not difference <= limit:
         fail(

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from transformers import AttentionInterface
 
 from asyncrl.models.attention_kinds import AttentionKind, UnknownAttentionError, kind_of
 from asyncrl.weights.export import routers_of
-from asyncrl_servers.embedded.slot_states import SlotCalls, SlotStates, running
+from asyncrl_servers.embedded.slot_states import Cut, SlotStates, running
 
 NAME = "asyncrl_slots"
 LENGTH_STEP = 32
@@ -59,8 +60,6 @@ class LayerShape(NamedTuple):
     head_dim: int
     value_dim: int
     kind: AttentionKind = AttentionKind()
-    shares: int = -1
-    """The earlier call whose keys and values this call reads (Gemma 3n, Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,8 @@ class CacheShape:
 
     layers: tuple[LayerShape, ...]
     num_routed: int = 0
-    states: tuple[Any, Any] = (None, None)
-    """Caches of recurrent layers: an empty one, and that of a text."""
+    state: Any = None
+    """The cache of a text, with what recurrent layers keep."""
 
     @property
     def is_plain(self) -> bool:
@@ -112,20 +111,12 @@ class SlotCache:
         longest = padded_length(max_length)
         self.page = PAGE if self.is_paged else longest
         num_pages = budget // PAGE if self.is_paged else slots
-        self.keys = list[Tensor]()
-        self.values = list[Tensor]()
-        for layer in shape.layers:
-            if layer.shares >= 0:
-                self.keys.append(self.keys[layer.shares])
-                self.values.append(self.values[layer.shares])
-                continue
-            size = (num_pages if slots else 0, layer.kv_heads, self.page)
-            # Unwritten values must be finite: they are multiplied by 0.
-            self.keys.append(torch.zeros((*size, layer.head_dim), dtype=dtype, device=device))
-            self.values.append(torch.zeros((*size, layer.value_dim), dtype=dtype, device=device))
-        self.stored = [*{id(one): one for one in (*self.keys, *self.values)}.values()]
-        self.kv_heads = sorted({layer.kv_heads for layer in shape.layers})
-        self.states = SlotStates(*shape.states, slots, device)
+        pages = num_pages if slots else 0
+        # Unwritten values must be finite: they are multiplied by 0.
+        zeros = partial(torch.zeros, dtype=dtype, device=device)
+        self.keys = [zeros(pages, one.kv_heads, self.page, one.head_dim) for one in shape.layers]
+        self.values = [zeros(pages, one.kv_heads, self.page, one.value_dim) for one in shape.layers]
+        self.states = SlotStates(shape.state, slots)
         routed = (slots, longest, shape.num_routed)
         self.routing = torch.zeros(routed, dtype=ROUTED_TYPE, device=device)
         self.table = np.zeros((slots, -(-longest // self.page)), np.int64)
@@ -138,7 +129,8 @@ class SlotCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.nbytes for one in (*self.stored, self.routing, *self.states.tensors))
+        tensors = (*self.keys, *self.values, self.routing, *self.states.tensors)
+        return sum(one.nbytes for one in tensors)
 
     @property
     def num_free(self) -> int:
@@ -167,23 +159,19 @@ class SlotCache:
             self._is_current = True
         return self._table_on_device
 
-    def rows_of(self, slots: Ints, positions: Ints, kv_heads: int) -> Ints:
-        """Return [N, kv_heads]: rows of the cache flattened to [pages * kv_heads * positions]."""
-        pages = self.table[slots, positions // self.page]
-        heads = pages[:, None] * kv_heads + np.arange(kv_heads)
-        return cast(Ints, heads * self.page + positions[:, None] % self.page)
+    def places_of(self, slots: Ints, positions: Ints) -> Ints:
+        """Return pages [N] and positions in them [N]."""
+        return np.concatenate((self.table[slots, positions // self.page], positions % self.page))
 
     def read(self, layer: int, start: int, end: int, length: int) -> list[Tensor]:
         """Return keys and values [slots * kv_heads, length, head_dim] of slots `start` to `end`."""
-        both = self.keys[layer], self.values[layer]
-        if not self.is_paged:
-            return [one[start:end].flatten(0, 1)[:, :length] for one in both]
-        pages = self.table_on_device()[start:end, : self.pages_of(length)]
-        read = list[Tensor]()
-        for one in both:
-            shape = ((end - start) * one.shape[1], -1, one.shape[3])
-            read.append(one[pages].transpose(1, 2).reshape(shape)[:, :length])
-        return read
+        both = [self.keys[layer], self.values[layer]]
+        if self.is_paged:
+            pages = self.table_on_device()[start:end, : self.pages_of(length)]
+            slots = [one[pages].transpose(1, 2).flatten(2, 3) for one in both]
+        else:
+            slots = [one[start:end] for one in both]
+        return [one.flatten(0, 1)[:, :length] for one in slots]
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         places: list[Any] = [slice(source, source + 1), slice(target, target + 1)]
@@ -193,7 +181,7 @@ class SlotCache:
             places = [self.table[slot, :num_pages].tolist() for slot in (source, target)]
             num_positions = self.page
         sources, targets = places
-        for one in self.stored:
+        for one in (*self.keys, *self.values):
             one[targets, :, :num_positions] = one[sources, :, :num_positions]
         self.states.copy(source, target)
         self.routing[target, :length] = self.routing[source, :length]
@@ -243,17 +231,6 @@ class Stretch:
     """int64 [length]: 0, 1, .. of the keys."""
     own: Tensor
     """int64 [end - start, 1, 1, tokens, 1]: positions of the queries."""
-    is_first: bool = False
-    """The slot reads its text from the start."""
-
-    def invalid(self, kind: AttentionKind) -> Tensor:
-        """Return the mask of keys that queries do not see, bool [end - start, 1, 1, tokens, length]."""
-        invalid = self.positions > self.own
-        if kind.window is not None:
-            invalid = invalid | (self.positions <= self.own - kind.window)
-        if kind.chunk is not None:
-            invalid = invalid | (self.positions // kind.chunk != self.own // kind.chunk)
-        return invalid
 
 
 def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
@@ -281,16 +258,21 @@ class Pass:
 
     cache: SlotCache
     stretches: list[Stretch]
-    flat_index: dict[int, Tensor]
-    """int64 [rows * kv_heads] by kv_heads: rows of the cache flattened to [slots * kv_heads * positions]."""
+    pages: Tensor
+    """int64: each row's page of the cache."""
+    offsets: Tensor
+    """int64: each row's position in its page."""
     is_exact: bool
     source: Tensor | None = None
     """int64: each key's row of the call; None: in order."""
-    positions_R: Tensor = NO_POSITIONS
-    calls: SlotCalls | None = None
-    """States of the slots, if the model has any."""
+    positions: Tensor = NO_POSITIONS
+    """int64 [R]: of the tokens."""
+    cuts: Sequence[Cut] = ()
+    """Rows with their states, if the model has any."""
+    known: None = None
     _biases: dict[Any, Tensor] = field(default_factory=dict)
-    """Additive masks by stretch and mask: [slots * kv_heads, rows, length]; [1, rows, length] for one slot."""
+    """Additive masks by stretch and kind: [slots * kv_heads, rows, length]; [1, rows, length] for one slot.
+    """
 
     def attend(
         self,
@@ -307,18 +289,15 @@ class Pass:
         `place`: number of this call in the forward pass.
         """
         (num_rows, heads, head_dim), kv_heads = query.shape, key.shape[1]
-        index = self.flat_index[kv_heads]
-        num_filled = len(index) // kv_heads
         for cache, new in ((self.cache.keys, key), (self.cache.values, value)):
-            new = new[:num_filled] if self.source is None else new.index_select(0, self.source)
-            size = new.shape[2]
-            cache[place].view(-1, size).index_copy_(0, index, new.reshape(-1, size))
+            new = new[: len(self.pages)] if self.source is None else new.index_select(0, self.source)
+            cache[place][self.pages, :, self.offsets] = new
         queries = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
         parts, row = [], 0
         for number, stretch in enumerate(self.stretches):
             end = row + (stretch.end - stretch.start) * stretch.tokens
-            read = self.cache.read(place, stretch.start, stretch.end, stretch.length)
-            part = self._mix(number, queries[row:end], *read, kind, sinks_H)
+            keys, values = self.cache.read(place, stretch.start, stretch.end, stretch.length)
+            part = self._mix(number, queries[row:end], keys, values, kind, sinks_H)
             parts.append(part.reshape(end - row, heads, -1))
             row = end
         if num_rows > row:
@@ -357,16 +336,20 @@ class Pass:
             scores = torch.cat((block.view(*scores.shape[:2], -1), scores), dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
         mixed = mix_values(weights[..., -stretch.length :], values, self.is_exact)
-        return mixed.view(num_slots, kv_heads, -1, tokens, values.shape[2])[:, :, :repeat].permute(0, 3, 1, 2, 4)
+        mixed = mixed.view(num_slots, kv_heads, -1, tokens, values.shape[2])[:, :, :repeat]
+        return mixed.permute(0, 3, 1, 2, 4)
 
-    def _bias(
-        self, number: int, kind: AttentionKind, heads: tuple[int, int], dtype: torch.dtype
-    ) -> Tensor:
+    def _bias(self, number: int, kind: AttentionKind, heads: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return the additive mask of a stretch for `heads`: key heads, and queries of each."""
         key = number, kind.window, kind.chunk, heads
         if key not in self._biases:
             stretch, (kv_heads, queries) = self.stretches[number], heads
-            invalid = stretch.invalid(kind)
+            positions, own = stretch.positions, stretch.own
+            invalid = positions > own
+            if kind.window is not None:
+                invalid |= positions <= own - kind.window
+            if kind.chunk is not None:
+                invalid |= positions // kind.chunk != own // kind.chunk
             bias = torch.zeros_like(invalid, dtype=dtype).masked_fill_(invalid, -torch.inf)
             num_slots = stretch.end - stretch.start
             shape = (num_slots, kv_heads if num_slots > 1 else 1, queries, stretch.tokens, stretch.length)
@@ -390,12 +373,11 @@ def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:
 class ProbePass:
     """Pass of a first call, which records the shapes of attention."""
 
-    state: Any = None
-    """The cache of recurrent layers."""
+    positions: Tensor
+    cuts: Sequence[Cut]
+    known: set[int] = field(default_factory=set)
+    """Dictionaries of states that modules made."""
     layers: list[LayerShape] = field(default_factory=list)
-    positions_R: Tensor = NO_POSITIONS
-    calls: None = None
-    _keys: list[Tensor] = field(default_factory=list)
 
     def attend(
         self,
@@ -407,10 +389,7 @@ class ProbePass:
         kind: AttentionKind,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        earlier = [number for number, one in enumerate(self._keys) if one.data_ptr() == key.data_ptr()]
-        self._keys.append(key)
-        shares = earlier[0] if earlier else -1
-        self.layers.append(LayerShape(key.shape[1], key.shape[2], value.shape[2], kind, shares))
+        self.layers.append(LayerShape(key.shape[1], key.shape[2], value.shape[2], kind))
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
@@ -442,8 +421,8 @@ def _attention(
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     axis = 2 if query.shape[0] == 1 else 0
     rows = [states[0].transpose(0, 1) if axis else states[:, :, 0] for states in (query, key, value)]
-    rows[0] = scaled_by_position(module, rows[0], running.pass_.positions_R, axis)
-    mixed = running.pass_.attend(place, *rows, scaling, kind, options.get("s_aux"))
+    rows[0] = scaled_by_position(module, rows[0], running.pass_.positions, axis)
+    mixed = running.pass_.attend(place, *rows, scaling, kind, options.get("s_aux")).contiguous()
     return (mixed[None] if axis else mixed[:, None]), None
 
 
@@ -457,13 +436,11 @@ def scaled_by_position(module: Any, query: Tensor, positions_R: Tensor, axis: in
     """Correct Llama 4's temperature of queries [R, heads, d]: it takes a call's rows for positions."""
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
-
-    def scale_of(positions: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((positions + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-
     counted_R = torch.arange(len(query), device=query.device) if axis else torch.zeros_like(positions_R)
-    factor_R = scale_of(positions_R) / scale_of(counted_R)
-    return (query * factor_R[:, None, None]).to(query.dtype)
+    floors_2R = torch.floor((torch.stack((positions_R, counted_R)) + 1.0) / module.floor_scale)
+    right_R, wrong_R = torch.log1p(floors_2R) * module.attn_scale + 1.0
+    scaled: Tensor = query * (right_R / wrong_R)[:, None, None]
+    return scaled.to(query.dtype)
 
 
 # transformers builds no mask for unregistered names (masking_utils._preprocess_mask_arguments).

@@ -37,7 +37,7 @@ from asyncrl_servers.embedded.kv_attention import (
     in_force,
     padded_length,
 )
-from asyncrl_servers.embedded.slot_states import SlotCalls
+from asyncrl_servers.embedded.slot_states import Span
 
 log = logging.getLogger(__name__)
 PREFILL_ROWS = 1024
@@ -74,8 +74,8 @@ class Runner:
         self.max_length = max_length
         self.is_exact = is_exact
         self.plain = PlainDecoder.of(loaded.model, max_length) if loaded.shape.is_plain else None
-        is_continuing = all(mixer.is_continuing for mixer in loaded.mixers)
-        self._query_chunk = QUERY_CHUNK if is_continuing else max_length
+        is_cut = all(mixer.is_continuing for mixer in loaded.mixers)
+        self._query_chunk = QUERY_CHUNK if is_cut else max_length
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
         self.graphs: DecodeGraphs | None = None
         self.take_cache(slots)
@@ -133,7 +133,7 @@ class Runner:
             length = padded_length(end)
             own = self._positions[None, None, None, start:end, None]
             positions = self._positions[:length]
-            stretches.append(Stretch(slot, slot + 1, end - start, length, positions, own, start == 0))
+            stretches.append(Stretch(slot, slot + 1, end - start, length, positions, own))
         return stretches
 
     def _num_rows(self, needed: int) -> int:
@@ -158,18 +158,18 @@ class Runner:
         device, rows = self.loaded.device, self._num_rows(len(ids))
         padded = np.zeros((2, rows), dtype=np.int64)
         padded[:, : len(ids)] = ids, positions
-        cached = [self.cache.rows_of(slots, positions, heads).reshape(-1) for heads in self.cache.kv_heads]
-        packed = np.concatenate([padded.reshape(-1), *cached])
-        sizes = [rows, rows, *map(len, cached)]
-        ids_R, positions_R, *indexes = to_device(packed, device).split_with_sizes(sizes)
-        index = dict(zip(self.cache.kv_heads, indexes, strict=True))
-        pass_ = Pass(self.cache, stretches, index, self.is_exact, positions_R=positions_R)
+        packed = np.concatenate((padded.reshape(-1), self.cache.places_of(slots, positions)))
+        sizes = [rows, rows, len(ids), len(ids)]
+        ids_R, positions_R, pages, offsets = to_device(packed, device).split_with_sizes(sizes)
+        pass_ = Pass(self.cache, stretches, pages, offsets, self.is_exact, positions=positions_R)
         if self.plain is not None:
             return self.plain.forward(pass_, ids_R, positions_R, keep)
-        # [R, 1] is faster, but logits_to_keep selects along the other axis.
-        axis, options = (1, {}) if keep is None else (0, {"logits_to_keep": keep})
-        if self.loaded.mixers:
-            pass_.calls = SlotCalls(self.cache.states, stretches)
+        spans: list[Span] = [(0, len(last_ids), 1, False)] if len(last_ids) else []
+        spans += [(slot, slot + 1, end - start, start == 0) for slot, _, start, end in parts]
+        pass_.cuts = self.cache.states.cut(spans)
+        # [R, 1] is faster, but logits_to_keep and cuts are along the other axis.
+        axis = int(keep is None and not pass_.cuts)
+        options = {} if keep is None else {"logits_to_keep": keep}
         with in_force(pass_, self.max_length):
             answer = self.loaded.model(
                 input_ids=ids_R.unsqueeze(axis),
@@ -178,8 +178,6 @@ class Runner:
                 return_dict=True,
                 **options,
             )
-        if pass_.calls is not None:
-            pass_.calls.store()
         if (routed := self.loaded.routed) is not None:
             places = to_device(slots, device), to_device(positions, device)
             self.cache.routing[places] = routed.take()[: len(ids)]
@@ -242,7 +240,7 @@ class DecodeGraphs:
 
     def _addresses_now(self) -> list[int]:
         cache = self._runner.cache
-        return [one.data_ptr() for one in (*self._parameters, *cache.stored)]
+        return [one.data_ptr() for one in (*self._parameters, *cache.keys, *cache.values)]
 
     def _prepare(self) -> None:
         """Prepare for weights at other addresses."""
@@ -298,11 +296,8 @@ class DecodeGraphs:
     def _compute(self, layout: Layout, logits: Tensor) -> None:
         (rows, cuts), cache = layout, self._runner.cache
         ids_R, positions_R, slots_R = self._inputs[:, :rows].unbind()
-        _, kv_heads, num_positions, _ = cache.keys[0].shape
-        heads = slots_R[:, None] * kv_heads + torch.arange(kv_heads, device=logits.device)
-        index = (heads * num_positions + positions_R[:, None]).reshape(-1)
         stretches = self._runner.decode_stretches(cuts, positions_R)
-        pass_ = Pass(cache, stretches, {kv_heads: index}, is_exact=False, source=slots_R)
+        pass_ = Pass(cache, stretches, slots_R, positions_R, is_exact=False, source=slots_R)
         logits[:rows] = self._decoder.forward(pass_, ids_R, positions_R, None)
 
     def _replay_of(self, layout: Layout, logits: Tensor) -> Callable[[], None] | None:

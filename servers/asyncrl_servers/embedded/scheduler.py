@@ -153,17 +153,10 @@ class Rows:
             sequence.number, ids, logprobs, spans_of(sequence.marks, start, end), then, top, routing
         )
 
-    def whole_prefix(self, token_ids: npt.NDArray[np.int64], among: list[int]) -> tuple[int, int]:
-        """Return (row, length) of the longest cached text with which `token_ids[:-1]` begins, or (-1, 0).
-
-        Only a row's whole cached text can be used if the row has a state.
-        """
-        best = -1, 0
-        for row in among:
-            num = int(self.lengths[row]) - 1
-            if best[1] < num < len(token_ids) and np.array_equal(self.token_ids[row, :num], token_ids[:num]):
-                best = row, num
-        return best
+    def begins(self, row: int, token_ids: npt.NDArray[np.int64]) -> bool:
+        """Whether `token_ids` continues all cached tokens of the row."""
+        num = self.lengths[row] - 1
+        return np.array_equal(self.token_ids[row, :num], token_ids[:-1][:num])
 
     def common_prefix(self, token_ids: npt.NDArray[np.int64], among: list[int]) -> tuple[int, int]:
         """Return (row, length) of the longest cached prefix of `token_ids[:-1]`, or (-1, 0)."""
@@ -357,10 +350,9 @@ class Scheduler(RunQueue[Sequence]):
             one.admitted_ids: row for row, one in enumerate(rows.sequences) if one.next_logits_V is not None
         }
         standing = [*whole.values(), *rows.kept]
-        find_prefix = rows.common_prefix
-        if self._runner.loaded.mixers:
+        has_states = bool(self._runner.loaded.mixers)
+        if has_states:
             whole.clear()  # the states of these rows have read answers too
-            find_prefix = rows.whole_prefix
         reads = dict[int, Prefill]()
         later = list[Sequence]()
         for sequence in sorted(taken, key=lambda one: len(one.token_ids)):
@@ -369,7 +361,9 @@ class Scheduler(RunQueue[Sequence]):
             if key in whole:
                 source, num_copied = whole[key], len(ids)
             else:
-                source, num_copied = find_prefix(ids, [*standing, *reads])
+                # A state cannot be rewound.
+                usable = [one for one in (*standing, *reads) if not has_states or rows.begins(one, ids)]
+                source, num_copied = rows.common_prefix(ids, usable)
                 if num_copied < MIN_COPIED:
                     source, num_copied = row, 0
                 elif source in reads:

@@ -1,8 +1,7 @@
-"""States of layers that mix tokens by a recurrence or a convolution: one state for each slot.
+"""States of layers that mix tokens by a recurrence or a convolution: one for each slot.
 
-The model's own modules compute them, with transformers' own caches. A call's rows are cut by slot, and each
-slot's rows go through the module with the state of that slot. One-token rows of slots 0..n-1 go through it
-as one batch.
+The model's own modules compute them, with transformers' cache. A call's rows are cut by slot, and each slot's
+rows go through the module with the state of that slot. Decoded slots go through it together.
 """
 
 from __future__ import annotations
@@ -10,22 +9,20 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PretrainedConfig
 
 from asyncrl.models.attention_kinds import UnknownAttentionError
-from asyncrl.models.structure import backbone_of
+from asyncrl.models.rows import RowCall, by_row, joined
 
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
-"""Names that transformers gives the cache, the newest first."""
-FREE = (0.0, float("inf"))
-"""No limits of time steps."""
-Place = tuple[Any, Any]
-"""(dictionary or list, key) of a tensor."""
+"""Names that transformers gives a module's cache, the newest first."""
+ALL: Any = slice(None)
+Span = tuple[int, int, int, bool]
+"""(first slot, end, tokens of each, whether they start a text)."""
 
 
 class Running(threading.local):
@@ -42,218 +39,133 @@ class Running(threading.local):
 running = Running()
 
 
-def new_cache(model: Any) -> Any:
-    """Return an empty cache of the class that the model's forward asks for."""
-    parameters = inspect.signature(backbone_of(model).forward).parameters
-    wanted = [kind for name in CACHE_NAMES if name in parameters for kind in get_args(parameters[name].annotation)]
-    own = [kind for kind in wanted if issubclass(kind, DynamicCache) and kind is not DynamicCache]
-    cache = own[0]() if own else DynamicCache(config=model.config)
-    cache.of_modules = {}
-    return cache
+class Cut(NamedTuple):
+    """Rows `places` int64 [S, L] of a call, and the cache of these S texts."""
+
+    places: Tensor
+    cache: Any
+    is_first: bool
+    """The texts start here."""
 
 
-def places_of(cache: Any) -> Iterator[Place]:
-    """Yield the places of all tensors of a cache, in an order that depends on its structure only."""
-    held = cache if isinstance(cache, dict | list) else vars(cache)
-    for key, value in held.items() if isinstance(held, dict) else enumerate(held):
-        is_part = type(value).__module__.startswith("transformers.") and hasattr(value, "__dict__")
-        if isinstance(value, Tensor):
-            if value.ndim:  # a sliding window's length is a scalar
-                yield held, key
-        elif isinstance(value, dict | list) or (is_part and not isinstance(value, PretrainedConfig)):
-            yield from places_of(value)
+def states_of(cache: Any) -> list[tuple[dict[int, Tensor], int]]:
+    """Return where a cache holds states, as (dictionary, key)."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "recurrent_states")]
+    held = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
+    return [(states, key) for states in held for key, state in states.items() if state is not None]
 
 
 class SlotStates:
     """Tensors [slots, ..] of all states, and caches that are views of them.
 
-    Example: decoding slots 0..5 reads and writes tensors[0][0:6]. A text that starts in slot 7 fills a new
-    cache, which store() copies to tensors[..][7:8].
+    Example: decoding slots 0..5 changes tensors[0][0:6] in place.
     """
 
-    def __init__(self, empty: Any, example: Any, slots: int, device: torch.device) -> None:
+    def __init__(self, example: Any, slots: int) -> None:
         """`example`: the cache of one text, or None."""
-        self._empty = empty
         self._example = example
-        self._originals = [held[key] for held, key in places_of(example)] if example is not None else []
-        self.tensors = [
-            torch.zeros((slots, *one.shape[1:]), dtype=one.dtype, device=device) for one in self._originals
-        ]
-        self._views = dict[tuple[int, int], tuple[Any, list[Place]]]()
+        self._originals = [states[key] for states, key in states_of(example)]
+        self.tensors = [one.new_zeros((slots, *one.shape[1:])) for one in self._originals]
+        self._views = dict[tuple[int, int], Any]()
 
-    def empty(self) -> Any:
-        return copy.deepcopy(self._empty)
+    def cut(self, spans: Sequence[Span]) -> list[Cut]:
+        """Return the rows and caches of spans, which follow each other in a call."""
+        cuts, row = list[Cut](), 0
+        for start, end, tokens, is_first in spans if self.tensors else ():
+            last = row + (end - start) * tokens
+            place_SL = torch.arange(row, last, device=self.tensors[0].device).view(-1, tokens)
+            cuts.append(Cut(place_SL, self._view(start, end, is_first), is_first))
+            row = last
+        return cuts
 
-    def view(self, start: int, end: int) -> Any:
-        """Return the cache of slots [start, end)."""
+    def _view(self, start: int, end: int, is_first: bool) -> Any:
         if (start, end) not in self._views:
             parts = {id(old): new[start:end] for old, new in zip(self._originals, self.tensors, strict=True)}
-            cache = copy.deepcopy(self._example, parts)
-            self._views[start, end] = cache, [*places_of(cache)]
-        return self._views[start, end][0]
-
-    def store(self, start: int, end: int, cache: Any) -> None:
-        """Copy tensors that modules replaced."""
-        seen, places = self._views.get((start, end), (None, []))
-        is_view = seen is cache
-        for (held, key), whole in zip(places if is_view else places_of(cache), self.tensors, strict=True):
-            part = whole[start:end]
-            if held[key].data_ptr() == part.data_ptr():
-                continue
-            if held[key].shape != part.shape:
-                raise RuntimeError(f"a state has shape {[*held[key].shape]}, not {[*part.shape]}")
-            part.copy_(held[key])
-            if is_view:
-                held[key] = part
+            self._views[start, end] = copy.deepcopy(self._example, parts)
+        cache = self._views[start, end]
+        if is_first:
+            cache.reset()
+        return cache
 
     def copy(self, source: int, target: int) -> None:
         for one in self.tensors:
             one[target] = one[source]
 
 
-class SlotCalls:
-    """The cuts of a call's rows, and the cache of each."""
-
-    def __init__(self, states: SlotStates, stretches: Sequence[Any]) -> None:
-        """Neighboring slots with one token each are one cut."""
-        self._states = states
-        self.cuts = list[tuple[int, int, int, bool]]()
-        """(first slot, end, tokens of each, whether they start a text) in the order of rows."""
-        for one in stretches:
-            start = one.start
-            if self.cuts and one.tokens == 1 and self.cuts[-1][1:] == (start, 1, False) and not one.is_first:
-                start = self.cuts.pop()[0]
-            self.cuts.append((start, one.end, one.tokens, one.is_first))
-        self.caches = [
-            states.empty() if is_first else states.view(start, end) for start, end, _, is_first in self.cuts
-        ]
-
-    def store(self) -> None:
-        for (start, end, _, _), cache in zip(self.cuts, self.caches, strict=True):
-            self._states.store(start, end, cache)
-
-
 class Mixer:
     """A module with a state, whose forward runs over the slots of this thread's pass."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._name = name
-        self._forward: Callable[..., Any] = module.forward
-        self._signature = inspect.signature(self._forward)
-        self._cache_name = next((one for one in CACHE_NAMES if one in self._signature.parameters), None)
-        self._attributes = list[tuple[nn.Module, str]]()
-        """Where a module without a cache keeps its state (RecurrentGemma)."""
-        for part in module.modules() if self._cache_name is None else ():
-            self._attributes += [(part, key) for key in vars(part) if key.endswith(("_state", "_states"))]
-        self._num_outputs = 0
-        """Length of the tuple that it returns; 0: a tensor."""
+    def __init__(self, name: str, module: Any) -> None:
+        """Raises UnknownAttentionError."""
+        self._name, self._forward = name, module.forward
+        self._signature = inspect.signature(module.forward)
+        names = [one for one in CACHE_NAMES if one in self._signature.parameters]
+        if not names:
+            raise UnknownAttentionError(f"{name} mixes tokens, and its state is not in transformers' cache")
+        self._cache_name = names[0]
         self.is_continuing = True
         """Whether it reads several tokens after others at once; if not, it takes them one by one."""
-        module.forward = self  # type: ignore[method-assign, assignment]
+        for part in module.modules():
+            if hasattr(part, "time_step_limit"):
+                limit_time_steps(part)
+        module.forward = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = self._signature.bind(*args, **kwargs)
-        hidden = next(one for one in bound.arguments.values() if isinstance(one, Tensor))
-        lead, pass_ = hidden.shape[:2], running.pass_
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        bound = self._signature.bind(*args, **options)
+        calls = list[RowCall]()
+        outputs = list[Any]()
         running.mixer = self._name
         try:
-            if pass_.calls is None:
-                found = self._probe(bound, lead, pass_.state)
-            else:
-                found = self._run(bound, lead, pass_.calls)
+            for place_SL, cache, is_first in running.pass_.cuts:
+                size = place_SL.shape[1] if is_first or self.is_continuing else 1
+                for part_SL in place_SL.split(size, dim=1):
+                    calls.append(RowCall(part_SL, ALL, ALL))
+                    outputs.append(self._read(bound, part_SL, cache))
+                if running.pass_.known is not None:
+                    self._probe(bound, place_SL, cache)
         finally:
             running.mixer = ""
-        output = found.view(*lead, *found.shape[1:])
-        return (output, *[None] * (self._num_outputs - 1)) if self._num_outputs else output
+        return joined(outputs, calls, ALL)
 
-    def _run(self, bound: Any, lead: torch.Size, calls: SlotCalls) -> Tensor:
-        """Return the output [R, ..] of all cuts."""
-        outputs, row = list[Tensor](), 0
-        for (start, end, tokens, is_first), cache in zip(calls.cuts, calls.caches, strict=True):
-            size = tokens if is_first or self.is_continuing else 1
-            for _ in range(tokens // size):
-                rows = slice(row, row + (end - start) * size)
-                outputs.append(self._read(bound, lead, rows, end - start, cache))
-                row = rows.stop
-        return torch.cat(outputs)
+    def _read(self, bound: inspect.BoundArguments, place_SL: Tensor, cache: Any) -> Any:
+        """Compute rows of a call, and change their states."""
+        num_rows = next(one.shape[1] for one in bound.arguments.values() if isinstance(one, Tensor))
+        arguments = by_row(dict(bound.arguments), RowCall(place_SL, ALL, ALL), num_rows)
+        call = inspect.BoundArguments(self._signature, arguments | {self._cache_name: cache})
+        return self._forward(*call.args, **call.kwargs)
 
-    def _read(self, bound: Any, lead: torch.Size, rows: slice, batch: int, cache: Any) -> Tensor:
-        """Return the output [R, ..] of rows of `batch` texts, whose states are in the cache."""
-
-        def cut(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: cut(one) for key, one in value.items()}
-            if isinstance(value, tuple | list):
-                return type(value)(cut(one) for one in value)
-            is_of_rows = isinstance(value, Tensor) and value.shape[:2] == lead
-            return value.flatten(0, 1)[rows].unflatten(0, (batch, -1)) if is_of_rows else value
-
-        arguments = cut(bound.arguments)
-        if self._cache_name is not None:
-            arguments[self._cache_name] = cache
-        if "use_cache" in self._signature.parameters:
-            arguments["use_cache"] = True
-        call = inspect.BoundArguments(self._signature, arguments)
-        keys = [f"{self._name} {number}" for number in range(len(self._attributes))]
-        for (part, attribute), key in zip(self._attributes, keys, strict=True):
-            setattr(part, attribute, cache.of_modules.get(key))
-        output = self._forward(*call.args, **call.kwargs)
-        for (part, attribute), key in zip(self._attributes, keys, strict=True):
-            cache.of_modules[key] = getattr(part, attribute)
-            setattr(part, attribute, None)
-        self._num_outputs = len(output) if isinstance(output, tuple) else 0
-        return (output[0] if self._num_outputs else output).flatten(0, 1)
-
-    def _probe(self, bound: Any, lead: torch.Size, cache: Any) -> Tensor:
-        """Read a first text, and look which of its states later tokens depend on. A state full of NaN reaches
-        the output however small weights are. Raises UnknownAttentionError.
+    def _probe(self, bound: inspect.BoundArguments, place_SL: Tensor, cache: Any) -> None:
+        """Look whether later tokens depend on each state of a first text. NaN in a state reaches the output
+        however small weights are. Raises UnknownAttentionError.
         """
-        known = {(id(held), key) for held, key in places_of(cache)}
-        output = self._read(bound, lead, slice(None), 1, cache)
-        own = [(held, key) for held, key in places_of(cache) if (id(held), key) not in known]
+        own = [(states, key) for states, key in states_of(cache) if id(states) not in running.pass_.known]
         if not own:
-            raise UnknownAttentionError(f"{self._name} mixes tokens and keeps no state in a cache")
-        for held, key in own:
-            state = held[key]
-            for rows in (slice(0, 1), slice(None)):
-                copied = copy.deepcopy(cache, {id(state): torch.full_like(state, torch.nan)})
-                is_read = bool(self._read(bound, lead, rows, 1, copied).isnan().any())
-                sizes = [[at[name].shape for at, name in places_of(one)] for one in (cache, copied)]
-                if sizes[0] != sizes[1] or len(state) != 1:
-                    raise UnknownAttentionError(f"the state of {self._name} grows with the text")
-                if not is_read and rows.stop == 1:
-                    raise UnknownAttentionError(f"{self._name} does not continue its state")
+            raise UnknownAttentionError(f"{self._name} mixes tokens, and has no state in transformers' cache")
+        for states, key in own:
+            running.pass_.known.add(id(states))
+            poison = torch.full_like(states[key], torch.nan)
+            for rows_SL in (place_SL[:, :1], place_SL):
+                output = self._read(bound, rows_SL, copy.deepcopy(cache, {id(states[key]): poison.clone()}))
+                is_read = bool((output[0] if isinstance(output, tuple) else output).isnan().any())
+                if not is_read and rows_SL.shape[1] == 1:
+                    raise UnknownAttentionError(f"{self._name} does not continue from its state")
                 self.is_continuing &= is_read
-        return output
 
 
-def use_slots(model: Any, names: Sequence[str]) -> list[Mixer]:
-    """Let these modules run over slots. Raises UnknownAttentionError."""
-    mixers = list[Mixer]()
-    for name in names:
-        module = model.get_submodule(name)
-        for part in module.modules():
-            if tuple(getattr(part, "time_step_limit", None) or FREE) != FREE:
-                limit_time_steps(name, part)
-        mixers.append(Mixer(name, module))
-    return mixers
-
-
-def limit_time_steps(name: str, module: Any) -> None:
-    """Apply a Mamba 2 module's limits of time steps to its decoded tokens too: transformers applies them to
-    several tokens only. The limits of softplus(step + bias) are those of the steps, the last columns of
-    in_proj.
+def limit_time_steps(module: Any) -> None:
+    """Apply a Mamba 2 module's limits of time steps to decoded tokens too: transformers applies them to
+    several tokens only. A step is softplus(projected + bias) of the last columns of in_proj.
     """
-    if hasattr(module, "mup_vector") or not hasattr(module, "dt_bias"):
-        raise UnknownAttentionError(f"{name} has time_step_limit={module.time_step_limit}")
+    low, high = module.time_step_limit
+    if (low, high) == (0.0, float("inf")):
+        return
 
     def limited(in_proj: nn.Module, inputs: Any, projected: Tensor) -> Tensor:
         bias_H = module.dt_bias.float()
-        ends = bias_H.new_tensor(module.time_step_limit)
-        # The inverse of softplus, which is the identity for large steps.
-        low, high = torch.where(ends > 20, ends, ends.expm1().log())
-        rest, steps = projected.split((projected.shape[-1] - len(bias_H), len(bias_H)), dim=-1)
-        steps = steps.clamp((low - bias_H).to(steps.dtype), (high - bias_H).to(steps.dtype))
-        return torch.cat((rest, steps), dim=-1)
+        # The inverse of softplus.
+        limits = [bias_H.new_tensor(limit, dtype=torch.float64).expm1().log() for limit in (low, high)]
+        rest = projected.shape[-1] - len(bias_H)
+        steps = projected[..., rest:].clamp(*((limit - bias_H).to(projected.dtype) for limit in limits))
+        return torch.cat((projected[..., :rest], steps), dim=-1)
 
     module.in_proj.register_forward_hook(limited)

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.engine_api import MAX_TOP_LOGPROBS
+from asyncrl.models.loading import has_own_head, read_config, sections_of
 from asyncrl_servers.engine_routes import EngineSpec
 
 GRAMMARS = "asyncrl_servers.vllm.monkeypatches"
@@ -107,6 +108,11 @@ def build_arguments(spec: VllmSpec, *, is_cpu: bool) -> list[str]:
     if spec.has_adapters:
         rank = next((most for most in LORA_RANKS if most >= spec.lora_rank), spec.lora_rank)
         ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+    if has_own_head(folder):  # vLLM would tie it by config.json
+        untied: dict[str, Any] = {"tie_word_embeddings": False}
+        given["hf_overrides"] = {**untied, **given.get("hf_overrides", {})}
+    if len(sections_of(read_config(folder))) > 1:  # the trainer pushes the text part
+        ours["language_model_only"] = True
     if spec.returns_routing:
         ours["enable_return_routed_experts"] = True
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
