@@ -1,6 +1,6 @@
 """Recurrences and convolutions over packed tokens: each sequence is one row of a padded batch.
 
-Only the modules that mix tokens by themselves (structure.find_mixers) run on rows; all others, and attention,
+Only the modules that mix tokens by themselves (structure.find_structure) run on rows; all others, and attention,
 run on packed tokens. Rows of about one length share a call. Padding comes after a row's tokens, where nothing
 causal can see it.
 """

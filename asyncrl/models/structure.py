@@ -68,14 +68,9 @@ def backbone_of(model: Any) -> Any:
     return model.model if base is model else base
 
 
-def find_mixers(model: Any) -> tuple[str, ...]:
-    """Return the names of the modules that mix tokens by themselves. Raises UnknownAttentionError."""
-    return find_structure(model).mixers
-
-
 @torch.no_grad()
 def find_structure(model: Any) -> Structure:
-    """Run a model on one text with a poisoned token. Raises UnknownAttentionError, and the model's errors."""
+    """Run a model on one text with a poisoned token. Raises UnknownAttentionError."""
     global _alone
     _alone = _Alone()
     before = model.config._attn_implementation
@@ -88,6 +83,9 @@ def find_structure(model: Any) -> Structure:
         try:
             model.set_attn_implementation(ALONE)
             output = backbone_of(model)(input_ids=ids_1T, position_ids=position_1T, use_cache=False)
+        except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
+            reason = f"it does not run without attention masks ({type(error).__name__}: {error})"
+            raise UnknownAttentionError(reason) from error
         finally:
             model.set_attn_implementation(before)
     _see(found, "the model", model, (), output.last_hidden_state)
