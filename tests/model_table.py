@@ -131,7 +131,7 @@ def make_texts() -> list[list[Ids]]:
 def plain_logprobs(model: Any, ids: Ids) -> Tensor:
     """Return logprobs [T - 1] of one forward without a cache."""
     ids_1T = torch.tensor([ids])
-    logits_TV = model(input_ids=ids_1T[:, :-1], use_cache=False).logits[0].float()
+    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
     return torch.log_softmax(logits_TV / TEMPERATURE, -1).gather(-1, ids_1T[0, 1:, None])[:, 0]
 
 
