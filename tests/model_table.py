@@ -183,7 +183,7 @@ def served(model: Any) -> str:
             with running_engine(Path(folder), slots=3, num_kept=3, max_length=128) as engine:
                 compare_turns(engine, model)
         except SystemExit:
-            body = find_fatal(said.getvalue())
+            body = find_fatal(said.getvalue().replace(folder, "FOLDER"))
             raise ConfigError(
                 "no reason" if body is None else body.error.removeprefix("engine-0: ")
             ) from None
