@@ -110,7 +110,8 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
     if quantization is not None:  # transformers forgets all conversions with those of the quantisation
         setattr(model, CONVERSIONS, plain_conversions(model, renamed))
     model.config.tie_word_embeddings = is_tied(model)
-    if packed := [name for name, one in model.named_parameters() if not one.requires_grad]:
+    packed = [name for name, one in model.named_parameters() if not one.requires_grad]
+    if quantization is not None and packed:
         what = f"transformers has not dequantised {len(packed)} tensors of {folder}, like {packed[0]}"
         raise ConfigError(what, way_out="give the unquantised model.")
     return model
