@@ -301,15 +301,15 @@ def test_uncompilable_model_is_left_or_refused(
 ) -> None:
     cpu = torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
-    packed, windowed = ForwardPlan(True, True), ForwardPlan(True, True, window=8)
+    packed, by_rows = ForwardPlan(True, True), ForwardPlan(True, True, mixers=(torch.nn.Linear,))
     auto, asked = (make_spec(tiny_model_dir, tmp_path, trainer={"compile": one}) for one in ("auto", True))
     for spec, plan, expected in ((auto, packed, False), (asked, packed, True)):
         assert build_model.should_compile(spec, model, plan, cpu) == expected
     kept = make_spec(tiny_model_dir, tmp_path, trainer={"gradient_checkpointing": 0.5})
     with pytest.raises(ConfigError, match="gradient_checkpointing=0.5, and the layers are not compiled"):
         build_model.should_compile(kept, model, packed, cpu)
-    with pytest.raises(ConfigError, match="a Qwen3ForCausalLM .* packed tokens at any length"):
-        build_model.should_compile(asked, model, windowed, cpu)
+    with pytest.raises(ConfigError, match="a Qwen3ForCausalLM .* packed tokens alone"):
+        build_model.should_compile(asked, model, by_rows, cpu)
     monkeypatch.setattr(fused.shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match="no C compiler"):
         build_model.should_compile(asked, model, packed, cpu)
