@@ -132,7 +132,8 @@ class LoadedModel:
                 f"{spec.name}: rotary embeddings of type {border.rope_type} change above {border.length} "
                 f"tokens, and max_length is {spec.max_length}",
                 rule="texts of all lengths share a call of the embedded engine, and so one rotary table",
-                way_out=f"set rollout.max_length={border.length} or less, or set rollout.engine=vllm.",
+                way_out=f"set rollout.max_prompt_tokens and rollout.max_tokens to {border.length} in sum, or "
+                "rollout.engine=vllm.",
             )
 
     @contextmanager
