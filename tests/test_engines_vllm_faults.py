@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -26,7 +28,7 @@ from rollout_cases import virtual
 
 from asyncrl.base.errors import ConfigError, EngineError, EngineLost, RequestRefused
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_process import VllmRequirements
+from asyncrl.engines.vllm_process import GRAMMARS, VllmRequirements, check_settings
 from asyncrl.engines.vllm_sampling import joint_watch
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import GenerateResponse, Interrupt
@@ -39,6 +41,24 @@ async def another_process(fake: FakeVllm, server: VllmServer) -> None:
     fake.restart()
     server.reset_nowait()
     await server.ready(10.0)
+
+
+def test_length_that_decides_rotary_frequencies_is_the_run_s(tmp_path: Path) -> None:
+    model = {"model": str(tmp_path), "dtype": "float32", "logprobs_mode": "processed_logprobs"}
+    config = {
+        "model_config": {**model, "max_model_len": 64},
+        "structured_outputs_config": {"reasoning_parser_plugin": GRAMMARS},
+        "scheduler_config": {"max_num_seqs": 4},
+    }
+    info = {"vllm_config": config, "vllm_env": {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": 10**6}}
+    needed = VllmRequirements(str(tmp_path), "float32", slots=4, max_length=48, end_ids=(2,))
+    for scaling in ({"rope_type": "llama3"}, {"type": "longrope"}):
+        (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": scaling}))
+        if "type" not in scaling:
+            check_settings("engine-0", info, needed)
+            continue
+        with pytest.raises(ConfigError, match="max_model_len=64 instead of 48"):
+            check_settings("engine-0", info, needed)
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep"])

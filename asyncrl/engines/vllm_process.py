@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
@@ -315,6 +316,13 @@ class VllmRequirements:
     mark: str = ""
 
 
+def has_length_dependent_rope(folder: Path) -> bool:
+    """Return whether vLLM chooses the model's rotary frequencies by max_model_len (LongRoPE)."""
+    config = folder / "config.json"
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    return re.search(r'"(rope_)?type":\s*"(longrope|su)"', text) is not None
+
+
 def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) -> None:
     """Raise ConfigError if settings differ."""
     config = info["vllm_config"]
@@ -331,6 +339,9 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
         _ROUTING: (bool(config.get("aux_output_config", {}).get(_ROUTING)), needed.returns_routing),
         _KEEP_ALIVE: (info.get("vllm_env", {}).get(_KEEP_ALIVE) or _MIN_KEEP_ALIVE_S, _MIN_KEEP_ALIVE_S),
     }
+    if has_length_dependent_rope(Path(needed.model_path)):
+        # The trainer uses the frequencies of rollout's lengths, and the server those of its own.
+        equal["max_model_len"] = at_least.pop("max_model_len")
     wrong = [f"{key}={has} instead of {want}" for key, (has, want) in equal.items() if has != want]
     wrong += [f"{key}={has} instead of {want} or more" for key, (has, want) in at_least.items() if has < want]
     if wrong:

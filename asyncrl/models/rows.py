@@ -1,8 +1,8 @@
 """Recurrences and convolutions over packed tokens: each sequence is one row of a padded batch.
 
-Only the modules that mix tokens by themselves (structure.find_structure) run on rows; all others, and attention,
-run on packed tokens. Rows of about one length share a call. Padding comes after a row's tokens, where nothing
-causal can see it.
+Only the modules that mix tokens by themselves (structure.py) run on rows; all others, and attention, run on
+packed tokens. Rows of about one length share a call. Padding comes after a row's tokens, where nothing causal
+can see it.
 """
 
 from __future__ import annotations
