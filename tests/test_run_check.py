@@ -52,7 +52,7 @@ model.scratch=none model.path=models/typo -> models/typo: there is no such folde
 model.scratch=none model.path=odd_type -> odd_type has model_type=qwen33, which transformers does not know
 model.scratch=none model.path=cut -> cannot read cut/model.safetensors: SafetensorError
 model.scratch=none model.path=mute -> cannot load a tokenizer from ... tokenizer.json
-model.scratch.architecture={model_type: deepseek_v32} -> the embedded engine refuses deepseek_v32 ... rollout.engine=vllm
+model.scratch.architecture={model_type: deepseek_v32} -> the embedded engine refuses ... rollout.engine=vllm
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
 algorithm.loss=mine_here:few -> few(tokens) cannot be called as loss(tokens, settings): too many

@@ -327,7 +327,7 @@ def check_settings(name: str, info: dict[str, Any], needed: VllmRequirements) ->
     """Raise ConfigError if settings differ."""
     config = info["vllm_config"]
     model = config["model_config"]
-    equal = {
+    equal: dict[str, tuple[Any, Any]] = {
         "model": (os.path.realpath(model["model"]), os.path.realpath(needed.model_path)),
         "dtype": (str(model["dtype"]).removeprefix("torch."), needed.dtype),
         "logprobs_mode": (model["logprobs_mode"], "processed_logprobs"),
