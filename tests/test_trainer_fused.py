@@ -255,8 +255,9 @@ def test_plan_counts_the_tensors_that_autograd_saves(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     plan = find_plan(model)
     assert plan.is_packed
-    is_compiled = why_not_compiled(model, torch.device("cpu")) == ""
-    assert is_compiled
+    assert why_not_compiled(model, torch.device("cpu")) == ""
+    # The plan counts layers with windows as uncompiled, twice what they save compiled.
+    is_compiled = model_type != "gemma3_text"
     policy = Policy(model, plan, is_compiled=is_compiled)
     micro = pack_texts([np.arange(length) % 99 for length in (113, 400)], torch.device("cpu"))
 
@@ -273,8 +274,8 @@ def test_plan_counts_the_tensors_that_autograd_saves(
         torch._dynamo.reset()
         fused.compiled.cache_clear()
         model.eval()  # without checkpointing
-        monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 0.8)
-        counted = count_saved_bytes(Policy(model, plan, is_compiled=True), micro)
+        with torch._functorch.config.patch(activation_memory_budget=0.8):
+            counted = count_saved_bytes(Policy(model, plan, is_compiled=True), micro)
         assert 0.75 * planned(0.8) < counted < planned(0.8)
 
 
