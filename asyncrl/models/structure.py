@@ -94,12 +94,16 @@ def find_structure(model: Any) -> Structure:
     return Structure(tuple(found), frozenset(_alone.kinds))
 
 
+def outermost_lists(model: nn.Module) -> list[str]:
+    """Return the names of the module lists that are in no other list. One of them holds the layers."""
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+
+
 def parts_of_layers(model: Any) -> dict[nn.Module, str]:
     """Return the names of the layers and of the parts of each layer, the parts first."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     parts = dict[nn.Module, str]()
-    for list_name in outermost:
+    for list_name in outermost_lists(model):
         for number, layer in model.get_submodule(list_name).named_children():
             name = f"{list_name}.{number}"
             parts |= {part: f"{name}.{own}" for own, part in layer.named_children() if part not in parts}

@@ -21,7 +21,14 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.models.attention_kinds import UnknownAttentionError
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths, length_border
-from asyncrl.models.structure import backbone_of, find_structure, hooked, map_rows, parts_of_layers
+from asyncrl.models.structure import (
+    backbone_of,
+    find_structure,
+    hooked,
+    map_rows,
+    outermost_lists,
+    parts_of_layers,
+)
 from asyncrl.trainer.packing import MicroBatch, pack_texts
 from asyncrl.trainer.policy import ForwardPlan, Policy
 from asyncrl.trainer.tree import IntN, places_of
@@ -143,9 +150,8 @@ def _lists_by_layer(text: Any) -> dict[str, list[Any]]:
 
 def _layer_kinds(model: Any) -> list[frozenset[Any]]:
     """Return each layer's modules, with the flags and names that they keep."""
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    longest = max((model.get_submodule(name) for name in outermost), key=len, default=())
+    lists = (model.get_submodule(name) for name in outermost_lists(model))
+    longest = max(lists, key=len, default=())
     kinds = []
     for layer in longest:
         facts = set[Any]()
