@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 HARMLESS = frozenset(
     {
         "dropout",
@@ -73,3 +76,17 @@ def kind_of(module: Any, options: dict[str, Any]) -> AttentionKind:
         None if softcap is None else float(softcap),
         has_sinks,
     )
+
+
+def temperature_correction(module: Any, counted_N: Tensor, position_N: Tensor) -> Tensor | None:
+    """Return factors [N] for a module's queries, or None.
+
+    Llama 4 scales the queries of layers without rotary embedding by a token's place in the call, `counted_N`,
+    which is its position only in a call of one text.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return None
+    floors_2N = torch.floor((torch.stack((position_N, counted_N)) + 1.0) / module.floor_scale)
+    right_N, wrong_N = torch.log1p(floors_2N) * module.attn_scale + 1.0
+    factors_N: Tensor = right_N / wrong_N
+    return factors_N

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -26,7 +26,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from asyncrl.models.attention_kinds import AttentionKind, UnknownAttentionError, kind_of
+from asyncrl.models.attention_kinds import (
+    AttentionKind,
+    UnknownAttentionError,
+    kind_of,
+    temperature_correction,
+)
 from asyncrl.trainer.banded_attention import (
     BLOCK,
     Span,
@@ -167,7 +172,14 @@ def attention(
         raise UnknownAttentionError("it has an attention mask of its own")
     scale = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    query = _scaled_by_position(module, query, position_N)
+    if position_N is None:
+        if getattr(module, "attn_temperature_tuning", False):
+            raise UnknownAttentionError("its attn_temperature_tuning needs the positions of packed tokens")
+    else:
+        counted_N = torch.arange(query.shape[2], device=query.device)
+        factors_N = temperature_correction(module, counted_N, position_N)
+        if factors_N is not None:
+            query = (query * factors_N[:, None]).to(query.dtype)
     size = value.shape[3]
     if size < query.shape[3]:  # kernels support one head size; zero columns change nothing
         value = functional.pad(value, (0, query.shape[3] - size))
@@ -177,24 +189,6 @@ def attention(
     band = (kind.window, kind.chunk, kind.softcap)
     output = _attend(query, key, value, options.get("s_aux"), number, scale, *band)[0]
     return output if size == output.shape[3] else output[..., :size], None
-
-
-def _scaled_by_position(module: torch.nn.Module, query: Tensor, position_N: Tensor | None) -> Tensor:
-    """Return the queries with Llama 4's temperature at their positions.
-
-    Llama 4 scales the queries of layers without rotary embedding by their index in the pack.
-    """
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
-        return query
-    if position_N is None:
-        raise UnknownAttentionError("its attn_temperature_tuning needs the positions of packed tokens")
-    size, strength = cast(float, module.floor_scale), cast(float, module.attn_scale)
-    index_N = torch.arange(query.shape[2], device=query.device)
-    found_N, expected_N = (
-        torch.log1p(torch.floor((at_N.float() + 1.0) / size)) * strength + 1.0
-        for at_N in (index_N, position_N)
-    )
-    return (query * (expected_N / found_N)[:, None]).to(query.dtype)
 
 
 AttentionInterface.register(ATTENTION, attention)

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from asyncrl.models.attention_kinds import AttentionKind, UnknownAttentionError, kind_of
+from asyncrl.models.attention_kinds import (
+    AttentionKind,
+    UnknownAttentionError,
+    kind_of,
+    temperature_correction,
+)
 from asyncrl.weights.export import routers_of
 from asyncrl_servers.embedded.slot_states import Cut, SlotStates, running
 
@@ -421,7 +426,11 @@ def _attention(
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     axis = 2 if query.shape[0] == 1 else 0
     rows = [states[0].transpose(0, 1) if axis else states[:, :, 0] for states in (query, key, value)]
-    rows[0] = scaled_by_position(module, rows[0], running.pass_.positions, axis)
+    positions_R = running.pass_.positions
+    counted_R = torch.arange(len(rows[0]), device=query.device) if axis else torch.zeros_like(positions_R)
+    factors_R = temperature_correction(module, counted_R, positions_R)
+    if factors_R is not None:
+        rows[0] = (rows[0] * factors_R[:, None, None]).to(query.dtype)
     mixed = running.pass_.attend(place, *rows, scaling, kind, options.get("s_aux")).contiguous()
     return (mixed[None] if axis else mixed[:, None]), None
 
@@ -430,17 +439,6 @@ def reaching(kind: AttentionKind, max_length: int) -> AttentionKind:
     """Return the kind without a window or chunk that no text up to `max_length` crosses."""
     window, chunk = (size if size and size < max_length else None for size in (kind.window, kind.chunk))
     return kind._replace(window=window, chunk=chunk)
-
-
-def scaled_by_position(module: Any, query: Tensor, positions_R: Tensor, axis: int) -> Tensor:
-    """Correct Llama 4's temperature of queries [R, heads, d]: it takes a call's rows for positions."""
-    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
-        return query
-    counted_R = torch.arange(len(query), device=query.device) if axis else torch.zeros_like(positions_R)
-    floors_2R = torch.floor((torch.stack((positions_R, counted_R)) + 1.0) / module.floor_scale)
-    right_R, wrong_R = torch.log1p(floors_2R) * module.attn_scale + 1.0
-    scaled: Tensor = query * (right_R / wrong_R)[:, None, None]
-    return scaled.to(query.dtype)
 
 
 # transformers builds no mask for unregistered names (masking_utils._preprocess_mask_arguments).
