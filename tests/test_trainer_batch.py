@@ -26,7 +26,7 @@ from asyncrl.base.http import Refused
 from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.token_grammars import GrammarError
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
-from asyncrl.trainer import tree
+from asyncrl.trainer import build_model, tree
 from asyncrl.trainer.objective import BatchNumbers, check_any_loss, check_batch, find_units, loss_tokens
 from asyncrl.trainer.packing import Costs, PackRules, find_allowed, micro_batches, mini_batches
 from asyncrl.trainer.policy import ForwardPlan
@@ -142,8 +142,10 @@ def test_loss_and_gradient_match_a_plain_computation(
     loss.backward()
     expected = float(loss.detach()), {name: one.grad for name, one in model.named_parameters()}
     trainer = {"micro_batch_tokens": 150, "max_grad_norm": 1e-3}
+    plan = ForwardPlan(is_packed, True, reason="asked for")
+    monkeypatch.setattr(build_model, "plan_of", lambda *_: plan)
     step = make_step(algorithm={"aggregate": aggregate}, trainer=trainer)
-    step.policy.plan = ForwardPlan(is_packed, True, reason="asked for")
+    assert step.policy.plan is plan
     assert_same(loss_and_gradients(step, header, arrays), expected)
     step._optimizer.zero_grad()
     norm = torch.stack([gradient.norm() for gradient in expected[1].values()]).norm().item()
