@@ -36,6 +36,7 @@ def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any
     return answer.model_copy(update={"kind": "lora", **changes})
 
 
+@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_adapters_give_what_merged_weights_give(house: House) -> None:
