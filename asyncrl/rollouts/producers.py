@@ -50,8 +50,8 @@ class RunningGroup:
 
     @property
     def to_run(self) -> list[int]:
-        ended = self.rollouts.keys() | self.failures.keys()
-        return [index for index in range(self.size) if index not in ended]
+        rollouts, failures = self.rollouts, self.failures
+        return [index for index in range(self.size) if index not in rollouts and index not in failures]
 
     def group(self) -> Group | None:
         """Return None if fewer than two rollouts are usable."""
