@@ -271,8 +271,7 @@ def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:
     num = 0
     versions = []
     for span in trajectory.version_spans:
-        num_in_loss = int(np.count_nonzero(trajectory.loss_mask[span.start : span.end]))
-        if num_in_loss and not (batch.mask_older and span.version < batch.min_version):
-            num += num_in_loss
+        if not (batch.mask_older and span.version < batch.min_version):
+            num += span.end - span.start
             versions.append(span.version)
     return num, min(versions, default=None)
