@@ -300,19 +300,14 @@ class Reporter:
         for name, value in self._counted(gauges(run)).items():
             if (gauge := gauge_of(name)) is not None and gauge.kind != "eval":
                 metrics.setdefault(name, value)
-        return metrics | self._parts(metrics)
-
-    def _parts(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the seconds of the step beside training, waits and handovers. What follows the report, such
-        as the rest of its record, is of the next step, as in perf/step_s.
-        """
+        # What follows the report, such as the rest of its record, is of the next step, as in perf/step_s.
         spent_s = self._spent_s.copy()
         self._spent_s.clear()
-        return {
+        return metrics | {
             "perf/journal_s": spent_s["journal"],
             "perf/request_s": max(0.0, spent_s["train"] - metrics.get("perf/train_s", 0.0)),
             "perf/export_s": max(0.0, spent_s["to engines"] - metrics.get("perf/to_engines_s", 0.0)),
-            "perf/record_s": spent_s["record"] + spent_s["copy"],
+            "perf/record_s": spent_s["record"],
         }
 
     def _note_span(self, span: TimedSpan) -> None:

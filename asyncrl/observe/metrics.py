@@ -82,7 +82,7 @@ GAUGES: Mapping[str, Gauge] = {
     "perf/journal_s": Gauge("step", "s", "until the batch was durable in the journal"),
     "perf/request_s": Gauge("step", "s", "to bring the batch to the trainer, and the report back"),
     "perf/export_s": Gauge("step", "s", "until the new weights' copy began; not perf/to_engines_s"),
-    "perf/record_s": Gauge("step", "s", "for metrics and samples, and until a checkpoint began"),
+    "perf/record_s": Gauge("step", "s", "for metrics, samples and trackers"),
     "perf/weight_sync_s": Gauge("now", "s", "of the last weight push, from export to announcement"),
     "perf/weight_sync_pause_s": Gauge("now", "s", "the longest pause of an engine's decoding in that push"),
     "perf/tokens_per_s": Gauge("step", "tokens/s", "trained tokens over perf/step_s"),

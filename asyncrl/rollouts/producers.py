@@ -121,10 +121,6 @@ class Producers:
             **by_task("rollout/failed", self._failed),
         }
 
-    @property
-    def num_sampling(self) -> int:
-        return self._slots.num_held
-
     def resize_nowait(self, capacity: int) -> None:
         self._slots.resize_nowait(capacity)
 
