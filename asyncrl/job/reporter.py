@@ -7,13 +7,14 @@ import logging
 import math
 import shlex
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.files import write_whole
-from asyncrl.base.waits import listen_to_spans, note_span
+from asyncrl.base.waits import TimedSpan, listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.lifecycle import run_again, run_id
 from asyncrl.journal.checkpoint_folders import sync_records
@@ -88,13 +89,15 @@ class Reporter:
         self._journaled: dict[str, float] = {}
         self._slots_at: tuple[float, float] | None = None
         self._is_to_resume = goes_on
+        self._spent_s = defaultdict[str, float](float)
+        """Seconds of the train loop by kind of span, since the last step was reported."""
 
     def start(self) -> None:
         plain = json.loads(self.config.model_dump_json())
         shown_as = self.run_dir.resolve().name
         self._trackers.start(TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain))
         self._recorder.write_status({"state": "starting"})
-        listen_to_spans(self._timeline.note)
+        listen_to_spans(self._note_span)
         if not self._is_to_resume:
             self._timeline.open()
         num_steps = self.config.trainer.num_steps
@@ -297,7 +300,20 @@ class Reporter:
         for name, value in self._counted(gauges(run)).items():
             if (gauge := gauge_of(name)) is not None and gauge.kind != "eval":
                 metrics.setdefault(name, value)
-        return metrics
+        # What follows the report, such as the rest of its record, is of the next step, as in perf/step_s.
+        spent_s = self._spent_s.copy()
+        self._spent_s.clear()
+        return metrics | {
+            "perf/journal_s": spent_s["journal"],
+            "perf/request_s": max(0.0, spent_s["train"] - metrics.get("perf/train_s", 0.0)),
+            "perf/export_s": max(0.0, spent_s["to engines"] - metrics.get("perf/to_engines_s", 0.0)),
+            "perf/record_s": spent_s["record"],
+        }
+
+    def _note_span(self, span: TimedSpan) -> None:
+        self._timeline.note(span)
+        if span.lane == "trainer":
+            self._spent_s[span.kind] += span.end_s - span.start_s
 
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
         counted = {name: value for name, value in found.items() if is_total(name)}

@@ -79,6 +79,10 @@ GAUGES: Mapping[str, Gauge] = {
     "perf/wait_generation_s": Gauge("step", "s", "for rollouts to be generated"),
     "perf/wait_stragglers_s": Gauge("step", "s", "for groups close to the staleness bound (on_overdue=wait)"),
     "perf/wait_publishing_s": Gauge("step", "s", "for a newer version to be served"),
+    "perf/journal_s": Gauge("step", "s", "until the batch was durable in the journal"),
+    "perf/request_s": Gauge("step", "s", "to bring the batch to the trainer, and the report back"),
+    "perf/export_s": Gauge("step", "s", "until the new weights' copy began; not perf/to_engines_s"),
+    "perf/record_s": Gauge("step", "s", "for metrics, samples and trackers"),
     "perf/weight_sync_s": Gauge("now", "s", "of the last weight push, from export to announcement"),
     "perf/weight_sync_pause_s": Gauge("now", "s", "the longest pause of an engine's decoding in that push"),
     "perf/tokens_per_s": Gauge("step", "tokens/s", "trained tokens over perf/step_s"),
@@ -267,8 +271,7 @@ def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:
     num = 0
     versions = []
     for span in trajectory.version_spans:
-        num_in_loss = int(np.count_nonzero(trajectory.loss_mask[span.start : span.end]))
-        if num_in_loss and not (batch.mask_older and span.version < batch.min_version):
-            num += num_in_loss
+        if not (batch.mask_older and span.version < batch.min_version):
+            num += span.end - span.start
             versions.append(span.version)
     return num, min(versions, default=None)

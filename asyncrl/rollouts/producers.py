@@ -50,8 +50,8 @@ class RunningGroup:
 
     @property
     def to_run(self) -> list[int]:
-        ended = self.rollouts.keys() | self.failures.keys()
-        return [index for index in range(self.size) if index not in ended]
+        rollouts, failures = self.rollouts, self.failures
+        return [index for index in range(self.size) if index not in rollouts and index not in failures]
 
     def group(self) -> Group | None:
         """Return None if fewer than two rollouts are usable."""
@@ -120,10 +120,6 @@ class Producers:
             **{f"rollout/{name}": self._counts[name] for name in counted},
             **by_task("rollout/failed", self._failed),
         }
-
-    @property
-    def num_sampling(self) -> int:
-        return self._slots.num_held
 
     def resize_nowait(self, capacity: int) -> None:
         self._slots.resize_nowait(capacity)

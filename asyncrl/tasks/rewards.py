@@ -69,10 +69,12 @@ def optional(function: Any, sampled: Completion, num_others: int = 2) -> Mapping
     return {"sampled": sampled} if "sampled" in names else {}
 
 
-def call(score: RewardFunction, prompt: Prompt, text: str, sampled: Completion) -> Reward | Awaitable[Any]:
-    """Return the reward, or an awaitable for call_async. Raises UserCodeFailed."""
+def call(
+    score: RewardFunction, prompt: Prompt, text: str, asked: Mapping[str, Any]
+) -> Reward | Awaitable[Any]:
+    """Return the reward, or an awaitable for call_async. `asked`: see optional(). Raises UserCodeFailed."""
     with user_code():
-        value: Any = score(prompt, text, **optional(score, sampled))
+        value: Any = score(prompt, text, **asked)
         return value if isinstance(value, Awaitable) else as_reward(value)
 
 

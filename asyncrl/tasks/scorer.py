@@ -85,6 +85,7 @@ class TaskScorer:
         self.shows_special = config.special_tokens == "visible"
         self._text_of = partial(answer_text, tokenizer, shows_special=self.shows_special)
         self._score = task.score
+        self._wants_sampled = bool(optional(task.score, Completion()))
         self._is_inline = config.reward_pool == "inline"
         self._free = asyncio.Semaphore(config.reward_workers)
         self._within_limit = partial(within, config.reward_timeout_s, partial(_too_slow, config))
@@ -108,16 +109,17 @@ class TaskScorer:
         if not self.has_score:
             raise no_reward(prompt)
         text = self._text_of(sampled.token_ids)
+        asked = {"sampled": sampled} if self._wants_sampled else {}
         try:
             with waiting("their rewards", on="the reward function"):
                 if self._processes is not None:
-                    sent = replace(sampled, routing=b"") if optional(self._score, sampled) else Completion()
+                    sent = replace(sampled, routing=b"") if asked else Completion()
                     async with self._free:
                         return await self._processes.run(prompt, text, sent)
                 if self._is_inline:
-                    reward = call(self._score, prompt, text, sampled)
+                    reward = call(self._score, prompt, text, asked)
                 else:
-                    reward = await self._call_in_thread(prompt, text, sampled)
+                    reward = await self._call_in_thread(prompt, text, asked)
                 if not isinstance(reward, Awaitable):
                     return reward
                 async with self._within_limit():
@@ -132,11 +134,11 @@ class TaskScorer:
             await self._processes.end()
 
     async def _call_in_thread(
-        self, prompt: Prompt, text: str, sampled: Completion
+        self, prompt: Prompt, text: str, asked: Mapping[str, Any]
     ) -> Reward | Awaitable[Any]:
         async with self._free:
             loop = asyncio.get_running_loop()
-            called = loop.run_in_executor(None, call, self._score, prompt, text, sampled)
+            called = loop.run_in_executor(None, call, self._score, prompt, text, asked)
             try:
                 async with self._within_limit():
                     return await asyncio.shield(called)
@@ -223,5 +225,5 @@ def _work(prompt: Prompt, text: str, sampled: Completion) -> Reward:
     with user_code():
         if isinstance(_built, BaseException):
             raise _built
-        reward = call(_built, prompt, text, sampled)
+        reward = call(_built, prompt, text, optional(_built, sampled))
         return asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward
