@@ -282,11 +282,11 @@ def record_code(run_dir: Path, config: RunConfig, step: int) -> list[str]:
     """
     path = run_dir / CODE_PIN
     records = json.loads(path.read_bytes()) if path.exists() else []
-    files = dict[str, str]()
-    for name in NAMES_OF_CODE.findall(config.model_dump_json()):
-        module = sys.modules.get(name.partition(":")[0])
-        for file in _files_of(Path(getattr(module, "__file__", None) or name)):
-            files[f"{file.name} of {name}"] = xxhash.xxh3_128_hexdigest(file.read_bytes())
+    files = {
+        f"{file.name} of {name}": xxhash.xxh3_128_hexdigest(file.read_bytes())
+        for name in NAMES_OF_CODE.findall(config.model_dump_json())
+        for file in _files_of(name)
+    }
     before = records[-1]["files"] if records else files
     changed = [name for name in files if files[name] != before.get(name)]
     if changed or not records:
@@ -295,14 +295,15 @@ def record_code(run_dir: Path, config: RunConfig, step: int) -> list[str]:
     return changed
 
 
-def _files_of(module: Path) -> list[Path]:
-    """Return a module's file, and files of its folder that it imports."""
-    files = [module] if module.is_file() else []
-    for file in files:  # it grows
-        imports = re.findall(r"^\s*(?:from|import)\s.*", file.read_text(errors="replace"), re.MULTILINE)
-        near = [file.with_name(f"{word}.py") for word in re.findall(r"\w+", " ".join(imports))]
-        files += [other for other in near if other not in files and other.is_file()]
-    return files
+def _files_of(name: str) -> list[Path]:
+    """Return the file of a loaded `module:function` or of a path, and those of its folder that it imports."""
+    module = sys.modules.get(name.partition(":")[0])
+    path = Path(getattr(module, "__file__", None) or name)
+    if not path.is_file():
+        return []
+    imports = re.findall(r"^\s*(?:from|import)\s.*", path.read_text(errors="replace"), re.MULTILINE)
+    near = {path.with_name(f"{word}.py") for word in re.findall(r"\w+", " ".join(imports))}
+    return [path, *sorted(filter(Path.is_file, near - {path}))]
 
 
 # ---- libraries
