@@ -105,8 +105,6 @@ class Console:
         if samples and now_s - self._sample_at_s >= every_s:
             self._sample_at_s = now_s
             text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
-            encoding = self._rich.encoding  # of a terminal that may not know the model's characters
-            text = text.encode(encoding, "backslashreplace").decode(encoding)
             self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
 
     def show_activity(self, text: str) -> None:
@@ -234,6 +232,8 @@ class _Outliving:
         return getattr(self._file, name)  # encoding, isatty
 
     def write(self, text: str) -> int:
+        encoding = getattr(self._file, "encoding", None) or "utf-8"  # ascii lacks the ± of a verdict
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         for start in range(0, len(text), PIECE):
             try:
                 if self._has_room():

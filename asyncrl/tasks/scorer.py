@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from asyncrl.base.errors import RewardFailure
+from asyncrl.base.errors import RewardFailure, TaskError
 from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
@@ -91,6 +91,7 @@ class TaskScorer:
         self._within_limit = partial(within, config.reward_timeout_s, partial(_too_slow, config))
         self._calls = UserCalls(
             f"the reward function {config.reward or config.python}",
+            error=partial(TaskError, "tasks"),
             warn=warn,
             way_out="limit what the function waits for, or set task.reward_pool=process. In async functions, "
             "write `except Exception:`, not `except:` or `except BaseException:`.",
@@ -108,6 +109,7 @@ class TaskScorer:
         """Raises RewardFailure (data), or TaskError (ends the run)."""
         if not self.has_score:
             raise no_reward(prompt)
+        self._calls.check()
         text = self._text_of(sampled.token_ids)
         asked = {"sampled": sampled} if self._wants_sampled else {}
         try:
@@ -125,9 +127,11 @@ class TaskScorer:
                 async with self._within_limit():
                     return await self._calls.run(call_async(reward))
         except UserCodeFailed as failure:
-            what = f"the reward of prompt {prompt.prompt_id} {failure}"
-            way_out = f"correct the reward function; the completion began {text[:80]!r}."
-            raise RewardFailure(what, rule="a reward is one finite number", way_out=way_out) from failure
+            raise RewardFailure(
+                f"the reward of prompt {prompt.prompt_id} {failure}",
+                rule="a reward is one finite number",
+                way_out=f"correct the reward function; the completion began {text[:80]!r}.",
+            ) from failure
 
     async def aclose(self) -> None:
         if self._processes is not None:
@@ -139,12 +143,13 @@ class TaskScorer:
         async with self._free:
             loop = asyncio.get_running_loop()
             called = loop.run_in_executor(None, call, self._score, prompt, text, asked)
+            called.add_done_callback(asyncio.Future.exception)  # a cancelled rollout does not retrieve it
             try:
                 async with self._within_limit():
                     return await asyncio.shield(called)
             except UserCodeFailed:
                 if not called.done():
-                    self._calls.left_running()
+                    self._calls.left_running(called)
                 raise
 
 
@@ -193,8 +198,9 @@ class ProcessPool:
             if pool is self._pool:
                 self._pool = self._make()
                 await self.end(pool)
-            what = f"lost its process outside of any call ({error}); memory is the usual cause"
-            raise UserCodeFailed(what) from error
+            raise UserCodeFailed(
+                f"lost its process outside of any call ({error}); memory is the usual cause"
+            ) from error
 
     async def end(self, pool: Any = None) -> None:
         pool = pool or self._pool
