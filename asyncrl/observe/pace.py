@@ -21,19 +21,12 @@ FULL = 0.75
 BLOCKING_SHARE = 0.1
 """Share of the time from which rewards that hold the controller are named."""
 PARTS = {
-    "training": {
-        "perf/logprobs_s": "logprobs without gradient",
-        "perf/forward_s": "forward passes",
-        "perf/backward_s": "backward passes",
-        "perf/optimizer_s": "the optimizer",
-    },
-    "other": {
-        "perf/request_s": "requests to the trainer",
-        "perf/export_s": "exports of the weights",
-        "perf/journal_s": "the journal",
-        "perf/record_s": "metrics, samples and checkpoints",
-    },
+    "perf/request_s": "requests to the trainer",
+    "perf/export_s": "exports of the weights",
+    "perf/journal_s": "the journal",
+    "perf/record_s": "metrics, samples and checkpoints",
 }
+"""Parts of the work between steps."""
 LOSSES = {
     "rollout/dropped": "Groups dropped as too old and generated again (buffer.on_overdue)",
     "rollout/filtered": "Groups of equal rewards replaced (buffer.filter)",
@@ -77,14 +70,15 @@ class Pace:
         yield from self._losses()
 
     def _share_text(self, name: str, how: str) -> str:
-        share = self.shares[name]
-        what = "Work between steps" if name == "other" else name.capitalize()
-        text = f"{what} {how} {share:.0%} of the time over {several(len(self.steps), 'step')}"
-        parts = {self.steps.total(metric) / self.wall_s: part for metric, part in PARTS.get(name, {}).items()}
-        largest = max(parts, default=0.0)
-        if largest > share - sum(parts):  # no unmeasured part is larger
-            text += f", the largest part {parts[largest]} ({largest:.0%})"
-        return f"{text}."
+        text = f"{how} {self.shares[name]:.0%} of the time over {several(len(self.steps), 'step')}"
+        if name != "other":
+            return f"{name.capitalize()} {text}."
+        seconds = {part: self.steps.total(metric) for metric, part in PARTS.items()}
+        largest = max(seconds, key=seconds.__getitem__)
+        unknown_s = self.shares[name] * self.wall_s - sum(seconds.values())
+        if seconds[largest] > unknown_s:
+            text += f", the largest part {largest} ({seconds[largest] / self.wall_s:.0%})"
+        return f"Work between steps {text}."
 
     # ---- cures
 
@@ -112,9 +106,6 @@ class Pace:
 
     def _training_cures(self) -> Iterator[str]:
         steps = self.steps
-        for key in ("gradient_checkpointing", "cpu_offload"):
-            if getattr(self.config.trainer, key):
-                yield f"Set trainer.{key}=false if memory allows."
         if steps.values("perf/device_memory_bytes"):  # of CUDA devices
             yield f"Raise {self._now('trainer.world_size')} if more devices are free."
         if steps.values("trainer/compiled")[-1:] == [0.0] and self.config.trainer.compile == "auto":
@@ -140,7 +131,7 @@ class Pace:
         limit = slots if generator.concurrency == "auto" else generator.concurrency
         if busy >= FULL * slots:
             yield f"Raise {self._now('rollout.slots')} or {self._now('rollout.num_engines')}."
-        elif max(busy, held * generator.is_harness) < FULL * limit:
+        elif not generator.is_harness or held < FULL * limit:
             yield from self._more_ahead()
         elif generator.remote and self._usual("harness/queued"):
             yield "Start more workers (asyncrl work)."
