@@ -31,9 +31,10 @@ LINE = (
 
 PANEL = """12/300 1 min 05 s, 1 min 58 s left
 reward 0.716
-from 0.083, last step 0.413
+first step 0.083, last step 0.413
 1.2 (max 3 of 4)
 training 71%, waiting for generation 17%
+(last 12 steps)
 health 12 steps are broken."""
 
 

@@ -116,7 +116,7 @@ def test_the_page_shows_the_verdict_and_its_reasons(tmp_path: Path) -> None:
     view = view_run(make_run(tmp_path / "run"))
     assert (view["problems"], view["ended"], view["progress"]) == ([], "", "4 of 9 in 4.0 s, 1.00 s each")
     verdict = view["verdict"]
-    assert verdict["headline"].startswith("Too short to say whether it learns: reward 0.050 at the start")
+    assert verdict["headline"].startswith("No clear gain yet: reward 0.050 at the start")
     assert (verdict["reward"]["last"], view["num_recent"], view["window"]) == (pytest.approx(0.25), 2, 2)
     assert view["curves"]["reward/mean"] == [0.0, 0.1, 0.2, 0.3]
     differing = [setting["key"] for setting in view["settings"] if setting["differs"]]

@@ -174,10 +174,11 @@ def plain_line(steps: Steps, num: int, num_steps: int, max_staleness: int) -> st
 
 def metric_rows(steps: Steps, part: slice, max_staleness: int) -> list[tuple[str, RenderableType]]:
     shares = time_shares(lambda metric: steps.total(metric, part))
+    num = len(steps.column("step")[part])
     return [
         ("reward", reward_text(steps)),
         ("by task", tasks_text(steps, part)),
-        ("time", numbers.shares_text(shares)),
+        ("time", numbers.shares_text(shares).append(f" (last {numbers.several(num, 'step')})")),
         ("staleness", staleness_text(steps, part, max_staleness)),
     ]
 
@@ -188,7 +189,7 @@ def reward_text(steps: Steps) -> Text:
         return Text("-")
     mean = fmean(rewards[recent(len(rewards))])
     line = numbers.sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)  # the panel is drawn often
-    ends = f"  from {rewards[0]:.3f}, last step {rewards[-1]:.3f}"
+    ends = f"  first step {rewards[0]:.3f}, last step {rewards[-1]:.3f}"
     return Text.assemble((f"{mean:.3f}  ", "bold"), (line, "cyan"), (ends, "dim"))
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from asyncrl.base.errors import RewardFailure, TaskError
 from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import Completion, Prompt
+from asyncrl.messages.records import Completion, Prompt, by_task
 from asyncrl.messages.work import ChatTokenizer, answer_text
 from asyncrl.tasks.rewards import (
     Reward,
@@ -57,7 +58,12 @@ class Scorers:
         return self._scorers[prompt.task]
 
     def gauges(self) -> dict[str, float]:
-        return {"rollout/abandoned": sum(scorer.num_abandoned for scorer in self._scorers.values())}
+        scorers = self._scorers
+        return {
+            "rollout/abandoned": sum(scorer.num_abandoned for scorer in scorers.values()),
+            **by_task("perf/inline_rewards_s", {name: one.inline_s for name, one in scorers.items()}),
+            **by_task("perf/reward_workers_full", {name: one.is_full for name, one in scorers.items()}),
+        }
 
     async def aclose(self) -> None:
         for scorer in self._scorers.values():
@@ -87,6 +93,7 @@ class TaskScorer:
         self._score = task.score
         self._wants_sampled = bool(optional(task.score, Completion()))
         self._is_inline = config.reward_pool == "inline"
+        self.inline_s = 0.0
         self._free = asyncio.Semaphore(config.reward_workers)
         self._within_limit = partial(within, config.reward_timeout_s, partial(_too_slow, config))
         self._calls = UserCalls(
@@ -105,6 +112,11 @@ class TaskScorer:
     def num_abandoned(self) -> int:
         return self._calls.num_abandoned
 
+    @property
+    def is_full(self) -> float:
+        """Return 1 if all `reward_workers` are busy."""
+        return float(self._free.locked())
+
     async def score(self, prompt: Prompt, sampled: Completion) -> Reward:
         """Raises RewardFailure (data), or TaskError (ends the run)."""
         if not self.has_score:
@@ -119,7 +131,9 @@ class TaskScorer:
                     async with self._free:
                         return await self._processes.run(prompt, text, sent)
                 if self._is_inline:
+                    start_s = time.perf_counter()
                     reward = call(self._score, prompt, text, asked)
+                    self.inline_s += time.perf_counter() - start_s
                 else:
                     reward = await self._call_in_thread(prompt, text, asked)
                 if not isinstance(reward, Awaitable):

@@ -268,7 +268,7 @@ class TrainStep(TrainedModel):
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
             rule = f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row"
-            raise self._refused(batch, what, rule, "lower trainer.learning_rate.")
+            raise self._refused(batch, what, rule, f"{step_metrics.NOT_FINITE_ADVICE}.")
         log.warning("%s: step skipped, %s", _name(batch), what)
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:

@@ -44,6 +44,10 @@ GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
     "engine that deviates; weight_sync.interrupt=keep_kv raises the gap"
 )
+NOT_FINITE_ADVICE = (
+    "if it began in the first step, correct algorithm.loss, algorithm.advantage or the model; if it began "
+    "later, lower trainer.learning_rate"
+)
 
 Phase = Literal["pack", "logprobs", "forward", "backward", "optimizer", "blocked", ""]
 
