@@ -29,6 +29,17 @@ GRACE_S = 30.0
 """Limit for the cleanup of a cancelled harness."""
 MAX_RETRIES = 4
 """The gateway samples a repeated call only once."""
+REQUEST_LOGGERS = (
+    "aiohttp.access",
+    "anthropic",
+    "httpcore",
+    "httpx",
+    "httpcore2",
+    "httpx2",
+    "openai",
+    "urllib3",
+)
+"""Loggers of a line per request, with addresses that may hold keys."""
 OUTCOME = TypeAdapter(Outcome)
 _MAX_WORDS = 4000
 
