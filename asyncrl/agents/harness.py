@@ -30,6 +30,17 @@ GRACE_S = 30.0
 """Limit for the cleanup of a cancelled harness."""
 MAX_RETRIES = 4
 """The gateway samples a repeated call only once."""
+REQUEST_LOGGERS = (
+    "aiohttp.access",
+    "anthropic",
+    "httpcore",
+    "httpx",
+    "httpcore2",
+    "httpx2",
+    "openai",
+    "urllib3",
+)
+"""Loggers of a line per request, with addresses that may hold keys."""
 OUTCOME = TypeAdapter(Outcome)
 MAX_TRACE = 20_000
 """Characters of a traceback in the log: an error's text may have megabytes."""

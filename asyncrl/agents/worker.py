@@ -24,7 +24,14 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, Field
 
-from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
+from asyncrl.agents.harness import (
+    REQUEST_LOGGERS,
+    Harness,
+    Session,
+    build_harness,
+    make_http_client,
+    run_item,
+)
 from asyncrl.base.errors import ConfigError, ErrorBody, Message, RoomError, fatal_line, first_cause
 from asyncrl.base.host import LOG_FORMAT, hide_memory
 from asyncrl.base.http import (
@@ -277,7 +284,8 @@ async def _serve_health(harness: Harness, fd: int) -> None:
 
 def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in REQUEST_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 # ---- `asyncrl work`
