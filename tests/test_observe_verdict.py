@@ -13,6 +13,8 @@ from launch_cases import load
 from test_docs import has_setting
 
 from asyncrl.config import RunConfig
+from asyncrl.observe import pace
+from asyncrl.observe.metrics import GAUGES
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.verdict import Verdict, judge
 
@@ -248,6 +250,15 @@ def test_every_cure_is_true_and_new(cause: str) -> None:
             present = str(attrgetter(name)(run)).lower()
             assert has_setting(name), case
             assert now == present or (new and new != present), case
+
+
+def test_every_metric_behind_a_cure_is_declared() -> None:
+    used = re.findall(
+        r'f?"((?:buffer|engine|harness|perf|rollout|sample|tokens|trainer)/\w+)',
+        Path(pace.__file__).read_text(),
+    )
+    assert len(used) > 15
+    assert [name for name in used if name not in GAUGES] == []
 
 
 def test_a_repeated_step_replaces_itself_and_later_steps() -> None:

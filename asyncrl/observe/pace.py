@@ -24,7 +24,7 @@ PARTS = {
     "perf/request_s": "requests to the trainer",
     "perf/export_s": "exports of the weights",
     "perf/journal_s": "the journal",
-    "perf/record_s": "metrics, samples and checkpoints",
+    "perf/record_s": "metrics and samples",
 }
 """Parts of the work between steps."""
 LOSSES = {
