@@ -135,7 +135,7 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     fail(writer, 2)
     fail(writer, 3)
     assert steps_in(tmp_path) == [(1, "failed")] * 2
-    writer.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), {(0, 3): 0.25}, letters)
+    writer.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), {(0, 3): 0.25}, {(0, 3): 1.5}, letters)
     fail(writer, 4)
     first, second, best, *_ = read_samples(tmp_path, [])
     assert "failed 2 times, last: no reward" in (first["error"] or "")
@@ -152,11 +152,11 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
 
 def test_a_long_run_keeps_its_newest_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = writer_of(tmp_path, per_step=1)
-    writer.step(make_batch([[1.0]], 0), {}, letters)
+    writer.step(make_batch([[1.0]], 0), {}, {}, letters)
     size = (tmp_path / "samples.jsonl").stat().st_size
     monkeypatch.setattr(samples_module, "MAX_BYTES", 20 * size - 1)
     for step in range(1, 200):
-        writer.step(make_batch([[1.0]], step), {}, letters)
+        writer.step(make_batch([[1.0]], step), {}, {}, letters)
     steps = [step for step, _ in steps_in(tmp_path)]
     assert steps == [*range(201 - len(steps), 201)]
     assert 20 <= len(steps) <= 40

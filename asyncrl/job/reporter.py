@@ -167,7 +167,8 @@ class Reporter:
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
         gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
-        self._show_samples(self._samples.step(batch, gaps, run.tokenizer.decode))
+        advantages = {(group, index): value for group, index, value in report.rollout_advantages}
+        self._show_samples(self._samples.step(batch, gaps, advantages, run.tokenizer.decode))
 
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout

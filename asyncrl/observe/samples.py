@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import random
+import string
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, with_config
@@ -35,14 +37,36 @@ MAX_PARTS = 40
 MAX_CHARS = 4000
 MAX_MESSAGES = 40
 """Limits: parts of a rollout, characters of a part or message, messages."""
+MAX_MATES = 8
+MATE_CHARS = 60
+"""Limits: rollouts shown of a group, and characters of each if the sample itself is short."""
+DIGITS = string.digits + string.ascii_lowercase
+SLACK = 8
+"""Characters that may be between two tokens: a space, or a character of several tokens."""
 
 
 class ShownPart(TypedDict):
-    """Neighboring tokens of a branch: all sampled, or all given (prompt, tool results)."""
+    """Neighboring tokens of a branch: all sampled, or all given (prompt, tool results).
+
+    A sampled part has `tokens`, three characters for each token: its length in `text` in base 36 (longer
+    tokens take several) and its probability in percent, 00 to 99. `versions`: [first character,
+    policy_version]. `reward`: of the turn. A cut text has both for its beginning.
+
+    Example: text "so 42", tokens "297392", versions [[0, 7], [2, 8]]: version 7 sampled "so" (97 %),
+    version 8 sampled " 42" (92 %).
+    """
 
     branch: int
     is_sampled: bool
     text: str
+    num_tokens: NotRequired[int]
+    tokens: NotRequired[str]
+    versions: NotRequired[list[tuple[int, int]]]
+    reward: NotRequired[float]
+
+
+Mate = tuple[int, float, float | None, int, str]
+"""A rollout of a group: sample_index, reward, advantage, sampled tokens, end of its text."""
 
 
 @with_config(ConfigDict(allow_inf_nan=False))
@@ -51,7 +75,8 @@ class ShownRollout(TypedDict):
 
     `step`: the step that trained on it, or the next step for a failed one; `metrics`: parts of the
     reward; `versions`: oldest and newest policy_version; `staleness`: of its oldest token in the loss;
-    `logprob_gap`: mean |engine - trainer| in nats over fresh tokens.
+    `logprob_gap`: mean |engine - trainer| in nats over fresh tokens; `advantage`: the trainer's, mean over
+    tokens in the loss; `group`: at most MAX_MATES of its `group_size` rollouts, the best first.
     """
 
     step: int
@@ -72,6 +97,9 @@ class ShownRollout(TypedDict):
     num_interruptions: int
     parts: list[ShownPart]
     error: str | None
+    advantage: NotRequired[float | None]
+    group: NotRequired[list[Mate]]
+    group_size: NotRequired[int]
 
 
 _SHOWN = TypeAdapter(ShownRollout)
@@ -79,12 +107,24 @@ _SHOWN = TypeAdapter(ShownRollout)
 
 Decode = Callable[..., str]
 """HFChatTokenizer.decode."""
+ByRollout = Mapping[tuple[int, int], float]
+"""A value of rollouts by group_id and sample_index."""
 
 
 def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, Rollout]]:
-    """Pick the best and the worst rollout by reward, then random ones (seeded), `num` in all."""
-    rollouts = [(group, rollout) for group in batch.groups for rollout in rollouts_of(group)]
-    *others, best = sorted(rollouts, key=lambda entry: entry[1][0].reward)
+    """Pick the best and the worst rollout by reward, then random ones (seeded), `num` in all.
+
+    Of equal rewards, a group of mixed rewards comes first: its rollouts teach something.
+    """
+    mixed = set[GroupId]()
+    rollouts = list[tuple[Group, Rollout]]()
+    for group in batch.groups:
+        of_group = rollouts_of(group)
+        rollouts += [(group, rollout) for rollout in of_group]
+        if len({rollout[0].reward for rollout in of_group}) > 1:
+            mixed.add(group.group_id)
+    *others, best = sorted(rollouts, key=lambda entry: (entry[1][0].reward, entry[0].group_id in mixed))
+    others.sort(key=lambda entry: (entry[1][0].reward, entry[0].group_id not in mixed))
     found: list[tuple[SampleKind, Group, Rollout]] = [("best", *best)]
     found += [("worst", *entry) for entry in others[:1]]
     others = others[1:]
@@ -133,8 +173,75 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
     mask = branch.loss_mask
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
     for first, end in itertools.pairwise(edges):
-        text = decode(branch.token_ids[first:end].tolist(), skip_special_tokens=False)
-        yield {"branch": branch.branch, "is_sampled": bool(mask[first]), "text": _cut(text)}
+        ids = branch.token_ids[first:end].tolist()
+        text = decode(ids, skip_special_tokens=False)
+        is_sampled = bool(mask[first])
+        part: ShownPart = {"branch": branch.branch, "is_sampled": is_sampled, "text": _cut(text)}
+        part["num_tokens"] = end - first
+        if is_sampled:
+            most = len(text) if len(text) <= MAX_CHARS else MAX_CHARS - MAX_CHARS // 3
+            ends = token_ends(ids, text, most, decode)
+            part["tokens"] = _marks(ends, branch.behaviour_logprobs[first:end].tolist())
+            starts = [0, *ends]
+            inside = [(max(span.start - first, 0), span) for span in branch.version_spans if span.end > first]
+            part["versions"] = [
+                (starts[start], int(span.version)) for start, span in inside if start < len(ends)
+            ]
+        for credit in branch.credits:
+            if first <= credit.start < end:
+                part["reward"] = credit.reward
+        yield part
+
+
+def token_ends(ids: Sequence[int], text: str, most: int, decode: Decode) -> list[int]:
+    """Return where each token ends in `text`, up to character `most`.
+
+    Several tokens of one character count for the last of them. The rest of a text that single tokens do not
+    spell belongs to no token.
+    """
+    ends: list[int] = []
+    end = 0
+    is_unknown = False
+    for token in ids:
+        piece = decode([token], skip_special_tokens=False)
+        found = text.find(piece, end, end + len(piece) + SLACK) if piece else -1
+        if found > end and is_unknown:
+            ends[-1] = found
+        is_unknown = found < 0
+        end = end if is_unknown else found + len(piece)
+        ends.append(end)
+        if end >= most:
+            break
+    if most - end <= SLACK:
+        ends[-1] = most
+    return ends
+
+
+def _marks(ends: Sequence[int], logprobs: Sequence[float]) -> str:
+    marks: list[str] = []
+    longest = len(DIGITS) - 1
+    for (start, end), logprob in zip(itertools.pairwise([0, *ends]), logprobs, strict=False):
+        percent = min(99, int(100 * math.exp(min(0.0, logprob))))
+        num_long, rest = divmod(end - start, longest)
+        marks += [f"{DIGITS[length]}{percent:02}" for length in [longest] * num_long + [rest]]
+    return "".join(marks)
+
+
+def _mates(group: Group, advantages: ByRollout, most: int, decode: Decode) -> tuple[list[Mate], int]:
+    """Return at most MAX_MATES rollouts with the last `most` characters of each, and the group's size."""
+    ranked = sorted(rollouts_of(group), key=lambda rollout: -rollout[0].reward)
+    mates: list[Mate] = []
+    for rollout in ranked[:: -(-len(ranked) // MAX_MATES)]:
+        index = rollout[0].sample_index
+        last = rollout[-1]
+        ids = last.token_ids[last.loss_mask].tolist()
+        text = decode(ids[-most:], skip_special_tokens=False)
+        is_cut = len(ids) > most or len(text) > most
+        ending = f"[...] {text[-most:]}" if is_cut else text
+        advantage = advantages.get((group.group_id, index))
+        num_sampled = sum(branch.num_sampled for branch in rollout)
+        mates.append((index, float(rollout[0].reward), advantage, num_sampled, _cut(ending)))
+    return mates, len(ranked)
 
 
 def _cut(value: Any) -> str:
@@ -166,8 +273,9 @@ class SampleWriter:
             if path.exists():
                 cut_steps(path, step - 1)
 
-    def step(self, batch: Batch, gaps: Mapping[tuple[int, int], float], decode: Decode) -> list[ShownRollout]:
-        """`gaps` by group and sample."""
+    def step(
+        self, batch: Batch, gaps: ByRollout, advantages: ByRollout, decode: Decode
+    ) -> list[ShownRollout]:
         self._next_step = batch.version + 2
         self._num_failed = 0
         samples: list[Any] = []
@@ -181,7 +289,12 @@ class SampleWriter:
                 gap=gaps.get((group.group_id, index)),
                 min_version=batch.min_version,
             )
-            samples.append({"kind": kind, "group_id": int(group.group_id), "sample_index": index, **text})
+            num_chars = sum(len(part["text"]) for part in text["parts"] if part["is_sampled"])
+            most = max(MATE_CHARS, num_chars // MAX_MATES)
+            mates, size = _mates(group, advantages, most, decode)
+            name = {"kind": kind, "group_id": int(group.group_id), "sample_index": index}
+            advantage = advantages.get((group.group_id, index))
+            samples.append({**name, **text, "advantage": advantage, "group": mates, "group_size": size})
         return self._append(samples)
 
     def failed(
@@ -231,8 +344,10 @@ def headline(sample: ShownRollout) -> str:
     reward = "no reward" if sample["reward"] is None else f"reward {plain(sample['reward'])}"
     what = "failed rollout" if sample["kind"] == "failed" else f"{sample['kind']} sample"
     gap = sample["logprob_gap"]
+    advantage = sample.get("advantage")
     words = [
         f"{what} of step {sample['step']}: {reward}",
+        advantage is not None and f"advantage {advantage:+.3g}",
         *(f"{name} {plain(value)}" for name, value in sample["metrics"].items()),
         sample["versions"] and f"versions {'..'.join(map(str, dict.fromkeys(sample['versions'])))}",
         sample["staleness"] is not None and f"staleness {sample['staleness']}",
