@@ -114,7 +114,7 @@ def test_the_trace_has_the_format_of_perfetto() -> None:
 
 def test_the_page_shows_the_verdict_and_its_reasons(tmp_path: Path) -> None:
     view = view_run(make_run(tmp_path / "run"))
-    assert (view["problems"], view["ended"], view["progress"]) == ([], "", "4 of 9 in 4.0 s, 1.00 s each")
+    assert (view["problems"], view["why"], view["progress"]) == ([], "", "4 of 9 in 4.0 s, 1.00 s each")
     verdict = view["verdict"]
     assert verdict["headline"].startswith("Too short to say whether it learns: reward 0.050 at the start")
     assert (verdict["reward"]["last"], view["num_recent"], view["window"]) == (pytest.approx(0.25), 2, 2)
@@ -167,7 +167,7 @@ def test_a_run_in_any_state_is_shown(tmp_path: Path, state: str, num_steps: int)
         page = page_of(tmp_path)
     assert render(page)
     (view,) = page["runs"]
-    assert ("the disk is full" in view["ended"]) == (state == "failed")
+    assert ("the disk is full" in view["why"]) == (state == "failed")
     assert (" left" in view["progress"]) == (state == "running")
 
 

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import random
-import string
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ MAX_MESSAGES = 40
 MAX_MATES = 8
 MATE_CHARS = 60
 """Limits: rollouts shown of a group, and characters of each if the sample itself is short."""
-DIGITS = string.digits + string.ascii_lowercase
 SLACK = 8
 """Characters that may be between two tokens: a space, or a character of several tokens."""
 
@@ -48,11 +46,11 @@ SLACK = 8
 class ShownPart(TypedDict):
     """Neighboring tokens of a branch: all sampled, or all given (prompt, tool results).
 
-    A sampled part has `tokens`, three characters for each token: its length in `text` in base 36 (longer
-    tokens take several) and its probability in percent, 00 to 99. `versions`: [first character,
-    policy_version]. `reward`: of the turn. A cut text has both for its beginning.
+    A sampled part has `tokens`, three characters for each token: chr(48 + its length in `text`), and its
+    probability in percent, 00 to 99. `versions`: [first token, policy_version]. `reward`: of the turn. A
+    cut text has `tokens` for its beginning.
 
-    Example: text "so 42", tokens "297392", versions [[0, 7], [2, 8]]: version 7 sampled "so" (97 %),
+    Example: text "so 42", tokens "297392", versions [[0, 7], [1, 8]]: version 7 sampled "so" (97 %),
     version 8 sampled " 42" (92 %).
     """
 
@@ -66,7 +64,7 @@ class ShownPart(TypedDict):
 
 
 Mate = tuple[int, float, float | None, int, str]
-"""A rollout of a group: sample_index, reward, advantage, sampled tokens, end of its text."""
+"""A rollout of a group: sample_index, reward, advantage, sampled tokens, text of the last branch."""
 
 
 @with_config(ConfigDict(allow_inf_nan=False))
@@ -76,7 +74,7 @@ class ShownRollout(TypedDict):
     `step`: the step that trained on it, or the next step for a failed one; `metrics`: parts of the
     reward; `versions`: oldest and newest policy_version; `staleness`: of its oldest token in the loss;
     `logprob_gap`: mean |engine - trainer| in nats over fresh tokens; `advantage`: the trainer's, mean over
-    tokens in the loss; `group`: at most MAX_MATES of its `group_size` rollouts, the best first.
+    tokens in the loss; `group`: it and others of its group, the best first.
     """
 
     step: int
@@ -99,7 +97,6 @@ class ShownRollout(TypedDict):
     error: str | None
     advantage: NotRequired[float | None]
     group: NotRequired[list[Mate]]
-    group_size: NotRequired[int]
 
 
 _SHOWN = TypeAdapter(ShownRollout)
@@ -116,15 +113,12 @@ def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, R
 
     Of equal rewards, a group of mixed rewards comes first: its rollouts teach something.
     """
-    mixed = set[GroupId]()
-    rollouts = list[tuple[Group, Rollout]]()
-    for group in batch.groups:
-        of_group = rollouts_of(group)
-        rollouts += [(group, rollout) for rollout in of_group]
-        if len({rollout[0].reward for rollout in of_group}) > 1:
-            mixed.add(group.group_id)
-    *others, best = sorted(rollouts, key=lambda entry: (entry[1][0].reward, entry[0].group_id in mixed))
-    others.sort(key=lambda entry: (entry[1][0].reward, entry[0].group_id not in mixed))
+    is_mixed = {
+        group.group_id: len({branch.reward for branch in group.trajectories}) > 1 for group in batch.groups
+    }
+    rollouts = [(group, rollout) for group in batch.groups for rollout in rollouts_of(group)]
+    *others, best = sorted(rollouts, key=lambda entry: (entry[1][0].reward, is_mixed[entry[0].group_id]))
+    others.sort(key=lambda entry: (entry[1][0].reward, not is_mixed[entry[0].group_id]))
     found: list[tuple[SampleKind, Group, Rollout]] = [("best", *best)]
     found += [("worst", *entry) for entry in others[:1]]
     others = others[1:]
@@ -182,11 +176,8 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
             most = len(text) if len(text) <= MAX_CHARS else MAX_CHARS - MAX_CHARS // 3
             ends = token_ends(ids, text, most, decode)
             part["tokens"] = _marks(ends, branch.behaviour_logprobs[first:end].tolist())
-            starts = [0, *ends]
-            inside = [(max(span.start - first, 0), span) for span in branch.version_spans if span.end > first]
-            part["versions"] = [
-                (starts[start], int(span.version)) for start, span in inside if start < len(ends)
-            ]
+            starts = {span.start - first: int(span.version) for span in branch.version_spans}
+            part["versions"] = [(start, starts[start]) for start in starts if 0 <= start < len(ids)]
         for credit in branch.credits:
             if first <= credit.start < end:
                 part["reward"] = credit.reward
@@ -204,7 +195,7 @@ def token_ends(ids: Sequence[int], text: str, most: int, decode: Decode) -> list
     is_unknown = False
     for token in ids:
         piece = decode([token], skip_special_tokens=False)
-        found = text.find(piece, end, end + len(piece) + SLACK) if piece else -1
+        found = text.find(piece, end, end + len(piece) + SLACK)
         if found > end and is_unknown:
             ends[-1] = found
         is_unknown = found < 0
@@ -218,30 +209,31 @@ def token_ends(ids: Sequence[int], text: str, most: int, decode: Decode) -> list
 
 
 def _marks(ends: Sequence[int], logprobs: Sequence[float]) -> str:
-    marks: list[str] = []
-    longest = len(DIGITS) - 1
+    """Return ShownPart.tokens."""
+    marks = []
     for (start, end), logprob in zip(itertools.pairwise([0, *ends]), logprobs, strict=False):
-        percent = min(99, int(100 * math.exp(min(0.0, logprob))))
-        num_long, rest = divmod(end - start, longest)
-        marks += [f"{DIGITS[length]}{percent:02}" for length in [longest] * num_long + [rest]]
+        percent = min(99, int(100 * math.exp(logprob)))
+        marks.append(f"{chr(48 + end - start)}{percent:02}")
     return "".join(marks)
 
 
-def _mates(group: Group, advantages: ByRollout, most: int, decode: Decode) -> tuple[list[Mate], int]:
-    """Return at most MAX_MATES rollouts with the last `most` characters of each, and the group's size."""
-    ranked = sorted(rollouts_of(group), key=lambda rollout: -rollout[0].reward)
+def _mates(group: Group, own: Rollout, advantages: ByRollout, decode: Decode) -> list[Mate]:
+    """Return `own` and other rollouts of its group, the best first.
+
+    Their texts, cut in the middle, are together about as long as that of `own`.
+    """
+    most = max(MATE_CHARS, sum(branch.num_sampled for branch in own) // 2)
+    others = [rollout for rollout in rollouts_of(group) if rollout[0].sample_index != own[0].sample_index]
+    others.sort(key=lambda rollout: rollout[0].reward)
     mates: list[Mate] = []
-    for rollout in ranked[:: -(-len(ranked) // MAX_MATES)]:
-        index = rollout[0].sample_index
+    for rollout in (own, *others[:: 1 + len(others) // MAX_MATES]):
         last = rollout[-1]
-        ids = last.token_ids[last.loss_mask].tolist()
-        text = decode(ids[-most:], skip_special_tokens=False)
-        is_cut = len(ids) > most or len(text) > most
-        ending = f"[...] {text[-most:]}" if is_cut else text
-        advantage = advantages.get((group.group_id, index))
+        text = decode(last.token_ids[last.loss_mask].tolist(), skip_special_tokens=False)
+        advantage = advantages.get((group.group_id, last.sample_index))
         num_sampled = sum(branch.num_sampled for branch in rollout)
-        mates.append((index, float(rollout[0].reward), advantage, num_sampled, _cut(ending)))
-    return mates, len(ranked)
+        reward = round(float(last.reward), 6)
+        mates.append((last.sample_index, reward, advantage, num_sampled, _cut(_middle_cut(text, most))))
+    return sorted(mates, key=lambda mate: -mate[1])
 
 
 def _cut(value: Any) -> str:
@@ -289,12 +281,10 @@ class SampleWriter:
                 gap=gaps.get((group.group_id, index)),
                 min_version=batch.min_version,
             )
-            num_chars = sum(len(part["text"]) for part in text["parts"] if part["is_sampled"])
-            most = max(MATE_CHARS, num_chars // MAX_MATES)
-            mates, size = _mates(group, advantages, most, decode)
             name = {"kind": kind, "group_id": int(group.group_id), "sample_index": index}
-            advantage = advantages.get((group.group_id, index))
-            samples.append({**name, **text, "advantage": advantage, "group": mates, "group_size": size})
+            sample = {**name, **text, "advantage": advantages.get((group.group_id, index))}
+            sample["group"] = _mates(group, rollout, advantages, decode)
+            samples.append(sample)
         return self._append(samples)
 
     def failed(
