@@ -66,9 +66,9 @@ def metrics_page() -> str:
     """Return docs/metrics.md."""
     parts = [METRICS_HEAD]
     for kind, about in KINDS.items():
-        parts.append(f"\n## {about}\n\nname | unit | meaning\n--- | --- | ---\n")
+        parts.append(f"\n## {about}\n\nname|unit|meaning\n---|---|---\n")
         parts += [
-            f"`{name}` | {gauge.unit} | {gauge.meaning}\n"
+            f"`{name}`|{gauge.unit}|{gauge.meaning}\n"
             for name, gauge in GAUGES.items()
             if gauge.kind == kind
         ]

@@ -217,7 +217,7 @@ class Reporter:
         missing = None if run.harnessing is None else run.harnessing.missing_workers()
         if missing is not None:
             self.log.warn_once("workers", missing)
-        if self._slots_at is None:  # before the first step
+        if self._slots_at is None and self.log.current_activity == "training":  # the first batch fills
             self._console.show_filling(run.producers.filling())
         self._recorder.write_status(
             {

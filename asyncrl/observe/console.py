@@ -73,7 +73,7 @@ class Console:
         self._activity = "starting"
         self._started_s = time.monotonic()
         self._sample_at_s = -math.inf
-        self._line_at_s = time.monotonic()
+        self._line_at_s = -math.inf
         self._num_unshown = 0
         self._live: Live | None = None
 
@@ -116,7 +116,7 @@ class Console:
         """Show how full the first batch is."""
         self._activity = text
         now_s = time.monotonic()
-        if self.kind == "plain" and now_s - self._line_at_s >= FILLING_EVERY_S:
+        if self.kind == "plain" and now_s - max(self._line_at_s, self._started_s) >= FILLING_EVERY_S:
             self.say(text)
             self._line_at_s = now_s
 

@@ -109,16 +109,9 @@ ByRollout = Mapping[tuple[int, int], float]
 
 
 def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, Rollout]]:
-    """Pick the best and the worst rollout by reward, then random ones (seeded), `num` in all.
-
-    Of equal rewards, a group of mixed rewards comes first: its rollouts teach something.
-    """
-    is_mixed = {
-        group.group_id: len({branch.reward for branch in group.trajectories}) > 1 for group in batch.groups
-    }
+    """Pick the best and the worst rollout by reward, then random ones (seeded), `num` in all."""
     rollouts = [(group, rollout) for group in batch.groups for rollout in rollouts_of(group)]
-    *others, best = sorted(rollouts, key=lambda entry: (entry[1][0].reward, is_mixed[entry[0].group_id]))
-    others.sort(key=lambda entry: (entry[1][0].reward, not is_mixed[entry[0].group_id]))
+    *others, best = sorted(rollouts, key=lambda entry: entry[1][0].reward)
     found: list[tuple[SampleKind, Group, Rollout]] = [("best", *best)]
     found += [("worst", *entry) for entry in others[:1]]
     others = others[1:]

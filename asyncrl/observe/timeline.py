@@ -6,6 +6,7 @@ A line is a JSON array: [lane, kind, start, seconds, number, text]. `start` is i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sqlite3
@@ -24,6 +25,8 @@ from asyncrl.observe.run_numbers import several
 
 MAX_BYTES = 2**20
 """A larger timeline.jsonl replaces timeline.1.jsonl."""
+CODE_FILE = "code.json"
+"""Written by tasks/sources.py: the code of each start, and `changed` files from `step` on."""
 MAX_ROWS = 10_000
 """Rows kept in memory before open(), or when the file cannot be written."""
 KINDS = {
@@ -117,8 +120,13 @@ def read_timeline(run_dir: Path, problems: list[str]) -> list[Row]:
 
 
 def read_marks(run_dir: Path) -> list[Mark]:
-    """Return resumes, lost processes and changed sources of the journal, oldest first."""
-    return read_journal(run_dir, [], _marks_of) or []
+    """Return resumes and lost processes of the journal, and changed sources, by step."""
+    marks = read_journal(run_dir, [], _marks_of) or []
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # no such file, or a damaged one
+        for record in json.loads((run_dir / CODE_FILE).read_bytes()):
+            if changed := record["changed"]:
+                marks.append((record["step"] - 1, f"code changed: {', '.join(changed)}"))
+    return sorted(marks)
 
 
 def _marks_of(connection: sqlite3.Connection) -> list[Mark]:
