@@ -40,7 +40,7 @@ from asyncrl.weights import export as exports
 from asyncrl.weights.export import AdapterTransport
 from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk, SharedTransport
 from asyncrl.weights.nccl import BroadcastTransport
-from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_pieces
+from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_names, stored_pieces
 
 log = logging.getLogger("asyncrl.trainer")
 MAX_SKIPPED_STEPS = 3
@@ -344,10 +344,14 @@ class TrainStep(TrainedModel):
         """
         self._offload.need("export", "weights")
         canary = self._canary()
-        adapters = None if self.adapters is None else self.adapters.export_tensors
+        adapters = None if self.adapters is None else self._export_adapters
         exported = exports.Exported(self.policy_version, self._lazy_weights, adapters)
         exporting = self._exporting = self.transport.begin(exported, path)
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
+
+    def _export_adapters(self) -> dict[str, Tensor]:
+        assert self.adapters is not None
+        return self.adapters.export_tensors(stored_names(self._lazy_weights().pieces))
 
     def export(self, path: Path) -> api.ExportResponse:
         return self.begin_export(path)()
