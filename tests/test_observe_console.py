@@ -108,6 +108,15 @@ def test_plain_lines_are_seconds_apart_and_cover_all_steps(monkeypatch: pytest.M
     assert "step 300/300" in out.getvalue().splitlines()[-1], "the last one at once"
 
 
+def test_lines_tell_how_full_the_first_batch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, out = [0.0], io.StringIO()
+    monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
+    console = console_to(out)
+    for now_s[0] in range(40):
+        console.show_filling(f"rollouts {now_s[0]} of 64 for step 1")
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["15", "30"]
+
+
 def test_the_panel_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])

@@ -29,7 +29,7 @@ from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total
 from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
 from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several
 from asyncrl.observe.samples import SampleWriter, ShownRollout
-from asyncrl.observe.timeline import TimelineWriter, write_trace
+from asyncrl.observe.timeline import TimelineWriter, read_marks, write_trace
 from asyncrl.observe.trackers import Background, Callbacks, TrackedRun
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported
@@ -181,7 +181,8 @@ class Reporter:
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
         gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
-        self._show_samples(self._samples.step(batch, gaps, run.tokenizer.decode))
+        advantages = {(group, index): round(value, 6) for group, index, value in report.rollout_advantages}
+        self._show_samples(self._samples.step(batch, gaps, advantages, run.tokenizer.decode))
 
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
@@ -230,6 +231,8 @@ class Reporter:
         missing = None if run.harnessing is None else run.harnessing.missing_workers()
         if missing is not None:
             self.log.warn_once("workers", missing)
+        if self._slots_at is None and self.log.current_activity == "training":  # the first batch fills
+            self._console.show_filling(run.producers.filling())
         self._recorder.write_status(
             {
                 "state": "running",
@@ -274,7 +277,7 @@ class Reporter:
             for line in newest:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             plot = self.run_dir / "reward.png"
-            write_reward_plot(plot, steps, title=self.name)
+            write_reward_plot(plot, steps, title=self.name, marks=read_marks(self.run_dir))
             folder = shlex.quote(str(self.run_dir))
             self._console.say(f"reward plot: {plot}; all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():

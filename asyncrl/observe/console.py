@@ -37,6 +37,8 @@ from asyncrl.observe.samples import ShownRollout, sample_text
 Kind = Literal["auto", "live", "plain", "none"]
 RECENT = slice(-20, None)
 LINE_EVERY_S = 5.0
+FILLING_EVERY_S = 15.0
+"""Period of lines about the first batch, which a slow model fills for minutes."""
 SAMPLE_EVERY_S = (20.0, 300.0)
 """Periods of samples: in the first minute, and later."""
 MAX_SAMPLE_CHARS = 300
@@ -86,6 +88,7 @@ class Console:
 
     def show_step(self, metrics: Mapping[str, float]) -> None:
         self._steps.add(metrics)
+        self._activity = "training"
         self._num_unshown += 1
         if self.kind == "live":
             self._health = self.health_of(self._steps)
@@ -106,6 +109,14 @@ class Console:
             self._sample_at_s = now_s
             text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
             self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
+
+    def show_filling(self, text: str) -> None:
+        """Show how full the first batch is."""
+        self._activity = text
+        now_s = time.monotonic()
+        if self.kind == "plain" and now_s - max(self._line_at_s, self._started_s) >= FILLING_EVERY_S:
+            self.say(text)
+            self._line_at_s = now_s
 
     def show_activity(self, text: str) -> None:
         """Set the activity ("waiting for stragglers") in the live panel."""

@@ -17,6 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.observe import run_numbers as numbers
 from asyncrl.observe.pace import Pace
 from asyncrl.observe.run_numbers import Steps, recent, several, standard_error, time_shares
+from asyncrl.observe.timeline import Mark
 from asyncrl.trainer.step_metrics import GAP_WARNING, NOT_FINITE_ADVICE
 
 MIN_STEPS = 20
@@ -257,17 +258,20 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
     return [("learning", Text(verdict.headline, "bold")), ("health", health), ("speed", speed)]
 
 
-def write_reward_plot(path: Path, steps: Steps, *, title: str) -> None:
-    """Plot reward/mean and its running mean."""
+def write_reward_plot(path: Path, steps: Steps, *, title: str, marks: Sequence[Mark] = ()) -> None:
+    """Plot reward/mean, its running mean, and a dotted line at each mark."""
     from matplotlib.figure import Figure
 
-    window = max(1, min(25, len(steps) // 20))
+    window = -recent(len(steps)).start
     parts = (slice(max(0, end - window), end) for end in range(1, len(steps) + 1))
     means: list[Any] = [steps.mean("reward/mean", part) for part in parts]
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(steps.column("step"), steps.column("reward/mean"), alpha=0.4, label="each step")
-    axes.plot(steps.column("step"), means, label=f"mean of the last {window} steps")
+    axes.plot(steps.column("step"), means, label=f"mean of the last {several(window, 'step')}")
+    for step, text in marks[-6:]:  # more would hide the curve
+        what = text.partition(":")[0]  # our own words: a dollar sign would begin a formula
+        axes.axvline(step, color="gray", linestyle=":", label=f"{what} after step {step}")
     axes.set(xlabel="optimizer step", ylabel="reward/mean", title=title)
     axes.legend()
     figure.savefig(path)

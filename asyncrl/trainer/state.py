@@ -387,7 +387,7 @@ def names_in_whole_model(base: Path) -> dict[str, str]:
         return {}
     config = AutoConfig.from_pretrained(base)
     with torch.device("meta"):
-        whole = getattr(transformers, config.architectures[0])._from_config(config)
+        whole = getattr(transformers, config.architectures[0])(config)
     names = [name for name, _ in whole.named_parameters()]
     renamed = renamed_prefix(names).items()
     return {re.sub(*one, name): name for one in renamed for name in names if re.match(one[0], name)}

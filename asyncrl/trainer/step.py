@@ -93,6 +93,7 @@ class TrainStep(TrainedModel):
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
+        self.rollout_advantages: list[tuple[int, int, float]] = []
         self._has_recorded = False
         self._objective = Objective(spec)
         super().__init__(spec, ranks, needs_reference=self._objective.needs_reference)
@@ -130,6 +131,7 @@ class TrainStep(TrainedModel):
         allowed = packing.find_allowed(header, arrays, has_loss, lambda: self._grammars)
         objective.check_any_loss(header, arrays, has_loss)
         batch = self._numbers(BatchNumbers(header, arrays, has_loss, allowed=allowed))
+        self.rollout_advantages = step_metrics.means_of_rollouts(header, has_loss, batch.advantage_N)
         loop = self.spec.trainer
         parts = packing.mini_batches(header, has_loss, loop.mini_batches)
         steps = list[StepSums]()
@@ -279,7 +281,8 @@ class TrainStep(TrainedModel):
         arrays = batch.arrays
         limit = self.spec.trainer.logprob_gap_limit
         is_fresh = chosen & (arrays.versions == batch.header.version)
-        self.rollout_gaps = step_metrics.gaps_of_rollouts(batch.header, arrays, is_fresh, sums.logprobs_N)
+        gap_N = np.abs(sums.logprobs_N.astype(np.float64) - arrays.behaviour_logprobs)
+        self.rollout_gaps = step_metrics.means_of_rollouts(batch.header, is_fresh, gap_N)
         gaps = step_metrics.measure_gaps(
             sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh]
         )
