@@ -192,14 +192,14 @@ CAUSES = {
     "a slow tool": (AGENT, IDLE, "generator.concurrency"),
     "an agent that computes": (AGENT, f"{IDLE} harness/cpu_s=80", "generator.workers"),
     "few remote workers": ("generator.remote=true", f"{IDLE} harness/queued=30", ""),
-    "reward workers": ("", f"{IDLE} perf/reward_workers_full=1", "task.reward_workers"),
+    "reward workers": ("", f"{IDLE} perf/rewards_s=190", "task.reward_workers"),
     "reward processes": (
         "task.reward_pool=process",
-        f"{IDLE} perf/reward_workers_full=1",
+        f"{IDLE} perf/rewards_s=190",
         "task.reward_workers",
     ),
-    "an inline reward": ("task.reward_pool=inline", f"{FULL} perf/inline_rewards_s=20", "task.reward_pool"),
-    "a slow async reward": ("", f"{IDLE} sample/staleness_max=4", "buffer.max_staleness"),
+    "an inline reward": ("task.reward_pool=inline", f"{FULL} perf/rewards_s=20", "task.reward_pool"),
+    "a slow async reward": ("", f"{IDLE} perf/rewards_s=20 sample/staleness_max=4", "buffer.max_staleness"),
     "a look-ahead that equals the bound": (
         "buffer.look_ahead=4",
         f"{IDLE} sample/staleness_max=4",

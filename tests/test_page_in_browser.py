@@ -56,7 +56,8 @@ def test_the_page_draws_all_parts(browser: Chrome, tmp_path: Path) -> None:
         assert ask(browser, "asyncrlPage.timeline().spans") == len(page["runs"][0]["timeline"]["spans"])
         assert ask(browser, "document.documentElement.scrollWidth") <= 400
         is_well(browser)
-    assert browser.find_element(By.TAG_NAME, "h1").text.startswith("Learned: reward rose")
+    headline = browser.find_element(By.TAG_NAME, "h1").text
+    assert (headline.startswith("Learned: reward rose"), headline.endswith(" (first)")) == (True, True)
     assert browser.find_element(By.CSS_SELECTOR, "#metric-constant summary").text.endswith("did not change")
     browser.find_elements(By.CSS_SELECTOR, ".runs button")[1].click()
     assert "the disk is full" in browser.find_element(By.ID, "headline").text

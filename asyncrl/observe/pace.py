@@ -116,11 +116,11 @@ class Pace:
     def _reward_cures(self) -> Iterator[str]:
         for name, task in self.config.tasks.items():
             ending = name and f"/{name}"
-            share = self.steps.newest(f"perf/inline_rewards_s{ending}") / self.wall_s
+            share = self.steps.newest(f"perf/rewards_s{ending}") / self.wall_s
             key = key_of("task", name)
             if task.reward_pool == "inline" and share >= BLOCKING_SHARE:
                 yield f"Set {key}.reward_pool=thread: rewards held the controller {share:.0%} of the time."
-            elif self._usual(f"perf/reward_workers_full{ending}") >= FULL:
+            elif task.reward_pool != "inline" and share >= FULL * task.reward_workers:
                 yield f"Raise {key}.reward_workers (now {task.reward_workers}): all were busy."
 
     def _generation_cures(self) -> Iterator[str]:

@@ -61,8 +61,7 @@ class Scorers:
         scorers = self._scorers
         return {
             "rollout/abandoned": sum(scorer.num_abandoned for scorer in scorers.values()),
-            **by_task("perf/inline_rewards_s", {name: one.inline_s for name, one in scorers.items()}),
-            **by_task("perf/reward_workers_full", {name: one.is_full for name, one in scorers.items()}),
+            **by_task("perf/rewards_s", {name: scorer.busy_s for name, scorer in scorers.items()}),
         }
 
     async def aclose(self) -> None:
@@ -93,7 +92,8 @@ class TaskScorer:
         self._score = task.score
         self._wants_sampled = bool(optional(task.score, Completion()))
         self._is_inline = config.reward_pool == "inline"
-        self.inline_s = 0.0
+        self.busy_s = 0.0
+        """Time in plain reward calls, inline or of all reward workers."""
         self._free = asyncio.Semaphore(config.reward_workers)
         self._within_limit = partial(within, config.reward_timeout_s, partial(_too_slow, config))
         self._calls = UserCalls(
@@ -112,10 +112,12 @@ class TaskScorer:
     def num_abandoned(self) -> int:
         return self._calls.num_abandoned
 
-    @property
-    def is_full(self) -> float:
-        """Return 1 if all `reward_workers` are busy."""
-        return float(self._free.locked())
+    def _timed(self, *arguments: Any) -> Reward | Awaitable[Any]:
+        start_s = time.perf_counter()
+        try:
+            return call(*arguments)
+        finally:
+            self.busy_s += time.perf_counter() - start_s  # a race of threads may lose one call
 
     async def score(self, prompt: Prompt, sampled: Completion) -> Reward:
         """Raises RewardFailure (data), or TaskError (ends the run)."""
@@ -129,11 +131,13 @@ class TaskScorer:
                 if self._processes is not None:
                     sent = replace(sampled, routing=b"") if asked else Completion()
                     async with self._free:
-                        return await self._processes.run(prompt, text, sent)
+                        start_s = time.perf_counter()
+                        try:
+                            return await self._processes.run(prompt, text, sent)
+                        finally:
+                            self.busy_s += time.perf_counter() - start_s
                 if self._is_inline:
-                    start_s = time.perf_counter()
-                    reward = call(self._score, prompt, text, asked)
-                    self.inline_s += time.perf_counter() - start_s
+                    reward = self._timed(self._score, prompt, text, asked)
                 else:
                     reward = await self._call_in_thread(prompt, text, asked)
                 if not isinstance(reward, Awaitable):
@@ -156,7 +160,7 @@ class TaskScorer:
     ) -> Reward | Awaitable[Any]:
         async with self._free:
             loop = asyncio.get_running_loop()
-            called = loop.run_in_executor(None, call, self._score, prompt, text, asked)
+            called = loop.run_in_executor(None, self._timed, self._score, prompt, text, asked)
             called.add_done_callback(asyncio.Future.exception)  # a cancelled rollout does not retrieve it
             try:
                 async with self._within_limit():

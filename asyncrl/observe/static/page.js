@@ -30,7 +30,7 @@ function drawPage() {
     byId("state").replaceChildren(runs.length > 1 ? "" : statePill(run.state));
   });
   part("runs", [shown.run, theme, ...runs.flatMap(each => [each.name, each.state])], () => showRuns(page, shown.run, index => { shown.run = index; drawPage(); }));
-  part("verdict", [run.verdict, run.progress, run.state], () => showVerdict(run));
+  part("verdict", [run.verdict, run.progress, run.state], () => showVerdict(run, runs.length > 1 ? ` (${run.name})` : ""));
   part("warnings", [run.warnings, run.problems], () => showWarnings(run));
   part("reward", [isTime, theme, wide, run.marks, ...curves], () => drawChart("reward", rewardSpec(runs, isTime)));
   part("staleness", [isTime, theme, wide, ...curves], () => drawChart("staleness", stalenessSpec(runs, isTime)));

@@ -2,11 +2,11 @@
 
 const BAD_ENDS = ["failed", "crashed", "interrupted"];
 
-function showVerdict(run) {
+function showVerdict(run, whose) {
   const ended = BAD_ENDS.includes(run.state) ? `The run has state ${run.state}: ${run.why}` : "";
   const told = run.verdict ?? { headline: "No step has ended yet.", health: null, speed: [], reward: null }, sentences = texts => texts.map(text => h("p", {}, text));
   const row = (label, ...content) => h("div", { class: "row" }, h("h2", {}, label), h("div", {}, ...content));
-  byId("headline").replaceChildren(written(ended || told.headline));
+  byId("headline").replaceChildren(written((ended || told.headline) + whose));
   const health = told.health === null ? nothing("No step has ended yet.") : told.health.length
     ? h("ul", { class: "flags" }, told.health.map(text => h("li", {}, text))) : h("p", { class: "fine" }, "Nothing unusual.");
   bodyOf("verdict").replaceChildren(
