@@ -143,7 +143,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
     usage = f"{spec.partition(':')[2]}({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
     check_call(factory, (), keywords, said=said, usage=usage)
     try:
-        with user_code():
+        with user_code(KeyboardInterrupt):  # Ctrl-C during a check
             task = factory(**keywords)
     except UserCodeFailed as failure:
         raise ConfigError(
