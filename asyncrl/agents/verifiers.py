@@ -49,6 +49,7 @@ class VerifiersHarness:
         client = vf.EvalClientConfig(base_url=address, api_key_var=_NO_KEY_VARIABLE)
         context = vf.ModelContext(model=session.model, client=client)
         async with self._served():
+            self.calls.check()
             episode = await self.calls.run(self._env.run_episode(played, context))
         return self._outcome(episode, session)
 

@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -271,7 +272,8 @@ async def _serve_health(harness: Harness, fd: int) -> None:
 
     async def health() -> wire.WorkerHealth:
         calls = getattr(harness, "calls", None)
-        return wire.WorkerHealth(num_abandoned=getattr(calls, "num_abandoned", 0))
+        num_abandoned = getattr(calls, "num_abandoned", 0)
+        return wire.WorkerHealth(num_abandoned=num_abandoned, cpu_s=time.process_time())
 
     app = make_app(secret_of(SECRET_ENV))
     add_route(app, "GET", "/health", health)

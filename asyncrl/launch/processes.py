@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from asyncrl.base.errors import RoomError, find_fatal
+from asyncrl.base.files import keep_private
 from asyncrl.base.http import NEVER_INHERITED, SECRET_ENV
 from asyncrl.base.waits import uncut
 from asyncrl.launch import fork_server
@@ -177,6 +178,7 @@ class ChildProcess(Process):
             self._log_start = log.tell()
             arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
             stdin, self._stdin = os.pipe()
+            keep_private(self._stdin)
             files = [stdin, log.fileno(), log.fileno(), listener.fileno()]
             env |= spec.env
             try:
