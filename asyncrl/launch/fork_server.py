@@ -24,7 +24,6 @@ from asyncrl.base.http import NEVER_INHERITED
 from asyncrl.base.waits import uncut
 
 PRELOADED = (
-    "asyncrl.trainer.light_imports",
     "asyncrl.trainer.random_init",
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",

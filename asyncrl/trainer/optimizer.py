@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,14 +14,6 @@ from asyncrl.config import TrainerConfig
 from asyncrl.weights.tensor_files import float32_names
 
 
-class AdamW(torch.optim.AdamW):
-    """AdamW without torch's wrappers for torch.compile, the first of which would load torch._dynamo."""
-
-    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
-    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
-    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
-
-
 def make_optimizer(masters: MasterWeights, config: TrainerConfig) -> torch.optim.Optimizer:
     """Return fused AdamW with weight decay on matrices only."""
     matrices = list[Tensor]()
@@ -31,7 +22,7 @@ def make_optimizer(masters: MasterWeights, config: TrainerConfig) -> torch.optim
         (matrices if weight.ndim >= 2 else others).append(weight)
     decayed = {"params": matrices, "weight_decay": config.weight_decay}
     groups = [group for group in (decayed, {"params": others, "weight_decay": 0.0}) if group["params"]]
-    return AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
 
 
 def learning_rate_at(config: TrainerConfig, step: int) -> float:
