@@ -120,7 +120,7 @@ class TaskScorer:
                     reward = call(self._score, prompt, text, asked)
                 else:
                     reward = await self._call_in_thread(prompt, text, asked)
-                if not isinstance(reward, Awaitable):
+                if isinstance(reward, float):
                     return reward
                 async with self._within_limit():
                     return await self._calls.run(call_async(reward))
