@@ -121,6 +121,14 @@ class Producers:
             **by_task("rollout/failed", self._failed),
         }
 
+    def filling(self) -> str:
+        """Describe the next batch: the ready groups, then the running groups with most ended rollouts."""
+        rule = self.sink.rule
+        size = self.config.group_size
+        ended = [size - len(group.to_run) for group in self._groups.values()] + [size] * rule.num_ready
+        num = sum(sorted(ended)[-rule.num_groups :])
+        return f"rollouts {num} of {rule.num_groups * size} for step {rule.next_batch + 1}"
+
     def resize_nowait(self, capacity: int) -> None:
         self._slots.resize_nowait(capacity)
 

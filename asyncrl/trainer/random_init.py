@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,6 +113,7 @@ def make_scratch_model(spec: ScratchSpec) -> None:
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a killed run
     disable_progress_bar()
     try:
         make_scratch_model(ScratchSpec.model_validate_json(sys.argv[1]))
