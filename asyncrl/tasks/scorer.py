@@ -136,7 +136,7 @@ class TaskScorer:
                     self.inline_s += time.perf_counter() - start_s
                 else:
                     reward = await self._call_in_thread(prompt, text, asked)
-                if not isinstance(reward, Awaitable):
+                if isinstance(reward, float):
                     return reward
                 async with self._within_limit():
                     return await self._calls.run(call_async(reward))
