@@ -86,7 +86,7 @@ class TaskConfig(FrozenConfig):
     """Name of a reasoning-gym task, with settings `args` and number of prompts `size`."""
     verifiers: bool = False
     """Tasks and rewards of the environment in generator.verifiers."""
-    size: int = Field(default=1000, ge=1)
+    size: int = Field(default=1000, ge=1, le=10**7)
     """Number of prompts of a generated task (python, reasoning_gym, endless verifiers environments)."""
     args: dict[str, Any] = {}
     """Settings of the task itself, passed unchanged."""

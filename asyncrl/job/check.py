@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
 from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import load_taskset
 from asyncrl.algorithms.registry import resolve
-from asyncrl.base.errors import ConfigError, RewardFailure
-from asyncrl.base.user_code import load_advantage, load_loss, run_loop
+from asyncrl.base.errors import ConfigError
+from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import RolloutConfig, RunConfig, TaskConfig
 from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.config.run_config import key_of
@@ -39,7 +38,7 @@ from asyncrl.messages.records import Completion, Prompt
 from asyncrl.models.support import find_support, support_lines
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
-from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.tasks.rewards import UserCodeFailed, call, call_async
 from asyncrl.tasks.sources import EvalTask, build_task, look_at_task, make_prompt_source, take_prompts
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import (
@@ -52,11 +51,11 @@ from asyncrl.trainer.model_folder import (
 
 NUM_PROMPTS = 100
 MAX_SHOWN = 2000
-TRIAL_S = 30.0
-"""Most seconds for a trial of a reward; a process of math-verify starts within five."""
+TRIAL_S = 10.0
+"""Seconds for a trial of a reward."""
 GET_CONFIG = (
-    "Way out: `hf download OWNER/NAME config.json --local-dir FOLDER` where the hub answers, then check with "
-    "model.path=FOLDER and --devices."
+    "Way out: `hf download OWNER/NAME config.json --local-dir FOLDER` where the hub answers; "
+    "with --devices, model.path=FOLDER is enough."
 )
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 
@@ -96,62 +95,46 @@ def check_lines(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
 
 
 def _try_prompt(config: RunConfig, found: Found, name: str, prompt: Prompt) -> Iterator[str]:
-    """Yield a rendered prompt, and what the reward gives on its reference answer and on no answer. Raises
-    ConfigError if the reward returns no number.
+    """Yield the prompt as the model reads it, and rewards of its reference answer and of an empty one. Raises
+    ConfigError if the reward returns no numbers.
     """
     key = key_of("task", name)
-    if found.tokenizer is not None:
-        yield f"{key}: the first prompt, as the model reads it:"
-        yield textwrap.indent(found.tokenizer.render(prompt.messages)[:MAX_SHOWN], "    ")
     settings = config.tasks[name]
+    if found.tokenizer is not None:
+        yield f"{key}: the first prompt is {found.tokenizer.render(prompt.messages)[:MAX_SHOWN]!r}"
     if config.generator.is_harness or not settings.has_score:
         return
     answer = prompt.answer["answer"] if settings.reasoning_gym else prompt.answer
-    texts = {"the reference answer": str(answer), "an empty answer": ""}
-    if not isinstance(answer, str | int | float):
-        del texts["the reference answer"]
-    rewards = try_reward(found.tasks[name], settings, config.seed, prompt, list(texts.values()))
-    faults = [reward for reward in rewards if isinstance(reward, str)]
-    yield from (f"{key}: the reward of {one} is {got}" for one, got in zip(texts, rewards, strict=False))
+    texts = [str(answer), ""] if isinstance(answer, str | int | float) else [""]
+    rewards = try_reward(found.tasks[name], prompt, texts)
+    shown = {text[:60]: reward for text, reward in zip(texts, rewards, strict=False)}
+    yield f"{key}: rewards of the reference answer, if it is a text or number, and of an empty one: {shown}"
+    faults = [str(reward) for reward in rewards if isinstance(reward, UserCodeFailed)]
     if len(rewards) < len(texts):
-        yield f"warning: {key}: the reward takes more than {TRIAL_S:g} s, and was skipped"
-    elif len(faults) == len(rewards) and all(" returned " in fault for fault in faults):
-        raise ConfigError(faults[0], rule="a reward is one finite number", way_out=f"correct {key}.reward.")
-    elif faults or len({*rewards}) < len(rewards):
-        yield f"warning: {key}: the reward does not tell these answers apart; is it right?"
+        yield f"warning: {key}.reward={settings.reward} takes more than {TRIAL_S:g} s; it is not checked"
+    elif len(faults) == len(texts) and all(fault.startswith("returned") for fault in faults):
+        what = f"{key}.reward={settings.reward} {faults[0]}"
+        raise ConfigError(what, rule="a reward is one finite number", way_out="correct the function.")
+    elif faults or len({*rewards}) < len(texts):
+        yield f"warning: {key}.reward={settings.reward} does not tell the two answers apart; is it right?"
 
 
-def try_reward(
-    task: PromptTask, settings: TaskConfig, seed: int, prompt: Prompt, texts: Sequence[str]
-) -> list[float | str]:
-    """Return the reward of each text, or its failure, scored as in a run; fewer if time is up."""
-    rewards = list[float | str]()
-    once = settings.model_copy(update={"reward_workers": 1})
+def try_reward(task: PromptTask, prompt: Prompt, texts: Sequence[str]) -> list[float | UserCodeFailed]:
+    """Return the reward of each text, or its failure; fewer after TRIAL_S."""
+    rewards = list[float | UserCodeFailed]()
 
-    async def score() -> None:
-        scorer = TaskScorer(task, once, cast(Any, _Characters), seed=seed)
+    def score() -> None:
         for text in texts:
             try:
-                rewards.append(await scorer.score(prompt, Completion(tuple(map(ord, text)))))
-            except RewardFailure as failure:
-                rewards.append(failure.what)
-        await scorer.aclose()
+                reward = call(task.score, prompt, text, Completion())
+                rewards.append(asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward)
+            except UserCodeFailed as failure:
+                rewards.append(failure)
 
-    # A thread, since an async function that blocks would hold the loop.
-    thread = threading.Thread(target=lambda: run_loop(score()), daemon=True)
+    thread = threading.Thread(target=score, daemon=True)
     thread.start()
     thread.join(TRIAL_S)
-    return list(rewards)
-
-
-class _Characters:
-    """A tokenizer of characters."""
-
-    end_ids = ()
-
-    @staticmethod
-    def decode(token_ids: Sequence[int], **_: bool) -> str:
-        return "".join(map(chr, token_ids))
+    return [*rewards]
 
 
 def _try_model(config: RunConfig) -> Iterator[str]:

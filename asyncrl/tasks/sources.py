@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.base.errors import ConfigError, install_extra
 from asyncrl.base.files import write_whole
-from asyncrl.base.user_code import check_call, load_object
+from asyncrl.base.user_code import check_call, load_object, message_of
 from asyncrl.config import EvalConfig, RunConfig, TaskConfig
 from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.config.run_config import key_of
@@ -162,8 +162,11 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
             raise ConfigError(what, way_out="correct the path, or convert it to parquet.")
         try:
             rows |= reader(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"task.files: {path} cannot be read: {error}") from error
+        except ImportError:
+            raise
+        except Exception as error:  # of many kinds: OverflowError for a date after 9999, unknown time zones
+            what = f"task.files: {path} cannot be read: {message_of(error)}"
+            raise ConfigError(what, way_out="correct the file, or convert it to parquet.") from error
     return [*rows.values()], [*rows].__getitem__
 
 

@@ -10,15 +10,12 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import RunConfig
 from asyncrl.models.loading import loading, text_config
 from asyncrl.models.rope_lengths import refuse_lengths
-from asyncrl.trainer.build_model import RouterReplay
-from asyncrl.trainer.lora import find_targets
 from asyncrl.trainer.random_init import ARCHITECTURE, CORRECT, make_character_tokenizer, scratch_config
 
 
-def try_model(config: RunConfig, folder: Path) -> int:
-    """Build the model on `meta` and return its number of parameters. Raises ConfigError.
-
-    `folder`: holds config.json, unless the model is made from scratch.
+def try_model(config: RunConfig, folder: Path) -> None:
+    """Build the model on `meta`. Raises ConfigError. `folder`: holds config.json, unless the model is made
+    from scratch.
     """
     scratch = config.model.scratch
     lora = config.trainer.lora
@@ -33,10 +30,12 @@ def try_model(config: RunConfig, folder: Path) -> int:
             architecture = scratch_config(scratch.architecture, make_character_tokenizer(scratch.characters))
         model = AutoModelForCausalLM.from_config(architecture)
     if lora is not None:
+        from asyncrl.trainer.lora import find_targets
+
         find_targets(model, lora)
     if config.algorithm.router_replay:
+        from asyncrl.trainer.build_model import RouterReplay
+
         RouterReplay(model)
     if config.rollout.engine == "embedded":
         refuse_lengths(model.config, config.rollout.max_length)
-    num_parameters: int = model.num_parameters()
-    return num_parameters
