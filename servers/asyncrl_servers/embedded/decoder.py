@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.sampling import SamplingRequest
