@@ -17,7 +17,7 @@
 
 BIN := .venv/bin
 # The tests of `make test`; test-slow runs all others.
-QUICK := not slow and not vllm and not gpu and not extras
+QUICK := not slow and not vllm and not gpu and not extras and not long
 # A file's tests share what they start, and wait more than they compute; conftest.py has the order of the files.
 BY_FILE := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
 # Only files with such tests are imported to collect them.

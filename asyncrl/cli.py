@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 from pathlib import Path
@@ -353,6 +354,8 @@ def _exit(exit_code: int) -> None:
 
 def main() -> None:
     """Run the CLI; print an AsyncrlError in two or three lines, without traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # PYTHONIOENCODING=ascii
     try:
         try:
             app()

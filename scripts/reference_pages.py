@@ -1,5 +1,5 @@
 """Write docs/configuration.md and configs/asyncrl.schema.json from the config models, and docs/metrics.md from
-observe/metrics.py.
+observe/metrics.csv.
 
 python scripts/reference_pages.py            write them
 python scripts/reference_pages.py --check    exit with 1 if one is out of date
@@ -35,7 +35,7 @@ An unknown key is an error that names the closest key. `asyncrl check CONFIG` va
 METRICS_HEAD = """\
 # Metrics
 
-<!-- Made by scripts/reference_pages.py from asyncrl/observe/metrics.py: change it there. -->
+<!-- Made by scripts/reference_pages.py from asyncrl/observe/metrics.csv: change it there. -->
 
 Each step is a line of `metrics.jsonl`, and each metric a scalar in [trackers](monitoring.md). Each evaluation
 is a line of `eval.jsonl`. A name ending in `*` covers all names with that beginning.
@@ -66,11 +66,9 @@ def metrics_page() -> str:
     """Return docs/metrics.md."""
     parts = [METRICS_HEAD]
     for kind, about in KINDS.items():
-        parts.append(f"\n## {about}\n\n| name | unit | meaning |\n| --- | --- | --- |\n")
+        parts.append(f"\n## {about}\n\nname|unit|meaning\n---|---|---\n")
         parts += [
-            f"| `{name}` | {gauge.unit} | {gauge.meaning} |\n"
-            for name, gauge in GAUGES.items()
-            if gauge.kind == kind
+            f"`{name}`|{gauge.unit}|{gauge.meaning}\n" for name, gauge in GAUGES.items() if gauge.kind == kind
         ]
     return "".join(parts)
 

@@ -34,14 +34,24 @@ IMPORTED = {
 collect_ignore = [file for package, files in IMPORTED.items() if find_spec(package) is None for file in files]
 
 
+THIRD = int(os.environ.get("ASYNCRL_THIRD", "0"))
+"""1, 2 or 3 runs that third of the tests marked rotated, as CI does by the day; 0 runs all."""
+
 LONGEST = ["test_several_hosts.py", "test_job_resume.py", "test_frameworks.py", "test_tutorial.py"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests first, the longest before the others, so that no worker is left with a long one
     at the end. Tests marked gpu are skipped where torch sees no CUDA device. Those marked vllm see to it
     themselves: vllm_process.vllm_python.
     """
+    if THIRD:
+        rotated = sorted(
+            (item for item in items if item.get_closest_marker("rotated")), key=lambda item: item.nodeid
+        )
+        others = {*rotated} - {*rotated[THIRD - 1 :: 3]}
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=[*others])
     long = {item.path for item in items if item.get_closest_marker("slow")}
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (rank.get(item.path.name, len(rank)), item.path not in long))

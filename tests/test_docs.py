@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
+import string
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
+from job_runs import run
 from pydantic.fields import FieldInfo
+from tiny_model import SHAPE
 from typer.main import get_command
 
 from asyncrl.base.errors import AsyncrlError
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config
-from asyncrl.config.load import section_of
+from asyncrl.config.load import section_of, sections
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -162,6 +168,108 @@ def test_settings_compared_with_other_frameworks_exist(framework: str) -> None:
     named = [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
     assert len(named) > 12
     assert [name for name in named if not has_setting(name)] == []
+
+
+UNLIKE_ANY_SETTING = frozenset(
+    """
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_epsilon
+    auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16 bf16_full_eval
+    cache_implementation cast_lm_head_to_fp32 data_seed dataloader_drop_last dataloader_in_order
+    dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
+    dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
+    ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed disable_dropout disable_tqdm
+    do_eval do_predict do_train ds3_gather_for_generation enable_jit_checkpoint entropy_coef
+    entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target eval_accumulation_steps eval_delay
+    eval_do_concat_batches eval_strategy eval_use_gather_object fp16 fp16_full_eval fsdp fsdp_config
+    full_determinism generation_batch_size generation_kwargs gradient_checkpointing_kwargs greater_is_better
+    hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token ignore_data_skip
+    include_for_metrics include_num_input_tokens_seen label_names label_smoothing_factor length_column_name
+    liger_kernel_config load_best_model_at_end local_rank log_completions_hub_repo log_level
+    log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_first_step
+    logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs metric_for_best_model min_p
+    model_init_kwargs multi_objective_aggregation neftune_noise_alpha optim optim_args optim_target_modules
+    output_dir pad_to_multiple_of parallelism_config per_device_eval_batch_size prediction_loss_only project
+    push_to_hub ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns repetition_penalty
+    restore_callback_states_from_checkpoint resume_from_checkpoint reward_weights router_aux_loss_coef
+    run_name sapo_temperature_neg sapo_temperature_pos save_on_each_node save_only_model save_strategy
+    skip_memory_metrics sync_ref_model tf32 top_k top_p torch_compile_backend torch_compile_mode
+    torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id
+    train_sampling_strategy transformers_continuous_batching_config trust_remote_code use_adaptive_entropy
+    use_cache use_cpu use_liger_kernel use_transformers_continuous_batching use_transformers_paged
+    vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_group_port vllm_importance_sampling_cap
+    vllm_importance_sampling_clip_min vllm_model_impl vllm_server_host vllm_server_port vllm_server_timeout
+    vllm_structured_outputs_regex
+    """.split()
+)
+"""Settings of TRL's GRPOConfig without a counterpart."""
+
+
+def blocks_of(framework: str, language: str) -> list[str]:
+    """Return the code blocks of a framework's section."""
+    page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## {framework}\n")[1].split("\n## ")[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+def defaults_of(framework: str) -> list[list[str]]:
+    """Return rows: their setting, default, our setting, default, difference."""
+    (table,) = blocks_of(framework, "text")
+    return [[cell.strip() for cell in f"{line} ".split(" | ")] for line in table.splitlines()[1:]]
+
+
+@pytest.mark.parametrize("framework", ["TRL", "verl"])
+def test_defaults_compared_with_other_frameworks_are_ours(framework: str) -> None:
+    ours = {key.name: key.default for *_, keys in sections() for key in keys}
+    rows = defaults_of(framework)
+    assert len(rows) > 19
+    assert [row for row in rows if ours[row[2]] != row[3]] == []
+
+
+@pytest.mark.xdist_group("trl")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+def test_defaults_of_trl_are_of_the_installed_version(tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    theirs = {field.name: field for field in fields(GRPOConfig)}
+    given = {name: default for name, default, *_ in defaults_of("TRL")}
+    assert {name: str(theirs[name].default) for name in given} == given
+    assert theirs.keys() - UNLIKE_ANY_SETTING == given.keys()
+    (script,) = blocks_of("TRL", "python")
+    calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
+    (call,) = [call for call in calls if getattr(call.func, "id", "") == "GRPOConfig"]
+    changed = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    changed |= {"output_dir": str(tmp_path), "use_cpu": True}
+    asked = GRPOConfig(**changed)
+    (text,) = blocks_of("TRL", "yaml")
+    (tmp_path / "ours.yaml").write_text(text)
+    ours = load_config(tmp_path / "ours.yaml")
+    completions = asked.per_device_train_batch_size * asked.gradient_accumulation_steps
+    assert completions == ours.trainer.num_groups * ours.rollout.group_size
+    assert ours.trainer.betas == (asked.adam_beta1, asked.adam_beta2)
+    for name, key in (
+        ("num_generations", "rollout.group_size"),
+        ("max_completion_length", "rollout.max_tokens"),
+        ("max_steps", "trainer.num_steps"),
+        ("learning_rate", "trainer.learning_rate"),
+        ("lr_scheduler_type", "trainer.schedule"),
+        ("epsilon", "algorithm.clip_low"),
+        ("epsilon_high", "algorithm.clip_high"),
+        ("save_steps", "checkpoint.every"),
+        ("seed", "seed"),
+    ):
+        assert getattr(asked, name) == attrgetter(key)(ours), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["TRL", "verl"])
+def test_a_translated_config_trains_a_step(framework: str, tmp_path: Path) -> None:
+    (tmp_path / "ours.yaml").write_text(blocks_of(framework, "yaml")[-1])
+    scratch = {"architecture": SHAPE | {"max_position_embeddings": 512}, "characters": string.printable[:95]}
+    tiny = ["model.path=none", f"model.scratch={json.dumps(scratch)}", "rollout.engine=embedded"]
+    few = ["trainer.num_steps=1", "trainer.num_groups=2", "rollout.max_tokens=4", "placement.trainer=cpu"]
+    done = run(tmp_path / "ours.yaml", tmp_path / "run", *tiny, *few, "placement.rollout=cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.extras

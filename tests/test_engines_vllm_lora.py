@@ -12,6 +12,7 @@ from test_engine_lora import adapters, merged
 from torch import Tensor
 from vllm_house import House, vllm_house
 
+from asyncrl.base.errors import EngineError
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.trainer_api import ExportResponse
@@ -36,6 +37,7 @@ def stage(tensors: dict[str, Tensor], version: int, folder: Path, **changes: Any
     return answer.model_copy(update={"kind": "lora", **changes})
 
 
+@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_adapters_give_what_merged_weights_give(house: House) -> None:
@@ -60,5 +62,12 @@ def test_adapters_give_what_merged_weights_give(house: House) -> None:
             assert house.gap(house.base, [10, 11, 12], answer.token_ids, answer.logprobs) > 0.01
         folders = sorted(path.name[:9] for path in house.process.scratch().glob("adapter-*"))
         assert folders == ["adapter-2", "adapter-3"]
+        # vLLM leaves layers out that it does not know.
+        version = server.policy_version + 1
+        unknown = {name.replace("model.", "model.text."): one for name, one in tensors.items()}
+        manifest = stage(unknown, version, house.scratch)
+        assert await server.prepare(manifest) == manifest.digest
+        with pytest.raises(EngineError, match="uses no adapters of 1 layers"):
+            await server.commit(version, manifest.digest, "abort")
 
     house.run(story)

@@ -326,6 +326,7 @@ async def check(
 
 
 @in_loop
+@pytest.mark.rotated
 async def test_slow_call_is_not_cut(
     framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
 ) -> None:

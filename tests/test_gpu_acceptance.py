@@ -110,6 +110,7 @@ def test_what_breaks_is_told_and_the_other_rows_still_run(
     assert "1.0  (2.0)  ok" in text
 
 
+@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_row_of_a_real_run_ends_well_on_a_cpu(tmp_path: Path) -> None:
@@ -118,6 +119,7 @@ def test_row_of_a_real_run_ends_well_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(600)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import json
 import os
 import resource
 import signal
 import stat
+import subprocess
 import sys
+import textwrap
 from collections.abc import Awaitable, Callable
 from datetime import date
 from pathlib import Path
@@ -19,7 +22,8 @@ import pytest
 from job_runs import write_config
 from journal_cases import RUN_ID, admit, with_journal
 
-from asyncrl.base.errors import ConfigError, RoomError
+from asyncrl.base.errors import ConfigError, JournalError, RoomError
+from asyncrl.base.files import run_lock
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
 from asyncrl.job.build import prepare_model
@@ -49,7 +53,7 @@ async def for_ever(*_: object) -> None:
     await asyncio.Event().wait()
 
 
-def raising(error: Exception) -> Callable[..., Awaitable[Any]]:
+def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
     async def fail(*_: Any, **__: Any) -> None:
         raise error
 
@@ -61,11 +65,15 @@ def raising(error: Exception) -> Callable[..., Awaitable[Any]]:
     [
         (RoomError("trainer-0", "cannot start"), "cannot start"),
         (OverflowError("too large"), r"internal error OverflowError: too large(.|\n)*controller.log"),
+        (KeyboardInterrupt(), "internal error KeyboardInterrupt"),
+        (OSError(errno.ENOSPC, "full"), "cannot use the run directory /.*: full"),
+        (PermissionError(errno.EACCES, "denied", "/bin/python"), "cannot use /bin/python: denied"),
+        (ConnectionResetError("peer"), "internal error ConnectionResetError: peer"),
         (None, ""),
     ],
 )
 def test_failed_resume_leaves_the_run_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, said: str
 ) -> None:
     lines = ({"step": step, "time_s": 100.0 * step, "reward/mean": 0.5} for step in range(1, 10))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -111,6 +119,34 @@ def test_failed_or_refused_start_restores_earlier_weights(
         job.run_job(make_config(tmp_path, trainer=changed), run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"
     assert [*run_dir.glob(".final*"), *run_dir.glob(".model*")] == []
+
+
+FORKING = """
+    import os, sys
+    from pathlib import Path
+    from asyncrl.base.files import run_lock
+    from asyncrl.tasks.rewards import call
+    def forks(prompt, completion):
+        if os.fork() == 0:
+            os.close(1)
+            os.read(0, 1)  # until the test closes it
+        return 1.0
+    with run_lock(Path(sys.argv[1])):
+        assert call(forks, None, "", None) == 1.0
+        print("the parent alone")
+"""
+
+
+def test_forked_child_neither_holds_the_lock_nor_returns(tmp_path: Path) -> None:
+    lock = tmp_path / "run.lock"
+    reading, writing = os.pipe()
+    command = [sys.executable, "-c", textwrap.dedent(FORKING), str(lock)]
+    done = subprocess.run(command, stdin=reading, stdout=subprocess.PIPE, check=True)
+    with run_lock(lock), pytest.raises(JournalError, match=f"process {os.getpid()} writes"), run_lock(lock):
+        pass
+    os.close(reading)
+    os.close(writing)
+    assert done.stdout == b"the parent alone\n"
 
 
 @pytest.mark.parametrize(("holds", "then"), [("", 0o750), ("thesis.txt", 0o755)])

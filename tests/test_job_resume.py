@@ -46,6 +46,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from asyncrl.config import load_config
 from asyncrl.messages.records import Completion
 from asyncrl.observe.report_page import view_run
+from asyncrl.observe.show import render_inspect
 from asyncrl.observe.timeline import read_timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -142,7 +143,8 @@ def test_the_timeline_of_a_real_run_agrees_with_its_metrics(whole: Path) -> None
     for step in read_lines(whole / "metrics.jsonl"):
         spans = by_step[step["step"] - 1]
         assert spans["wait for generation"] == pytest.approx(step["perf/wait_generation_s"], abs=1e-4)
-        assert step["perf/train_s"] - 1e-4 <= spans["train"]
+        assert spans["train"] == pytest.approx(step["perf/train_s"] + step["perf/request_s"], abs=1e-4)
+        assert spans["journal"] == pytest.approx(step["perf/journal_s"], abs=1e-4)
         assert sum(spans.values()) <= step["perf/step_s"] + 1e-3
 
 
@@ -233,6 +235,24 @@ def test_killed_run_ends_the_same_and_evaluates_each_version_once(
     assert {version: rewards[version] for version in rewards.keys() & expected} == {
         version: expected[version] for version in rewards.keys() & expected
     }
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    shown = [line["eval/version"] for line in lines if "eval/version" in line]
+    assert shown == sorted(rewards)[: len(shown)]
+    assert len(shown) >= NUM_STEPS - 1
+
+
+def test_inspect_judges_each_batch_by_its_own_bound(tmp_path: Path) -> None:
+    config = write_config(tmp_path, buffer={"max_staleness": 2}, trainer={"num_steps": 8})
+    run_dir = tmp_path / "run"
+    process = start(config, run_dir)
+    wait_for_steps(run_dir, 5, process)
+    process.kill()
+    process.communicate()
+    changed = ("buffer.max_staleness=0", "--allow-change", "buffer.max_staleness")
+    assert run(config, run_dir, *changed).returncode == 0
+    found = json.loads(render_inspect(run_dir, as_json=True))
+    assert (found["violations"], found["bound_kept"], found["num_steps"]) == ([], True, 8)
+    assert found["max_staleness"] == 0 < found["staleness_max"]
 
 
 def evaluated(run_dir: Path) -> dict[int, float]:

@@ -1,11 +1,6 @@
-"""docs/models.csv says how each type of model is trained, served and adapted; each cell is measured here.
-
-ASYNCRL_MODELS_THIRD=1, 2 or 3 measures a third of the models, as CI does in rotation.
-"""
+"""docs/models.csv says how each type of model is trained, served and adapted; each cell is measured here."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
@@ -13,8 +8,6 @@ from model_table import COLUMNS, measure, read_table, vllm_names
 from model_zoo import TYPES
 from transformers import CONFIG_MAPPING
 
-THIRD = os.environ.get("ASYNCRL_MODELS_THIRD", "")
-MEASURED = TYPES[int(THIRD) - 1 :: 3] if THIRD else TYPES
 VLLM = COLUMNS.index("vllm")
 
 
@@ -26,7 +19,8 @@ def test_table_has_every_model_of_the_zoo() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.rotated
+@pytest.mark.parametrize("name", [*TYPES])
 def test_row_of_the_table_is_what_is_measured(name: str) -> None:
     if name.partition(" ")[0] not in CONFIG_MAPPING:
         pytest.skip("transformers does not know this type")

@@ -31,9 +31,10 @@ LINE = (
 
 PANEL = """12/300 1 min 05 s, 1 min 58 s left
 reward 0.716
-from 0.083, last step 0.413
+first step 0.083, last step 0.413
 1.2 (max 3 of 4)
 training 71%, waiting for generation 17%
+(last 12 steps)
 health 12 steps are broken."""
 
 
@@ -107,6 +108,15 @@ def test_plain_lines_are_seconds_apart_and_cover_all_steps(monkeypatch: pytest.M
     assert "step 300/300" in out.getvalue().splitlines()[-1], "the last one at once"
 
 
+def test_lines_tell_how_full_the_first_batch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, out = [0.0], io.StringIO()
+    monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
+    console = console_to(out)
+    for now_s[0] in range(40):
+        console.show_filling(f"rollouts {now_s[0]} of 64 for step 1")
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["15", "30"]
+
+
 def test_the_panel_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
@@ -126,6 +136,12 @@ def test_failing_output_ends_no_run_and_is_logged_once(caplog: pytest.LogCapture
         console.show_step(METRICS)
         console.close()
     assert caplog.text.count("no more output is shown") == 1
+
+
+def test_output_of_any_encoding_is_shown(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as file:
+        console_to(file).say("0.5 ± 0.1 \ud800")
+    assert (tmp_path / "out").read_text() == "0.5 \\xb1 0.1 \\ud800\n"
 
 
 def test_unread_output_is_dropped(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,9 @@ from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal import schema
 from asyncrl.observe.report_page import STATIC, make_page, render, view_run, without_secrets, write_report
 from asyncrl.observe.run_dir import TIMELINE_FILE, Recorder, append_lines
+from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.timeline import Row, TimelineWriter, read_timeline, timeline_view, trace_of
+from asyncrl.observe.verdict import write_reward_plot
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 /*STYLE*/ /*DATA*/ ${x} `\\"
 SECTIONS: dict[str, Any] = {
@@ -63,7 +65,8 @@ def make_sample(*, step: int, text: str = "b 7") -> Any:
     flags = {"is_truncated": False, "num_interruptions": 0, "error": None, "reward": 0.5, "metrics": {}}
     names = {"step": step, "kind": "best", "group_id": 0, "sample_index": 0, "prompt_id": "p"}
     names |= {"task": None, "answer": None}
-    parts = [{"branch": 0, "is_sampled": True, "text": text}]
+    parts = [{"branch": 0, "is_sampled": True, "text": text, "tokens": "150", "versions": [[0, step]]}] * 2
+    flags |= {"advantage": 0.5, "group": [[0, 0.5, 0.5, 1, text]]}
     messages = [{"role": "user", "content": text}]
     return {**names, **numbers, **flags, "parts": parts, "messages": messages}
 
@@ -114,9 +117,9 @@ def test_the_trace_has_the_format_of_perfetto() -> None:
 
 def test_the_page_shows_the_verdict_and_its_reasons(tmp_path: Path) -> None:
     view = view_run(make_run(tmp_path / "run"))
-    assert (view["problems"], view["ended"], view["progress"]) == ([], "", "4 of 9 in 4.0 s, 1.00 s each")
+    assert (view["problems"], view["why"], view["progress"]) == ([], "", "4 of 9 in 4.0 s, 1.00 s each")
     verdict = view["verdict"]
-    assert verdict["headline"].startswith("Too short to say whether it learns: reward 0.050 at the start")
+    assert verdict["headline"].startswith("No clear gain yet: reward 0.050 at the start")
     assert (verdict["reward"]["last"], view["num_recent"], view["window"]) == (pytest.approx(0.25), 2, 2)
     assert view["curves"]["reward/mean"] == [0.0, 0.1, 0.2, 0.3]
     differing = [setting["key"] for setting in view["settings"] if setting["differs"]]
@@ -167,7 +170,7 @@ def test_a_run_in_any_state_is_shown(tmp_path: Path, state: str, num_steps: int)
         page = page_of(tmp_path)
     assert render(page)
     (view,) = page["runs"]
-    assert ("the disk is full" in view["ended"]) == (state == "failed")
+    assert ("the disk is full" in view["why"]) == (state == "failed")
     assert (" left" in view["progress"]) == (state == "running")
 
 
@@ -185,6 +188,21 @@ def test_no_secret_appears_on_the_page(tmp_path: Path) -> None:
     settings = {setting["key"]: setting["value"] for setting in embedded(html)["runs"][0]["settings"]}
     assert settings["task.args"] == "{'nested': [{'password': '(hidden)'}], 'path': 'p'}"
     assert without_secrets(["max_tokens=5", {"a": ["key"]}], []) == ["max_tokens=5", {"a": ["key"]}]
+
+
+def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "code.json").write_text('[{"step": 4, "changed": ["a.py"]}, {"step": 5, "changed": []}]')
+    with sqlite3.connect(tmp_path / "journal.sqlite") as journal:
+        batches = [(version, 0, 0, 2, version + 1) for version in range(4)]
+        journal.executemany("INSERT INTO batches VALUES (?, ?, ?, ?, ?, NULL, NULL)", batches)
+        events = [(2.5, "engine lost", '{"why": "killed; the end of its log: $x"}')]
+        events += [(4.5, "restored", '{"version": 2}')]
+        journal.executemany("INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", events)
+    journal.close()
+    marks = [(2, "engine lost: killed"), (2, "resumed, 2 steps trained again"), (3, "code changed: a.py")]
+    assert view_run(tmp_path)["marks"] == [list(mark) for mark in marks]
+    write_reward_plot(tmp_path / "reward.png", Steps([{"step": 1, "reward/mean": 1}]), title="a", marks=marks)
 
 
 def test_failures_are_counted_by_cause_with_an_example(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", max_s
     Recorder(run_dir).write_status({"state": state, "waits": waits, "oldest_rollouts": [["g7/r1", 12.0]]})
 
 
-def record_line(version: int, ages: tuple[int, int] = (0, 2)) -> dict[str, Any]:
+def record_line(version: int, ages: tuple[int, int] = (0, 2), bound: int = 2) -> dict[str, Any]:
     """Two groups of one trajectory, 3 prompt and 4 sampled tokens each; the first sampled token of group i is
     ages[i] old.
     """
@@ -57,7 +57,7 @@ def record_line(version: int, ages: tuple[int, int] = (0, 2)) -> dict[str, Any]:
         entry = {"group_id": group, "prompt_id": f"e0-{group}", "sample_index": 0, "branch": 0}
         numbers = {"reward": float(index), "num_tokens": 7, "num_loss_tokens": 4}
         entries.append({**entry, **numbers, "spans": spans})
-    return {"version": version, "min_version": max(0, version - 2), "trajectories": entries}
+    return {"version": version, "min_version": max(0, version - bound), "trajectories": entries}
 
 
 def inspected(run_dir: Path, **options: Any) -> Any:
@@ -77,7 +77,8 @@ def test_status_shows_progress_waits_and_remaining_time(tmp_path: Path) -> None:
         text = words(render_status(tmp_path))
         verbose = words(render_status(tmp_path, is_verbose=True))
     pace = "3 of 9 in 3.0 s, 1.00 s each, 6.0 s left"
-    for said in (f"process {os.getpid()} on host", pace, "Too short to", "from 0.000, last step 0.200"):
+    ends = "first step 0.000, last step 0.200"
+    for said in (f"process {os.getpid()} on host", pace, "Too short to", ends):
         assert said in text
     for said in ("TrainerClient.train for optimizer step 4, since 12 s", "g7/r1, 12.0"):
         assert (said in text, said in verbose) == (False, True)
@@ -123,8 +124,9 @@ def test_inspect_recomputes_the_staleness_from_the_spans(tmp_path: Path) -> None
 
 
 def test_every_broken_promise_of_a_record_is_found(tmp_path: Path) -> None:
-    make_run(tmp_path, num_steps=3, max_staleness=1)
-    again = record_line(0, (0, 0)) | {"version": 3}
+    make_run(tmp_path, num_steps=2)
+    append_line(tmp_path / "trained.jsonl", record_line(2, bound=1))  # a resume with another bound
+    again = record_line(0, (0, 0)) | {"version": 3, "min_version": 2}
     future = record_line(4, (0, 0))
     future["trajectories"][1]["spans"] = [[3, 7, 5]]
     for line in (again, future, record_line(6, (0, 0))):
@@ -132,9 +134,9 @@ def test_every_broken_promise_of_a_record_is_found(tmp_path: Path) -> None:
     plain = inspected(tmp_path)
     assert plain["bound_kept"] is False
     assert plain["violations"] == [
-        "step 3, group 5, sample 0: tokens 3..3 are of version 0, 2 behind; 1 are allowed",
-        "step 4, group 0, sample 0: tokens 3..6 are of version 0, 3 behind; 1 are allowed",
-        "step 4, group 1, sample 0: tokens 3..6 are of version 0, 3 behind; 1 are allowed",
+        "step 3, group 5, sample 0: tokens 3..3 are of version 0; the bound of this batch was version 1",
+        "step 4, group 0, sample 0: tokens 3..6 are of version 0; the bound of this batch was version 2",
+        "step 4, group 1, sample 0: tokens 3..6 are of version 0; the bound of this batch was version 2",
         "step 4, group 0: already trained on in step 1",
         "step 4, group 1: already trained on in step 1",
         "step 5, group 9, sample 0: tokens 3..6 are of version 5, which did not exist yet",

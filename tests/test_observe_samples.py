@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -100,6 +101,24 @@ def test_every_turn_of_every_branch_is_shown() -> None:
     assert lines[1:] == ["prompt | abc", *once, "branch 1", "context | abc", *once]
 
 
+PIECES = (b"the", b"7\n", b" " * 99, b"\xc3", b"\xa9", b"\xf0\x9f", b"\x98\x80", b" ")
+
+
+def joined(token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    return b"".join(PIECES[token] for token in token_ids).decode(errors="replace")
+
+
+@given(words=st.lists(st.sampled_from([(0,), (1,), (2,), (3, 4, 7), (5, 6, 0)]), min_size=1))
+def test_tokens_divide_their_text(words: list[tuple[int, ...]]) -> None:
+    ids = sum(words, ())
+    rollout = replace(turns(0, len(ids)), token_ids=np.array(ids))
+    (part,) = shown(Prompt("0/4", ()), (rollout,), joined, step=10)["parts"]
+    ends = [*itertools.accumulate(ord(length) - 48 for length in part["tokens"][::3])]
+    wholes = [joined(ids[: number + 1]) for number in range(len(ids))]
+    assert all("\ufffd" in whole or len(whole) == end for whole, end in zip(wholes, ends, strict=True))
+    assert part["tokens"][1::3] == "6" * len(ids), "exp(-0.5) is 60 %"
+
+
 def test_long_texts_and_many_parts_are_cut() -> None:
     prompt = Prompt("0/4", ({"role": "user", "content": "word " * 4000},), answer={"a": "\ud800"})
     sample = show((turns(*[5000] * 100),), prompt=prompt)
@@ -135,12 +154,14 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
     fail(writer, 2)
     fail(writer, 3)
     assert steps_in(tmp_path) == [(1, "failed")] * 2
-    writer.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), {(0, 3): 0.25}, letters)
+    writer.step(make_batch([[0.0, 1.0, 2.0, 3.0]], version=0), {(0, 3): 0.25}, {(0, 3): 1.5}, letters)
     fail(writer, 4)
     first, second, best, *_ = read_samples(tmp_path, [])
     assert "failed 2 times, last: no reward" in (first["error"] or "")
     assert (first["reward"], first["staleness"], first["num_sampled"], second["parts"]) == (None, None, 3, [])
     assert (best["reward"], best["logprob_gap"], best["sample_index"]) == (3.0, 0.25, 3)
+    group = [(3, 3.0, 1.5), (2, 2.0, None), (1, 1.0, None), (0, 0.0, None)]
+    assert [(index, reward, advantage) for index, reward, advantage, *_ in best["group"]] == group
     assert "failed rollout of step 1: no reward" in sample_text(second)
     kinds = ["failed", "failed", "best", "worst"]
     assert steps_in(tmp_path) == [*((1, kind) for kind in kinds), (2, "failed")]
@@ -152,11 +173,11 @@ def test_a_resume_drops_samples_of_repeated_steps(tmp_path: Path) -> None:
 
 def test_a_long_run_keeps_its_newest_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = writer_of(tmp_path, per_step=1)
-    writer.step(make_batch([[1.0]], 0), {}, letters)
+    writer.step(make_batch([[1.0]], 0), {}, {}, letters)
     size = (tmp_path / "samples.jsonl").stat().st_size
     monkeypatch.setattr(samples_module, "MAX_BYTES", 20 * size - 1)
     for step in range(1, 200):
-        writer.step(make_batch([[1.0]], step), {}, letters)
+        writer.step(make_batch([[1.0]], step), {}, {}, letters)
     steps = [step for step, _ in steps_in(tmp_path)]
     assert steps == [*range(201 - len(steps), 201)]
     assert 20 <= len(steps) <= 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -123,14 +124,16 @@ def test_fail_ends_the_run_naming_who_is_stuck(log_path: Path) -> None:
         watched(log_path, 300, on_stuck="fail", is_well=False)
 
 
-def test_a_blocked_loop_gets_its_thread_stacks_logged(log_path: Path) -> None:
+def test_a_blocked_loop_is_named_and_its_stacks_logged(log_path: Path) -> None:
+    told = list[str]()
+
     def block() -> None:
         deadline_s = time.monotonic() + 30
-        while "in block" not in log_path.read_text() and time.monotonic() < deadline_s:
+        while not ("in block" in log_path.read_text() and told) and time.monotonic() < deadline_s:
             threading.Event().wait(0.01)  # faulthandler writes without a lock, line by line
 
     async def story() -> None:
-        calls: Any = {"tell": lambda text: None, "ask_children": None, "restart": None, "note": None}
+        calls: Any = {"tell": told.append, "ask_children": None, "restart": None, "note": None}
         settings = SupervisionConfig(watchdog_s=0.5)
         watchdog = Watchdog(settings, lambda: Reported({}), log_path=log_path, way_out="", **calls)
         running = asyncio.create_task(watchdog.run(), name="watchdog")
@@ -140,3 +143,6 @@ def test_a_blocked_loop_gets_its_thread_stacks_logged(log_path: Path) -> None:
 
     asyncio.run(story())
     assert "in block" in log_path.read_text()
+    assert re.match(
+        r"the run has stood still for 0.5 s in\n.*test_observe_watchdog.py., line \d+, in block", told[0]
+    )

@@ -75,6 +75,7 @@ def install(venv: Path, *what: str) -> None:
     subprocess.run(pip, check=True, timeout=840, env=env)
 
 
+@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 def test_worker_host_installs_at_most_160_mb(worker_venv: Path) -> None:
@@ -91,6 +92,7 @@ def test_worker_host_installs_at_most_160_mb(worker_venv: Path) -> None:
             assert "Traceback" not in done.stderr
 
 
+@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 def test_base_install_reads_runs_without_torch(wheel: Path, worker_venv: Path, tmp_path: Path) -> None:

@@ -57,8 +57,14 @@ def test_the_page_draws_all_parts(browser: Chrome, tmp_path: Path) -> None:
         assert ask(browser, "document.documentElement.scrollWidth") <= 400
         is_well(browser)
     assert browser.find_element(By.TAG_NAME, "h1").text.startswith("Learned: reward rose")
+    assert browser.find_element(By.CSS_SELECTOR, "#metric-constant summary").text.endswith("did not change")
     browser.find_elements(By.CSS_SELECTOR, ".runs button")[1].click()
     assert "the disk is full" in browser.find_element(By.ID, "headline").text
+    browser.find_element(By.CSS_SELECTOR, "#sample input[value=version]").click()
+    token = browser.find_element(By.CSS_SELECTOR, "#sample .turn.model pre span")
+    assert token.value_of_css_property("background-color") != "rgba(0, 0, 0, 0)"
+    browser.find_element(By.CSS_SELECTOR, ".to-page").click()
+    assert not browser.find_element(By.ID, "verdict").is_displayed()
     is_well(browser)
 
 

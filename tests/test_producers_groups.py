@@ -47,7 +47,7 @@ class House:
             self.running.cancel()
             await self.producers.aclose()
         await self.tasks.__aexit__(kind, error, trace)
-        assert self.count("inflight") == self.producers.num_sampling == 0
+        assert self.count("inflight") == self.producers._slots.num_held == 0
 
     def count(self, name: str) -> float:
         return self.producers.gauges()[f"rollout/{name}"]
@@ -212,7 +212,7 @@ async def test_resumed_groups_get_slots_first() -> None:
         house.journal.admitted_nowait(TICKET, PROMPT)
         house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
         await all_blocked()
-        assert (house.admitted, house.producers.num_sampling) == ([], 2)
+        assert (house.admitted, house.producers._slots.num_held) == ([], 2)
         await asyncio.sleep(1.0)
         await all_blocked()
         assert house.admitted == [0]

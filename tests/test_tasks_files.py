@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,13 @@ import pyarrow.parquet
 import pytest
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import TaskConfig
+from asyncrl.base.user_code import load_object
+from asyncrl.config import RunConfig, TaskConfig
+from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item, build_task
-from asyncrl.tasks.sources import DataPin
+from asyncrl.tasks.rewards import reward_function
+from asyncrl.tasks.sources import DataPin, record_code
+from asyncrl.tasks.task import RowTask
 
 ROWS = [{"prompt": "2+2?", "answer": "4", "level": 1}, {"prompt": "3+3?", "answer": "6", "level": 2}]
 
@@ -47,7 +55,19 @@ TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
     ("name", "content", "said"),
     [
         ("a.jsonl", QUESTION, "line 1 has no column prompt; its columns are question, answer"),
-        ("a.jsonl", TORN, "a.jsonl cannot be read: line 3 is no JSON object"),
+        ("a.jsonl", TORN, "a.jsonl cannot be read: .*line 3 is no JSON object"),
+        (
+            "a.jsonl",
+            QUESTION.replace(b"question", b"prompt") + b'\n["prompt", "answer"]',
+            "line 2 is no JSON",
+        ),
+        (
+            "a.json",
+            b'[{"prompt": "x", "answer": "1"}, [["prompt", "x"]]]',
+            "item 2 is no JSON object: .*list",
+        ),
+        ("a.json", b'[{"prompt": "x", "answer": "1"}', "a.json cannot be read: .*Expecting"),
+        ("a.json", b"[" * 100_000, "a.json cannot be read: RecursionError"),
         ("a.rows", QUESTION, "a.rows is not a file with rows"),
         ("a.parquet", b"not at all", "a.parquet cannot be read: .*not a parquet file"),
     ],
@@ -58,6 +78,79 @@ def test_file_without_rows_is_refused_with_the_place(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=said):
         task_of(str(tmp_path / name))
+
+
+def test_json_array_has_the_rows_of_its_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]  # a list of pairs also makes a dict
+
+    def digest_of(path: str) -> str:
+        config = TaskConfig(files=[path], answer_column=None, reward="rewards_for_test:begins_with")
+        task: Any = build_task(config, seed=0)
+        return str(task.digest)
+
+    lines = digest_of(write_jsonl(tmp_path / "a.jsonl", rows))
+    for text in (json.dumps(rows), json.dumps(rows, indent=2), f"\ufeff \n{json.dumps(rows)}\n"):
+        (tmp_path / "a.json").write_text(text)
+        assert digest_of(str(tmp_path / "a.json")) == lines
+
+
+def test_file_listed_twice_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ConfigError, match="names a file twice"):
+        task_of(path, f"{tmp_path}/../{tmp_path.name}/a.jsonl")
+
+
+NUMBERS = [
+    7,
+    -7,
+    2.5,
+    1e-7,
+    1e22,
+    10**30,
+    Decimal("1E+3"),
+    Decimal("0.10"),
+    "7",
+    "1e5",
+    "-2.5E-3",
+    "x #### 4",
+]
+OTHERS = [None, True, ["7"], [], {"ground_truth": "7"}, b"7", math.nan, -math.inf, date(2026, 1, 1)]
+
+
+@pytest.mark.parametrize("answer", NUMBERS)
+def test_math_reads_each_reference_as_its_number(answer: Any) -> None:
+    number = Fraction(str(answer).rpartition("####")[2].strip())
+    score = reward_function(TaskConfig(files=["x"], reward="math"))
+    for shift, reward in ((0, 1.0), (1, 0.0)):
+        said = number + shift
+        text = (
+            str(said.numerator)
+            if said.denominator == 1
+            else f"\\frac{{{said.numerator}}}{{{said.denominator}}}"
+        )
+        assert score(Prompt("0/0", (), answer=answer), f"It is $\\boxed{{{text}}}$.") == reward
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        *((other, "ValueError: .*neither a text nor a finite number") for other in OTHERS),
+        (object(), "no digest"),
+    ],
+)
+def test_value_of_a_type_that_cannot_be_used_is_refused(value: Any, words: str) -> None:
+    rows = [{"prompt": "p", "answer": "1"}, {"prompt": "p", "answer": value}]
+    reward = "math" if words != "no digest" else "x:y"
+    with pytest.raises(ConfigError, match=f"^row 1 cannot be used: .*{words}"):
+        RowTask(rows, "row {}".format, lambda *_: 0.0, TaskConfig(files=["x"], reward=reward))
+
+
+@pytest.mark.parametrize("kind", [pyarrow.timestamp("us"), pyarrow.timestamp("us", tz="Mars/Phobos")])
+def test_column_that_python_cannot_hold_is_refused(tmp_path: Path, kind: Any) -> None:
+    table = pyarrow.table({"prompt": ["p"], "answer": ["1"], "when": pyarrow.array([2**62], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a.parquet cannot be read: \S*Error: "):
+        task_of(str(tmp_path / "a.parquet"))
 
 
 BAD_MESSAGE = {"role": "user", "content": 3}
@@ -100,6 +193,46 @@ def test_data_are_known_by_a_digest(tmp_path: Path) -> None:
         write_jsonl(tmp_path / "rows.jsonl", rows)
         with pytest.raises(ConfigError, match=f"task.digest={known}, and the data have"):
             task_of(path, digest=known)
+
+
+@pytest.mark.parametrize("kind", ["Image", "Audio"])
+def test_digest_sees_undecoded_media(tmp_path: Path, kind: str) -> None:
+    import datasets
+
+    def digest_of(name: str, content: bytes) -> str:
+        media = {"bytes": content, "path": None}
+        data = datasets.Dataset.from_list([{**ROWS[0], "one": media, "several": [media]}])
+        feature = getattr(datasets, kind)()
+        shape = data.features | {"one": feature, "several": datasets.List(feature)}
+        data.cast(datasets.Features(shape)).save_to_disk(tmp_path / name)
+        task: Any = build_task(TaskConfig(dataset=str(tmp_path / name), reward="math"), seed=0)
+        return str(task.digest)
+
+    assert digest_of("1", b"a") == digest_of("2", b"a") != digest_of("3", b"b")
+
+
+def test_changed_code_is_recorded_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_code.py").write_text("from code_helpers import half")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m", "chat_template": f"{tmp_path}/chat.jinja"},
+            "task": {"files": ["x"], "reward": "my_code:half"},
+        }
+    )
+    named = "code_helpers.py of my_code:half"
+    steps = [(1, "code_helpers.py"), (8, "code_helpers.py"), (9, "unrelated.py"), (11, "chat.jinja")]
+    expected = [[], [named], [], [f"chat.jinja of {tmp_path}/chat.jinja"]]
+    for (step, file), changed in zip(steps, expected, strict=True):
+        (tmp_path / file).write_text(f"half = {step}")
+        load_object("my_code:half", "task.reward")
+        assert record_code(tmp_path, config, step) == changed
+    records = json.loads((tmp_path / "code.json").read_text())
+    assert [(each["step"], each["changed"]) for each in records] == [
+        (1, []),
+        (8, expected[1]),
+        (11, expected[3]),
+    ]
 
 
 def test_run_refuses_other_data_and_names_the_task(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import re
 import signal
@@ -23,8 +24,8 @@ import pytest
 from fakes import FakeTokenizer
 from rollout_cases import virtual
 
-from asyncrl.base.errors import RewardFailure, RolloutFailure
-from asyncrl.base.user_code import GRACE_S
+from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError
+from asyncrl.base.user_code import GRACE_S, MAX_HUNG
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt
 from asyncrl.tasks import TaskScorer, build_task
@@ -50,6 +51,11 @@ class Stop(BaseException):
     """An error of a test framework or trio."""
 
 
+def interrupts(*text: str) -> float:
+    """Raise what a sampled program may raise."""
+    raise KeyboardInterrupt(*text)
+
+
 async def stops(*_: Any) -> float:
     raise Stop("enough")
 
@@ -59,6 +65,8 @@ RAISES: list[tuple[Any, str]] = [
     (lambda *_: sys.exit(3), "SystemExit: 3"),
     (lambda *_: next(iter(())), "StopIteration"),  # which asyncio futures do not take
     (stops, ".*Stop: enough"),
+    (lambda *_: interrupts(), "KeyboardInterrupt"),
+    (lambda *_: interrupts("\ud800" + 9_000_000 * "x"), r"KeyboardInterrupt: .ud800x{1900,2000} .test_tasks"),
 ]
 
 
@@ -130,6 +138,30 @@ async def test_hung_thread_costs_its_own_rollout_alone() -> None:
     gate.set()
 
 
+@pytest.mark.asyncio
+async def test_cancelled_score_leaves_no_unread_exception() -> None:
+    begun, gate = threading.Event(), threading.Event()
+    complaints: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, complaint: complaints.append(complaint))
+
+    def fails(*_: Any) -> str:
+        begun.set()
+        gate.wait(60.0)
+        return "1.0"
+
+    scoring = asyncio.create_task(make_scorer(fails, "thread").score(PROMPT, sampled("")))
+    await asyncio.to_thread(begun.wait, 60.0)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    gate.set()
+    await loop.shutdown_default_executor()
+    del scoring
+    gc.collect()
+    assert complaints == []
+
+
 REWARDS = """
     import asyncio, os, sys, time
     def moody(prompt, completion, answer):
@@ -137,6 +169,7 @@ REWARDS = """
             while True: time.sleep(1)
         if completion == "die": os._exit(7)
         if completion == "raise": raise KeyError("no")
+        if completion == "interrupt": raise KeyboardInterrupt
         if completion == "torch": return "torch" in sys.modules
         if completion == "pid": return os.getpid()
         return 1.0
@@ -205,7 +238,11 @@ def test_only_a_further_parameter_gets_the_record() -> None:
     assert asks == [False, False, True, True, False]
 
 
-MOODS = {"die": "ended its process .exit code 7.", "raise": "raised KeyError"}
+MOODS = {
+    "interrupt": "raised KeyboardInterrupt",
+    "die": "ended its process .exit code 7.",
+    "raise": "raised KeyError",
+}
 
 
 @pytest.mark.slow
@@ -292,7 +329,7 @@ async def test_call_that_cancels_itself_is_a_failure() -> None:
 
 
 @virtual
-async def test_abandoned_calls_are_named_once() -> None:
+async def test_abandoned_calls_are_named_once_and_end_the_run() -> None:
     gate = asyncio.Event()
 
     async def swallows_until_the_gate_opens(*_: object) -> float:
@@ -304,15 +341,18 @@ async def test_abandoned_calls_are_named_once() -> None:
     told: list[str] = []
     scorer = make_scorer(swallows_until_the_gate_opens, warn=told.append)
     found = await asyncio.gather(
-        *(scorer.score(PROMPT, sampled("")) for _ in range(3)), return_exceptions=True
+        *(scorer.score(PROMPT, sampled("")) for _ in range(MAX_HUNG)), return_exceptions=True
     )
     assert {type(error) for error in found} == {RewardFailure}
     assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
     (warning,) = told
     assert "x:y" in warning
+    with pytest.raises(TaskError, match="64 calls of the reward function x:y are still running"):
+        await scorer.score(PROMPT, sampled(""))
     gate.set()
-    assert await scorer.score(PROMPT, sampled("")) == 1.0
-    assert scorer.num_abandoned == 3, "so far"
+    await asyncio.sleep(0.1)
+    assert await scorer.score(PROMPT, sampled("")) == 1.0, "they have ended"
+    assert scorer.num_abandoned == MAX_HUNG, "so far"
 
 
 SCRIPT = """

@@ -228,6 +228,8 @@ def test_step_metricss_the_gap_of_each_engine(make_step: MakeStep) -> None:
     share = float((arrays.engines[arrays.loss_mask] == 1).mean())
     assert metrics["policy/logprob_gap_mean"] == pytest.approx(0.02 * share, abs=1e-5)
     assert max(gap for *_, gap in step.rollout_gaps) == pytest.approx(0.02, abs=2e-5)
+    assert sum(advantage for *_, advantage in step.rollout_advantages) == pytest.approx(0.0, abs=1e-5)
+    assert [entry[:2] for entry in step.rollout_advantages] == [entry[:2] for entry in step.rollout_gaps]
     versions = np.where(arrays.engines == 1, 0, np.where(arrays.loss_mask, 1, -1)).astype(np.int32)
     header = header.model_copy(update={"version": 1, "min_version": 0})
     again = step.train(header, changed(arrays, versions=versions))

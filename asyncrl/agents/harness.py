@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import logging
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.base.errors import AsyncrlError, ConfigError, ErrorBody, RolloutFailure, RolloutTimeout
-from asyncrl.base.user_code import UserCalls, load_function, message_of
+from asyncrl.base.user_code import UserCalls, load_function, message_of, shown
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.generator_gateway import kind_of
 from asyncrl.messages.records import Outcome, task_of
@@ -29,8 +30,20 @@ GRACE_S = 30.0
 """Limit for the cleanup of a cancelled harness."""
 MAX_RETRIES = 4
 """The gateway samples a repeated call only once."""
+REQUEST_LOGGERS = (
+    "aiohttp.access",
+    "anthropic",
+    "httpcore",
+    "httpx",
+    "httpcore2",
+    "httpx2",
+    "openai",
+    "urllib3",
+)
+"""Loggers of a line per request, with addresses that may hold keys."""
 OUTCOME = TypeAdapter(Outcome)
-_MAX_WORDS = 4000
+MAX_TRACE = 20_000
+"""Characters of a traceback in the log: an error's text may have megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +151,7 @@ class PythonHarness:
         self.calls = UserCalls(f"generator.python={config.python}", grace_s=GRACE_S)
 
     async def run(self, task: AnyTask, session: Session) -> Any:
+        self.calls.check()
         call = functools.partial(self._function, task, session, **self._args)
         value = await self.calls.run(asyncio.to_thread(_in_thread, call))
         return await self.calls.run(value) if inspect.isawaitable(value) else value
@@ -167,12 +181,11 @@ async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcom
             what = f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s"
             error = RolloutTimeout(what, rule="rollout.timeout_s limits all attempts together")
         elif not isinstance(error, AsyncrlError):
-            log.warning("%s attempt %d failed", item.rollout_id, item.attempt, exc_info=True)
+            trace = "".join(traceback.format_exception(error))
+            log.warning("%s attempt %d failed\n%s", item.rollout_id, item.attempt, trace[:MAX_TRACE])
             what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {message_of(error)}"
             error = RolloutFailure(what, way_out="the worker's log has the traceback.")
-        words = (error.what, error.rule, error.way_out)
-        what, rule, way_out = (text[:_MAX_WORDS].encode(errors="replace").decode() for text in words)
-        return ErrorBody(error=what, rule=rule, way_out=way_out)
+        return ErrorBody(error=shown(error.what), rule=shown(error.rule), way_out=shown(error.way_out))
 
 
 def as_outcome(value: object) -> Outcome:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from asyncrl.agents.harness import GRACE_S, AnyTask, Session, first_fault
+from asyncrl.agents.harness import GRACE_S, REQUEST_LOGGERS, AnyTask, Session, first_fault
 from asyncrl.base.errors import ConfigError, RewardFailure, RolloutFailure, install_extra
 from asyncrl.base.user_code import UserCalls, find_here
 from asyncrl.config import GeneratorConfig
@@ -22,8 +22,7 @@ from asyncrl.messages.work import VERIFIERS_KEY
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
 """A session's key is in its address; the library wants one in the environment."""
 
-_CHATTY = ("verifiers", "httpx", "aiohttp.access", "mcp")
-"""httpx would log addresses with keys."""
+_CHATTY = ("verifiers", "mcp", *REQUEST_LOGGERS)
 
 
 class VerifiersHarness:
@@ -50,6 +49,7 @@ class VerifiersHarness:
         client = vf.EvalClientConfig(base_url=address, api_key_var=_NO_KEY_VARIABLE)
         context = vf.ModelContext(model=session.model, client=client)
         async with self._served():
+            self.calls.check()
             episode = await self.calls.run(self._env.run_episode(played, context))
         return self._outcome(episode, session)
 

@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,14 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, Field
 
-from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
+from asyncrl.agents.harness import (
+    REQUEST_LOGGERS,
+    Harness,
+    Session,
+    build_harness,
+    make_http_client,
+    run_item,
+)
 from asyncrl.base.errors import ConfigError, ErrorBody, Message, RoomError, fatal_line, first_cause
 from asyncrl.base.host import LOG_FORMAT, hide_memory
 from asyncrl.base.http import (
@@ -264,7 +272,8 @@ async def _serve_health(harness: Harness, fd: int) -> None:
 
     async def health() -> wire.WorkerHealth:
         calls = getattr(harness, "calls", None)
-        return wire.WorkerHealth(num_abandoned=getattr(calls, "num_abandoned", 0))
+        num_abandoned = getattr(calls, "num_abandoned", 0)
+        return wire.WorkerHealth(num_abandoned=num_abandoned, cpu_s=time.process_time())
 
     app = make_app(secret_of(SECRET_ENV))
     add_route(app, "GET", "/health", health)
@@ -275,7 +284,8 @@ async def _serve_health(harness: Harness, fd: int) -> None:
 
 def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in REQUEST_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 # ---- `asyncrl work`

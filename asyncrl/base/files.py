@@ -131,7 +131,7 @@ def run_lock(path: Path) -> Iterator[None]:
     The file stays: a waiting run may have it open.
     """
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = keep_private(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
         if not _take(file):
             holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(file)
@@ -162,6 +162,28 @@ def _take(file: int) -> bool:
     return False
 
 
+_private = dict[int, os.stat_result]()
+"""Descriptors that forked children close, with their files."""
+
+
+def keep_private(descriptor: int) -> int:
+    """Close a descriptor in children that a reward or agent forks; return it.
+
+    Such a child may outlive the run, and would hold its lock, or the pipe whose end reports our death.
+    """
+    _private[descriptor] = os.fstat(descriptor)
+    return descriptor
+
+
+def _close_private() -> None:
+    for descriptor, file in _private.items():
+        with contextlib.suppress(OSError):  # it was closed before, and may be another file now
+            if os.path.samestat(os.fstat(descriptor), file):
+                os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_private)
+
 LOCK = "lock"
 _owned: dict[Path, int] = {}
 """This process's folders with their lock descriptors."""
@@ -180,14 +202,16 @@ def new_staging_dir(disk_dir: Path | None = None) -> Path:
     try:
         unlocked.parent.mkdir(parents=True, exist_ok=True)
         unlocked.mkdir(mode=0o700)
-        lock = os.open(unlocked / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = keep_private(os.open(unlocked / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         fcntl.flock(lock, fcntl.LOCK_EX)
         unlocked.rename(folder)
     except OSError as error:
         shutil.rmtree(unlocked, ignore_errors=True)
-        what = f"cannot make the folder {folder} for weights, and lock it: {error.strerror}"
-        way_out = "free space there, check its rights, or name another weight_sync.disk_dir."
-        raise RoomError("placement", what, way_out=way_out) from error
+        raise RoomError(
+            "placement",
+            f"cannot make the folder {folder} for weights, and lock it: {error.strerror}",
+            way_out="free space there, check its rights, or name another weight_sync.disk_dir.",
+        ) from error
     _owned[folder] = lock
     return folder
 

@@ -118,8 +118,7 @@ class Caller:
     async def _call(
         self, method: str, path: str, body: Body, answer: type[Answer], timeout_s: float | None
     ) -> Answer:
-        late = CallLost(self.name, path, f"no answer within {timeout_s} s")
-        async with within(timeout_s, lambda: late):
+        async with within(timeout_s, lambda: CallLost(self.name, path, f"no answer within {timeout_s} s")):
             with _lost(self.name, path):
                 async with await self._begin(method, path, body) as response:
                     text = await response.read()
@@ -286,8 +285,9 @@ def read_message(kind: type[Answer], text: bytes) -> Answer:
         return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        what = f"{'.'.join(map(str, ('body', *first['loc'])))}: {first['msg']}"
-        raise Refused(422, what, rule="see asyncrl/messages") from error
+        raise Refused(
+            422, f"{'.'.join(map(str, ('body', *first['loc'])))}: {first['msg']}", rule="see asyncrl/messages"
+        ) from error
 
 
 def json_answer(body: BaseModel, status: int = 200) -> web.Response:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import uvloop
 
-from asyncrl.base.errors import ConfigError, RolloutFailure
+from asyncrl.base.errors import AsyncrlError, ConfigError, RolloutFailure
 
 
 def find_here() -> str:
@@ -70,26 +70,49 @@ def check_call(
 ) -> None:
     """Raise ConfigError if `function` does not accept these arguments; `said` names it in the message."""
     if not callable(function):
-        what = f"{said} is {function!r:.80}, which cannot be called"
-        raise ConfigError(what, rule=f"it is called as {usage}", way_out="name a function or class.")
+        raise ConfigError(
+            f"{said} is {function!r:.80}, which cannot be called",
+            rule=f"it is called as {usage}",
+            way_out="name a function or class.",
+        )
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:
-        what = f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}"
         names = f", and {', '.join(keywords)}" if keywords else ""
-        raise ConfigError(what, way_out=f"give it exactly these parameters{names}.") from error
+        raise ConfigError(
+            f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}",
+            way_out=f"give it exactly these parameters{names}.",
+        ) from error
     except ValueError:  # a builtin without a signature
         return
 
 
 def raised(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    (frame,) = traceback.extract_tb(error.__traceback__, limit=-1)
     return f"raised {message_of(error)} ({Path(frame.filename).name} line {frame.lineno})"
 
 
 def message_of(error: BaseException) -> str:
     """Return the error's type and text; a user's __str__ may raise."""
-    return "".join(traceback.format_exception_only(error)).strip()
+    return shown("".join(traceback.format_exception_only(error)).strip())
+
+
+def shown(text: str) -> str:
+    """Cut a text of user code, and escape lone surrogates, which UTF-8 lacks."""
+    return text[:MAX_TEXT].encode(errors="backslashreplace").decode()
+
+
+MAX_TEXT = 2000
+
+
+NOT_USERS = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<frozen")
+
+
+def place_of(thread: int) -> str:
+    """Return the entry of a traceback for what a thread runs: the user's innermost, else the innermost."""
+    stack = traceback.extract_stack(sys._current_frames()[thread])
+    users = [frame for frame in stack if not frame.filename.startswith(NOT_USERS)]
+    return traceback.format_list((users or stack)[-1:])[0]
 
 
 logger = logging.getLogger("asyncrl.base.user_code")
@@ -98,6 +121,8 @@ Result = TypeVar("Result")
 
 GRACE_S = 5.0
 """Seconds for a cancelled call to clean up."""
+MAX_HUNG = 64
+"""Nothing can end a hung call, and each keeps its stack and perhaps a thread."""
 WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit every await."
 
 _abandoned: set[asyncio.Task[Any]] = set()
@@ -114,16 +139,28 @@ class UserCalls:
         self,
         name: str,
         *,
+        error: Callable[..., AsyncrlError] = ConfigError,
         warn: Callable[[str], None] = logger.warning,
         grace_s: float | None = None,
         way_out: str = WAY_OUT,
     ) -> None:
         """`warn` reports the first abandoned call."""
         self.name = name
+        self._error = error
+        self._hung = set[asyncio.Future[Any]]()
         self._warn = warn
         self._way_out = way_out
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self.num_abandoned = 0
+
+    def check(self) -> None:
+        """Raise `error` if MAX_HUNG abandoned calls are still running."""
+        if len(self._hung) >= MAX_HUNG:
+            raise self._error(
+                f"{MAX_HUNG} calls of {self.name} are still running after their time limit",
+                rule="nothing can end them",
+                way_out=self._way_out,
+            )
 
     async def run(self, call: Awaitable[Result]) -> Result:
         """Return the call's result. Raises its error, and RolloutFailure if it cancels itself."""
@@ -137,22 +174,26 @@ class UserCalls:
             finally:
                 if not task.done():
                     abandon(task)
-                    self.left_running()
+                    self.left_running(task)
             raise
         if task.cancelled():
-            rule = "nothing outside cancelled it: it cancelled itself, or an awaited task was cancelled"
-            way_out = "catch the CancelledError inside it, and raise another error."
-            raise RolloutFailure(f"{self.name} raised CancelledError", rule=rule, way_out=way_out)
+            raise RolloutFailure(
+                f"{self.name} raised CancelledError",
+                rule="nothing outside cancelled it: it cancelled itself, or an awaited task was cancelled",
+                way_out="catch the CancelledError inside it, and raise another error.",
+            )
         result, error = task.result()
         if error is not None:
             raise error
         return cast(Result, result)
 
-    def left_running(self) -> None:
+    def left_running(self, call: asyncio.Future[Any]) -> None:
+        self._hung.add(call)
+        call.add_done_callback(self._hung.discard)
         self.num_abandoned += 1
         if self.num_abandoned == 1:
             what = f"a call of {self.name} kept running after the time limit"
-            self._warn(f"{what}. Later ones are only counted. Way out: {self._way_out}")
+            self._warn(f"{what}. The run ends at {MAX_HUNG} of them. Way out: {self._way_out}")
 
 
 async def _catch(call: Awaitable[Result]) -> tuple[Result | None, BaseException | None]:

@@ -110,6 +110,7 @@ class AdapterLoad(Load):
     async def load(self) -> None:
         adapter = {"lora_name": ADAPTER, "lora_path": self.staged["folder"], "load_inplace": True}
         await self.process.tell("/v1/load_lora_adapter", adapter)
+        await self.process.rpc("check_adapter", version=self.version)
 
 
 def load_of(process: VllmProcess, manifest: ExportResponse, group: BroadcastGroup | None) -> Load:

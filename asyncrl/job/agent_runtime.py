@@ -143,6 +143,7 @@ class AgentRuntime:
         self.gateway, self.queue = make_gateway(job, engines, tokenizer, self.worker_key)
         self.url = self.gateway.bind()
         address = {"url": self.url} | ({"worker_key": self.worker_key} if is_remote else {})
+        self._command = f"asyncrl work {self.url} --key-file {path} --python MODULE:FUNCTION"
         write_whole(path, json.dumps(address) + "\n", is_private=True)
         num_workers = 0 if is_remote else job.config.generator.workers
         self.workers = tuple(self._worker(job, number) for number in range(num_workers))
@@ -174,16 +175,14 @@ class AgentRuntime:
         for supervisor in self.supervisors:
             job.spawn(supervisor.run(), name=f"watch {supervisor.name}")
         if not self.workers:
-            command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
-            job.log.print_secret(f"gateway at {self.url}; start workers with: {command}")
+            job.log.info(f"gateway at {self.url}; start workers with: {self._command}")
 
     def missing_workers(self) -> str | None:
         """Return a warning if rollouts wait and no worker comes."""
         work = self.queue.gauges()
         if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
             return None
-        command = f"asyncrl work {self.url} --key-file RUN_DIR/gateway.json --python AGENT"
-        way_out = "see logs/worker-0.log" if self.workers else f"start one with: {command}"
+        way_out = "see logs/worker-0.log" if self.workers else f"start one with: {self._command}"
         return f"{work['harness/queued']:.0f} rollouts wait, and no worker has been seen lately; {way_out}"
 
     async def aclose(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -23,6 +24,7 @@ from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
+from asyncrl.base.user_code import message_of
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.launch.processes import Launcher
@@ -34,6 +36,8 @@ logger = logging.getLogger("asyncrl.job.lifecycle")
 
 CLOSE_TIMEOUT_S = 15.0
 FEW_FILES = 256
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""Errors of a write to an open file, which name no file."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -84,6 +88,7 @@ class Lifecycle:
                 code = await self._live(live)
             except asyncio.CancelledError:
                 if self.signal is None:
+                    self.on_end("interrupted", "its task was cancelled", True)
                     raise
                 self._main.uncancel()
                 code = 128 + self.signal
@@ -92,7 +97,9 @@ class Lifecycle:
             else:
                 self.on_end("done", "", True)
             return code
-        except (Exception, BaseExceptionGroup) as error:  # outermost frame
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # outermost frame
             raise self._fail(error) from error
         finally:
             self.can_stop = False  # a signal now cuts only this wait
@@ -143,13 +150,18 @@ class Lifecycle:
     def _fail(self, error: BaseException) -> AsyncrlError:
         if isinstance(error, BaseExceptionGroup):
             error = first_cause(error)
-        if isinstance(error, OSError):
-            what = f"cannot use the run directory {self.run_dir}: {error}"
-            error = RoomError("controller", what, way_out="free space on its disk, then start again.")
+        if isinstance(error, OSError) and (error.filename or error.errno in DISK_ERRORS):
+            error = RoomError(
+                "controller",
+                f"cannot use {error.filename or f'the run directory {self.run_dir}'}: {error.strerror}",
+                way_out="restore it, its permissions or space on its disk, then start again.",
+            )
         elif not isinstance(error, AsyncrlError):
-            log_path = self.run_dir / LOG_FILE
-            what = f"internal error {type(error).__name__}: {error}"
-            error = RoomError("controller", what, way_out=f"report it with the traceback in {log_path}.")
+            error = RoomError(
+                "controller",
+                f"internal error {message_of(error)}",
+                way_out=f"report it with the traceback in {self.run_dir / LOG_FILE}.",
+            )
         logger.error("ended by %s", error, exc_info=error)
         with contextlib.suppress(OSError, CallbackError):
             self.on_end("failed", str(error), not isinstance(error, ConfigError))
@@ -208,8 +220,9 @@ def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
                 folder.chmod(mode)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
-        what = f"cannot write to {folder}: {error.strerror}"
-        raise ConfigError(what, way_out="choose another --run-dir.") from error
+        raise ConfigError(
+            f"cannot write to {folder}: {error.strerror}", way_out="choose another --run-dir."
+        ) from error
     with run_lock(folder / "run.lock"):
         yield
 

@@ -42,7 +42,7 @@ from asyncrl.observe.run_dir import LOG_FILE
 from asyncrl.observe.trackers import Callbacks, check_trackers
 from asyncrl.observe.watchdog import Watchdog
 from asyncrl.rollouts.evaluation import Evaluation
-from asyncrl.tasks.sources import DATA_PIN
+from asyncrl.tasks.sources import CODE_PIN, DATA_PIN, record_code
 from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
 
 STATUS_PERIOD_S = 1.0
@@ -100,13 +100,13 @@ def _opened_run_dir(
         point = find_resume(folder, config, resume, allow_change)
         if is_ours and point is None:  # a failed start
             shutil.rmtree(folder / "model", ignore_errors=True)
-            for name in (MODEL_PIN, DATA_PIN):
+            for name in (MODEL_PIN, DATA_PIN, CODE_PIN):
                 (folder / name).unlink(missing_ok=True)
         run_id(folder)  # before the config: only a run's directory has an id
         if point is None:
             write_whole(folder / "config.yaml", run_config_yaml(config))
         with logging_to(folder):
-            yield folder, point
+            yield folder.absolute(), point  # a reward may change the working directory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +135,11 @@ class Job:
         life.closes("producers", run.producers.aclose)
         self._start_guards(run)
         unfinished = await self._catch_up(run)
+        step = run.trainer.policy_version + 1
+        for name in record_code(life.run_dir, life.config, step):
+            life.log.warn(
+                f"{name} has changed since the run last started; steps before {step} used the old one"
+            )
         self.reporter.training_starts()
         await self._start_services(run, unfinished)
         await self._train_loop(run)

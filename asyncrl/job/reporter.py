@@ -7,13 +7,14 @@ import logging
 import math
 import shlex
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.base.files import write_whole
-from asyncrl.base.waits import listen_to_spans, note_span
+from asyncrl.base.waits import TimedSpan, listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.lifecycle import run_again, run_id
 from asyncrl.journal.checkpoint_folders import sync_records
@@ -28,7 +29,7 @@ from asyncrl.observe.metrics import PROGRESS, Totals, gauge_of, is_total
 from asyncrl.observe.run_dir import SUMMARY_FILE, Recorder, evaluation_metrics, read_evaluations, read_metrics
 from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several
 from asyncrl.observe.samples import SampleWriter, ShownRollout
-from asyncrl.observe.timeline import TimelineWriter, write_trace
+from asyncrl.observe.timeline import TimelineWriter, read_marks, write_trace
 from asyncrl.observe.trackers import Background, Callbacks, TrackedRun
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported
@@ -69,7 +70,7 @@ class Reporter:
             run_name=name,
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
-            health_of=lambda steps: judge(steps, config).health,
+            health_of=lambda steps: judge(steps, config, run_dir).health,
         )
         self.log = RunLog(self._console.say, self._console.show_activity)
         self._trackers = Background(config.observe, self.log.warn, callbacks)
@@ -82,19 +83,23 @@ class Reporter:
         self._status_url = ""
         self._evaluations: list[dict[str, Any]] = []
         self._new_evaluations: dict[str, float] = {}
+        self._evaluated: dict[float, dict[str, float]] = {}
+        """Evaluations before a resume, by the step whose line has them."""
         self._totals = Totals()
         self._before: dict[int, dict[str, float]] = {}
         """Totals by step, for steps about to be repeated."""
         self._journaled: dict[str, float] = {}
         self._slots_at: tuple[float, float] | None = None
         self._is_to_resume = goes_on
+        self._spent_s = defaultdict[str, float](float)
+        """Seconds of the train loop by kind of span, since the last step was reported."""
 
     def start(self) -> None:
         plain = json.loads(self.config.model_dump_json())
         shown_as = self.run_dir.resolve().name
         self._trackers.start(TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain))
         self._recorder.write_status({"state": "starting"})
-        listen_to_spans(self._timeline.note)
+        listen_to_spans(self._note_span)
         if not self._is_to_resume:
             self._timeline.open()
         num_steps = self.config.trainer.num_steps
@@ -125,7 +130,8 @@ class Reporter:
         self._is_to_resume = False
         self._timeline.open()
         steps = Steps()
-        for line in read_metrics(self.run_dir, []):
+        lines = [*read_metrics(self.run_dir, [])]
+        for line in lines:
             if line["step"] <= version:
                 steps.add(line)
             else:
@@ -136,6 +142,13 @@ class Reporter:
             self.log.warn(f"steps {first}..{version} are missing in metrics.jsonl, lost before a sync")
         self._console.resume_from(steps)
         self._evaluations = [*read_evaluations(self.run_dir, [])]
+        for (
+            evaluation
+        ) in self._evaluations:  # evaluations are not repeated, unlike the steps that report them
+            metrics = evaluation_metrics(evaluation)
+            held_by = [line["step"] for line in lines if metrics.items() <= line.items()]
+            step = max(held_by, default=max(evaluation["policy_version"], version) + 1)
+            self._evaluated[step] = self._evaluated.get(step, {}) | metrics
         for before in (self._last, *self._evaluations[-1:]):
             self._totals.starts_from(totals_in(before))
         self._journaled = dict(counted)
@@ -160,14 +173,16 @@ class Reporter:
 
     def step(self, run: Components, batch: Batch, report: TrainResponse, found: Mapping[str, float]) -> None:
         self._totals.starts_from(self._before.get(batch.version + 1, self._journaled))
-        metrics = self._metrics(run, batch, report, found) | self._new_evaluations
+        evaluated = self._evaluated.get(batch.version + 1, {}) | self._new_evaluations
+        metrics = self._metrics(run, batch, report, found) | evaluated
         self._new_evaluations = {}
         self._last = metrics
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
         gaps = {(group, index): gap for group, index, gap in report.rollout_gaps}
-        self._show_samples(self._samples.step(batch, gaps, run.tokenizer.decode))
+        advantages = {(group, index): round(value, 6) for group, index, value in report.rollout_advantages}
+        self._show_samples(self._samples.step(batch, gaps, advantages, run.tokenizer.decode))
 
     def rollout_failed(
         self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
@@ -216,6 +231,8 @@ class Reporter:
         missing = None if run.harnessing is None else run.harnessing.missing_workers()
         if missing is not None:
             self.log.warn_once("workers", missing)
+        if self._slots_at is None and self.log.current_activity == "training":  # the first batch fills
+            self._console.show_filling(run.producers.filling())
         self._recorder.write_status(
             {
                 "state": "running",
@@ -254,13 +271,13 @@ class Reporter:
         if newest:
             summary |= {"evaluation": newest[0]} if len(newest) == 1 else {"evaluations": newest}
         if (steps := Steps(read_metrics(self.run_dir, []))).values("reward/mean"):
-            verdict = judge(steps, self.config)
+            verdict = judge(steps, self.config, self.run_dir, has_failed=state == "failed")
             summary |= asdict(verdict)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
             for line in newest:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             plot = self.run_dir / "reward.png"
-            write_reward_plot(plot, steps, title=self.name)
+            write_reward_plot(plot, steps, title=self.name, marks=read_marks(self.run_dir))
             folder = shlex.quote(str(self.run_dir))
             self._console.say(f"reward plot: {plot}; all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
@@ -297,7 +314,20 @@ class Reporter:
         for name, value in self._counted(gauges(run)).items():
             if (gauge := gauge_of(name)) is not None and gauge.kind != "eval":
                 metrics.setdefault(name, value)
-        return metrics
+        # What follows the report, such as the rest of its record, is of the next step, as in perf/step_s.
+        spent_s = self._spent_s.copy()
+        self._spent_s.clear()
+        return metrics | {
+            "perf/journal_s": spent_s["journal"],
+            "perf/request_s": max(0.0, spent_s["train"] - metrics.get("perf/train_s", 0.0)),
+            "perf/export_s": max(0.0, spent_s["to engines"] - metrics.get("perf/to_engines_s", 0.0)),
+            "perf/record_s": spent_s["record"],
+        }
+
+    def _note_span(self, span: TimedSpan) -> None:
+        self._timeline.note(span)
+        if span.lane == "trainer":
+            self._spent_s[span.kind] += span.end_s - span.start_s
 
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
         counted = {name: value for name, value in found.items() if is_total(name)}
@@ -335,6 +365,7 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         found["harness/restarts"] = sum(one.num_restarts for one in harnessing.supervisors)
         workers = {name: health for name, health in healths.items() if isinstance(health, WorkerHealth)}
         found["harness/abandoned"] = {name: health.num_abandoned for name, health in workers.items()}
+        found["harness/cpu_s"] = {name: health.cpu_s for name, health in workers.items()}
     return found
 
 

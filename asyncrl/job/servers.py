@@ -37,11 +37,11 @@ from asyncrl.launch.mps import Mps, why_time_slices
 from asyncrl.launch.placement import NodeDevice, Placement, chunk_devices
 from asyncrl.launch.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.launch.processes import Launcher, Process, ProcessSpec
-from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all
+from asyncrl.launch.supervise import FirstStart, Server, Supervision, Supervisor, all_or_none
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.push import NodeFiles
+from asyncrl.sync.push import NodeFiles, at_once
 from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
 
@@ -466,18 +466,27 @@ class Fleet:
         engines = [*self.engine_servers[:num_engines], *self.side_servers]
         names = ", ".join(server.name for server in (*self.ranks, *engines))
         self._life.log.activity(f"loading the model in {names}")
+        sleeps = {client.name: partial(_free_device, client, self.engine_servers) for client in self.clients}
+        after = sleeps if self.placement.moves else {}
+        starts = [
+            FirstStart([engine], self.supervision, bring_back=after.get(engine.name, at_once))
+            for engine in engines
+        ]
+        forget = partial((self.staging_dir / RENDEZVOUS).unlink, missing_ok=True)
+        trainer = FirstStart(self.ranks, self.supervision, before_start=forget)
         if not self.placement.moves and self.placement.memory_fraction is None:
-            await start_all([*self.ranks, *engines])
+            await all_or_none([start.run() for start in (trainer, *starts)])
             return
-        await start_all(engines)
-        if self.placement.moves:
-            limit_s = max(server.start_s for server in engines)
-            what = f"an engine did not free the trainer's device within {limit_s:g} s"
-            late = RoomError("placement", what, way_out="read the logs of the engines.")
-            async with within(limit_s, lambda: late):
-                sleeps = (client.sleep() for client in self.clients[:num_engines])
-                await asyncio.gather(*sleeps)
-        await start_all(self.ranks)
+        await all_or_none([start.run() for start in starts])
+        await trainer.run()
+
+
+async def _free_device(client: EngineClient, engines: Sequence[Server]) -> None:
+    limit_s = max(engine.start_s for engine in engines)
+    what = f"an engine did not free the trainer's device within {limit_s:g} s"
+    late = RoomError("placement", what, way_out="read the logs of the engines.")
+    async with within(limit_s, lambda: late):
+        await client.sleep()
 
 
 def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFiles | None:

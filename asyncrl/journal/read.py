@@ -199,7 +199,7 @@ def _deleted(version: int) -> JournalError:
     return JournalError(
         f"the tokens of batch {version} were deleted",
         rule="journal.keep=checkpoint keeps tokens back to the oldest of the kept checkpoints",
-        way_out=f"restore a newer checkpoint (damaged_step_N as step_N), or {WITHOUT_IT}",
+        way_out=f"restore a newer checkpoint from a copy; or {WITHOUT_IT}",
     )
 
 

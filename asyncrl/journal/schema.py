@@ -29,8 +29,11 @@ EPOCH = "epoch/"
 BUSY_S = 10.0
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """UnicodeDecodeError occurs if a flipped byte corrupts SQLite's message."""
-WITHOUT_IT = "move journal.sqlite* away and resume from the newest whole checkpoint."
-MOVE_ASIDE = f"restore journal.sqlite and its -wal file from a copy; or {WITHOUT_IT}"
+WITHOUT_IT = (
+    "move journal.sqlite* away and resume from a checkpoint, if one is whole; or start a new run in another "
+    "--run-dir."
+)
+MOVE_ASIDE = f"restore journal.sqlite, and its -wal file if the copy has one; or {WITHOUT_IT}"
 
 
 TABLES = """

@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, context, forkserver, resource_tracker
 from pathlib import Path
@@ -151,13 +152,22 @@ current: ForkServer | None = None
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """Fork children within the block. Raises ConfigError without torch."""
+    """Fork children within the block. Raises ConfigError without torch, SystemExit on an early SIGTERM."""
     global current
     if importlib.util.find_spec("torch") is None:
         raise without_train("torch")
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _end) if is_main else None
     current = ForkServer()
     try:
         yield
     finally:
         current.close()
         current = None
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: object) -> None:
+    """End a command that still imports: its fork server, which imports too, would outlive it."""
+    raise SystemExit(128 + number)

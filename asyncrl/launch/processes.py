@@ -21,7 +21,9 @@ from typing import Any
 import psutil
 
 from asyncrl.base.errors import RoomError, find_fatal
+from asyncrl.base.files import keep_private
 from asyncrl.base.http import NEVER_INHERITED, SECRET_ENV
+from asyncrl.base.waits import uncut
 from asyncrl.launch import fork_server
 from asyncrl.launch.machine import LOOPBACK, Node
 from asyncrl.messages.engine_api import FileRequest
@@ -96,6 +98,10 @@ class Process:
 
     async def wait(self) -> None:
         await asyncio.Event().wait()
+
+    def is_refused(self) -> bool:
+        """Return whether its log gives the reason of its end: another start would end alike."""
+        return find_fatal(self._log()) is not None
 
     def death(self) -> RoomError:
         """Return the reason of its end, from its log."""
@@ -172,6 +178,7 @@ class ChildProcess(Process):
             self._log_start = log.tell()
             arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
             stdin, self._stdin = os.pipe()
+            keep_private(self._stdin)
             files = [stdin, log.fileno(), log.fileno(), listener.fileno()]
             env |= spec.env
             try:
@@ -324,6 +331,7 @@ async def run_module(module: str, arguments: Sequence[str], timeout_s: float) ->
         finally:
             if process.returncode is None:
                 process.kill()
+                await uncut(process.wait())
         output.seek(0)
         return process.returncode, output.read().decode(errors="replace")
 

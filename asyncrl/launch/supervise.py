@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.base import errors
@@ -31,6 +33,8 @@ NODE_WAIT_S = 600.0
 """Seconds to wait for an indispensable lost node."""
 RESTART_WINDOW_S = 3600.0
 """Seconds of work after which a restart no longer counts."""
+START_TRIES = 3
+"""Starts in a row that may fail; else a process that always dies while loading would be started for hours."""
 STATE_TIMEOUT_S = 5.0
 NO_LOSS = (errors.PublishError, errors.JournalError, errors.TrainerError)
 """Errors that a new process would not fix; TrainerLost is excepted."""
@@ -45,6 +49,8 @@ class Supervision:
     heartbeat_s: float
     warn: Callable[[str], None]
     on_event: Callable[[str, Mapping[str, Any]], None]
+    restarts_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By name: seconds of work before each counting restart."""
 
 
 def _final(lost: RoomError, rule: str) -> RoomError:
@@ -69,6 +75,11 @@ class Supervisor:
         self.heartbeat_s = supervision.heartbeat_s
         self._warn = supervision.warn
         self._on_event = supervision.on_event
+        self._worked_s = 0.0
+        self._restarts_s = supervision.restarts_s[processes[0].name]
+        self._num_failed_starts = 0
+        """In a row."""
+        self._waits_since_s: float | None = None
         self.num_restarts = 0
         self.is_up = True
         self.is_starting = False
@@ -87,11 +98,11 @@ class Supervisor:
     async def run(self) -> None:
         """Watch until cancelled. Raises the RoomError that ends the run."""
         clock = asyncio.get_running_loop().time
-        self._worked_s = 0.0
-        self._restarts_s = list[float]()
-        """`_worked_s` at each counting restart."""
-        self._waits_since_s: float | None = None
-        lost = None if self.is_up else await self._start()
+        lost = None
+        if not self.is_up:
+            self._restarts_s.clear()
+            self._num_failed_starts = 0
+            lost = await self._start()
         is_told = False
         while True:
             if lost is None:
@@ -123,6 +134,8 @@ class Supervisor:
                 how = "continues without it" if is_dispensable else f"waits {NODE_WAIT_S:g} s at most"
                 return f"once its node is back; the run {how}", NODE_PERIOD_S
             raise _final(lost, f"a run waits {NODE_WAIT_S:g} s for a node that it needs")
+        if self._num_failed_starts >= START_TRIES:
+            raise _final(lost, f"{START_TRIES} starts in a row have failed")
         num = sum(self._worked_s - at_s < RESTART_WINDOW_S for at_s in self._restarts_s)
         if num >= limit:
             rule = f"supervision.max_restarts={limit} is used up within {RESTART_WINDOW_S:g} s of work"
@@ -174,9 +187,11 @@ class Supervisor:
                 with waiting("its new process", on=self._processes[0].name):
                     await start_all(self._processes)
             except RoomError as error:
+                self._num_failed_starts += 1
                 return error
             finally:
                 self.is_starting = False
+            self._num_failed_starts = 0
             again = await self._until_lost(self._bring_back())
             if again is not None or self._report.done():
                 return again or self._report.result()
@@ -222,6 +237,45 @@ class Supervisor:
 
     async def _works_again(self) -> None:
         pass
+
+
+class FirstStart(Supervisor):
+    """Starts processes of a new run; those that die before they serve are started again, as later ones are.
+
+    A process that is late, or logs the reason of its end, would fail again: it ends the run at once.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Server],
+        supervision: Supervision,
+        before_start: Callable[[], object] = lambda: None,
+        bring_back: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0),
+    ) -> None:
+        super().__init__(processes, supervision)
+        self.kind = self.name.partition("-")[0]
+        self._prepare = before_start
+        self._finish = bring_back
+
+    async def run(self) -> None:
+        """Return when all serve. Raises the RoomError that ends the run."""
+        lost = await self._start()
+        while lost is not None:
+            lost = await self._replace(lost, is_told=False)
+
+    def _allow(self, lost: RoomError) -> tuple[str, float]:
+        children = [process.child for process in self._processes]
+        if any(child.is_refused() for child in children) or all(
+            child.returncode is None for child in children
+        ):
+            raise lost
+        return super()._allow(lost)
+
+    async def _before_start(self) -> None:
+        self._prepare()
+
+    async def _bring_back(self) -> None:
+        await self._finish()
 
 
 def summary_of(lost: errors.AsyncrlError) -> str:
@@ -340,11 +394,16 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 async def start_all(servers: Sequence[Server]) -> None:
     """Raises the first RoomError immediately: trainer ranks wait for each other."""
-    starts = [asyncio.ensure_future(server.come_up()) for server in servers]
+    await all_or_none([server.come_up() for server in servers])
+
+
+async def all_or_none(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all works at once; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        await asyncio.gather(*starts)
+        await asyncio.gather(*tasks)
     finally:
-        await cancel_all(starts)
+        await cancel_all(tasks)
 
 
 async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:

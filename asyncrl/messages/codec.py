@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import to_json
 
 from asyncrl.base.errors import ErrorBody
 from asyncrl.messages.engine_api import GenerateResponse
@@ -68,7 +69,10 @@ class Frame:
 
 def write_frame(kind: str, arrays: Mapping[str, npt.NDArray[Any]], text: Any = None) -> bytes:
     layout = [(name, array.dtype.str, len(array)) for name, array in arrays.items()]
-    head = json.dumps((kind, layout, text)).encode()
+    try:
+        head = to_json((kind, layout, text))  # 4 times as fast
+    except ValueError:  # a lone surrogate
+        head = json.dumps((kind, layout, text)).encode()
     return b"".join((len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays.values())))
 
 

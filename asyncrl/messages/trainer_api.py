@@ -76,13 +76,15 @@ class TrainResponse(Message):
     """Metrics of an optimizer step by full name (`policy/loss`, ...).
 
     `not_finite`: metrics without a finite value after a skipped step. `rollout_gaps`: (group_id,
-    sample_index, mean |engine - trainer| in nats over fresh tokens).
+    sample_index, mean |engine - trainer| in nats over fresh tokens). `rollout_advantages`: likewise, mean
+    advantage over tokens in the loss.
     """
 
     policy_version: int
     metrics: dict[str, float]
     not_finite: list[str] = []
     rollout_gaps: list[tuple[int, int, float]] = []
+    rollout_advantages: list[tuple[int, int, float]] = []
 
 
 class ExportResponse(WeightsBody):

@@ -104,9 +104,10 @@ class Accepted(Message):
 
 
 class WorkerHealth(Message):
-    """`num_abandoned`: harness calls that did not end when cancelled."""
+    """`num_abandoned`: harness calls that did not end when cancelled; `cpu_s`: CPU time of the process."""
 
     num_abandoned: int = 0
+    cpu_s: float = 0.0
 
 
 class RolloutSession(Protocol):

@@ -37,6 +37,8 @@ from asyncrl.observe.samples import ShownRollout, sample_text
 Kind = Literal["auto", "live", "plain", "none"]
 RECENT = slice(-20, None)
 LINE_EVERY_S = 5.0
+FILLING_EVERY_S = 15.0
+"""Period of lines about the first batch, which a slow model fills for minutes."""
 SAMPLE_EVERY_S = (20.0, 300.0)
 """Periods of samples: in the first minute, and later."""
 MAX_SAMPLE_CHARS = 300
@@ -86,6 +88,7 @@ class Console:
 
     def show_step(self, metrics: Mapping[str, float]) -> None:
         self._steps.add(metrics)
+        self._activity = "training"
         self._num_unshown += 1
         if self.kind == "live":
             self._health = self.health_of(self._steps)
@@ -105,9 +108,15 @@ class Console:
         if samples and now_s - self._sample_at_s >= every_s:
             self._sample_at_s = now_s
             text = sample_text(samples[-1], most=MAX_SAMPLE_CHARS)
-            encoding = self._rich.encoding  # of a terminal that may not know the model's characters
-            text = text.encode(encoding, "backslashreplace").decode(encoding)
             self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
+
+    def show_filling(self, text: str) -> None:
+        """Show how full the first batch is."""
+        self._activity = text
+        now_s = time.monotonic()
+        if self.kind == "plain" and now_s - max(self._line_at_s, self._started_s) >= FILLING_EVERY_S:
+            self.say(text)
+            self._line_at_s = now_s
 
     def show_activity(self, text: str) -> None:
         """Set the activity ("waiting for stragglers") in the live panel."""
@@ -176,10 +185,11 @@ def plain_line(steps: Steps, num: int, num_steps: int, max_staleness: int) -> st
 
 def metric_rows(steps: Steps, part: slice, max_staleness: int) -> list[tuple[str, RenderableType]]:
     shares = time_shares(lambda metric: steps.total(metric, part))
+    num = len(steps.column("step")[part])
     return [
         ("reward", reward_text(steps)),
         ("by task", tasks_text(steps, part)),
-        ("time", numbers.shares_text(shares)),
+        ("time", numbers.shares_text(shares).append(f" (last {numbers.several(num, 'step')})")),
         ("staleness", staleness_text(steps, part, max_staleness)),
     ]
 
@@ -190,7 +200,7 @@ def reward_text(steps: Steps) -> Text:
         return Text("-")
     mean = fmean(rewards[recent(len(rewards))])
     line = numbers.sparkline(rewards[:: 1 + len(rewards) // 1024], width=24)  # the panel is drawn often
-    ends = f"  from {rewards[0]:.3f}, last step {rewards[-1]:.3f}"
+    ends = f"  first step {rewards[0]:.3f}, last step {rewards[-1]:.3f}"
     return Text.assemble((f"{mean:.3f}  ", "bold"), (line, "cyan"), (ends, "dim"))
 
 
@@ -234,6 +244,8 @@ class _Outliving:
         return getattr(self._file, name)  # encoding, isatty
 
     def write(self, text: str) -> int:
+        encoding = getattr(self._file, "encoding", None) or "utf-8"  # ascii lacks the ± of a verdict
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         for start in range(0, len(text), PIECE):
             try:
                 if self._has_room():

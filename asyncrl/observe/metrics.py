@@ -1,16 +1,18 @@
-"""Declare every metric once, and measure batches. job/reporter.py collects the gauges() of all parts, and
-trainer/step_metrics.py measures optimizer steps. docs/metrics.md is written from GAUGES.
+"""Declare every metric once (metrics.csv), and measure batches. job/reporter.py collects the gauges() of all
+parts, and trainer/step_metrics.py measures optimizer steps. docs/metrics.md is written from GAUGES.
 """
 
 from __future__ import annotations
 
+import csv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -27,114 +29,21 @@ KINDS: Mapping[GaugeKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
+    """A metric. `meaning`: a whole sentence, the caption of its chart."""
+
     kind: GaugeKind
     unit: str
     meaning: str
 
 
-GAUGES: Mapping[str, Gauge] = {
-    "step": Gauge("step", "", "number of the optimizer step, from 1"),
-    "policy_version": Gauge("step", "", "version made by the step; equals step"),
-    "time_s": Gauge("step", "s", "training time up to the end of the step; continues after a resume"),
-    "reward/mean": Gauge("step", "", "mean reward of the batch's rollouts"),
-    "reward/std": Gauge("step", "", "standard deviation of those rewards (population)"),
-    "reward/equal_fraction": Gauge("step", "0..1", "groups whose rollouts all have the same reward"),
-    "sample/staleness_mean": Gauge("step", "versions", "mean age of each rollout's oldest token in the loss"),
-    "sample/staleness_max": Gauge("step", "versions", "largest age; never above buffer.max_staleness"),
-    "sample/length_mean": Gauge("step", "tokens", "sampled tokens of a rollout"),
-    "sample/truncated_fraction": Gauge("step", "0..1", "rollouts cut at rollout.max_tokens or another limit"),
-    "sample/special_fraction": Gauge("step", "0..1", "rollouts with a special token inside an answer"),
-    "sample/unfinished_fraction": Gauge("step", "0..1", "rollouts whose last answer lacks end-of-turn"),
-    "sample/masked_fraction": Gauge("step", "0..1", "sampled tokens without a loss weight: too old"),
-    "sample/interrupted_fraction": Gauge("step", "0..1", "rollouts that a weight swap interrupted"),
-    "tokens/sampled": Gauge("step", "tokens", "sampled tokens of the batch"),
-    "tokens/trained": Gauge("step", "tokens", "sampled tokens with a loss weight"),
-    "tokens/generated": Gauge("total", "tokens", "sampled by the engines, used or not"),
-    "task/*": Gauge("step", "", "mean of a value that task or harness reports per rollout, by name"),
-    "policy/loss": Gauge("step", "", "loss of the batch"),
-    "policy/grad_norm": Gauge("step", "", "norm of the gradient before it is clipped"),
-    "policy/clip_fraction": Gauge("step", "0..1", "tokens whose gradient or weight the loss clipped"),
-    "policy/*": Gauge("step", "", "other statistics per loss token: importance_weight, kl_teacher, ..."),
-    "policy/entropy": Gauge("step", "nats", "entropy of the policy, mean over the tokens in the loss"),
-    "policy/kl_behaviour": Gauge("step", "nats", "KL divergence between the trained and the sampling policy"),
-    "policy/ess": Gauge("step", "0..1", "effective sample size of the importance weights"),
-    "policy/logprob_gap_mean": Gauge("step", "nats", "|engine - trainer| on fresh tokens; by engine too"),
-    "policy/logprob_gap_max": Gauge("step", "nats", "the largest such gap; by engine too"),
-    "trainer/learning_rate": Gauge("step", "", "of the step"),
-    "trainer/skipped_steps": Gauge("step", "steps", "of this batch, skipped because they were not finite"),
-    "perf/step_s": Gauge("step", "s", "from the end of the previous step to the end of this step"),
-    "perf/train_s": Gauge("step", "s", "in the trainer; the next six are its parts, on the first rank"),
-    "perf/pack_s": Gauge("step", "s", "to make micro-batches and bring them to the device"),
-    "perf/logprobs_s": Gauge("step", "s", "in passes without gradient: proximal and reference logprobs"),
-    "perf/forward_s": Gauge("step", "s", "in forward passes and losses"),
-    "perf/backward_s": Gauge("step", "s", "in backward passes, including recomputed layers"),
-    "perf/optimizer_s": Gauge("step", "s", "to clip the gradient and change the weights"),
-    "perf/blocked_s": Gauge("step", "s", "waiting until an export or a checkpoint had copied the weights"),
-    "perf/compile_s": Gauge("step", "s", "compiling, mostly in perf/forward_s; if the layers are compiled"),
-    "perf/device_tokens_per_s": Gauge("step", "tokens/s", "packed tokens over perf/train_s and devices"),
-    "perf/mfu": Gauge("step", "0..1", "model FLOPs over the peak FLOPs of all devices in perf/train_s"),
-    "perf/device_memory_bytes": Gauge("step", "bytes", "peak tensor memory of the fullest device; CUDA only"),
-    "perf/host_memory_bytes": Gauge("step", "bytes", "peak resident memory since the start, all ranks"),
-    "perf/wait_s": Gauge("step", "s", "the trainer waited for the batch; the sum of the next three"),
-    "perf/wait_generation_s": Gauge("step", "s", "for rollouts to be generated"),
-    "perf/wait_stragglers_s": Gauge("step", "s", "for groups close to the staleness bound (on_overdue=wait)"),
-    "perf/wait_publishing_s": Gauge("step", "s", "for a newer version to be served"),
-    "perf/weight_sync_s": Gauge("now", "s", "of the last weight push, from export to announcement"),
-    "perf/weight_sync_pause_s": Gauge("now", "s", "the longest pause of an engine's decoding in that push"),
-    "perf/tokens_per_s": Gauge("step", "tokens/s", "trained tokens over perf/step_s"),
-    "perf/handover_s": Gauge("step", "s", "in both handovers around the step (colocated)"),
-    "perf/to_trainer_s": Gauge("step", "s", "of the handover to the trainer"),
-    "perf/to_engines_s": Gauge("step", "s", "of the handover to the engines"),
-    "buffer/ready": Gauge("now", "groups", "complete, and not in a batch yet"),
-    "buffer/running": Gauge("now", "groups", "whose rollouts run"),
-    "buffer/look_ahead": Gauge("now", "batches", "that may run ahead of the current batch"),
-    "rollout/inflight": Gauge("now", "rollouts", "started and not finished"),
-    "rollout/failed": Gauge("total", "rollouts", "failed in every attempt"),
-    "rollout/retried": Gauge("total", "attempts", "after a failed attempt"),
-    "rollout/interrupted": Gauge("total", "", "interruptions of completions that later resumed"),
-    "rollout/dropped": Gauge("total", "groups", "dropped as too old, and generated again"),
-    "rollout/failed_groups": Gauge("total", "groups", "with too few usable rollouts"),
-    "rollout/given_up": Gauge("total", "prompts", "given up (rollout.max_requeues)"),
-    "rollout/abandoned": Gauge("total", "calls", "of a reward function, abandoned as too slow"),
-    "rollout/filtered": Gauge("total", "groups", "replaced because they teach nothing (buffer.filter)"),
-    "rollout/filtered_tokens": Gauge("total", "tokens", "sampled in filtered groups"),
-    "weight_sync/skipped": Gauge("total", "versions", "not pushed, because a newer version existed"),
-    "trainer/compiled": Gauge("step", "", "1 if the layers are compiled, else 0; CUDA only"),
-    "trainer/flash_attention": Gauge("step", "", "version of FlashAttention in use; Hopper only"),
-    "trainer/restarts": Gauge("now", "", "restarts of the trainer's processes"),
-    "engine/down": Gauge("now", "engines", "without work, including parked engines"),
-    "engine/decode_s": Gauge("total", "s", "of decoding, summed over engines"),
-    "engine/restarts": Gauge("total", "", "restarts of engine processes"),
-    "engine/policy_version": Gauge("now", "", "version that each of several engines serves"),
-    "engine/busy_slots": Gauge("step", "slots", "busy since the previous step, mean over time, all engines"),
-    "engine/up": Gauge("now", "engines", "that get work, if num_engines is a range"),
-    "gateway/calls": Gauge("total", "calls", "of harnesses to the model"),
-    "gateway/extended": Gauge("total", "calls", "that continued a branch"),
-    "gateway/realigned": Gauge("total", "calls", "whose prompt tokenizes differently than it was sampled"),
-    "gateway/kept_thought": Gauge("total", "calls", "realigned: the template strips a thought"),
-    "gateway/kept_opening": Gauge("total", "calls", "realigned: an earlier generation prompt wrote text"),
-    "gateway/kept_end_token": Gauge("total", "calls", "realigned: another end token was sampled"),
-    "gateway/kept_form": Gauge("total", "calls", "realigned: an answer has another form"),
-    "gateway/edited": Gauge("total", "calls", "that started a branch with an edited history"),
-    "gateway/with_notes": Gauge("total", "calls", "with a note for a tool's image"),
-    "gateway/refused": Gauge("total", "calls", "answered with an error"),
-    "harness/queued": Gauge("now", "rollouts", "waiting for a worker"),
-    "harness/workers": Gauge("now", "workers", "connected"),
-    "harness/lost": Gauge("total", "rollouts", "failed because their worker was lost"),
-    "harness/abandoned": Gauge("total", "calls", "of harnesses, abandoned as too slow"),
-    "harness/restarts": Gauge("total", "", "workers started again"),
-    "evaluation/held_s": Gauge("now", "s", "new weights waited for an evaluation on the rollout engines"),
-    "eval/version": Gauge("eval", "", "evaluated version"),
-    "eval/reward_mean": Gauge("eval", "", "mean over prompts of the mean reward"),
-    "eval/standard_error": Gauge("eval", "", "of eval/reward_mean"),
-    "eval/length_mean": Gauge("eval", "tokens", "sampled tokens of a sample"),
-    "eval/truncated_fraction": Gauge("eval", "0..1", "samples cut at the token limit"),
-    "eval/task/*": Gauge("eval", "", "mean of a value that task or harness reports per sample, by name"),
-    "eval/failed": Gauge("eval", "samples", "without a reward"),
-    "eval/seconds": Gauge("eval", "s", "from loading the weights to the last reward"),
-    "eval/skipped": Gauge("total", "evaluations", "due while another ran"),
-    "eval/abandoned": Gauge("total", "evaluations", "started and abandoned"),
-}
+def _read_gauges() -> dict[str, Gauge]:
+    with Path(__file__).with_name("metrics.csv").open(encoding="utf-8", newline="") as file:
+        rows = [*csv.reader(file)]
+    return {name: Gauge(cast("GaugeKind", kind), unit, meaning) for name, kind, unit, meaning in rows[1:]}
+
+
+GAUGES: Mapping[str, Gauge] = _read_gauges()
+"""Declarations in metrics.csv, in their order."""
 
 
 PROGRESS = frozenset(
@@ -267,8 +176,7 @@ def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:
     num = 0
     versions = []
     for span in trajectory.version_spans:
-        num_in_loss = int(np.count_nonzero(trajectory.loss_mask[span.start : span.end]))
-        if num_in_loss and not (batch.mask_older and span.version < batch.min_version):
-            num += num_in_loss
+        if not (batch.mask_older and span.version < batch.min_version):
+            num += span.end - span.start
             versions.append(span.version)
     return num, min(versions, default=None)

@@ -21,7 +21,7 @@ from asyncrl.observe.metrics import gauge_of
 from asyncrl.observe.run_dir import REPORT_FILE, SUMMARY_FILE, read_journal, read_object
 from asyncrl.observe.run_numbers import Steps, recent
 from asyncrl.observe.run_record import read_run
-from asyncrl.observe.timeline import read_timeline, timeline_view, write_trace
+from asyncrl.observe.timeline import read_marks, read_timeline, timeline_view, write_trace
 
 STATIC = Path(__file__).parent / "static"
 MAX_POINTS = 4096
@@ -93,7 +93,6 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
     num_points = len(curves.get("step", ()))
     rewards = steps.values("reward/mean")
     num_recent = len(rewards[recent(len(rewards))])
-    is_bad_end = files.state in ("failed", "crashed", "interrupted")
     older = files.samples[:-NUM_SAMPLES]
     summary = read_object(folder / SUMMARY_FILE, [])
     secrets: list[str] = []
@@ -103,7 +102,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
         "run_dir": str(folder),
         "state": files.state,
         "progress": ". ".join(filter(None, (files.progress, files.why))),
-        "ended": f"The run has state {files.state}: {files.why}" if is_bad_end else "",
+        "why": files.why,
         "max_staleness": files.config.buffer.max_staleness,
         "verdict": files.verdict and asdict(files.verdict),
         "num_recent": num_recent,
@@ -116,6 +115,7 @@ def view_run(run_dir: str | Path) -> dict[str, Any]:
         "timeline": timeline_view(read_timeline(folder, files.problems)),
         "samples": older[:: 1 + len(older) // NUM_SAMPLES] + files.samples[-NUM_SAMPLES:],
         "failures": read_journal(folder, files.problems, _failures) or [],
+        "marks": read_marks(folder),
         "warnings": summary.get("warnings") or files.status.get("warnings") or [],
         "settings": settings,
         "problems": files.problems,

@@ -272,7 +272,11 @@ class Recorder:
 
 def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics by name: eval/NAME/... if there are several evaluations; totals count all of them."""
-    found = {name: float(value) for name, value in line.items() if name.startswith(EVAL_PREFIX)}
+    found = {
+        name: float(value)
+        for name, value in line.items()
+        if name.startswith(EVAL_PREFIX) and value is not None  # null: not finite
+    }
     if not line.get("name"):
         return found
     own = f"{EVAL_PREFIX}{line['name']}/"

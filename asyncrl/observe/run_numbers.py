@@ -96,6 +96,29 @@ def shares_text(shares: Mapping[str, float]) -> Text:
     return Text(", ").join(Text(f"{words} {share:.0%}", color) for words, color, share in shown)
 
 
+MAX_CORRELATION = 0.95
+
+
+def standard_error(values: Sequence[float], num: int) -> float:
+    """Return the standard error of a mean of `num` consecutive steps; for 1 the noise of a step.
+
+    Neighbors are correlated, as in AR(1) with deviation s and correlation r: the variance of a difference is
+    2 s^2 (1 - r) at distance 1 and 2 s^2 (1 - r^2) at distance 2, and a slow trend hardly changes either.
+    Mean absolute differences estimate it without weight on single jumps.
+
+    Example: s = 0.03 and 40 steps give 0.005 for r = 0, and 0.014 for r = 0.8, because 40 such steps tell as
+    much as 4.4 independent ones.
+    """
+    near, far = (
+        fmean([abs(later - value) for value, later in zip(values, values[lag:], strict=False)] or [0.0]) ** 2
+        for lag in (1, 2)
+    )
+    correlation = min(MAX_CORRELATION, max(0.0, far / near - 1)) if near else 0.0
+    num_independent = max(1.0, num * (1 - correlation) / (1 + correlation))
+    variance = near * math.pi / 4 / (1 - correlation)  # normal: mean absolute d = sqrt(2 / pi) deviation of d
+    return math.sqrt(variance / num_independent)
+
+
 def waiting_share(shares: Mapping[str, float]) -> float:
     return shares["generation"] + shares["stragglers"] + shares["publishing"]
 

@@ -61,7 +61,10 @@ class RunRecord:
     @cached_property
     def verdict(self) -> Verdict | None:
         """None before the first step."""
-        return judge(self.columns, self.config) if self.columns else None
+        if not self.columns:
+            return None
+        has_failed = self.state in ("failed", "crashed")
+        return judge(self.columns, self.config, self.run_dir, has_failed=has_failed)
 
     @property
     def progress(self) -> str:
@@ -99,7 +102,7 @@ class RunRecord:
         num_tokens, num_sampled, num_loss_tokens, tokens_sha, staleness (None without a token in the loss)
         and spans ([start, end, version] of the tokens in the loss).
         """
-        record = TrainedRecord(self.run_dir, self.problems, self.config.buffer.max_staleness)
+        record = TrainedRecord(self.run_dir, self.problems)
         return table_of(record.trajectories())
 
     @property
@@ -157,9 +160,11 @@ _FORM: TypeAdapter[Line | Restored] = TypeAdapter(Line | Restored)
 
 
 class TrainedRecord:
-    """trained.jsonl, and whether it kept the bound. After a restore the later line of a version counts."""
+    """trained.jsonl, and whether each batch kept its own bound; a resume may change it. After a restore the
+    later line of a version counts.
+    """
 
-    def __init__(self, run_dir: Path, problems: list[str], max_staleness: int) -> None:
+    def __init__(self, run_dir: Path, problems: list[str]) -> None:
         self.path = run_dir / TRAINED_FILE
         self.restored: list[int] = []
         self.batches: dict[int, dict[str, Any]] = {}
@@ -168,7 +173,7 @@ class TrainedRecord:
         for line in read_lines(self.path, problems, _FORM):
             if isinstance(line, Line):
                 self.batches[line.version] = _summary(line)
-                self._faults[line.version] = [*_faults(line, max_staleness)]
+                self._faults[line.version] = [*_faults(line)]
                 continue
             self.restored.append(line.restored)
             for version in [version for version in self.batches if version >= line.restored]:
@@ -215,15 +220,14 @@ class TrainedRecord:
         ]
 
 
-def _faults(line: Line, max_staleness: int) -> Iterator[str]:
+def _faults(line: Line) -> Iterator[str]:
     for entry in line.trajectories:
         name = f"step {line.version + 1}, group {entry['group_id']}, sample {entry['sample_index']}"
         for start, end, sampled in entry["spans"]:
-            age = line.version - sampled
             tokens = f"{name}: tokens {start}..{end - 1} are of version {sampled}"
-            if age > max_staleness:
-                yield f"{tokens}, {age} behind; {max_staleness} are allowed"
-            if age < 0:
+            if sampled < line.min_version:
+                yield f"{tokens}; the bound of this batch was version {line.min_version}"
+            if sampled > line.version:
                 yield f"{tokens}, which did not exist yet"
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import random
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, with_config
@@ -35,14 +36,35 @@ MAX_PARTS = 40
 MAX_CHARS = 4000
 MAX_MESSAGES = 40
 """Limits: parts of a rollout, characters of a part or message, messages."""
+MAX_MATES = 8
+MATE_CHARS = 60
+"""Limits: rollouts shown of a group, and characters of each if the sample itself is short."""
+SLACK = 8
+"""Characters that may be between two tokens: a space, or a character of several tokens."""
 
 
 class ShownPart(TypedDict):
-    """Neighboring tokens of a branch: all sampled, or all given (prompt, tool results)."""
+    """Neighboring tokens of a branch: all sampled, or all given (prompt, tool results).
+
+    A sampled part has `tokens`, three characters for each token: chr(48 + its length in `text`), and its
+    probability in percent, 00 to 99. `versions`: [first token, policy_version]. `reward`: of the turn. A
+    cut text has `tokens` for its beginning.
+
+    Example: text "so 42", tokens "297392", versions [[0, 7], [1, 8]]: version 7 sampled "so" (97 %),
+    version 8 sampled " 42" (92 %).
+    """
 
     branch: int
     is_sampled: bool
     text: str
+    num_tokens: NotRequired[int]
+    tokens: NotRequired[str]
+    versions: NotRequired[list[tuple[int, int]]]
+    reward: NotRequired[float]
+
+
+Mate = tuple[int, float, float | None, int, str]
+"""A rollout of a group: sample_index, reward, advantage, sampled tokens, text of the last branch."""
 
 
 @with_config(ConfigDict(allow_inf_nan=False))
@@ -51,7 +73,8 @@ class ShownRollout(TypedDict):
 
     `step`: the step that trained on it, or the next step for a failed one; `metrics`: parts of the
     reward; `versions`: oldest and newest policy_version; `staleness`: of its oldest token in the loss;
-    `logprob_gap`: mean |engine - trainer| in nats over fresh tokens.
+    `logprob_gap`: mean |engine - trainer| in nats over fresh tokens; `advantage`: the trainer's, mean over
+    tokens in the loss; `group`: it and others of its group, the best first.
     """
 
     step: int
@@ -72,6 +95,8 @@ class ShownRollout(TypedDict):
     num_interruptions: int
     parts: list[ShownPart]
     error: str | None
+    advantage: NotRequired[float | None]
+    group: NotRequired[list[Mate]]
 
 
 _SHOWN = TypeAdapter(ShownRollout)
@@ -79,6 +104,8 @@ _SHOWN = TypeAdapter(ShownRollout)
 
 Decode = Callable[..., str]
 """HFChatTokenizer.decode."""
+ByRollout = Mapping[tuple[int, int], float]
+"""A value of rollouts by group_id and sample_index."""
 
 
 def choose(batch: Batch, num: int, seed: int) -> list[tuple[SampleKind, Group, Rollout]]:
@@ -133,8 +160,73 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
     mask = branch.loss_mask
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
     for first, end in itertools.pairwise(edges):
-        text = decode(branch.token_ids[first:end].tolist(), skip_special_tokens=False)
-        yield {"branch": branch.branch, "is_sampled": bool(mask[first]), "text": _cut(text)}
+        ids = branch.token_ids[first:end].tolist()
+        text = decode(ids, skip_special_tokens=False)
+        is_sampled = bool(mask[first])
+        part: ShownPart = {"branch": branch.branch, "is_sampled": is_sampled, "text": _cut(text)}
+        part["num_tokens"] = end - first
+        if is_sampled:
+            most = len(text) if len(text) <= MAX_CHARS else MAX_CHARS - MAX_CHARS // 3
+            ends = token_ends(ids, text, most, decode)
+            part["tokens"] = _marks(ends, branch.behaviour_logprobs[first:end].tolist())
+            starts = {span.start - first: int(span.version) for span in branch.version_spans}
+            part["versions"] = [(start, starts[start]) for start in starts if 0 <= start < len(ids)]
+        for credit in branch.credits:
+            if first <= credit.start < end:
+                part["reward"] = credit.reward
+        yield part
+
+
+def token_ends(ids: Sequence[int], text: str, most: int, decode: Decode) -> list[int]:
+    """Return where each token ends in `text`, up to character `most`.
+
+    Several tokens of one character count for the last of them. The rest of a text that single tokens do not
+    spell belongs to no token.
+    """
+    ends: list[int] = []
+    end = 0
+    is_unknown = False
+    for token in ids:
+        piece = decode([token], skip_special_tokens=False)
+        found = text.find(piece, end, end + len(piece) + SLACK)
+        if found > end and is_unknown:
+            ends[-1] = found
+        is_unknown = found < 0
+        end = end if is_unknown else found + len(piece)
+        ends.append(end)
+        if end >= most:
+            break
+    if most - end <= SLACK:
+        ends[-1] = most
+    return ends
+
+
+def _marks(ends: Sequence[int], logprobs: Sequence[float]) -> str:
+    """Return ShownPart.tokens."""
+    marks = []
+    for (start, end), logprob in zip(itertools.pairwise([0, *ends]), logprobs, strict=False):
+        percent = min(99, int(100 * math.exp(logprob)))
+        marks.append(f"{chr(48 + end - start)}{percent:02}")
+    return "".join(marks)
+
+
+def _mates(group: Group, own: Rollout, advantages: ByRollout, decode: Decode) -> list[Mate]:
+    """Return `own` and other rollouts of its group, the best first.
+
+    Their texts, cut in the middle, are together about as long as that of `own`.
+    """
+    most = max(MATE_CHARS, sum(branch.num_sampled for branch in own) // 2)
+    others = [rollout for rollout in rollouts_of(group) if rollout[0].sample_index != own[0].sample_index]
+    others.sort(key=lambda rollout: rollout[0].reward)
+    mates: list[Mate] = []
+    for rollout in (own, *others[:: 1 + len(others) // MAX_MATES]):
+        last = rollout[-1]
+        text = decode(last.token_ids[last.loss_mask].tolist(), skip_special_tokens=False)
+        advantage = advantages.get((group.group_id, last.sample_index))
+        num_sampled = sum(branch.num_sampled for branch in rollout)
+        reward = round(float(last.reward), 6)
+        mates.append((last.sample_index, reward, advantage, num_sampled, _cut(_middle_cut(text, most))))
+    return sorted(mates, key=lambda mate: -mate[1])
 
 
 def _cut(value: Any) -> str:
@@ -166,8 +258,9 @@ class SampleWriter:
             if path.exists():
                 cut_steps(path, step - 1)
 
-    def step(self, batch: Batch, gaps: Mapping[tuple[int, int], float], decode: Decode) -> list[ShownRollout]:
-        """`gaps` by group and sample."""
+    def step(
+        self, batch: Batch, gaps: ByRollout, advantages: ByRollout, decode: Decode
+    ) -> list[ShownRollout]:
         self._next_step = batch.version + 2
         self._num_failed = 0
         samples: list[Any] = []
@@ -181,7 +274,10 @@ class SampleWriter:
                 gap=gaps.get((group.group_id, index)),
                 min_version=batch.min_version,
             )
-            samples.append({"kind": kind, "group_id": int(group.group_id), "sample_index": index, **text})
+            name = {"kind": kind, "group_id": int(group.group_id), "sample_index": index}
+            sample = {**name, **text, "advantage": advantages.get((group.group_id, index))}
+            sample["group"] = _mates(group, rollout, advantages, decode)
+            samples.append(sample)
         return self._append(samples)
 
     def failed(
@@ -231,8 +327,10 @@ def headline(sample: ShownRollout) -> str:
     reward = "no reward" if sample["reward"] is None else f"reward {plain(sample['reward'])}"
     what = "failed rollout" if sample["kind"] == "failed" else f"{sample['kind']} sample"
     gap = sample["logprob_gap"]
+    advantage = sample.get("advantage")
     words = [
         f"{what} of step {sample['step']}: {reward}",
+        advantage is not None and f"advantage {advantage:+.3g}",
         *(f"{name} {plain(value)}" for name, value in sample["metrics"].items()),
         sample["versions"] and f"versions {'..'.join(map(str, dict.fromkeys(sample['versions'])))}",
         sample["staleness"] is not None and f"staleness {sample['staleness']}",

@@ -188,7 +188,7 @@ def summarize(files: RunRecord, step: int | None, group: int | None) -> dict[str
     """Return staleness from the trainer's record, the verdict, and batches; `journal`, `batch` and
     `story` from the journal. Raises ConfigError for an unknown step or group.
     """
-    record = TrainedRecord(files.run_dir, files.problems, files.config.buffer.max_staleness)
+    record = TrainedRecord(files.run_dir, files.problems)
     batches = [
         batch
         for batch in record.batches.values()

@@ -6,8 +6,10 @@ A line is a JSON array: [lane, kind, start, seconds, number, text]. `start` is i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -18,10 +20,13 @@ from pydantic import FiniteFloat, NonNegativeFloat, TypeAdapter
 
 from asyncrl.base.files import write_whole
 from asyncrl.base.waits import TimedSpan
-from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE, append_bounded, read_bounded
+from asyncrl.observe.run_dir import TIMELINE_FILE, TRACE_FILE, append_bounded, read_bounded, read_journal
+from asyncrl.observe.run_numbers import several
 
 MAX_BYTES = 2**20
 """A larger timeline.jsonl replaces timeline.1.jsonl."""
+CODE_FILE = "code.json"
+"""Written by tasks/sources.py: the code of each start, and `changed` files from `step` on."""
 MAX_ROWS = 10_000
 """Rows kept in memory before open(), or when the file cannot be written."""
 KINDS = {
@@ -50,6 +55,9 @@ KINDS = {
 _OF_VERSION = ("export", "prepare", "chunks", "commit", "pause", "checkpoint", "evaluation")
 _ORDER = {"trainer": 0, "weight sync": 1, "handovers": 3, "checkpoints": 4, "evaluations": 5, "restarts": 6}
 """Lanes from the top; engines are 2."""
+
+Mark = tuple[int, str]
+"""Something that happened after so many steps."""
 
 logger = logging.getLogger("asyncrl.observe.timeline")
 
@@ -109,6 +117,33 @@ class TimelineWriter:
 def read_timeline(run_dir: Path, problems: list[str]) -> list[Row]:
     """Return the rows of known kinds, in the order of their ends."""
     return [row for row in read_bounded(run_dir / TIMELINE_FILE, problems, _ROW) if row.kind in KINDS]
+
+
+def read_marks(run_dir: Path) -> list[Mark]:
+    """Return resumes and lost processes of the journal, and changed sources, by step."""
+    marks = read_journal(run_dir, [], _marks_of) or []
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # no such file, or a damaged one
+        for record in json.loads((run_dir / CODE_FILE).read_bytes()):
+            if changed := record["changed"]:
+                marks.append((record["step"] - 1, f"code changed: {', '.join(changed)}"))
+    return sorted(marks)
+
+
+def _marks_of(connection: sqlite3.Connection) -> list[Mark]:
+    marks: list[Mark] = []
+    for at_s, what, detail in connection.execute("SELECT s, what, detail FROM events ORDER BY id"):
+        about = json.loads(detail)
+        query = "SELECT coalesce(max(version) + 1, 0) FROM batches WHERE taken_s <= ?"
+        (num_taken,) = connection.execute(query, (at_s,)).fetchone()
+        if what == "restored":
+            version = about["version"]
+            num_again = num_taken - version
+            again = f", {several(num_again, 'step')} trained again" if num_again > 0 else ""
+            marks.append((version, f"resumed{again}"))
+        elif what.endswith(" lost"):
+            why = str(about.get("why")).partition("; the end of its log")[0]
+            marks.append((num_taken, f"{what}: {why}"))
+    return marks
 
 
 def _lanes_of(rows: Iterable[Row]) -> list[str]:

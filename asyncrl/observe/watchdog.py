@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
+import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.base.errors import RoomError
+from asyncrl.base.user_code import place_of
 from asyncrl.base.waits import open_waits, task_stacks, waits_of_tasks
 from asyncrl.config import SupervisionConfig
 
 log = logging.getLogger("asyncrl.watchdog")
+
+
+MAX_BLOCKED_S = 30.0
+"""The loop's own work takes milliseconds, imports on a busy machine seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +44,8 @@ class Watchdog:
     Acts: reports to `tell`, to the log with all stacks, and to `note`; then on_stuck: warn, restart the
         engines, or end the run with a RoomError.
 
-    If the loop itself is blocked, faulthandler's timer writes all stacks into `log_path`.
+    A daemon thread reports what blocks the loop itself, such as an async reward with plain code in it. Code
+    that also keeps Python's global lock is in the stacks that faulthandler's timer writes into `log_path`.
     """
 
     settings: SupervisionConfig
@@ -73,6 +82,8 @@ class Watchdog:
 
     async def run(self) -> None:
         """Raises RoomError if nothing moves and on_stuck is fail."""
+        here = (asyncio.get_running_loop(), threading.get_ident())
+        threading.Thread(target=self._watch_loop, args=here, name="loop watch", daemon=True).start()
         with self.log_path.open("a", encoding="utf-8") as file:
             try:
                 while True:
@@ -87,6 +98,23 @@ class Watchdog:
                         await self._stuck()
             finally:
                 faulthandler.cancel_dump_traceback_later()
+
+    def _watch_loop(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+        """Report what `thread` does if its loop does not run for MAX_BLOCKED_S, or watchdog_s."""
+        part_s = min(self.settings.watchdog_s, MAX_BLOCKED_S) / 8
+        ran = threading.Event()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            while True:
+                loop.call_soon_threadsafe(ran.set)
+                # a process that was stopped (Ctrl-Z) misses only one part
+                if not any(ran.wait(part_s) for _ in range(8)):
+                    self.tell(
+                        f"the run has stood still for {8 * part_s:g} s in\n{place_of(thread)}  Way out: move "
+                        "such code to a plain function, with task.reward_pool=thread or process."
+                    )
+                    ran.wait()
+                ran.clear()
+                time.sleep(part_s)
 
     async def _stuck(self) -> None:
         children = await self.ask_children()

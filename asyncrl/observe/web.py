@@ -202,7 +202,7 @@ def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, st
         family, label, gauge = found
         if family not in families:
             kind = prometheus.CounterMetricFamily if gauge.kind == "total" else prometheus.GaugeMetricFamily
-            meaning = f"{gauge.unit}, {gauge.meaning}" if gauge.unit else gauge.meaning
+            meaning = f"{gauge.meaning} Unit: {gauge.unit}." if gauge.unit else gauge.meaning
             families[family] = kind(family, meaning, labels=["name"] if label else [])
         families[family].add_metric([label] if label else [], float(value))
     registry = SimpleNamespace(collect=families.values)

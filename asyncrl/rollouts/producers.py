@@ -50,8 +50,8 @@ class RunningGroup:
 
     @property
     def to_run(self) -> list[int]:
-        ended = self.rollouts.keys() | self.failures.keys()
-        return [index for index in range(self.size) if index not in ended]
+        rollouts, failures = self.rollouts, self.failures
+        return [index for index in range(self.size) if index not in rollouts and index not in failures]
 
     def group(self) -> Group | None:
         """Return None if fewer than two rollouts are usable."""
@@ -121,9 +121,13 @@ class Producers:
             **by_task("rollout/failed", self._failed),
         }
 
-    @property
-    def num_sampling(self) -> int:
-        return self._slots.num_held
+    def filling(self) -> str:
+        """Describe the next batch: the ready groups, then the running groups with most ended rollouts."""
+        rule = self.sink.rule
+        size = self.config.group_size
+        ended = [size - len(group.to_run) for group in self._groups.values()] + [size] * rule.num_ready
+        num = sum(sorted(ended)[-rule.num_groups :])
+        return f"rollouts {num} of {rule.num_groups * size} for step {rule.next_batch + 1}"
 
     def resize_nowait(self, capacity: int) -> None:
         self._slots.resize_nowait(capacity)

@@ -85,8 +85,10 @@ class Slots:
             self._hand_out()
 
     async def wait(self, name: str) -> None:
-        with waiting(self._what_is_free, on="a rollout that ends"):
-            await self._asked[name]
+        asked = self._asked[name]
+        if not asked.done():
+            with waiting(self._what_is_free, on="a rollout that ends"):
+                await asked
 
     async def wait_spare(self) -> None:
         with waiting(self._what_is_free, on="a rollout that ends"):
@@ -98,9 +100,9 @@ class Slots:
 
     def give_back_nowait(self, name: str) -> None:
         """Release the slot or leave the queue. Idempotent."""
-        self._asked.pop(name, None)
-        self._held.discard(name)
-        self._hand_out()
+        if self._asked.pop(name, None) is not None:
+            self._held.discard(name)
+            self._hand_out()
 
     def resize_nowait(self, capacity: int) -> None:
         self.capacity = capacity
@@ -121,9 +123,10 @@ class Slots:
 class RolloutClock:
     """Time budget of a rollout over all attempts."""
 
+    _limit = asyncio.Timeout(None)  # until start()
+
     def __init__(self, timeout_s: float | None) -> None:
         self.left_s = timeout_s
-        self._limit = asyncio.timeout(None)
 
     def start(self) -> asyncio.Timeout:
         self._limit = asyncio.timeout(self.left_s)
@@ -230,7 +233,7 @@ class RolloutRunner:
         """`on_phase` is called after sampling, and before a retry samples again. A resumed rollout gets a new
         time budget.
         """
-        attempt = replace(attempt, clock=RolloutClock(self.timeout_s))
+        attempt.clock = RolloutClock(self.timeout_s)
         try:
             while True:
                 slots.ask_nowait(attempt.rollout_id, order)
@@ -357,16 +360,16 @@ def make_trajectory(
     sample_index: int, prompt_ids: tuple[int, ...], completion: Completion, reward: float
 ) -> Trajectory:
     num_prompt = len(prompt_ids)
-    logprobs = np.zeros(num_prompt + len(completion.token_ids), np.float32)
-    logprobs[num_prompt:] = completion.behaviour_logprobs
+    token_ids = prompt_ids + completion.token_ids
     routing = None
     if completion.routing:
-        routing = np.frombuffer(completion.routing, "<u2").reshape(len(logprobs), -1)
+        routing = np.frombuffer(completion.routing, "<u2").reshape(len(token_ids), -1)
     return Trajectory(
         sample_index=sample_index,
-        token_ids=np.array(prompt_ids + completion.token_ids, dtype=np.int32),
-        loss_mask=np.arange(len(logprobs)) >= num_prompt,
-        behaviour_logprobs=logprobs,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        # without np.arange, which lets another thread take the interpreter's lock for milliseconds
+        loss_mask=np.frombuffer(bytes(num_prompt) + b"\1" * len(completion.token_ids), np.bool_),
+        behaviour_logprobs=np.array((0.0,) * num_prompt + completion.behaviour_logprobs, np.float32),
         version_spans=tuple(
             VersionSpan(span.start + num_prompt, span.end + num_prompt, span.version, span.engine)
             for span in completion.version_spans

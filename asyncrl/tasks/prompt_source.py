@@ -126,8 +126,9 @@ class TaskPrompts:
     ) -> None:
         self._name = type(task).__name__
         if len(task) == 0:
-            what = f"the task {self._name} has no prompts"
-            raise ConfigError(what, way_out="give it data, or task.size >= 1.")
+            raise ConfigError(
+                f"the task {self._name} has no prompts", way_out="give it data, or task.size >= 1."
+            )
         self._task = task
         self._system_prompt = system_prompt
         self.label = label
@@ -140,14 +141,17 @@ class TaskPrompts:
             with user_code():
                 content = self._task.prompt(index)
         except UserCodeFailed as failure:
-            what = f"{place}: making it {failure}"
-            raise ConfigError(what, way_out="correct the task's prompt().") from failure
+            raise ConfigError(
+                f"{place}: making it {failure}", way_out="correct the task's prompt()."
+            ) from failure
         item = content if isinstance(content, Item) else Item(content)
         messages = as_messages(item.content, place)
         if self._system_prompt is not None:
             if messages[0]["role"] == "system":
-                what = f"{place} already begins with a system message"
-                raise ConfigError(what, way_out="remove task.system_prompt, or the message.")
+                raise ConfigError(
+                    f"{place} already begins with a system message",
+                    way_out="remove task.system_prompt, or the message.",
+                )
             messages = ({"role": "system", "content": self._system_prompt}, *messages)
         return Prompt(f"{self._prefix}{epoch}/{index}", messages, item.answer, item.info)
 

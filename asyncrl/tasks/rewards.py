@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
 import numbers
+import os
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +19,8 @@ from asyncrl.base.errors import RewardFailure
 from asyncrl.base.user_code import check_call, load_object, raised
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import LARGEST_NUMBER, Completion, Prompt
+
+SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 
 Reward = float
 """Return value of a reward function."""
@@ -47,13 +52,19 @@ class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned i
 
 @contextlib.contextmanager
 def user_code(*passed: type[BaseException]) -> Iterator[None]:
-    """Turn exceptions of user code into UserCodeFailed, except those in `passed`."""
+    """Turn every exception of user code into UserCodeFailed, except those in `passed`. A child that it forked
+    ends here: it must not continue the run.
+    """
+    process = os.getpid()
     try:
         yield
-    except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, UserCodeFailed, *passed)):
+    except BaseException as error:  # a sampled program may raise KeyboardInterrupt
+        if isinstance(error, (UserCodeFailed, *passed)):
             raise
         raise UserCodeFailed(raised(error)) from error
+    finally:
+        if os.getpid() != process:
+            os._exit(0)
 
 
 def optional(function: Any, sampled: Completion, num_others: int = 2) -> Mapping[str, Any]:
@@ -69,10 +80,12 @@ def optional(function: Any, sampled: Completion, num_others: int = 2) -> Mapping
     return {"sampled": sampled} if "sampled" in names else {}
 
 
-def call(score: RewardFunction, prompt: Prompt, text: str, sampled: Completion) -> Reward | Awaitable[Any]:
-    """Return the reward, or an awaitable for call_async. Raises UserCodeFailed."""
+def call(
+    score: RewardFunction, prompt: Prompt, text: str, asked: Mapping[str, Any]
+) -> Reward | Awaitable[Any]:
+    """Return the reward, or an awaitable for call_async. `asked`: see optional(). Raises UserCodeFailed."""
     with user_code():
-        value: Any = score(prompt, text, **optional(score, sampled))
+        value: Any = score(prompt, text, **asked)
         return value if isinstance(value, Awaitable) else as_reward(value)
 
 
@@ -115,10 +128,18 @@ def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
     """
     from math_verify import parse, verify
 
-    gold = _gold(str(answer)) if answer is not None else ()
+    gold = _gold(reference_text(answer))
     if not gold:
-        raise ValueError(f"math-verify cannot read the reference answer {answer!r}; correct that row")
+        raise ValueError(f"math-verify cannot read the reference answer {answer!r:.80}; correct that row")
     return float(verify(list(gold), parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+
+def reference_text(answer: Any) -> str:
+    """Return a text or a finite number as text. Raises ValueError."""
+    is_number = type(answer) in (int, float, Decimal) and abs(answer) < math.inf
+    if not is_number and not isinstance(answer, str):
+        raise ValueError(f"the reference answer {answer!r:.80} is neither a text nor a finite number")
+    return str(answer)
 
 
 @lru_cache(maxsize=4096)
@@ -132,6 +153,8 @@ def _gold(answer: str) -> tuple[Any, ...]:
     # It warns that time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     answer = answer.rpartition("####")[2].strip()
+    if SCIENTIFIC.fullmatch(answer):  # math-verify reads 1e5 as 5 times e
+        answer = f"{Decimal(answer):f}"
     readings = [f"${answer}$", answer]
     if any(mark in answer for mark in ("$", "\\boxed", "\\[", "\\(")):
         readings = [answer]

@@ -8,16 +8,17 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from asyncrl.base.errors import RewardFailure
+from asyncrl.base.errors import RewardFailure, TaskError
 from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import Completion, Prompt
+from asyncrl.messages.records import Completion, Prompt, by_task
 from asyncrl.messages.work import ChatTokenizer, answer_text
 from asyncrl.tasks.rewards import (
     Reward,
@@ -57,7 +58,12 @@ class Scorers:
         return self._scorers[prompt.task]
 
     def gauges(self) -> dict[str, float]:
-        return {"rollout/abandoned": sum(scorer.num_abandoned for scorer in self._scorers.values())}
+        scorers = self._scorers
+        return {
+            "rollout/abandoned": sum(scorer.num_abandoned for scorer in scorers.values()),
+            **by_task("perf/inline_rewards_s", {name: one.inline_s for name, one in scorers.items()}),
+            **by_task("perf/reward_workers_full", {name: one.is_full for name, one in scorers.items()}),
+        }
 
     async def aclose(self) -> None:
         for scorer in self._scorers.values():
@@ -85,11 +91,14 @@ class TaskScorer:
         self.shows_special = config.special_tokens == "visible"
         self._text_of = partial(answer_text, tokenizer, shows_special=self.shows_special)
         self._score = task.score
+        self._wants_sampled = bool(optional(task.score, Completion()))
         self._is_inline = config.reward_pool == "inline"
+        self.inline_s = 0.0
         self._free = asyncio.Semaphore(config.reward_workers)
         self._within_limit = partial(within, config.reward_timeout_s, partial(_too_slow, config))
         self._calls = UserCalls(
             f"the reward function {config.reward or config.python}",
+            error=partial(TaskError, "tasks"),
             warn=warn,
             way_out="limit what the function waits for, or set task.reward_pool=process. In async functions, "
             "write `except Exception:`, not `except:` or `except BaseException:`.",
@@ -103,46 +112,58 @@ class TaskScorer:
     def num_abandoned(self) -> int:
         return self._calls.num_abandoned
 
+    @property
+    def is_full(self) -> float:
+        """Return 1 if all `reward_workers` are busy."""
+        return float(self._free.locked())
+
     async def score(self, prompt: Prompt, sampled: Completion) -> Reward:
         """Raises RewardFailure (data), or TaskError (ends the run)."""
         if not self.has_score:
             raise no_reward(prompt)
+        self._calls.check()
         text = self._text_of(sampled.token_ids)
+        asked = {"sampled": sampled} if self._wants_sampled else {}
         try:
             with waiting("their rewards", on="the reward function"):
                 if self._processes is not None:
-                    sent = replace(sampled, routing=b"") if optional(self._score, sampled) else Completion()
+                    sent = replace(sampled, routing=b"") if asked else Completion()
                     async with self._free:
                         return await self._processes.run(prompt, text, sent)
                 if self._is_inline:
-                    reward = call(self._score, prompt, text, sampled)
+                    start_s = time.perf_counter()
+                    reward = call(self._score, prompt, text, asked)
+                    self.inline_s += time.perf_counter() - start_s
                 else:
-                    reward = await self._call_in_thread(prompt, text, sampled)
+                    reward = await self._call_in_thread(prompt, text, asked)
                 if not isinstance(reward, Awaitable):
                     return reward
                 async with self._within_limit():
                     return await self._calls.run(call_async(reward))
         except UserCodeFailed as failure:
-            what = f"the reward of prompt {prompt.prompt_id} {failure}"
-            way_out = f"correct the reward function; the completion began {text[:80]!r}."
-            raise RewardFailure(what, rule="a reward is one finite number", way_out=way_out) from failure
+            raise RewardFailure(
+                f"the reward of prompt {prompt.prompt_id} {failure}",
+                rule="a reward is one finite number",
+                way_out=f"correct the reward function; the completion began {text[:80]!r}.",
+            ) from failure
 
     async def aclose(self) -> None:
         if self._processes is not None:
             await self._processes.end()
 
     async def _call_in_thread(
-        self, prompt: Prompt, text: str, sampled: Completion
+        self, prompt: Prompt, text: str, asked: Mapping[str, Any]
     ) -> Reward | Awaitable[Any]:
         async with self._free:
             loop = asyncio.get_running_loop()
-            called = loop.run_in_executor(None, call, self._score, prompt, text, sampled)
+            called = loop.run_in_executor(None, call, self._score, prompt, text, asked)
+            called.add_done_callback(asyncio.Future.exception)  # a cancelled rollout does not retrieve it
             try:
                 async with self._within_limit():
                     return await asyncio.shield(called)
             except UserCodeFailed:
                 if not called.done():
-                    self._calls.left_running()
+                    self._calls.left_running(called)
                 raise
 
 
@@ -191,8 +212,9 @@ class ProcessPool:
             if pool is self._pool:
                 self._pool = self._make()
                 await self.end(pool)
-            what = f"lost its process outside of any call ({error}); memory is the usual cause"
-            raise UserCodeFailed(what) from error
+            raise UserCodeFailed(
+                f"lost its process outside of any call ({error}); memory is the usual cause"
+            ) from error
 
     async def end(self, pool: Any = None) -> None:
         pool = pool or self._pool
@@ -223,5 +245,5 @@ def _work(prompt: Prompt, text: str, sampled: Completion) -> Reward:
     with user_code():
         if isinstance(_built, BaseException):
             raise _built
-        reward = call(_built, prompt, text, sampled)
+        reward = call(_built, prompt, text, optional(_built, sampled))
         return asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward

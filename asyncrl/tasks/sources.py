@@ -4,11 +4,17 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from asyncrl.base.errors import ConfigError, install_extra
 from asyncrl.base.files import write_whole
@@ -51,9 +57,11 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
         rows, place = read_files(config.files or [], config.args)
     task = RowTask(rows, place, score, config)
     if config.digest not in (None, task.digest):
-        what = f"task.digest={config.digest}, and the data have the digest {task.digest}"
-        way_out = f"put the data back, or set task.digest={task.digest}."
-        raise ConfigError(what, rule="task.digest fixes the data", way_out=way_out)
+        raise ConfigError(
+            f"task.digest={config.digest}, and the data have the digest {task.digest}",
+            rule="task.digest fixes the data",
+            way_out=f"put the data back, or set task.digest={task.digest}.",
+        )
     return task
 
 
@@ -111,8 +119,10 @@ def make_prompt_source(
 def take_prompts(config: EvalConfig, task: PromptTask, label: str = "") -> EvalTask:
     """`label`: prefix of their ids. Raises ConfigError."""
     if len(task) < config.num_prompts:
-        what = f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task"
-        raise ConfigError(what, way_out=f"set eval.num_prompts={len(task)}, or give a larger task.")
+        raise ConfigError(
+            f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task",
+            way_out=f"set eval.num_prompts={len(task)}, or give a larger task.",
+        )
     prompts = TaskPrompts(
         task,
         seed=EVAL_SEED,
@@ -136,12 +146,15 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
         with user_code():
             task = factory(**keywords)
     except UserCodeFailed as failure:
-        way_out = "correct task.args, task.size, or the task."
-        raise ConfigError(f"{said}: {usage} {failure}", way_out=way_out) from failure
+        raise ConfigError(
+            f"{said}: {usage} {failure}", way_out="correct task.args, task.size, or the task."
+        ) from failure
     if not isinstance(task, PromptTask):
-        what = f"{said} made a {type(task).__name__}, which lacks a method"
-        rule = "a task has __len__(), prompt(index) and score(prompt, completion)"
-        raise ConfigError(what, rule=rule, way_out="add it; examples/my_task.py shows one.")
+        raise ConfigError(
+            f"{said} made a {type(task).__name__}, which lacks a method",
+            rule="a task has __len__(), prompt(index) and score(prompt, completion)",
+            way_out="add it; examples/my_task.py shows one.",
+        )
     check_call(task.prompt, (0,), {}, said=said, usage="prompt(index)")
     usage = "score(prompt, completion)"
     check_call(task.score, (None, ""), optional(task.score, Completion()), said=said, usage=usage)
@@ -154,12 +167,19 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
     if settings:
         raise ConfigError(f"task.args={settings}, and files have no settings", way_out="remove task.args.")
+    if len({Path(path).resolve() for path in paths}) < len(paths):
+        raise ConfigError(
+            f"task.files={paths} names a file twice, and its rows would count once",
+            way_out="name it once; task.share weighs tasks against each other.",
+        )
     rows: dict[str, Mapping[str, Any]] = {}
     for path in map(Path, paths):
         reader = READERS.get(path.suffix)
         if reader is None or not path.is_file():
-            what = f"task.files: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}"
-            raise ConfigError(what, way_out="correct the path, or convert it to parquet.")
+            raise ConfigError(
+                f"task.files: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}",
+                way_out="correct the path, or convert it to parquet.",
+            )
         try:
             rows |= reader(path)
         except ImportError:
@@ -170,16 +190,19 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
     return [*rows.values()], [*rows].__getitem__
 
 
-def _read_jsonl(path: Path) -> dict[str, Mapping[str, Any]]:
-    """Raises ValueError."""
+def _read_json(path: Path) -> dict[str, Mapping[str, Any]]:
+    """Read an object per line, or one array of objects. Raises ValueError."""
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    is_array = content.lstrip().startswith(b"[")
+    unit = "item" if is_array else "line"
     found: dict[str, Mapping[str, Any]] = {}
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    found[f"{path} line {number}"] = dict(json.loads(line))
-                except (ValueError, TypeError) as error:
-                    raise ValueError(f"line {number} is no JSON object: {error}: {line[:80]!r}") from error
+    for number, part in enumerate(json.loads(content) if is_array else content.splitlines(), start=1):
+        if is_array or part.strip():
+            try:
+                row = part if is_array else json.loads(part)
+                found[f"{path} {unit} {number}"] = {**row}
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{unit} {number} is no JSON object: {error}: {part!r:.80}") from error
     return found
 
 
@@ -190,7 +213,7 @@ def _read_parquet(path: Path) -> dict[str, Mapping[str, Any]]:
     return {f"{path} row {number}": row for number, row in enumerate(rows)}
 
 
-READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
+READERS = {".jsonl": _read_json, ".json": _read_json, ".parquet": _read_parquet}
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
@@ -198,6 +221,7 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
     Raises ConfigError.
     """
     import datasets
+    from datasets.features.features import _visit
 
     shown = f"task.dataset={name}, split {split}"
     try:
@@ -206,11 +230,21 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
             rows = rows[split] if isinstance(rows, Mapping) else rows
         else:
             rows = datasets.load_dataset(name, split=split, **settings)
+        for column, feature in rows.features.items():
+            if (stored := _visit(feature, _undecoded)) != feature:
+                rows = rows.cast_column(column, stored)
+        len(rows)  # a stream has no length
     except Exception as error:  # file formats and the hub raise various errors
-        what = f"{shown} cannot be loaded: {type(error).__name__}: {error}"
-        way_out = "check hub id or folder, task.split, subset (task.args: {name: ...}) and network."
-        raise ConfigError(what, way_out=way_out) from error
+        raise ConfigError(
+            f"{shown} cannot be loaded: {type(error).__name__}: {error}",
+            way_out="check hub id or folder, task.split, subset (task.args: {name: ...}) and network.",
+        ) from error
     return rows, lambda index: f"{shown}, row {index}"
+
+
+def _undecoded(feature: Any) -> Any:
+    """Leave images, audio and video as their bytes: a decoded one has no fixed digest."""
+    return replace(feature, decode=False) if hasattr(feature, "decode") else feature
 
 
 DATA_PIN = "data.json"
@@ -237,6 +271,42 @@ class DataPin:
             write_whole(self.path, json.dumps(self._digests, indent=1) + "\n")
 
 
+CODE_PIN = "code.json"
+NAMES_OF_CODE = re.compile(r'"([\w./-]+(?::[A-Za-z_][\w.]*|\.py|\.sh|\.jinja))"')
+
+
+def record_code(run_dir: Path, config: RunConfig, step: int) -> list[str]:
+    """Record the code that `config` names, which runs from `step` on; return what changed since the last
+    record. Blocks.
+
+    The file has a list of {"step", "changed", "files": {"helpers.py of my_reward:score": digest}}.
+    """
+    path = run_dir / CODE_PIN
+    records = json.loads(path.read_bytes()) if path.exists() else []
+    files = {
+        f"{file.name} of {name}": xxhash.xxh3_128_hexdigest(file.read_bytes())
+        for name in NAMES_OF_CODE.findall(config.model_dump_json())
+        for file in _files_of(name)
+    }
+    before = records[-1]["files"] if records else files
+    changed = [name for name in files if files[name] != before.get(name)]
+    if changed or not records:
+        records.append({"step": step, "changed": changed, "files": files})
+        write_whole(path, json.dumps(records, indent=1) + "\n")
+    return changed
+
+
+def _files_of(name: str) -> list[Path]:
+    """Return the file of a loaded `module:function` or of a path, and those of its folder that it imports."""
+    module = sys.modules.get(name.partition(":")[0])
+    path = Path(getattr(module, "__file__", None) or name)
+    if not path.is_file():
+        return []
+    imports = re.findall(r"^\s*(?:from|import)\s.*", path.read_text(errors="replace"), re.MULTILINE)
+    near = {path.with_name(f"{word}.py") for word in re.findall(r"\w+", " ".join(imports))}
+    return [path, *sorted(filter(Path.is_file, near - {path}))]
+
+
 # ---- libraries
 
 
@@ -248,13 +318,17 @@ class GymTask:
             from reasoning_gym.factory import create_dataset
             from reasoning_gym.utils import extract_answer
         except ModuleNotFoundError as error:
-            what = f"task.reasoning_gym={name}: the package {error.name} is not installed"
-            raise ConfigError(what, way_out=install_extra("harness")) from error
+            raise ConfigError(
+                f"task.reasoning_gym={name}: the package {error.name} is not installed",
+                way_out=install_extra("harness"),
+            ) from error
         try:
             self._dataset = create_dataset(name, size=size, seed=seed, **settings)
         except (TypeError, ValueError, AssertionError) as error:
-            what = f"task.reasoning_gym={name} with task.args={dict(settings)}: {error}"
-            raise ConfigError(what, way_out="choose a task and settings of reasoning-gym.") from error
+            raise ConfigError(
+                f"task.reasoning_gym={name} with task.args={dict(settings)}: {error}",
+                way_out="choose a task and settings of reasoning-gym.",
+            ) from error
         self._extract = extract_answer
 
     def __len__(self) -> int:
@@ -286,8 +360,10 @@ class VerifiersTask:
                 for task in itertools.islice(taskset, None if taskset.bounded else size):
                     self._items.append(_verifiers_item(task.data))
         except UserCodeFailed as failure:
-            what = f"task {len(self._items)} of {type(taskset).__name__}: making it {failure}"
-            raise ConfigError(what, way_out="correct it, or generator.args.taskset.") from failure
+            raise ConfigError(
+                f"task {len(self._items)} of {type(taskset).__name__}: making it {failure}",
+                way_out="correct it, or generator.args.taskset.",
+            ) from failure
 
     def __len__(self) -> int:
         return len(self._items)

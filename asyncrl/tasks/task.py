@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from uuid import UUID
 
 import xxhash
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from asyncrl.base.errors import ConfigError, Message
+from asyncrl.base.user_code import message_of
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.rewards import Reward, RewardFunction
+from asyncrl.tasks.rewards import Reward, RewardFunction, reference_text
 
 Content = str | Sequence[Mapping[str, str]]
 """Text of the user, or chat messages with `role` and `content`."""
@@ -73,6 +77,17 @@ def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
         ) from error
 
 
+STORED = (bytes, date, time, timedelta, Decimal, UUID)
+"""Types of parquet columns that JSON lacks."""
+
+
+def plain(value: Any) -> list[str]:
+    """Return a value's type and content for a digest. Raises TypeError for a type without a fixed text."""
+    if not isinstance(value, STORED):
+        raise TypeError(f"a {type(value).__name__} has no digest; store a text, number, list or bytes")
+    return [type(value).__name__, value.hex() if isinstance(value, bytes) else str(value)]
+
+
 @dataclass(slots=True, eq=False)
 class RowTask:
     """Rows with a prompt column, an optional answer column, and others as `info`. `place` names a row in
@@ -90,15 +105,27 @@ class RowTask:
     def __post_init__(self) -> None:
         digest = xxhash.xxh3_128()
         prompt_column = self.config.prompt_column
-        for index, row in enumerate(self.rows):
-            place = self.place(index)
-            for column in (prompt_column, self.config.answer_column):
-                if column is not None and column not in row:
-                    what = f"{place} has no column {column}; its columns are {', '.join(map(str, row))}"
-                    way_out = "set task.prompt_column and task.answer_column (or none) to two of them."
-                    raise ConfigError(what, way_out=way_out)
-            as_messages(row[prompt_column], f"{place}, column {prompt_column}")
-            digest.update(json.dumps(row, default=str).encode())
+        place = "the first row"
+        try:
+            for index, row in enumerate(self.rows):
+                place = self.place(index)
+                for column in (prompt_column, self.config.answer_column):
+                    if column is not None and column not in row:
+                        raise ConfigError(
+                            f"{place} has no column {column}; its columns are {', '.join(map(str, row))}",
+                            way_out="set task.prompt_column and task.answer_column (or none) to two of them.",
+                        )
+                as_messages(row[prompt_column], f"{place}, column {prompt_column}")
+                if self.config.reward == "math":
+                    reference_text(row.get(self.config.answer_column or ""))
+                digest.update(json.dumps(row, default=plain).encode())
+                place = f"the row after {place}"
+        except ConfigError:
+            raise
+        except Exception as error:  # of many kinds, as a dataset decodes its row
+            raise ConfigError(
+                f"{place} cannot be used: {message_of(error)}", way_out="correct it, or remove its column."
+            ) from error
         self.digest = f"xxh3:{digest.hexdigest()}"
 
     def __len__(self) -> int:

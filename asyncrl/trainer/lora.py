@@ -24,7 +24,7 @@ from asyncrl.config import LoraConfig
 from asyncrl.models.structure import hooked
 from asyncrl.trainer.forward_plan import probe_model
 from asyncrl.weights.export import in_export_dtype, linear_parameters, merge, named_weights, whole_here
-from asyncrl.weights.tensor_files import SCALE, adapted_modules, float32_names
+from asyncrl.weights.tensor_files import SCALE, adapted_modules, float32_names, rename_adapters
 
 ADAPTER = "default"
 
@@ -182,9 +182,12 @@ class Adapters:
             for kind, weight in zip(("lora_A", "lora_B"), layer.pair(), strict=True)
         }
 
-    def export_tensors(self) -> dict[str, Tensor]:
-        """Return tensors() on CPU in the run's dtype, and the scale. Collective."""
-        return {**in_export_dtype(self.tensors(), self._dtype), SCALE: torch.tensor(self.scale)}
+    def export_tensors(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return tensors() on CPU in the run's dtype under checkpoint names, and the scale. Collective.
+        `names`: stored_names() of the model.
+        """
+        tensors = rename_adapters(in_export_dtype(self.tensors(), self._dtype), names)
+        return {**tensors, SCALE: torch.tensor(self.scale)}
 
     def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
         """Return all weights, and merge functions of adapted weights."""

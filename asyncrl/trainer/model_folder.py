@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.base.errors import ConfigError, find_fatal
-from asyncrl.base.files import write_whole
+from asyncrl.base.files import settle_folder, write_whole
 from asyncrl.config import RunConfig
 from asyncrl.models.loading import check_quantization, quantization_of
 
@@ -50,7 +50,10 @@ async def make_model_folder(
         return folder
     scratch = config.model.scratch.model_dump()
     values = {"out": str(folder), "seed": config.seed, "scratch": scratch, "dtype": config.model.dtype}
-    returncode, text = await run("asyncrl.trainer.random_init", [json.dumps(values)], MAKE_TIMEOUT_S)
+    try:
+        returncode, text = await run("asyncrl.trainer.random_init", [json.dumps(values)], MAKE_TIMEOUT_S)
+    finally:
+        settle_folder(folder)  # remove what a killed process leaves
     if returncode != 0:
         fatal = find_fatal(text)
         raise ConfigError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import importlib.util
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,6 +120,7 @@ def make_scratch_model(spec: ScratchSpec) -> None:
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a killed run
     disable_progress_bar()
     try:
         make_scratch_model(ScratchSpec.model_validate_json(sys.argv[1]))

@@ -146,6 +146,7 @@ class TrainerService:
                 metrics=finite,
                 not_finite=[name for name in metrics if name not in finite],
                 rollout_gaps=self.step.rollout_gaps,
+                rollout_advantages=self.step.rollout_advantages,
             )
 
         return await self.run(work)

@@ -10,6 +10,7 @@ N ranks save, M ranks load. Load only checkpoints that you trust: DCP unpickles 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from collections import defaultdict
@@ -21,6 +22,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import BaseModel
 from safetensors.torch import save_file
@@ -32,6 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
@@ -44,6 +47,7 @@ from asyncrl.models.loading import (
     load_language_model,
     loading,
     read_config,
+    renamed_prefix,
     sections_of,
     ties_of,
 )
@@ -63,7 +67,7 @@ from asyncrl.weights.export import (
 )
 from asyncrl.weights.host_memory import HostMemory
 from asyncrl.weights.ipc import lay_out, views
-from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules, dtype_name
+from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules, dtype_name, rename_adapters
 
 STATE = "state.json"
 
@@ -368,8 +372,25 @@ def save_peft(
     """Write adapters as a peft folder on the model `name`. Raises like save_model."""
     lora = read_state(state).lora
     assert lora is not None, "the run trains adapters"
-    save_adapter(path, _read_adapters(state, getattr(torch, dtype)), lora, name, revision)
+    with loading(base):
+        names = names_in_whole_model(base)
+    adapters = rename_adapters(_read_adapters(state, getattr(torch, dtype)), names)
+    save_adapter(path, adapters, lora, name, revision)
     copy_files(base, path, chat_template, TOKENIZER)
+
+
+def names_in_whole_model(base: Path) -> dict[str, str]:
+    """Return the names of the text part's parameters in the class that config.json names, by their names in
+    a lone language model. peft looks for layers there. Raises transformers' errors.
+    """
+    if len(sections_of(read_config(base))) == 1:
+        return {}
+    config = AutoConfig.from_pretrained(base)
+    with torch.device("meta"):
+        whole = getattr(transformers, config.architectures[0])(config)
+    names = [name for name, _ in whole.named_parameters()]
+    renamed = renamed_prefix(names).items()
+    return {re.sub(*one, name): name for one in renamed for name in names if re.match(one[0], name)}
 
 
 def _read_weights(path: Path, into: dict[str, Tensor]) -> None:

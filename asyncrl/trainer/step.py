@@ -40,7 +40,7 @@ from asyncrl.weights import export as exports
 from asyncrl.weights.export import AdapterTransport
 from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk, SharedTransport
 from asyncrl.weights.nccl import BroadcastTransport
-from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_pieces
+from asyncrl.weights.tensor_files import Pieces, digest_tensors, stored_names, stored_pieces
 
 log = logging.getLogger("asyncrl.trainer")
 MAX_SKIPPED_STEPS = 3
@@ -93,6 +93,7 @@ class TrainStep(TrainedModel):
         self.policy_version = 0
         self.num_skipped_in_a_row = 0
         self.rollout_gaps: list[tuple[int, int, float]] = []
+        self.rollout_advantages: list[tuple[int, int, float]] = []
         self._has_recorded = False
         self._objective = Objective(spec)
         super().__init__(spec, ranks, needs_reference=self._objective.needs_reference)
@@ -130,6 +131,7 @@ class TrainStep(TrainedModel):
         allowed = packing.find_allowed(header, arrays, has_loss, lambda: self._grammars)
         objective.check_any_loss(header, arrays, has_loss)
         batch = self._numbers(BatchNumbers(header, arrays, has_loss, allowed=allowed))
+        self.rollout_advantages = step_metrics.means_of_rollouts(header, has_loss, batch.advantage_N)
         loop = self.spec.trainer
         parts = packing.mini_batches(header, has_loss, loop.mini_batches)
         steps = list[StepSums]()
@@ -268,7 +270,7 @@ class TrainStep(TrainedModel):
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
             rule = f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row"
-            raise self._refused(batch, what, rule, "lower trainer.learning_rate.")
+            raise self._refused(batch, what, rule, f"{step_metrics.NOT_FINITE_ADVICE}.")
         log.warning("%s: step skipped, %s", _name(batch), what)
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
@@ -279,7 +281,8 @@ class TrainStep(TrainedModel):
         arrays = batch.arrays
         limit = self.spec.trainer.logprob_gap_limit
         is_fresh = chosen & (arrays.versions == batch.header.version)
-        self.rollout_gaps = step_metrics.gaps_of_rollouts(batch.header, arrays, is_fresh, sums.logprobs_N)
+        gap_N = np.abs(sums.logprobs_N.astype(np.float64) - arrays.behaviour_logprobs)
+        self.rollout_gaps = step_metrics.means_of_rollouts(batch.header, is_fresh, gap_N)
         gaps = step_metrics.measure_gaps(
             sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh]
         )
@@ -341,10 +344,14 @@ class TrainStep(TrainedModel):
         """
         self._offload.need("export", "weights")
         canary = self._canary()
-        adapters = None if self.adapters is None else self.adapters.export_tensors
+        adapters = None if self.adapters is None else self._export_adapters
         exported = exports.Exported(self.policy_version, self._lazy_weights, adapters)
         exporting = self._exporting = self.transport.begin(exported, path)
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
+
+    def _export_adapters(self) -> dict[str, Tensor]:
+        assert self.adapters is not None
+        return self.adapters.export_tensors(stored_names(self._lazy_weights().pieces))
 
     def export(self, path: Path) -> api.ExportResponse:
         return self.begin_export(path)()

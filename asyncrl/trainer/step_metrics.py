@@ -35,6 +35,7 @@ log = logging.getLogger("asyncrl.trainer")
 
 Float32M = npt.NDArray[np.float32]
 BoolN = npt.NDArray[np.bool_]
+FloatN = npt.NDArray[np.floating[Any]]
 
 GAP_WARNING = 0.05
 MIN_ENGINE_TOKENS = 64
@@ -43,6 +44,10 @@ COMPILE_WARNING_S = 1.0
 GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
     "engine that deviates; weight_sync.interrupt=keep_kv raises the gap"
+)
+NOT_FINITE_ADVICE = (
+    "if it began in the first step, correct algorithm.loss, algorithm.advantage or the model; if it began "
+    "later, lower trainer.learning_rate"
 )
 
 Phase = Literal["pack", "logprobs", "forward", "backward", "optimizer", "blocked", ""]
@@ -178,18 +183,17 @@ def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArr
     return [Gap(engine, len(part), float(part.mean()), float(part.max())) for engine, part in parts]
 
 
-def gaps_of_rollouts(
-    header: BatchHeader, arrays: BatchArrays, is_fresh_N: BoolN, current_N: Float32M
+def means_of_rollouts(
+    header: BatchHeader, is_chosen_N: BoolN, value_N: FloatN
 ) -> list[tuple[int, int, float]]:
-    """Return (group_id, sample_index, mean gap in nats) of each rollout, if finite."""
-    gaps = dict[tuple[int, int], list[npt.NDArray[np.float64]]]()
+    """Return (group_id, sample_index, mean over the chosen tokens) of each rollout, if finite."""
+    chosen = dict[tuple[int, int], list[FloatN]]()
     for entry in header.trajectories:
         part = slice(entry.start, entry.end)
-        fresh = is_fresh_N[part]
-        if fresh.any():
-            gap_M = np.abs(current_N[part][fresh].astype(np.float64) - arrays.behaviour_logprobs[part][fresh])
-            gaps.setdefault((entry.group_id, entry.sample_index), []).append(gap_M)
-    means = [(*key, float(np.concatenate(parts).mean())) for key, parts in gaps.items()]
+        value_M = value_N[part][is_chosen_N[part]]
+        if len(value_M):
+            chosen.setdefault((entry.group_id, entry.sample_index), []).append(value_M)
+    means = [(*key, float(np.concatenate(parts).mean(dtype=np.float64))) for key, parts in chosen.items()]
     return [found for found in means if math.isfinite(found[-1])]
 
 

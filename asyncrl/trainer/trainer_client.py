@@ -239,18 +239,19 @@ def pack_groups(batch: Batch) -> tuple[api.BatchHeader, api.BatchArrays]:
                     ],
                 )
             )
-    versions, engines = zip(*map(_sampled_by, trajectories), strict=True)
     taught = [_teacher_logprobs(one) for one in trajectories if one.teacher_logprobs is not None]
 
     def joined(name: str) -> Any:
         return np.concatenate([getattr(one, name) for one in trajectories])
 
+    loss_mask = joined("loss_mask")
+    versions, engines = _sampled_by(trajectories, loss_mask)
     arrays = api.BatchArrays(
         token_ids=joined("token_ids"),
-        loss_mask=joined("loss_mask"),
+        loss_mask=loss_mask,
         behaviour_logprobs=joined("behaviour_logprobs"),
-        versions=np.concatenate(versions),
-        engines=np.concatenate(engines),
+        versions=versions,
+        engines=engines,
         teacher_logprobs=np.concatenate(taught) if len(taught) == len(trajectories) else None,
         routing=_routing(trajectories),
     )
@@ -264,14 +265,19 @@ def pack_groups(batch: Batch) -> tuple[api.BatchHeader, api.BatchArrays]:
     return header, arrays
 
 
-def _sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
+def _sampled_by(
+    trajectories: Sequence[Trajectory], loss_mask: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
     """Return each token's version, int32 [T], and engine number, int16 [T]; -1 if unknown."""
-    versions = np.full(len(trajectory.token_ids), -1, np.int32)
-    engines = np.full(len(trajectory.token_ids), -1, np.int16)
-    for span in trajectory.version_spans:
-        versions[span.start : span.end] = span.version
-        engines[span.start : span.end] = span.engine
-    assert np.array_equal(versions >= 0, trajectory.loss_mask), trajectory.version_spans
+    versions = np.full(len(loss_mask), -1, np.int32)
+    engines = np.full(len(loss_mask), -1, np.int16)
+    start = 0
+    for trajectory in trajectories:
+        for span in trajectory.version_spans:
+            versions[start + span.start : start + span.end] = span.version
+            engines[start + span.start : start + span.end] = span.engine
+        start += len(trajectory.token_ids)
+    assert np.array_equal(versions >= 0, loss_mask), "version_spans differ from loss_mask"
     return versions, engines
 
 

@@ -323,6 +323,24 @@ def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
     }
 
 
+def stored_names(pieces: Pieces) -> dict[str, str]:
+    """Return the checkpoint names of model tensors that are stored whole under another name."""
+    return {name: stored for name, found in pieces.items() if len(found) == 1 for stored in found}
+
+
+def rename_adapters(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Rename adapters like their layers' weights: `names` has the new name of a weight by its old one."""
+
+    def renamed(name: str) -> str:
+        for end in SUFFIXES:
+            if name.endswith(end):
+                weight = f"{name.removesuffix(end)}.weight"
+                return names.get(weight, weight).removesuffix(".weight") + end
+        return name
+
+    return {renamed(name): tensor for name, tensor in tensors.items()}
+
+
 def pieces_of(tensors: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
     return {
         piece: tensor if cut is None else tensor.as_strided(*cut[:2], tensor.storage_offset() + cut.start)

@@ -499,7 +499,7 @@ class UserFormat(ToolFormat):
             found = self.function(reader.text)
         except (ValueError, RecursionError):
             raise
-        except Exception as error:  # user errors are data
+        except BaseException as error:  # user errors are data
             raise self._misused(raised(error)) from error
         try:
             pairs = [(name, arguments) for name, arguments in found or ()]

@@ -23,8 +23,11 @@ function axesOf(spec) {
   const x = spec.isTime
     ? { ...look, size: 32, values: (_, ticks) => secondsText(ticks), incrs: INCREMENTS, space: 70 }
     : { ...look, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6], values: (_, ticks) => ticks.map(tick => tick.toLocaleString("en")), space: 60 };
-  const y = { ...look, size: 66, values: (_, ticks) => ticks.map(tick => amount(tick, ["s", "bytes", "0..1"].includes(spec.unit) ? spec.unit : "")) };
-  return spec.isSmall ? [{ ...x, size: 30 }, { ...y, size: 54, space: 26, ticks: { show: false } }] : [x, y];
+  const wide = (least, digit) => (_, texts) => Math.max(least, 16 + digit * Math.max(0, ...(texts ?? []).map(text => text.length)));
+  const y = { ...look, size: wide(66, 6.8), values: (_, ticks) => tickTexts(ticks, spec.unit) };
+  if (!spec.isSmall) return [x, y];
+  const share = { ...y, scale: "share", side: 1, size: 40, space: 26, grid: { show: false }, ticks: { show: false }, values: (_, ticks) => tickTexts(ticks, "0..1") };
+  return [{ ...x, size: 30 }, { ...y, size: wide(54, 6.2), space: 26, ticks: { show: false } }, ...(spec.lines.some(line => line.scale === "share") ? [share] : [])];
 }
 
 function optionsOf(spec, width) {
@@ -49,7 +52,7 @@ function optionsOf(spec, width) {
 /* Draws `spec` into the box: {title, what, lines, bands, unit, isTime, isSmall, range, height, isEmpty: text}. */
 function drawChart(id, spec) {
   const box = byId(id), known = charts.get(id);
-  const head = h("div", { class: "chart-head" }, h("h3", { title: spec.title }, spec.title), h("p", { title: spec.what }, spec.what || ""));
+  const head = h("div", { class: "chart-head" }, h("h3", {}, breakable(spec.title)), h("p", {}, spec.what || ""));
   if (spec.isEmpty || !spec.lines.some(line => line.y.some(value => value !== null && value !== undefined))) {
     known?.plot.destroy();
     charts.delete(id);
@@ -81,7 +84,7 @@ function drawChart(id, spec) {
     if (isOut && !spec.isSmall) plot.setLegend({ idxs: last }, false);
     now.textContent = entry.lines.map((line, at) => line.isQuiet ? null : amount(plot.data[at + 1][isOut ? last[at + 1] : plot.cursor.idx], line.unit ?? spec.unit)).filter(Boolean).join(" · ");
   };
-  options.hooks = { ready: [newest], setCursor: [newest], setData: [newest], draw: [plot => markStep(plot, spec)], setSelect: [plot => { if (plot.select.width > 0) markZoom(entry, true); }] };
+  options.hooks = { ready: [newest], setCursor: [newest], setData: [newest], draw: [plot => { markStep(plot, spec); drawMarks(plot, spec); }], setSelect: [plot => { if (plot.select.width > 0) markZoom(entry, true); }] };
   entry.plot = new uPlot(options, data, holder);
   entry.plot.over.addEventListener("dblclick", () => markZoom(entry, false));
   entry.plot.over.addEventListener("mousedown", event => { entry.pressed = event.clientX; });
@@ -108,6 +111,35 @@ function markStep(plot, spec) {
   if (x < left || x > left + width) return;
   plot.ctx.fillStyle = css("--accent");
   plot.ctx.fillRect(x, top, window.devicePixelRatio || 1, height);
+}
+
+const MAX_MARKS = 50;
+
+/* Resumes, lost processes and changed sources of the chosen run: a dotted line each, and its words where there is room. */
+function drawMarks(plot, spec) {
+  const run = shown.page.runs[shown.run], { left, top, width, height } = plot.bbox, pen = plot.ctx, scale = window.devicePixelRatio || 1;
+  if (!spec.hasMarks || !run?.step.length) return;
+  pen.save();
+  pen.font = `${11 * scale}px system-ui, sans-serif`;
+  pen.textBaseline = "top";
+  pen.textAlign = "left";
+  pen.setLineDash([2 * scale, 3 * scale]);
+  let free = left;  // of words to the left
+  for (const [step, text] of run.marks.slice(-MAX_MARKS)) {
+    const at = Math.min(Math.max(step, run.step[0]), run.step[run.step.length - 1]);
+    const x = Math.round(plot.valToPos(spec.isTime ? run.time_s[nearest(run.step, at)] : at, "x", true));
+    if (x < left || x > left + width) continue;
+    pen.strokeStyle = pen.fillStyle = css("--muted");
+    pen.beginPath();
+    pen.moveTo(x, top);
+    pen.lineTo(x, top + height);
+    pen.stroke();
+    const words = written(text.split(/[:,]/)[0]), room = pen.measureText(words).width + 4 * scale, from = x + room > left + width ? x - room : x + 4 * scale;
+    if (from < free) continue;
+    pen.fillText(words, from, top + 2 * scale);
+    free = Math.max(x, from + room);
+  }
+  pen.restore();
 }
 
 function pickStep({ plot, spec }) {
@@ -177,7 +209,7 @@ function rewardSpec(runs, isTime) {
       lines.push({ label: `${name}held out ${one}`.trim(), x: at, y: told.map(line => line["eval/reward_mean"]), stroke: isAlone ? css("--evaluation") : colour, width: 0, isPoints: true, isQuiet: !isAlone });
     }
   });
-  return { title: "Reward", what: runs.some(run => run.evaluations.length) ? "mean of each batch, and on held-out prompts" : "mean of each batch", lines, unit: "", isTime, height: 380, isEmpty: withoutSteps(runs) };
+  return { title: "Reward", what: runs.some(run => run.evaluations.length) ? "mean of each batch, and on held-out prompts" : "mean of each batch", lines, unit: "", isTime, height: 380, hasMarks: true, isEmpty: withoutSteps(runs) };
 }
 
 function stalenessSpec(runs, isTime) {
@@ -198,16 +230,20 @@ function stalenessSpec(runs, isTime) {
 
 /* What shows at a glance whether a run is healthy; of two metrics the second is a share, with a scale of its own. */
 const FIXED = [["policy/entropy"], ["policy/grad_norm"], ["sample/length_mean", "sample/truncated_fraction"], ["reward/std"], ["policy/logprob_gap_mean"], ["policy/clip_fraction"]];
-const TITLES = { "policy/entropy": "Entropy", "policy/grad_norm": "Gradient norm", "sample/length_mean": "Length · truncated", "reward/std": "Reward std", "policy/logprob_gap_mean": "Logprob gap", "policy/clip_fraction": "Clip fraction" };
+/* The gap needs tokens of the newest version, which a run far ahead has in few batches: then the KL divergence says more. */
+const STAND_INS = { "policy/logprob_gap_mean": "policy/kl_behaviour" };
+const numOf = (run, name) => (run.curves[name] ?? []).filter(value => value !== null).length;
+const namesOf = (names, runs) => STAND_INS[names[0]] && runs.every(run => numOf(run, names[0]) < Math.max(3, run.step.length / 10)) && runs.some(run => numOf(run, STAND_INS[names[0]])) ? [STAND_INS[names[0]]] : names;
+const TITLES = { "policy/kl_behaviour": "KL to the sampling policy",  "policy/entropy": "Entropy", "policy/grad_norm": "Gradient norm", "sample/length_mean": "Length · truncated", "reward/std": "Reward std", "policy/logprob_gap_mean": "Logprob gap", "policy/clip_fraction": "Clip fraction" };
 
-function smallSpec(runs, names, isTime) {
-  const lines = [], [name] = names, isFixed = FIXED.includes(names), gaugeOf = each => runs.map(run => run.gauges[each]).find(Boolean) || { unit: "", meaning: "" };
+function smallSpec(runs, names, isTime, isFixed = false) {
+  const lines = [], [name] = names, gaugeOf = each => runs.map(run => run.gauges[each]).find(Boolean) || { unit: "", meaning: "" };
   runs.forEach((run, index) => names.forEach((each, at) => {
     const curve = run.curves[each], colour = runColour(index), x = xOf(run, isTime), label = names.length > 1 ? `${run.name} ${each}` : run.name;
     if (!curve) return;
     lines.push({ label, x, y: curve, stroke: colour, width: 1.5, spansGaps: true, isQuiet: index !== shown.run, unit: gaugeOf(each).unit, ...(at && { scale: "share", dash: [4, 3], stroke: faded(colour, 0.75) }) });
   }));
-  return { title: isFixed ? TITLES[name] : name, what: names.map(each => gaugeOf(each).meaning).join("; dashed: "), lines, unit: gaugeOf(name).unit, isTime, isSmall: true, isEmpty: withoutSteps(runs) };
+  return { title: isFixed ? TITLES[name] : name, what: names.map(each => gaugeOf(each).meaning).join(" Dashed: "), lines, unit: gaugeOf(name).unit, isTime, isSmall: true, isEmpty: withoutSteps(runs) };
 }
 
 function withoutSteps(runs) {

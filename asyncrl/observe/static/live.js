@@ -10,7 +10,8 @@ function merged(old, now) {
   return Object.fromEntries(Object.entries(now).map(([key, each]) => [key, key in old ? merged(old[key], each) : each]));
 }
 
-function startLive(madeOf, onPage) {
+/* An ended run may be resumed, so the page keeps asking. */
+function startLive(madeOf, hasEnded, onPage) {
   const key = new URLSearchParams(location.search).get("key");
   const tell = (text, kind) => { const box = byId("live"); box.hidden = false; box.textContent = text; box.className = `pill ${kind}`; };
   const ask = async () => {
@@ -18,7 +19,8 @@ function startLive(madeOf, onPage) {
       if (!document.hidden) {
         const answer = await fetch(`page.json?since=${madeOf()}${key ? `&key=${encodeURIComponent(key)}` : ""}`);
         if (answer.status === 200) { const now = await answer.json(); onPage(old => merged(old, now)); }
-        tell(answer.ok ? "live" : `error ${answer.status}`, answer.ok ? "is-live" : "is-cut");
+        if (answer.ok) tell(...(hasEnded() ? ["ended", ""] : ["live", "is-live"]));
+        else tell(`error ${answer.status}`, "is-cut");
       }
     } catch { tell("not connected: trying again", "is-cut"); }
     setTimeout(ask, LIVE_MS);

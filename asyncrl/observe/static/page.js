@@ -32,16 +32,17 @@ function drawPage() {
   part("runs", [shown.run, theme, ...runs.flatMap(each => [each.name, each.state])], () => showRuns(page, shown.run, index => { shown.run = index; drawPage(); }));
   part("verdict", [run.verdict, run.progress, run.state], () => showVerdict(run));
   part("warnings", [run.warnings, run.problems], () => showWarnings(run));
-  part("reward", [isTime, theme, wide, ...curves], () => drawChart("reward", rewardSpec(runs, isTime)));
+  part("reward", [isTime, theme, wide, run.marks, ...curves], () => drawChart("reward", rewardSpec(runs, isTime)));
   part("staleness", [isTime, theme, wide, ...curves], () => drawChart("staleness", stalenessSpec(runs, isTime)));
   part("differences", runs.flatMap(each => [each.settings, each.progress, each.state]), () => showDifferences(runs));
   part("shares", [run.verdict, theme], () => showShares(run));
-  part("timeline", [run.timeline, theme, wide], () => showTimeline(run.timeline));
+  part("timeline", [run.timeline, theme, wide], () => showTimeline(withEngines(run.timeline, run)));
   part("samples", [run.samples, run.run_dir], () => showSamples(run.samples, run));
   part("failures", [run.failures], () => showFailures(run));
   part("evaluations", [run.evaluations], () => showEvaluations(run));
-  FIXED.forEach((names, at) => part(`fixed-${at}`, [shown.run, isTime, theme, wide, ...curves], () => drawChart(`fixed-${at}`, smallSpec(runs, names, isTime))));
-  part("metric-names", [metricNames().join(" "), shown.filter], drawMetricGrid);
+  FIXED.forEach((names, at) => part(`fixed-${at}`, [shown.run, isTime, theme, wide, ...curves], () => drawChart(`fixed-${at}`, smallSpec(runs, namesOf(names, runs), isTime, true))));
+  part("marks", [run.marks], () => showMarks(run));
+  part("metric-names", [metricNames().join(" "), constantNames().join(" "), shown.filter], drawMetricGrid);
   for (const id of shown.inSight) part(id, [shown.run, isTime, theme, wide, ...curves], () => drawChart(id, smallSpec(runs, [id.slice(METRIC.length)], isTime)));
   part("step", [shown.step, run], drawStepTools);
   part("config", [run.settings], () => showConfig(run));
@@ -49,6 +50,11 @@ function drawPage() {
 
 const METRIC = "metric ";
 const metricNames = () => [...new Set(shown.page.runs.flatMap(run => Object.keys(run.curves)))].sort();
+/* Metrics that have one value in all steps of each run. */
+const constantNames = () => metricNames().filter(name => shown.page.runs.every(run => {
+  const values = (run.curves[name] ?? []).filter(value => value !== null);
+  return run.step.length > 1 && values.every(value => value === values[0]);
+}));
 const sight = new IntersectionObserver(entries => {
   for (const entry of entries) shown.inSight[entry.isIntersecting ? "add" : "delete"](entry.target.id);
   drawPage();
@@ -61,10 +67,25 @@ function drawMetricGrid() {
     h("label", { class: "pick" }, "Filter", h("input", { type: "search", id: "metric-filter", placeholder: "reward, perf/ …", spellcheck: "false", oninput: event => { shown.filter = event.target.value; drawPage(); } })),
     h("span", { class: "range", role: "status" }));
   byId("metric-tools").querySelector(".range").textContent = `${names.length} of ${all.length} metrics`;
+  const constant = new Set(constantNames()), fixed = names.filter(name => constant.has(name)), moving = names.filter(name => !constant.has(name));
+  showConstant(fixed);
   sight.disconnect();
   dropCharts(METRIC);
-  grid.replaceChildren(...names.map(name => h("div", { class: "chart small", id: METRIC + name })), ...(names.length ? [] : [nothing(all.length ? "No metric fits." : "No step has ended yet.")]));
+  grid.replaceChildren(...moving.map(name => h("div", { class: "chart small", id: METRIC + name })), ...(names.length ? [] : [nothing(all.length ? "No metric fits." : "No step has ended yet.")]));
   grid.childNodes.forEach(node => node.id && sight.observe(node));
+}
+
+function showConstant(names) {
+  const { runs } = shown.page, box = byId("metric-constant"), gaugeOf = name => runs.map(run => run.gauges[name]).find(Boolean) ?? { unit: "", meaning: "" };
+  const valueOf = (run, name) => amount((run.curves[name] ?? []).find(value => value !== null), gaugeOf(name).unit);
+  const rows = names.map(name => [h("code", {}, breakable(name)), ...runs.map(run => valueOf(run, name)), gaugeOf(name).meaning]);
+  const isOpen = box.querySelector("details")?.open;
+  box.replaceChildren(...(names.length ? [h("details", { open: isOpen }, h("summary", {}, `${names.length} did not change`),
+    table(["Metric", ...(runs.length > 1 ? runs.map(run => run.name) : ["Value"]), "Meaning"], rows, "constant"))] : []));
+}
+
+function showMarks(run) {
+  byId("marks").replaceChildren(...run.marks.slice(-MAX_MARKS).map(([step, text]) => h("li", {}, h("strong", {}, `After step ${step}: `), text)));
 }
 
 function dropCharts(prefix) {
@@ -95,14 +116,16 @@ function drawStepTools() {
 
 const linkTo = fragment => `${location.href.split("#")[0]}#${fragment}`;
 
-/* #step=42 and #sample=KEY lead to what they name. */
+/* #step=42, #sample=KEY, and #rollout=KEY (with nothing else on the page) lead to what they name. */
 function followAddress() {
   const [name, value] = decodeURIComponent(location.hash.slice(1)).split("=");
   if (name === "step" && Number.isFinite(Number(value))) {
     chooseStep(Number(value));
     byId("curves").scrollIntoView();
   }
-  if (name === "sample" && showSampleOf(value)) byId("samples").scrollIntoView();
+  const hasSample = (name === "sample" || name === "rollout") && showSampleOf(value);
+  document.body.classList.toggle("one-rollout", name === "rollout" && hasSample);
+  if (hasSample) byId("samples").scrollIntoView();
 }
 
 function redrawAll() {
@@ -126,7 +149,7 @@ function start() {
   for (const [name, isPrint] of [["beforeprint", true], ["afterprint", false]]) {
     addEventListener(name, () => { document.documentElement.toggleAttribute("data-print", isPrint); if (isPrint) metricNames().filter(name => byId(METRIC + name)).forEach(name => shown.inSight.add(METRIC + name)); redrawAll(); });
   }
-  if (page.is_live) startLive(() => shown.page.made_s, change => { shown.page = change(shown.page); shown.run = Math.min(shown.run, Math.max(0, shown.page.runs.length - 1)); drawPage(); });
+  if (page.is_live) startLive(() => shown.page.made_s, () => shown.page.runs.length > 0 && shown.page.runs.every(run => ["done", ...BAD_ENDS].includes(run.state)), change => { shown.page = change(shown.page); shown.run = Math.min(shown.run, Math.max(0, shown.page.runs.length - 1)); drawPage(); });
 }
 
 /* For tests: what is drawn, as values that can be read and not changed. */

@@ -1,7 +1,7 @@
 /* What the model said: a list with filters, and one rollout in full. */
 
 const PAGE_OF_SAMPLES = 60;
-const samples = { all: [], kind: "", step: "", task: "", sort: "newest", words: "", num: PAGE_OF_SAMPLES, key: null, shown: null };
+const samples = { all: [], kind: "", step: "", task: "", sort: "newest", words: "", num: PAGE_OF_SAMPLES, key: null, shown: null, colour: "none" };
 const keyOf = sample => `${sample.step}/${sample.group_id}/${sample.sample_index}/${sample.kind}`;
 const SORTS = {
   newest: ["newest step first", (a, b) => b.step - a.step],
@@ -87,10 +87,12 @@ function chooseSample(sample) {
   samples.key = keyOf(sample);
   for (const button of byId("sample-list").querySelectorAll("button.sample")) button.setAttribute("aria-pressed", String(button.dataset.key === samples.key));
   showSample(sample);
-  history.replaceState(null, "", `#sample=${encodeURIComponent(samples.key)}`);
+  history.replaceState(null, "", `#${linkOf(addressName(), sample)}`);
   const article = byId("sample");
   if (article.getBoundingClientRect().top > window.innerHeight * 0.8) article.scrollIntoView({ block: "start" });
 }
+
+const linkOf = (name, sample) => `${name}=${encodeURIComponent(keyOf(sample))}`;
 
 function showSample(sample) {
   const box = byId("sample");
@@ -100,15 +102,85 @@ function showSample(sample) {
   const flags = [sample.is_truncated && "truncated", sample.num_interruptions > 0 && `interrupted ${sample.num_interruptions}×`].filter(Boolean);
   box.replaceChildren(
     h("h3", {}, `Step ${sample.step}, group ${sample.group_id}, sample ${sample.sample_index} `, badge(sample), ...flags.map(flag => h("span", { class: "badge flag" }, flag)),
-      copyButton(() => linkTo(`sample=${encodeURIComponent(keyOf(sample))}`), "Copy link")),
+      h("a", { class: "to-page", href: `#${linkOf("rollout", sample)}` }, "Open as a page"), h("a", { class: "to-run", href: `#${linkOf("sample", sample)}` }, "Back to the run"),
+      copyButton(() => linkTo(linkOf(addressName(), sample)), "Copy link")),
     h("dl", { class: "facts" },
-      fact("reward", sample.reward === null ? "none" : plainNumber(sample.reward)), fact("expected", sample.answer),
+      fact("reward", sample.reward === null ? "none" : plainNumber(sample.reward)),
+      fact("advantage", sample.advantage === undefined ? null : sample.advantage === null ? "not in the loss" : signed(sample.advantage), "as the trainer computed it, mean over its tokens in the loss"), fact("expected", sample.answer),
       fact("sampled", `${plainNumber(sample.num_sampled)} tokens`), fact("versions", [...new Set(sample.versions)].join("..") || null), fact("staleness", sample.staleness === null ? null : `${sample.staleness} ${sample.staleness === 1 ? "version" : "versions"}`, "of its oldest token in the loss"),
       fact("logprob gap", sample.logprob_gap === null ? null : amount(sample.logprob_gap, "nats"), "mean of |engine − trainer| over its fresh tokens"),
       fact("prompt", sample.prompt_id), fact("task", sample.task), ...Object.entries(sample.metrics).map(([name, value]) => fact(name, plainNumber(value)))),
     ...(sample.error ? [h("p", { class: "note bad" }, h("strong", {}, "Failed: "), sample.error)] : []),
     ...(sample.messages.length ? [h("h4", {}, "Prompt")] : []), ...sample.messages.map(messageBlock),
-    ...(sample.parts.length ? sample.parts.map((part, at) => partBlock(part, at === 0)) : [nothing("Nothing was sampled.")]));
+    ...turnsBlock(sample), ...colourTools(sample),
+    ...(sample.parts.length ? sample.parts.map((part, at) => partBlock(part, at === 0, sample)) : [nothing("Nothing was sampled.")]),
+    ...groupBlock(sample));
+}
+
+const addressName = () => document.body.classList.contains("one-rollout") ? "rollout" : "sample";
+const signed = value => `${value > 0 ? "+" : value < 0 ? "−" : ""}${plainNumber(Math.abs(value))}`;
+
+/* The rollouts of the same prompt next to each other, the best first. */
+function groupBlock(sample) {
+  const { group = [] } = sample, size = shown.page.runs[shown.run].settings.find(each => each.key === "rollout.group_size")?.value;
+  if (!group.length) return [];
+  return [h("h4", {}, `Its group: ${group.length}${group.length < Number(size) ? ` of ${size}` : ""} rollouts of this prompt, the best first`),
+    h("div", { class: "group" }, group.map(([index, reward, advantage, num, text]) => {
+      const other = samples.all.find(each => each.step === sample.step && each.group_id === sample.group_id && each.sample_index === index && each !== sample && index !== sample.sample_index);
+      return h("div", { class: index === sample.sample_index ? "mate own" : "mate" },
+        h("div", { class: "line" }, h("strong", {}, `reward ${plainNumber(reward)}`), h("span", { class: advantage > 0 ? "up" : advantage < 0 ? "down" : "" }, advantage === null ? "not in the loss" : `advantage ${signed(advantage)}`)),
+        h("pre", {}, text), h("div", { class: "hint" }, `sample ${index}, ${num} ${num === 1 ? "token" : "tokens"}${index === sample.sample_index ? ", shown above" : ""} `,
+          other ? h("button", { type: "button", class: "small", onclick: () => chooseSample(other) }, "Show") : null));
+    }))];
+}
+
+/* The turns of an agent: what it was asked with, what it wrote, and what came back from its tools. */
+function turnsBlock(sample) {
+  const { parts } = sample, sampled = parts.filter(part => part.is_sampled);
+  if (sampled.length < 2) return [];
+  const isWhole = parts.every(part => part.num_tokens !== undefined) && sampled.reduce((sum, part) => sum + part.num_tokens, 0) === sample.num_sampled;
+  const hasReward = sampled.some(part => part.reward !== undefined), short = text => { const words = text.trim().replace(/\s+/g, " "); return words.length > 120 ? `${words.slice(0, 120)} [...]` : words; };
+  let turn = 0, context = 0, branch = null;
+  const rows = parts.flatMap((part, at) => {
+    if (part.branch !== branch) [branch, context] = [part.branch, 0];
+    const asked = context, next = parts[at + 1];
+    context += part.num_tokens ?? 0;
+    if (!part.is_sampled) return [];
+    const back = next && !next.is_sampled && next.branch === branch ? short(next.text) : "the end";
+    return [[`${++turn}${branch ? `, branch ${branch}` : ""}`, isWhole ? `${plainNumber(asked)} tokens` : "–", part.num_tokens === undefined ? "–" : `${plainNumber(part.num_tokens)} tokens`,
+      versionsOf(part).map(version => `v${version}`).join(", ") || "–", ...(hasReward ? [part.reward === undefined ? "–" : plainNumber(part.reward)] : []), h("span", { class: "wrap" }, short(part.text)), h("span", { class: "wrap" }, back)]];
+  });
+  const title = isWhole ? `${turn} turns` : `The last ${turn} turns`;
+  return [h("details", { class: "turns", open: true }, h("summary", {}, title), table(["Turn", "Request", "Answer", "Version", ...(hasReward ? ["Reward"] : []), "The model wrote", "Then came"], rows, "turns"))];
+}
+
+const versionsOf = part => [...new Set((part.versions ?? []).map(([, version]) => version))];
+
+/* Colours for the tokens: none, by probability, or by the version of the weights that sampled them. */
+function colourTools(sample) {
+  if (!sample.parts.some(part => part.tokens)) return [];
+  const versions = [...new Set(sample.parts.flatMap(versionsOf))].sort((a, b) => a - b);
+  const keys = { none: [], probability: [100, 75, 50, 25, 0].map(percent => [`${percent}%`, tokenColour("probability", { percent }, versions)]), version: versions.map(version => [`version ${version}`, tokenColour("version", { version }, versions)]) };
+  return [h("div", { class: "tools colours" }, choice("Colour tokens by", [["none", "Nothing"], ["probability", "Probability"], ["version", "Version"]], samples.colour, value => { samples.colour = value; showSample(sample); byId("sample").querySelector(`input[value=${value}]`)?.focus(); }),
+    h("span", { class: "legend" }, keys[samples.colour].map(([text, colour]) => h("span", { class: "key" }, h("span", { class: "swatch", style: { background: colour } }), text))))];
+}
+
+function tokenColour(kind, { percent, version }, versions) {
+  if (kind === "probability") return percent === undefined ? "" : faded(css("--bad"), +(0.6 * (1 - percent / 100)).toFixed(2));
+  return version === undefined ? "" : faded(runColour(versions.indexOf(version)), 0.3);
+}
+
+/* A sampled text in tokens {text, percent, version}; a part that is not known token by token is one piece. */
+function piecesOf(part) {
+  const letters = Array.from(part.text), pieces = [], marks = part.text.includes("(hidden)") ? "" : part.tokens ?? "";
+  let end = 0;
+  for (let at = 0; at + 3 <= marks.length; at += 3) {
+    const start = end, version = (part.versions ?? []).findLast(([first]) => first <= at / 3)?.[1];
+    end += marks.charCodeAt(at) - 48;
+    if (end > start) pieces.push({ text: letters.slice(start, end).join(""), percent: Number(marks.slice(at + 1, at + 3)), version });
+  }
+  if (end > letters.length) return [{ text: part.text }];
+  return end < letters.length ? [...pieces, { text: letters.slice(end).join("") }] : pieces;
 }
 
 function messageBlock(message) {
@@ -117,9 +189,16 @@ function messageBlock(message) {
   return h("div", { class: "turn given" }, h("span", { class: "role" }, role ?? "?"), h("pre", {}, [content, other].filter(Boolean).join("\n")));
 }
 
-function partBlock(part, isPrompt) {
-  const text = h("pre", {}, part.text), branch = part.branch ? `, branch ${part.branch}` : "";
-  if (part.is_sampled) return h("div", { class: "turn model" }, h("span", { class: "role" }, `model${branch}`), text);
-  if (isPrompt) return h("details", { class: "turn given" }, h("summary", {}, "the prompt as the model saw it"), text);
-  return h("div", { class: "turn given" }, h("span", { class: "role" }, `not sampled: template or tools${branch}`), text);
+function partBlock(part, isPrompt, sample) {
+  const branch = part.branch ? `, branch ${part.branch}` : "", size = part.num_tokens === undefined ? "" : `, ${plainNumber(part.num_tokens)} ${part.num_tokens === 1 ? "token" : "tokens"}`;
+  const reward = part.reward === undefined ? "" : `, reward ${plainNumber(part.reward)}`;
+  if (!part.is_sampled) {
+    const text = h("pre", {}, part.text);
+    if (isPrompt) return h("details", { class: "turn given" }, h("summary", {}, `the prompt as the model saw it${size}`), text);
+    return h("div", { class: "turn given" }, h("span", { class: "role" }, `not sampled: template or tools${branch}${size}`), text);
+  }
+  const versions = [...new Set(sample.parts.flatMap(versionsOf))].sort((a, b) => a - b);
+  const pieces = samples.colour === "none" ? [{ text: part.text }] : piecesOf(part);
+  const spans = pieces.map(piece => piece.percent === undefined ? piece.text : h("span", { title: `probability ${piece.percent}%, version ${piece.version}`, style: { background: tokenColour(samples.colour, piece, versions) } }, piece.text));
+  return h("div", { class: "turn model" }, h("span", { class: "role" }, `model${branch}${size}${reward}`), h("pre", {}, spans));
 }

@@ -1,13 +1,16 @@
 /* What a run says in words and rows: verdict, shares, failures, evaluations, settings, commands, differences. */
 
+const BAD_ENDS = ["failed", "crashed", "interrupted"];
+
 function showVerdict(run) {
+  const ended = BAD_ENDS.includes(run.state) ? `The run has state ${run.state}: ${run.why}` : "";
   const told = run.verdict ?? { headline: "No step has ended yet.", health: null, speed: [], reward: null }, sentences = texts => texts.map(text => h("p", {}, text));
   const row = (label, ...content) => h("div", { class: "row" }, h("h2", {}, label), h("div", {}, ...content));
-  byId("headline").replaceChildren(written(run.ended || told.headline));
+  byId("headline").replaceChildren(written(ended || told.headline));
   const health = told.health === null ? nothing("No step has ended yet.") : told.health.length
     ? h("ul", { class: "flags" }, told.health.map(text => h("li", {}, text))) : h("p", { class: "fine" }, "Nothing unusual.");
   bodyOf("verdict").replaceChildren(
-    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(run.ended ? [told.headline] : []), told.reward === null ? nothing("No step has a reward yet.") : bigReward(told.reward, run.num_recent))),
+    h("div", { class: "row learned" }, h("h2", {}, "Learning"), h("div", {}, ...sentences(ended ? [told.headline] : []), told.reward === null ? nothing("No step has a reward yet.") : bigReward(told.reward, run.num_recent))),
     row("Health", health), row("Speed", ...(told.speed.length ? sentences(told.speed) : [nothing("No step has ended yet.")])),
     h("p", { class: "why" }, `${run.run_dir}: ${run.progress}`));
 }
@@ -15,7 +18,7 @@ function showVerdict(run) {
 function bigReward(reward, num) {
   const number = value => value === null ? "–" : value.toFixed(3);
   return h("p", { class: "big" }, h("span", { class: "label" }, "reward"), h("span", { class: "from" }, number(reward.first)), h("span", { class: "from" }, "→"),
-    h("strong", {}, number(reward.last)), h("span", { class: "from" }, `± ${number(reward.noise)}`),
+    h("strong", {}, number(reward.last)), h("span", { class: "from" }, `± ${reward.noise ? Number(reward.noise.toPrecision(reward.noise < 0.001 ? 1 : 3)).toFixed(reward.noise < 0.0005 ? 5 : 3) : 0}`),
     h("span", { class: "hint" }, `from the start to the mean of the last ${num === 1 ? "step" : `${num} steps`}`));
 }
 

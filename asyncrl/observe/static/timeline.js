@@ -20,6 +20,20 @@ function showTimeline(data) {
   drawTimeline();
 }
 
+/* The timeline with a lane of the engines' work: their busy slots in each step, which end with its training. */
+function withEngines(data, run) {
+  const busy = run.curves["engine/busy_slots"] ?? [], most = Math.max(...busy), train = data.kinds.findIndex(kind => kind.name === "train");
+  const pause = data.kinds.findIndex(kind => kind.name === "pause"), isPaused = lane => data.spans.every(span => span[0] !== lane || span[1] === pause);
+  const lanes = data.lanes.map((name, lane) => name.startsWith("engine") && isPaused(lane) ? `${name} pauses` : name);
+  if (!(most > 0) || train < 0) return { ...data, lanes };
+  const ends = new Map(data.spans.filter(span => span[1] === train).map(span => [span[4], span[3]]));
+  const work = run.step.flatMap((step, at) => {
+    const from = ends.get(`step ${step - 1}`), to = ends.get(`step ${step}`);
+    return busy[at] > 0 && to > from ? [[lanes.length, data.kinds.length, from, to, `step ${step}: ${plainNumber(+busy[at].toPrecision(3))} busy slots`, busy[at] / most]] : [];
+  });
+  return { lanes: [...lanes, "engines at work"], kinds: [...data.kinds, { name: "decode", meaning: "engines decode: the stronger the colour, the more busy slots, mean over the step" }], spans: [...data.spans, ...work] };
+}
+
 /* Spans of each lane by their start, and the latest end up to each: what is in sight is found by bisection. */
 function indexSpans(data) {
   const lanes = data.lanes.map(() => []);
@@ -154,7 +168,9 @@ function drawLane(pen, row, toX) {
     if (wide < 2 && x - lastX < 1 && span[1] === lastKind) continue;  // that pixel has this colour
     [lastX, lastKind] = [x, span[1]];
     pen.fillStyle = colours[span[1]] || css("--other");
+    pen.globalAlpha = Math.max(0.15, span[5] ?? 1);
     pen.fillRect(x, row.top + 1, wide > 4 ? wide - 1 : wide, row.height - 2);
+    pen.globalAlpha = 1;
     if (span === timeline.at) {
       pen.strokeStyle = css("--ink");
       pen.lineWidth = 2;
@@ -164,7 +180,7 @@ function drawLane(pen, row, toX) {
     const from = Math.max(x, toX(timeline.from)) + 5, name = timeline.kinds[span[1]]?.name ?? "";
     const words = end - from > 40 && [`${name} ${span[4]}`, span[4], name].find(each => each && pen.measureText(each).width < end - from - 6);
     if (words) {
-      pen.fillStyle = ink[span[1]] || "#000000";
+      pen.fillStyle = span[5] < 0.6 ? css("--ink") : ink[span[1]] || "#000000";
       pen.fillText(words, from, row.top + row.height / 2);
     }
   }

@@ -26,7 +26,7 @@ function duration(seconds) {
   if (!Number.isFinite(seconds)) return "–";
   if (seconds < 0) return "−" + duration(-seconds);
   if (seconds === 0) return "0 s";
-  if (seconds < 0.9995) return seconds < 0.001 ? `${(seconds * 1e6).toPrecision(2)} µs` : `${+(seconds * 1000).toPrecision(3)} ms`;
+  if (seconds < 0.9995) return seconds < 0.0009995 ? `${+(seconds * 1e6).toPrecision(2)} µs` : `${+(seconds * 1000).toPrecision(3)} ms`;
   if (seconds < 59.95) return `${seconds < 10 ? seconds.toFixed(2) : seconds.toFixed(1)} s`;
   const all = Math.round(seconds), minutes = Math.floor(all / 60);
   if (minutes < 60) return `${minutes} min ${String(all % 60).padStart(2, "0")} s`;
@@ -57,6 +57,19 @@ function amount(value, unit) {
   return unit ? `${plainNumber(value)} ${unit}` : plainNumber(value);
 }
 
+/* Ticks of an axis as texts that differ: with more digits where amount() rounds two of them to the same. */
+function tickTexts(ticks, unit) {
+  const texts = ticks.map(tick => amount(tick, ["s", "bytes", "0..1"].includes(unit) ? unit : ""));
+  if (new Set(texts).size === texts.length) return texts;
+  const [scale, end] = { s: [1, " s"], "0..1": [100, "%"], bytes: [1 / 2 ** 20, " MiB"] }[unit] ?? [1, ""];
+  const least = Math.min(...ticks.slice(1).map((tick, at) => Math.abs(tick - ticks[at]) * scale));
+  const digits = Math.min(12, Math.max(0, Math.ceil(-Math.log10(least || 1))));
+  return ticks.map(tick => `${(tick * scale).toFixed(digits)}${end}`);
+}
+
+/* A name that may break after its slashes and underscores. */
+const breakable = name => name.split(/(?<=[/_])/).flatMap(piece => [piece, h("wbr")]);
+
 const when = seconds => new Date(1000 * seconds).toISOString().slice(0, 19).replace("T", " ") + " UTC";
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const runColour = index => css(`--run-${index % 8}`);
@@ -64,7 +77,7 @@ const runColour = index => css(`--run-${index % 8}`);
 /* One colour for one thing, wherever it is drawn: waits, training, weights. */
 const OF_WORDS = [
   [/generation/, "--generation"], [/straggl/, "--stragglers"], [/publish/, "--publishing"], [/turn|handover|^to /, "--turns"],
-  [/restart|lost|fail|down/, "--restart"], [/pause/, "--pause"], [/commit/, "--commit"], [/checkpoint|copy|save/, "--checkpoint"],
+  [/restart|lost|fail|down/, "--restart"], [/decode/, "--run-2"], [/pause/, "--pause"], [/commit/, "--commit"], [/checkpoint|copy|save/, "--checkpoint"],
   [/prepare/, "--prepare"], [/export|chunks|push|sync|weight/, "--push"], [/eval/, "--evaluation"], [/start/, "--quiet"], [/train|step/, "--training"],
   [/wait|idle/, "--generation"], [/journal/, "--quiet"],
 ];

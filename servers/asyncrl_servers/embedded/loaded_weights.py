@@ -16,6 +16,8 @@ from asyncrl.weights.tensor_files import (
     digest_and_size,
     digest_tensors,
     pieces_of,
+    rename_adapters,
+    stored_names,
     stored_pieces,
     weights_of,
 )
@@ -78,7 +80,8 @@ class Weights(WeightState):
         if self._base is None:
             what = f"{request.path} has adapters, and the initial weights are no longer here"
             raise Refused(409, what, way_out="start the server again, or push whole weights.")
-        return merge_adapters(tensors, self._base)
+        own_names = {stored: name for name, stored in stored_names(self._pieces).items()}
+        return merge_adapters(rename_adapters(tensors, own_names), self._base)
 
     def load(self, request: LoadChunkRequest) -> Arrived:
         with self._memory.opened(request) as tensors:

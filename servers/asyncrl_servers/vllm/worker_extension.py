@@ -215,6 +215,16 @@ class Loader:
             take_announced(self._group.receive(), request, "the broadcast", take)
             self._finish()
 
+    def check_adapter(self, version: int) -> None:
+        """Raise Refused if vLLM ignores layers of the loaded adapter, as it does without a word."""
+        manager = self.worker.model_runner.lora_manager._adapter_manager
+        [adapter] = manager.list_adapters().values()
+        if unused := sorted(adapter.loras.keys() - manager.modules.keys()):
+            what = f"vLLM uses no adapters of {len(unused)} layers of version {version}, like {unused[0]}"
+            rule = "an engine computes with all adapters that are trained"
+            way_out = "name other layers in trainer.lora.targets, or set weight_sync.transport=shm."
+            raise Refused(409, what, rule=rule, way_out=way_out)
+
     # ---- updates
 
     def _begin(self, version: int) -> None:
@@ -330,6 +340,7 @@ class WeightLoader:
     asyncrl_load_chunk = _rpc("load_chunk")
     asyncrl_finish_chunks = _rpc("finish_chunks")
     asyncrl_receive = _rpc("receive")
+    asyncrl_check_adapter = _rpc("check_adapter")
 
     @cached_property
     def asyncrl_loader(self) -> Loader:

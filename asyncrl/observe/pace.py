@@ -1,0 +1,162 @@
+"""What set the pace of a run, and the settings that its numbers support. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from statistics import median
+
+from asyncrl.config import RunConfig
+from asyncrl.config.run_config import key_of
+from asyncrl.observe.run_numbers import Steps, several
+
+MIN_STEPS = 20
+MIN_TRAINING_S = 10.0
+"""A shorter run is not judged."""
+SECOND_SHARE = 0.25
+"""The second largest share of the time is named from here on."""
+FULL = 0.75
+"""Usual use from which slots, rollouts, workers or a reward pool count as exhausted."""
+BLOCKING_SHARE = 0.1
+"""Share of the time from which rewards that hold the controller are named."""
+PARTS = {
+    "perf/request_s": "requests to the trainer",
+    "perf/export_s": "exports of the weights",
+    "perf/journal_s": "the journal",
+    "perf/record_s": "metrics, samples and checkpoints",
+}
+"""Parts of the work between steps."""
+LOSSES = {
+    "rollout/dropped": "Groups dropped as too old and generated again (buffer.on_overdue)",
+    "rollout/filtered": "Groups of equal rewards replaced (buffer.filter)",
+    "rollout/given_up": "Prompts given up (rollout.max_requeues; logs/controller.log names them)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The shares of the time, and cures. A cure names a setting whose limit the numbers show.
+
+    Example: an agent waits for its tool, with 1 of 16 slots busy and 16 rollouts in flight. More slots or
+    workers change nothing: generator.concurrency (auto: 16) admits no more rollouts.
+    """
+
+    steps: Steps
+    config: RunConfig
+    shares: Mapping[str, float]
+
+    @property
+    def wall_s(self) -> float:
+        return self.steps.total("perf/step_s")
+
+    @property
+    def bottleneck(self) -> str:
+        if len(self.steps) < MIN_STEPS or self.wall_s < MIN_TRAINING_S:
+            return "unknown"
+        return max(self.shares, key=self.shares.__getitem__)
+
+    def sentences(self, *, has_cures: bool) -> Iterator[str]:
+        """`has_cures`: False while the run is ill, because a slow part is then a symptom."""
+        if self.bottleneck == "unknown":
+            yield f"Too short to judge speed: {MIN_STEPS} steps and {MIN_TRAINING_S:.0f} s are needed."
+        else:
+            how = "set the pace:"
+            for name in sorted(self.shares, key=self.shares.__getitem__, reverse=True)[:2]:
+                if how != "took" or self.shares[name] > SECOND_SHARE:
+                    yield self._share_text(name, how)
+                    yield from self._cures(name) if has_cures else ()
+                how = "took"
+        yield from self._losses()
+
+    def _share_text(self, name: str, how: str) -> str:
+        text = f"{how} {self.shares[name]:.0%} of the time over {several(len(self.steps), 'step')}"
+        if name != "other":
+            return f"{name.capitalize()} {text}."
+        seconds = {part: self.steps.total(metric) for metric, part in PARTS.items()}
+        largest = max(seconds, key=seconds.__getitem__)
+        unknown_s = self.shares[name] * self.wall_s - sum(seconds.values())
+        if seconds[largest] > unknown_s:
+            text += f", the largest part {largest} ({seconds[largest] / self.wall_s:.0%})"
+        return f"Work between steps {text}."
+
+    # ---- cures
+
+    def _usual(self, metric: str) -> float:
+        """Return the median: first and last steps differ."""
+        return median(self.steps.values(metric) or [0.0])
+
+    def _now(self, key: str) -> str:
+        return f"{key} (now {attrgetter(key)(self.config)})"
+
+    def _cures(self, name: str) -> Iterator[str]:
+        config = self.config
+        if name == "training":
+            yield from self._training_cures()
+        elif name == "handovers":
+            yield f"Raise {self._now('trainer.num_groups')}: larger batches need fewer handovers."
+        elif rewards := [*self._reward_cures()]:
+            yield from rewards
+        elif name == "stragglers" and config.buffer.on_overdue == "wait":
+            yield "Set buffer.on_overdue=mask: it never waits for a straggler."
+        elif name == "publishing":
+            yield from self._more_ahead()
+        elif name == "generation":
+            yield from self._generation_cures()
+
+    def _training_cures(self) -> Iterator[str]:
+        steps = self.steps
+        if steps.values("perf/device_memory_bytes"):  # of CUDA devices
+            yield f"Raise {self._now('trainer.world_size')} if more devices are free."
+        if steps.values("trainer/compiled")[-1:] == [0.0] and self.config.trainer.compile == "auto":
+            yield "The trainer's layers ran uncompiled, at about half the speed: logs/trainer-0.log says why."
+        if steps.values("trainer/flash_attention")[-1:] == [2.0]:
+            yield "The trainer ran FlashAttention 2, at 1.1 to 1.6 times 3's time: install flash-attn-3."
+
+    def _reward_cures(self) -> Iterator[str]:
+        for name, task in self.config.tasks.items():
+            ending = name and f"/{name}"
+            share = self.steps.newest(f"perf/inline_rewards_s{ending}") / self.wall_s
+            key = key_of("task", name)
+            if task.reward_pool == "inline" and share >= BLOCKING_SHARE:
+                yield f"Set {key}.reward_pool=thread: rewards held the controller {share:.0%} of the time."
+            elif self._usual(f"perf/reward_workers_full{ending}") >= FULL:
+                yield f"Raise {key}.reward_workers (now {task.reward_workers}): all were busy."
+
+    def _generation_cures(self) -> Iterator[str]:
+        rollout, generator = self.config.rollout, self.config.generator
+        busy = self._usual("engine/busy_slots")
+        held = self._usual("rollout/inflight")
+        slots = rollout.slots * (self._usual("engine/up") or rollout.max_engines)
+        limit = slots if generator.concurrency == "auto" else generator.concurrency
+        if busy >= FULL * slots:
+            yield f"Raise {self._now('rollout.slots')} or {self._now('rollout.num_engines')}."
+        elif not generator.is_harness or held < FULL * limit:
+            yield from self._more_ahead()
+        elif generator.remote and self._usual("harness/queued"):
+            yield "Start more workers (asyncrl work)."
+        elif self.steps.newest("harness/cpu_s") >= FULL * self.wall_s * generator.workers:
+            yield f"Raise {self._now('generator.workers')}: they computed all the time."
+        else:
+            yield f"Raise {self._now('generator.concurrency')} above {limit:.0f}."
+        yield f"{busy:.0f} of {slots:.0f} slots were busy, {held:.0f} rollouts in flight."
+
+    def _more_ahead(self) -> Iterator[str]:
+        """Advise more batches ahead, if the batches ahead were used up."""
+        look_ahead, bound = self.config.buffer.look_ahead, self.config.buffer.max_staleness
+        ahead, keys = (bound, []) if look_ahead == "auto" else (look_ahead, ["buffer.look_ahead"])
+        if ahead == bound:
+            keys.append("buffer.max_staleness")
+        oldest = max(self.steps.values("sample/staleness_max"), default=-1.0)
+        used = min(oldest, self.steps.newest("buffer/look_ahead"))
+        is_colocated = self.steps.total("perf/handover_s") > 0  # which needs max_staleness=0
+        if used >= ahead and not is_colocated:
+            yield f"Raise {' and '.join(map(self._now, keys))}: all batches ahead were in use."
+
+    def _losses(self) -> Iterator[str]:
+        sampled = self.steps.total("tokens/sampled")
+        if sampled and (masked := 1 - self.steps.total("tokens/trained") / sampled) > 0:
+            yield f"Too old for buffer.max_staleness: {masked:.1%} of the tokens, which were masked."
+        for metric, words in LOSSES.items():
+            if num := self.steps.newest(metric):
+                yield f"{words}: {num:.0f}."
