@@ -31,7 +31,7 @@ trainer.mini_batches: ppo_mini_batch_size ppo_n_minibatches num_minibatches
 trainer.micro_batch_tokens: gradient_accumulation_steps ppo_micro_batch_size_per_gpu
 trainer.micro_batch_tokens: ppo_max_token_len_per_gpu micro_batch_size max_tokens_per_mb
 trainer.epochs: num_iterations ppo_epochs
-trainer.num_steps: max_steps steps num_train_epochs total_epochs total_training_steps total_train_epochs
+trainer.num_steps: max_steps num_train_epochs total_epochs total_training_steps total_train_epochs
 trainer.num_steps: total_train_steps
 trainer.learning_rate: lr actor_learning_rate
 trainer.schedule: lr_scheduler_type
