@@ -159,9 +159,9 @@ def test_a_gpu_config_passes_the_check_in_its_header(
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        ("mine_here:same", "{'a': 0.5, '': 0.5}\nwarning: task.reward=mine_here:same does not tell"),
+        ("mine_here:same", "{'a': 0.5, '': 0.5}\nwarning: task: the reward mine_here:same does not tell"),
         ("mine_here:fails", "ZeroDivisionError"),
-        ("mine_here:blocks", "warning: task.reward=mine_here:blocks takes more than"),
+        ("mine_here:blocks", "warning: task: the reward mine_here:blocks takes more than"),
     ],
 )
 def test_check_shows_the_first_prompt_and_its_rewards(

@@ -107,16 +107,17 @@ def _try_prompt(config: RunConfig, found: Found, name: str, prompt: Prompt) -> I
     answer = prompt.answer["answer"] if settings.reasoning_gym else prompt.answer
     texts = [str(answer), ""] if isinstance(answer, str | int | float) else [""]
     rewards = try_reward(found.tasks[name], prompt, texts)
+    source = f"{key}: the reward {settings.reward or settings.called}"
     shown = {text[:60]: reward for text, reward in zip(texts, rewards, strict=False)}
     yield f"{key}: rewards of the reference answer, if it is a text or number, and of an empty one: {shown}"
     faults = [str(reward) for reward in rewards if isinstance(reward, UserCodeFailed)]
     if len(rewards) < len(texts):
-        yield f"warning: {key}.reward={settings.reward} takes more than {TRIAL_S:g} s; it is not checked"
+        yield f"warning: {source} takes more than {TRIAL_S:g} s; it is not checked"
     elif len(faults) == len(texts) and all(fault.startswith("returned") for fault in faults):
-        what = f"{key}.reward={settings.reward} {faults[0]}"
+        what = f"{source} {faults[0]}"
         raise ConfigError(what, rule="a reward is one finite number", way_out="correct the function.")
     elif faults or len({*rewards}) < len(texts):
-        yield f"warning: {key}.reward={settings.reward} does not tell the two answers apart; is it right?"
+        yield f"warning: {source} does not tell the two answers apart; is it right?"
 
 
 def try_reward(task: PromptTask, prompt: Prompt, texts: Sequence[str]) -> list[float | UserCodeFailed]:
@@ -234,7 +235,7 @@ def _check_model(config: RunConfig, found: Found, *, needs_weights: bool) -> HFC
             folder = Path(made)
         else:
             there = find_on_disk(str(model.path), revision=model.revision, needs_weights=needs_weights)
-            if there is None or not any(there.glob("tokenizer*")):
+            if there is None or not (needs_weights or any(there.glob("tokenizer*"))):
                 text = "has no tokenizer here; not checked: its files, the template, and lengths of prompts"
                 found.lines.append(f"model: {model.source} {text}")
                 return None
