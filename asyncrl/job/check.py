@@ -38,7 +38,7 @@ from asyncrl.messages.records import Completion, Prompt
 from asyncrl.models.support import find_support, support_lines
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
-from asyncrl.tasks.rewards import UserCodeFailed, call, call_async
+from asyncrl.tasks.rewards import UserCodeFailed, call, call_async, optional
 from asyncrl.tasks.sources import EvalTask, build_task, look_at_task, make_prompt_source, take_prompts
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import (
@@ -127,7 +127,7 @@ def try_reward(task: PromptTask, prompt: Prompt, texts: Sequence[str]) -> list[f
     def score() -> None:
         for text in texts:
             try:
-                reward = call(task.score, prompt, text, Completion())
+                reward = call(task.score, prompt, text, optional(task.score, Completion()))
                 rewards.append(asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward)
             except UserCodeFailed as failure:
                 rewards.append(failure)
