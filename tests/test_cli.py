@@ -45,7 +45,7 @@ keys --schema -> 0: "max_staleness": {
 run -h -> 0: --resume
 check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... cpu: needs
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
-check configs/quickstart.yaml --slots 3 -> 2: No such option: --slots ... Way out: ... write rollout.slots=3
+check configs/quickstart.yaml --slots 3 -> 2: No such option: --slots
 run configs/quickstart.yaml --trainer.num_steps=3 -> 2: write trainer.num_steps=3
 run configs/quickstart.yaml --batch_size 3 -> 2: write trainer.num_groups=3
 run configs/quickstart.yaml --resume -> 2: --resume takes auto, never or must
