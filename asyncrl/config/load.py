@@ -70,7 +70,8 @@ def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the con
     for all errors at once.
     """
     for number, override in enumerate(overrides):
-        values = _with(values, override, [*overrides[:number][-1:], *overrides[number : number + 3]])
+        before = [one for one in overrides[:number][-1:] if one.endswith("=")]  # of `a.b= 3`
+        values = _with(values, override, [*before, *overrides[number : number + 3]])
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
