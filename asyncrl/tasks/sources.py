@@ -185,7 +185,8 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
         except ImportError:
             raise
         except Exception as error:  # of many kinds: OverflowError for a date after 9999, unknown time zones
-            raise ConfigError(f"task.files: {path} cannot be read: {message_of(error)}") from error
+            what = f"task.files: {path} cannot be read: {message_of(error)}"
+            raise ConfigError(what, way_out="correct the file, or convert it to parquet.") from error
     return [*rows.values()], [*rows].__getitem__
 
 
