@@ -11,7 +11,8 @@ ENV PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH
 FROM base AS build
 RUN --mount=type=cache,target=/root/.cache/pip \
     python -m pip install "uv>=0.9,<1" && python -m venv /opt/venv
-ENV UV_LINK_MODE=copy VIRTUAL_ENV=/opt/venv
+# With bytecode: the user of the image cannot write it, and each process would compile torch again.
+ENV UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 VIRTUAL_ENV=/opt/venv
 WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY asyncrl asyncrl

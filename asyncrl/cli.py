@@ -15,7 +15,7 @@ import typer
 from asyncrl import __version__
 from asyncrl.base.errors import OF_TRAIN, AsyncrlError, without_train
 from asyncrl.config import load_config
-from asyncrl.config.load import name_of_config
+from asyncrl.config.load import name_of_config, usage_hint
 
 Option = functools.partial(typer.Option, show_default=False)
 Argument = functools.partial(typer.Argument, show_default=False)
@@ -359,6 +359,11 @@ def main() -> None:
     try:
         try:
             app()
+        except SystemExit as ended:
+            option = getattr(ended.__context__, "option_name", None)  # of click's error
+            if ended.code == 2 and (hint := usage_hint(option, sys.argv[1:])):
+                print(f"  Way out: {hint}", file=sys.stderr)
+            raise
         except ModuleNotFoundError as absent:
             if (module := (absent.name or "").split(".")[0]) not in OF_TRAIN:
                 raise

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Installs asyncrl with an extra into .venv: scripts/setup.sh [train|test|dev], by default dev. VENV=DIR: another folder.
 # test has all of train, and dev all of test, so it does nothing where the same or a larger extra is installed already.
+# It writes the bytecode of what a run imports: elsewhere pip leaves none, and where PYTHONDONTWRITEBYTECODE is set, as in many images,
+# each process of each run would compile torch again.
 # On Linux without an NVIDIA GPU it installs torch's CPU build: the CUDA build pulls in gigabytes that nothing here can use.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -71,8 +73,10 @@ if [ "$(uname -s)" = Linux ] && ! has_gpu && ! has_torch; then
 fi
 if command -v uv >/dev/null; then
     progress uv pip install --python "$venv/bin/python" -e ".[$extra]"
-else # not compiled: Python does so with what is imported, when it is imported
+else # not compiled: that takes minutes, and most is never imported
     progress "$venv/bin/python" -m pip --disable-pip-version-check install --no-compile --progress-bar off -e ".[$extra]"
 fi
+say "compiling what a run imports"
+env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" scripts/import_run.py
 echo "$stamp $extra" >"$venv/.setup-stamp"
 say "done"

@@ -46,6 +46,16 @@ run -h -> 0: --resume
 check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... cpu: needs
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
 check configs/quickstart.yaml --slots 3 -> 2: No such option: --slots
+run configs/quickstart.yaml --trainer.num_steps=3 -> 2: write trainer.num_steps=3
+run configs/quickstart.yaml --batch_size 3 -> 2: write trainer.num_groups=3
+run configs/quickstart.yaml --resume -> 2: --resume takes auto, never or must
+check configs/quickstart.yaml --devices 3 --cores x -> 2: Invalid value for '--cores'
+train configs/quickstart.yaml -> 2: write `asyncrl run ...`
+check configs/quickstart.yaml seed=1 trainer.num_steps = 3 -> 2: write trainer.num_steps=3, without spaces
+check configs/quickstart.yaml trainer.num_steps= 3 -> 2: write trainer.num_steps=3, without spaces
+check configs/quickstart.yaml trainer.num_steps: 3 -> 2: write trainer.num_steps=3, without spaces
+check configs/quickstart.yaml algorithm.loss=grpo -> 2: loss=ppo_clip, advantage=grpo, aggregate=sequence
+check configs/quickstart.yaml algorithm.loss=rloo -> 2: write algorithm.advantage=rloo
 status docs -> 2: Way out:
 inspect docs -> 2: Way out:
 report docs -> 2: is not a run directory ... Way out:

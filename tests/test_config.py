@@ -46,7 +46,11 @@ def test_overrides_replace_values_and_none_turns_a_field_off(good: Path) -> None
 
 @pytest.mark.parametrize(
     ("more", "says"),
-    [("- a\n", r'in ".*good\.yaml", line'), ("trainer: {num_steps: 9}\n", "trainer is there twice")],
+    [
+        ("- a\n", r'in ".*good\.yaml", line[^$]*correct line 5 or the one before'),
+        ("trainer: {num_steps: 9}\n", "trainer is there twice, in lines 4 and 5"),
+        ("\tseed: 1\n", "indent line 5 with spaces"),
+    ],
 )
 def test_invalid_config_file_is_refused_with_the_place(good: Path, more: str, says: str) -> None:
     good.write_text(GOOD + more)

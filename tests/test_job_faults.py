@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from crash_fuzz import fuzz_config, promise_of
 from job_runs import (
@@ -13,7 +16,9 @@ from job_runs import (
     children_of,
     ended,
     engine_events,
+    environment,
     events,
+    is_fork_server,
     popen,
     read_lines,
     run,
@@ -91,6 +96,33 @@ def test_run_survives_scaling_and_losses_until_restarts_are_used_up(tmp_path: Pa
     assert violations(read_evidence(run_dir), promise_of(config)) == []
     assert all_gone(children)
     assert staging_of(process.pid) == []
+
+
+def test_processes_killed_while_a_run_starts_are_restarted(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, checkpoint={"every": 1}, supervision={"backoff_s": 0.1})
+    for _ in ("first start", "resumed start"):
+        process = start(config, run_dir, LONG)
+        for name in ("specs/engine-0.json", "specs/trainer-0.json"):
+            wait_until(partial(children_of, process, name), process)
+            children_of(process, name)[0].kill()
+        wait_for_more_steps(run_dir, 2, process)
+        process.terminate()
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 143, stderr
+        for name in ("engine-0", "trainer-0"):
+            assert f"restarting {name}, 1 of 3" in stdout
+
+
+def test_early_sigterm_leaves_no_process(tmp_path: Path) -> None:
+    command = [*RUN[:2], "asyncrl", "run", str(write_config(tmp_path)), "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, env=environment())
+    children = psutil.Process(process.pid).children
+    wait_until(lambda: any(map(is_fork_server, children())), process)
+    found = children()
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 143
+    assert all_gone(found)
 
 
 def test_frozen_trainer_ends_the_run_with_stacks(tmp_path: Path) -> None:

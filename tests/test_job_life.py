@@ -132,7 +132,7 @@ FORKING = """
             os.read(0, 1)  # until the test closes it
         return 1.0
     with run_lock(Path(sys.argv[1])):
-        assert call(forks, None, "", None) == 1.0
+        assert call(forks, None, "", {}) == 1.0
         print("the parent alone")
 """
 

@@ -50,8 +50,11 @@ def test_time_sharing_needs_the_larger_side() -> None:
     apart, turns = planned(0, *ON_CPU, ZERO), planned(0, "placement.trainer=cpu", *TURNS)
     trainer, engine = memory(turns, "trainer-0"), memory(turns, "engine-0")
     assert engine.copies == 0, "the next weights replace the current ones"
-    assert turns.needed_bytes("cpu") == max(trainer.total, engine.total)
-    assert apart.needed_bytes("cpu") == trainer.total + engine.total + memory(apart, "engine-0").copies
+    held = max(trainer.total, engine.total) + memory(turns, "python").total + memory(turns, "saving").total
+    assert turns.needed_bytes("cpu") == held
+    apart_held = trainer.total + engine.total + memory(apart, "engine-0").copies
+    besides = memory(apart, "python").total + memory(apart, "saving").total
+    assert apart.needed_bytes("cpu") == apart_held + besides
 
 
 # ---- both sides in the memory of one device

@@ -200,7 +200,7 @@ def test_resumes_lost_processes_and_changed_code_are_marked(tmp_path: Path) -> N
         events += [(4.5, "restored", '{"version": 2}')]
         journal.executemany("INSERT INTO events (s, what, detail) VALUES (?, ?, ?)", events)
     journal.close()
-    marks = [(2, "engine lost: killed"), (2, "resumed, 2 steps trained again"), (3, "code changed: a.py")]
+    marks = [(2, "engine lost: killed"), (3, "code changed: a.py"), (4, "resumed, 2 steps trained again")]
     assert view_run(tmp_path)["marks"] == [list(mark) for mark in marks]
     write_reward_plot(tmp_path / "reward.png", Steps([{"step": 1, "reward/mean": 1}]), title="a", marks=marks)
 

@@ -174,3 +174,22 @@ def test_folders_stay_small_and_no_name_stands_twice() -> None:
     top_level = [node for path in files for node in ast.parse(path.read_text()).body]
     classes = Counter(node.name for node in top_level if isinstance(node, ast.ClassDef))
     assert [name for name, count in (modules + classes).items() if count > 1] == [], "no name stands twice"
+
+
+def test_setup_writes_the_bytecode_of_a_run() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([sys.executable, "scripts/import_run.py"], cwd=ROOT, env=environ, timeout=120, check=True)
+    code = """
+import importlib, sys
+from pathlib import Path
+import asyncrl.job.loop, asyncrl.cli, torch.distributed.checkpoint
+from asyncrl.launch.fork_server import PRELOADED
+for name in PRELOADED:
+    importlib.import_module(name)
+specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+caches = [getattr(spec, "cached", None) for spec in specs]
+missing = [path for path in caches if isinstance(path, str) and not Path(path).exists()]
+assert not missing, missing
+"""
+    environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, timeout=120, check=True)

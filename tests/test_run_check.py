@@ -12,20 +12,28 @@ from typing import Any
 
 import pytest
 from job_runs import write_config
+from tiny_model import SHAPE
 
 from asyncrl import cli
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config
-from asyncrl.job.check import validate
+from asyncrl.job.check import check_lines, validate
 from asyncrl.job.lifecycle import FEW_FILES, refuse_few_files
 from asyncrl.job.loop import run_job
+from asyncrl.launch.machine import Machine, single_node
 
 MODULE = """
+    import threading
     def few(tokens): return tokens
     def advantage(reward_B): return reward_B
     async def agent(task): return 1.0
     async def right_agent(task, session): return 1.0
     def parse(): return None
+    def text(prompt, completion, answer): return "1.0"
+    def none(prompt, completion, answer): print(completion)
+    def same(prompt, completion, answer): return 0.5
+    def fails(prompt, completion, answer): return 1 / len(completion)
+    async def blocks(prompt, completion, answer): threading.Event().wait()
     class Broken:
         def __init__(self, size, seed): pass
         def __len__(self): return 1
@@ -53,6 +61,11 @@ model.scratch=none model.path=odd_type -> odd_type has model_type=qwen33, which 
 model.scratch=none model.path=cut -> cannot read cut/model.safetensors: SafetensorError
 model.scratch=none model.path=mute -> cannot load a tokenizer from ... tokenizer.json
 model.scratch.architecture={model_type: deepseek_v32} -> the embedded engine refuses ... rollout.engine=vllm
+model.scratch.architecture.hiden_size=3 -> does not know hiden_size ... hidden_size?
+model.scratch.architecture.hidden_act=nonesuch -> cannot load the model model.scratch.architecture
+trainer.lora={targets: [nonesuch]} -> has no layer nonesuch
+task.python=none task.files=[rows.jsonl] task.reward=mine_here:text -> mine_here:text returned '1.0'
+task.python=none task.files=[rows.jsonl] task.reward=mine_here:none -> is a `return` missing?
 model.scratch.characters=abc -> lacks: ' 0 ... add them to model.scratch.characters
 rollout.max_tokens=4096 -> allow 4112 tokens ... max_position_embeddings=128 ... at most 128
 algorithm.loss=mine_here:few -> few(tokens) cannot be called as loss(tokens, settings): too many
@@ -141,6 +154,41 @@ def test_a_gpu_config_passes_the_check_in_its_header(
     assert re.search(
         r"^model: qwen\d: trainer: packed, embedded engine: exact, vllm: yes$", said, re.MULTILINE
     )
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("mine_here:same", "{'a': 0.5, '': 0.5}\nwarning: task: the reward mine_here:same does not tell"),
+        ("mine_here:fails", "ZeroDivisionError"),
+        ("mine_here:blocks", "warning: task: the reward mine_here:blocks takes more than"),
+    ],
+)
+def test_check_shows_the_first_prompt_and_its_rewards(
+    reward: str, says: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.job.check.TRIAL_S", 0.5)
+    config = load_config(write_config(here, task={**FILES, "reward": reward, "shuffle": False}))
+    said = "\n".join(check_lines(config, single_node()))
+    assert "the first prompt is '<|user|>abc<|im_end|><|assistant|>'" in said
+    assert says in said, said
+
+
+def test_check_takes_a_config_json_alone_and_stops_at_a_silent_hub(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: calls.append("") or 1 / 0)
+    machine = Machine((), 8, 2**36, has_bfloat16=False, is_here=False)
+    (here / "alone").mkdir()
+    (here / "alone/config.json").write_text(json.dumps({**SHAPE, "vocab_size": 32}))
+    for path, says in (
+        ("alone", "alone has no tokenizer here"),
+        ("a/b", "memory is not checked, because a/b"),
+    ):
+        config = load_config(write_config(here, model={"scratch": None, "path": path}))
+        assert says in "\n".join(check_lines(config, single_node(machine)))
+    assert len(calls) == 1
 
 
 def test_prompts_that_are_too_long_are_reported(here: Path) -> None:

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_cases import make_batch
 
-from asyncrl.base.errors import TrainerError, TrainerLost
+from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.launch.supervise import Supervision
+from asyncrl.launch.supervise import FirstStart, Supervision
 from asyncrl.messages.records import Batch
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
@@ -116,6 +116,15 @@ def test_trainer_that_dies_while_catching_up_starts_over(moment_s: float, state_
         assert (house.trainer.policy_version, house.trainer.num_restarts) == (6, 1)
 
     live(story, state_at=state_at)
+
+
+def test_processes_that_always_die_at_start_end_the_run_soon() -> None:
+    process = FakeProcess(FakeTrainerServer())
+    process.fails_to_start, process.child.returncode = 99, -9
+    supervision = Supervision(SupervisionConfig(max_restarts=99), HEARTBEAT_S, print, lambda *_: None)
+    with pytest.raises(RoomError, match="3 starts in a row have failed"):
+        run_virtual(FirstStart([process], supervision).run())
+    assert len(process.started_at) == 3
 
 
 def test_rank_that_has_lost_the_others_is_a_loss() -> None:

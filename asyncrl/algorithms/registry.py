@@ -40,6 +40,14 @@ class Recipe:
     advantage: str = BUILT_IN_ADVANTAGES["grpo"]
 
 
+ELSEWHERE = {
+    "grpo": "loss=ppo_clip, advantage=grpo, aggregate=sequence",
+    "dr_grpo": "loss=ppo_clip, advantage=dr_grpo, aggregate=constant",
+    "bnpo": "loss=ppo_clip, advantage=grpo, aggregate=token",
+    "ppo": "loss=ppo_clip, advantage=reinforce_pp: there is no critic",
+    "gae": "advantage=reinforce_pp: there is no critic",
+}
+"""Names of TRL and verl that are several settings here."""
 RECIPES = {
     "ppo_clip": Recipe(_LOSSES + "ppo_clip"),
     "dapo": Recipe(_LOSSES + "ppo_clip"),
@@ -112,7 +120,12 @@ def _own(name: str, key: str, known: Iterable[str]) -> str:
     if module and function:
         return name
     rule = "it is a built-in name, or a function of your own as module:function"
-    raise _refused(f"{key}={name} is not known", rule, f"name one of {', '.join(known)}")
+    way_out = f"name one of {', '.join(known)}"
+    if name in ELSEWHERE:
+        way_out = f"write {ELSEWHERE[name]}"
+    elif name in {*RECIPES, *BUILT_IN_ADVANTAGES}:
+        way_out = f"write algorithm.{'loss' if name in RECIPES else 'advantage'}={name}; {way_out}"
+    raise _refused(f"{key}={name} is not known", rule, way_out)
 
 
 def _refused(what: str, rule: str, way_out: str) -> ConfigError:

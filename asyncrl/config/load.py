@@ -15,9 +15,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from asyncrl.base.errors import ConfigError
+from asyncrl.config.other_names import COMMANDS, KEYS
 from asyncrl.config.run_config import RunConfig
 
 OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
+SPACED = re.compile(r"([\w.]+)(?:\s*[=:]\s+|\s+=?)([^\s=]+)")
+"""A setting with spaces: a.b = 3, a.b =3, a.b= 3, a.b: 3, a.b 3."""
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """2024-13-45 and 0x_ raise ValueError, [[[[... raises RecursionError."""
 
@@ -26,9 +29,12 @@ class _KeysOnce(yaml.SafeLoader):
     """Rejects duplicate keys in a mapping; YAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"{twice} is there twice", node.start_mark)
+        lines = dict[str, int]()
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and (first := lines.setdefault(key.value, line)) != line:
+                what = f"{key.value} is there twice, in lines {first} and {line}"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -38,11 +44,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         with Path(path).open(encoding="utf-8") as file:
             values = yaml.load(file, _KeysOnce)
     except (OSError, *_NO_YAML) as error:
-        raise ConfigError(
-            f"cannot read the config {path}: {error}",
-            way_out="give the path of a YAML file, like configs/quickstart.yaml, and correct the named keys.",
-        ) from error
+        raise ConfigError(f"cannot read the config {path}: {error}", way_out=_way_out_of(error)) from error
     return config_from(values, overrides, str(path))
+
+
+def _way_out_of(error: Exception) -> str:
+    """Return what to do about a file that is no YAML."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return "give the path of a YAML file, like configs/quickstart.yaml."
+    if "twice" in str(error):
+        return "remove one of the two lines."
+    if "\\t" in str(error):
+        return f"indent line {mark.line + 1} with spaces: YAML takes no tabs."
+    rules = "keys of a section have equal indents, and a space follows each colon; quote texts with : or #"
+    return f"correct line {mark.line + 1} or the one before: {rules}."
 
 
 def name_of_config(path: Path) -> str:
@@ -53,8 +69,9 @@ def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the con
     """Check a config mapping. `overrides` are `section.key=value`, the value as YAML. Raises ConfigError
     for all errors at once.
     """
-    for override in overrides:
-        values = _with(values, override)
+    for number, override in enumerate(overrides):
+        before = [one for one in overrides[:number][-1:] if one.endswith("=")]  # of `a.b= 3`
+        values = _with(values, override, [*before, *overrides[number : number + 3]])
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -70,17 +87,21 @@ def run_config_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
 
-def _with(values: Any, override: str) -> Any:
+def _with(values: Any, override: str, around: Sequence[str]) -> Any:
+    """Return `values` with an override. `around`: also the arguments before and behind, for the hint."""
     key, separator, text = override.partition("=")
     names = key.split(".")
+    way_out = "write it like buffer.max_staleness=4, and quote texts that YAML does not read."
     try:
         if not (separator and all(names)):
+            if spaced := SPACED.search(" ".join(around)):
+                way_out = f"write {spaced[1]}={spaced[2]}, without spaces."
             raise ValueError("it is no key=value")
         return _set(values, names, yaml.safe_load(text))
     except (TypeError, *_NO_YAML) as error:
         raise ConfigError(
             f"override {override[:80]!r} is not a key of a section with a YAML value: {str(error)[:400]}",
-            way_out="write it like buffer.max_staleness=4, and quote texts that YAML does not read.",
+            way_out=way_out,
         ) from error
 
 
@@ -114,8 +135,10 @@ def _explain(problem: Mapping[str, Any], path: str) -> str:
 
 
 def _closest(wrong: str) -> str | None:
-    """Return the only key with the same last part, else a similar key."""
+    """Return the key of another library's name, the only key with the same last part, or a similar one."""
     known = all_keys()
+    if (ours := KEYS.get(wrong.rpartition(".")[2].lower())) is not None:
+        return ours
     same = [key for key in known if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
     close = same if len(same) == 1 else difflib.get_close_matches(wrong, known, n=1, cutoff=0.85)
     return next(iter(close), None)
@@ -127,6 +150,19 @@ class Key:
     type: str
     default: str
     meaning: str
+
+
+def usage_hint(option: str | None, arguments: Sequence[str]) -> str:
+    """Return what to write instead of an invalid command or of `option`, or an empty text."""
+    if option == "--resume":
+        return "--resume takes auto, never or must; auto, the default, resumes the run in --run-dir."
+    if option is None:
+        known = COMMANDS.get(arguments[0] if arguments else "")
+        return f"write `asyncrl {known} ...`; `asyncrl --help` lists the commands." if known else ""
+    key = option.strip("-")
+    ours = key if key in all_keys() else _closest(key.replace("-", "_"))
+    text = " ".join(arguments).partition(option)[2].strip("= ").partition(" ")[0]
+    return f"settings have no dashes: write {ours}={text or 'VALUE'}." if ours else ""
 
 
 def all_keys() -> list[str]:

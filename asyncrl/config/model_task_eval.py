@@ -6,7 +6,7 @@ import re
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from asyncrl.config.fields import DType, FrozenConfig, Name, tag_of
 from asyncrl.messages.sampling import SamplingParameters
@@ -21,6 +21,14 @@ class ScratchConfig(FrozenConfig):
     """Alphabet of the character-level tokenizer, one token per character."""
     has_tool_role: bool = False
     """The chat template knows messages of the role `tool`."""
+
+    @field_validator("characters")
+    @classmethod
+    def _once_each(cls, characters: str) -> str:
+        twice = sorted({one for one in characters if characters.count(one) > 1})
+        if twice:
+            raise ValueError(f"characters names {''.join(twice)!r} twice; remove one of each")
+        return characters
 
 
 class ModelConfig(FrozenConfig):
@@ -78,7 +86,7 @@ class TaskConfig(FrozenConfig):
     """Name of a reasoning-gym task, with settings `args` and number of prompts `size`."""
     verifiers: bool = False
     """Tasks and rewards of the environment in generator.verifiers."""
-    size: int = Field(default=1000, ge=1)
+    size: int = Field(default=1000, ge=1, le=10**7)
     """Number of prompts of a generated task (python, reasoning_gym, endless verifiers environments)."""
     args: dict[str, Any] = {}
     """Settings of the task itself, passed unchanged."""

@@ -81,12 +81,15 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
 }
 
 
+MOST_ENGINES = 10_000
+
+
 class EngineRange(FrozenConfig):
     """Limits of `asyncrl scale`."""
 
     min: int = Field(default=1, ge=1)
     """Minimum number of running engines."""
-    max: int = Field(ge=1)
+    max: int = Field(ge=1, le=MOST_ENGINES)
     """Maximum number of engines, used to plan devices, memory and threads."""
 
     @property
@@ -110,7 +113,7 @@ class RolloutConfig(FrozenConfig):
 
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one prompt, scored against each other."""
-    num_engines: PositiveInt | EngineRange = 1
+    num_engines: Annotated[int, Field(ge=1, le=MOST_ENGINES)] | EngineRange = 1
     """Engine servers: a number, or {min: 1, max: 8} to allow `asyncrl scale`."""
     engine: EngineKind = "embedded"
     """embedded: torch, any Hugging Face causal model. vllm: vLLM's server (docs/engines.md). simulated: a

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,11 +24,21 @@ from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import TEACHER_KEY
 from asyncrl.launch.machine import Node
-from asyncrl.launch.plan import plan_run, plan_text, read_architecture, refuse_over_capacity, resolve_auto
-from asyncrl.messages.records import Prompt
+from asyncrl.launch.plan import (
+    DISK,
+    find_architecture,
+    plan_run,
+    plan_text,
+    read_architecture,
+    refuse_over_capacity,
+    resolve_auto,
+    size_text,
+)
+from asyncrl.messages.records import Completion, Prompt
 from asyncrl.models.support import find_support, support_lines
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
+from asyncrl.tasks.rewards import UserCodeFailed, call, call_async, optional
 from asyncrl.tasks.sources import EvalTask, build_task, look_at_task, make_prompt_source, take_prompts
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model_folder import (
@@ -38,31 +50,105 @@ from asyncrl.trainer.model_folder import (
 )
 
 NUM_PROMPTS = 100
+MAX_SHOWN = 2000
+TRIAL_S = 10.0
+"""Seconds for a trial of a reward."""
+GET_CONFIG = (
+    "Way out: `hf download OWNER/NAME config.json --local-dir FOLDER` where the hub answers; "
+    "with --devices, model.path=FOLDER is enough."
+)
 SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 
 
 @dataclass(slots=True, eq=False)
 class Found:
-    """Lines to print, notes to warn of, and loaded tasks."""
+    """Lines to print, notes to warn of, loaded tasks, and the first prompt of each."""
 
     lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     tasks: dict[str, PromptTask] = field(default_factory=dict)
     evals: dict[str, EvalTask] = field(default_factory=dict)
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    tokenizer: HFChatTokenizer | None = None
 
 
 def check_lines(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     config, resolved = resolve_auto(config, nodes)
     fetch_architectures(config)
-    found = validate(config)
+    is_here = nodes[0].machine.is_here
+    found = validate(config, needs_weights=is_here)
     check_trackers(config.observe)
     yield from found.lines
     yield from resolved
     yield from (f"note: {note}" for note in found.notes)
+    for name, prompt in found.prompts.items():
+        yield from _try_prompt(config, found, name, prompt)
+    yield from _try_model(config)
     plan, messages = plan_run(config, nodes)
     yield plan_text(plan, config)
     yield from messages
+    if not plan.shape.num_parameters:
+        yield f"warning: memory is not checked, because {config.model.path} is not here. {GET_CONFIG}"
+    if is_here and (needed := plan.needed_bytes(DISK)) > shutil.disk_usage(".").free:
+        yield f"warning: this disk has less than {size_text(needed)} free: choose a --run-dir on another one"
     refuse_over_capacity(plan, config)
+
+
+def _try_prompt(config: RunConfig, found: Found, name: str, prompt: Prompt) -> Iterator[str]:
+    """Yield the prompt as the model reads it, and rewards of its reference answer and of an empty one. Raises
+    ConfigError if the reward returns no numbers.
+    """
+    key = key_of("task", name)
+    settings = config.tasks[name]
+    if found.tokenizer is not None:
+        yield f"{key}: the first prompt is {found.tokenizer.render(prompt.messages)[:MAX_SHOWN]!r}"
+    if config.generator.is_harness or not settings.has_score:
+        return
+    answer = prompt.answer["answer"] if settings.reasoning_gym else prompt.answer
+    texts = [str(answer), ""] if isinstance(answer, str | int | float) else [""]
+    rewards = try_reward(found.tasks[name], prompt, texts)
+    source = f"{key}: the reward {settings.reward or settings.called}"
+    shown = {text[:60]: reward for text, reward in zip(texts, rewards, strict=False)}
+    yield f"{key}: rewards of the reference answer, if it is a text or number, and of an empty one: {shown}"
+    faults = [str(reward) for reward in rewards if isinstance(reward, UserCodeFailed)]
+    if len(rewards) < len(texts):
+        yield f"warning: {source} takes more than {TRIAL_S:g} s; it is not checked"
+    elif len(faults) == len(texts) and all(fault.startswith("returned") for fault in faults):
+        what = f"{source} {faults[0]}"
+        raise ConfigError(what, rule="a reward is one finite number", way_out="correct the function.")
+    elif faults or len({*rewards}) < len(texts):
+        yield f"warning: {source} does not tell the two answers apart; is it right?"
+
+
+def try_reward(task: PromptTask, prompt: Prompt, texts: Sequence[str]) -> list[float | UserCodeFailed]:
+    """Return the reward of each text, or its failure; fewer after TRIAL_S."""
+    rewards = list[float | UserCodeFailed]()
+
+    def score() -> None:
+        for text in texts:
+            try:
+                reward = call(task.score, prompt, text, optional(task.score, Completion()))
+                rewards.append(asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward)
+            except UserCodeFailed as failure:
+                rewards.append(failure)
+
+    thread = threading.Thread(target=score, daemon=True)
+    thread.start()
+    thread.join(TRIAL_S)
+    return [*rewards]
+
+
+def _try_model(config: RunConfig) -> Iterator[str]:
+    """Build the model on `meta`. Raises ConfigError."""
+    path = find_architecture(config.model)
+    if config.model.scratch is None and not path.is_file():
+        return
+    try:
+        from asyncrl.trainer.model_trial import try_model
+    except ModuleNotFoundError as error:
+        yield f"model: its architecture is not checked: that needs the package {error.name}"
+    else:
+        try_model(config, path.parent)
 
 
 async def check_everything(life: Lifecycle, *, reads_all: bool = True) -> Found:
@@ -74,9 +160,9 @@ async def check_everything(life: Lifecycle, *, reads_all: bool = True) -> Found:
     return found
 
 
-def validate(config: RunConfig, *, reads_all: bool = False) -> Found:
-    """Load everything except weights. `reads_all`: also tasks that only a start may read. Raises
-    ConfigError.
+def validate(config: RunConfig, *, reads_all: bool = False, needs_weights: bool = True) -> Found:
+    """Load everything except weights. `reads_all`: also tasks that only a start may read. `needs_weights`:
+    False accepts a model folder with only config.json. Raises ConfigError.
     """
     resolve(config.algorithm)
     found = Found()
@@ -84,7 +170,7 @@ def validate(config: RunConfig, *, reads_all: bool = False) -> Found:
         found.notes.append(SIMULATED)
     _check_tasks(config, found, reads_all=reads_all)
     _check_support(config, found)
-    tokenizer = _check_model(config, found)
+    tokenizer = found.tokenizer = _check_model(config, found, needs_weights=needs_weights)
     _check_prompts(config, found, tokenizer)
     if tokenizer is not None:
         find_tool_format(config.gateway.tool_format, tokenizer.template)
@@ -131,8 +217,8 @@ def _check_support(config: RunConfig, found: Found) -> None:
         )
 
 
-def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
-    """Return None if a part is only on the hub."""
+def _check_model(config: RunConfig, found: Found, *, needs_weights: bool) -> HFChatTokenizer | None:
+    """Return None if a part is not here."""
     model = config.model
     architecture = read_architecture(model)
     check_plain(config, architecture)
@@ -147,12 +233,13 @@ def _check_model(config: RunConfig, found: Found) -> HFChatTokenizer | None:
             characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
             make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
             folder = Path(made)
-        elif (there := find_on_disk(str(model.path), revision=model.revision)) is not None:
-            folder = there
         else:
-            text = "is fetched from the hub when the run starts; not checked: that needs the network"
-            found.lines.append(f"model: {model.source} {text}")
-            return None
+            there = find_on_disk(str(model.path), revision=model.revision, needs_weights=needs_weights)
+            if there is None or not (needs_weights or any(there.glob("tokenizer*"))):
+                text = "has no tokenizer here; not checked: its files, the template, and lengths of prompts"
+                found.lines.append(f"model: {model.source} {text}")
+                return None
+            folder = there
         tokenizer = HFChatTokenizer(
             folder,
             chat_template=template,
@@ -182,6 +269,7 @@ def _check_prompts(config: RunConfig, found: Found, tokenizer: HFChatTokenizer |
         source = make_prompt_source(config, found.tasks)
         for _ in range(min(NUM_PROMPTS, sum(map(len, found.tasks.values())))):
             prompt = source.next_nowait()
+            found.prompts.setdefault(prompt.task, prompt)
             by_task.setdefault(f"task {prompt.task}".rstrip(), []).append(prompt)
     for name, (_, held_out) in found.evals.items():
         by_task[f"eval task {name}".rstrip()] = list(held_out)
@@ -214,15 +302,24 @@ def _check_lengths(
 ) -> list[str]:
     """Return notes. Raises ConfigError if all prompts are too long, or one cannot be rendered."""
     limit = config.rollout.max_prompt_tokens
+    template = config.model.chat_template
+    source = "the model's template" if template is None else f"model.chat_template={template}"
     try:
-        lengths = [len(tokenizer.encode_chat(prompt.messages)) for prompt in prompts]
+        chats = [tokenizer.encode_chat(prompt.messages) for prompt in prompts]
     except ValueError as error:
-        template = config.model.chat_template
-        source = "the model's template" if template is None else f"model.chat_template={template}"
         raise ConfigError(
             f"{source} cannot render a prompt of the {name}: {error}",
             way_out="correct the prompts or the template, or set model.chat_template to another one.",
         ) from error
+    lengths = [*map(len, chats)]
+    architecture = read_architecture(config.model)
+    num_rows = architecture.get("text_config", architecture).get("vocab_size")
+    if num_rows and (largest := max(map(max, chats))) >= num_rows:
+        raise ConfigError(
+            f"{source} writes the token {largest} into a prompt of the {name}",
+            rule=f"the model's embedding has vocab_size={num_rows} rows",
+            way_out="correct the template, or take the tokenizer that belongs to the model.",
+        )
     if not (num_too_long := sum(length > limit for length in lengths)):
         return []
     note = (

@@ -161,6 +161,7 @@ class Reporter:
         for totals in (*self._before.values(), self._journaled):
             self._totals.starts_from(totals)
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
+        self._console.training_starts()
         self.log.activity("training")
 
     def counted_before_publish(self, run: Components, batch: Batch) -> dict[str, float]:
@@ -277,9 +278,11 @@ class Reporter:
             for line in newest:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             plot = self.run_dir / "reward.png"
-            write_reward_plot(plot, steps, title=self.name, marks=read_marks(self.run_dir))
+            if len(steps) > 1:  # one point is not a curve, and matplotlib takes half a second
+                write_reward_plot(plot, steps, title=self.name, marks=read_marks(self.run_dir))
+                self._console.say(f"reward plot: {plot}")
             folder = shlex.quote(str(self.run_dir))
-            self._console.say(f"reward plot: {plot}; all of it as a page: asyncrl report {folder}")
+            self._console.say(f"all of it as a page: asyncrl report {folder}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
                 self._console.say(f"weights: {final}; with a model card: asyncrl export {folder} OUT")
         sync_records(self.run_dir)

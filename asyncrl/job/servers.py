@@ -41,7 +41,7 @@ from asyncrl.launch.supervise import FirstStart, Server, Supervision, Supervisor
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.sync.push import NodeFiles, at_once
+from asyncrl.sync.push import NodeFiles
 from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
 
@@ -466,27 +466,21 @@ class Fleet:
         engines = [*self.engine_servers[:num_engines], *self.side_servers]
         names = ", ".join(server.name for server in (*self.ranks, *engines))
         self._life.log.activity(f"loading the model in {names}")
-        sleeps = {client.name: partial(_free_device, client, self.engine_servers) for client in self.clients}
-        after = sleeps if self.placement.moves else {}
-        starts = [
-            FirstStart([engine], self.supervision, bring_back=after.get(engine.name, at_once))
-            for engine in engines
-        ]
-        forget = partial((self.staging_dir / RENDEZVOUS).unlink, missing_ok=True)
-        trainer = FirstStart(self.ranks, self.supervision, before_start=forget)
+        starts = [FirstStart([engine], self.supervision).run() for engine in engines]
+        trainer = FirstStart(self.ranks, self.supervision)
+        trainer.stale = self.staging_dir / RENDEZVOUS
         if not self.placement.moves and self.placement.memory_fraction is None:
-            await all_or_none([start.run() for start in (trainer, *starts)])
+            await all_or_none([trainer.run(), *starts])
             return
-        await all_or_none([start.run() for start in starts])
+        await all_or_none(starts)
+        if self.placement.moves:
+            limit_s = max(server.start_s for server in engines)
+            what = f"an engine did not free the trainer's device within {limit_s:g} s"
+            late = RoomError("placement", what, way_out="read the logs of the engines.")
+            async with within(limit_s, lambda: late):
+                sleeps = (client.sleep() for client in self.clients[:num_engines])
+                await asyncio.gather(*sleeps)
         await trainer.run()
-
-
-async def _free_device(client: EngineClient, engines: Sequence[Server]) -> None:
-    limit_s = max(engine.start_s for engine in engines)
-    what = f"an engine did not free the trainer's device within {limit_s:g} s"
-    late = RoomError("placement", what, way_out="read the logs of the engines.")
-    async with within(limit_s, lambda: late):
-        await client.sleep()
 
 
 def _node_files(life: Lifecycle, placement: Placement, rank: Server) -> NodeFiles | None:

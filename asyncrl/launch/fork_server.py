@@ -15,7 +15,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, context, forkserver, resource_tracker
 from pathlib import Path
@@ -156,16 +155,14 @@ def serving() -> Iterator[None]:
     global current
     if importlib.util.find_spec("torch") is None:
         raise without_train("torch")
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _end) if is_main else None
+    with contextlib.suppress(ValueError):  # in a thread
+        signal.signal(signal.SIGTERM, _end)
     current = ForkServer()
     try:
         yield
     finally:
         current.close()
         current = None
-        if is_main:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _end(number: int, _: object) -> None:

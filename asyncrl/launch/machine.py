@@ -134,7 +134,7 @@ def described_nodes(devices: str | None, cores: int | None, memory: str | None) 
     """
     if devices is None and cores is None and memory is None:
         return None
-    match = re.fullmatch(r"(?:([1-9]\d*)x)?(?:cpu|([1-9]\d*)x(?:.*-)?([^-]+))", devices or "")
+    match = re.fullmatch(r"(?:([1-9]\d{0,4})x)?(?:cpu|([1-9]\d{0,4})x(?:.*-)?([^-]+))", devices or "")
     num_nodes, num_cuda, size = match.groups() if match else (None, None, None)
     available = _bytes_of(memory or "")
     device_bytes = _bytes_of(size or "")

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.base.errors import ConfigError
+from asyncrl.base.files import shared_memory_root
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.placement_sync import choose_transport
 from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
@@ -30,12 +32,20 @@ DETERMINISTIC_BYTES = 132 * 128 * 4
 """Per token, of FlashAttention 2's deterministic backward pass: a query head's float32 gradient, for each of
 an H100's multiprocessors, with heads of 128.
 """
+SHARED, DISK = "/dev/shm", "run directory"
+CHECKPOINT_BYTES = 12
+"""Per trained parameter: master weight and AdamW's two moments, in float32."""
+EXPORT_FILES = 3
+"""Versions of the weights in /dev/shm: two are kept, and a third is written before the oldest is removed."""
+JOURNAL_BYTES = 16
+"""Per token of a batch, at most."""
 TRAINER_FACTOR, ENGINE_FACTOR = 1.25, 1.1
 """Safety factors for resident sides of `placement.share: auto`."""
 RULE = "`asyncrl check` prints the memory of each process"
 WAY_OUT = (
     "lower trainer.micro_batch_tokens or rollout.slots, set trainer.gradient_checkpointing=true or "
-    "trainer.lora={rank: 16}, change placement, or take a smaller model."
+    "trainer.lora={rank: 16}, change placement, or take a smaller model; enlarge /dev/shm with docker run "
+    "--shm-size, or set weight_sync.transport=disk."
 )
 
 
@@ -61,10 +71,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """`side`: whose turn it works in."""
+    """A process, or what a node holds besides. `side`: whose turn it works in; loading ends before saving
+    begins.
+    """
 
     name: str
-    side: Literal["controller", "trainer", "engine", "eval", "host"]
+    side: Literal["controller", "trainer", "engine", "eval", "host", "loading", "saving"]
     device: str
     threads: int
     memory: Memory = Memory()
@@ -87,6 +99,7 @@ class Plan:
                 sizes[one.side] += one.memory.total
                 if one.side in ("trainer", "engine"):
                     pushed += one.memory.parameters + one.memory.copies
+        sizes["host"] += max(sizes.pop("loading", 0), sizes.pop("saving", 0))
         if not self.placement.moves:
             return sizes.total()
         trainer = sizes.pop("trainer", 0)
@@ -120,6 +133,9 @@ def make_plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
         memory[placement.label(NodeDevice(number, "cpu"))] = node.machine.memory, node.machine.memory
         for device, has in zip(devices, node.machine.cuda, strict=True):
             memory[placement.label(device)] = has.free_bytes, has.total_bytes
+    is_here = nodes[0].machine.is_here
+    memory[SHARED] = (shutil.disk_usage(shared_memory_root()).free if is_here else None, None)
+    memory[DISK] = (None, None)
     return Plan(placement, lay_out(config, shape, placement), shape, memory)
 
 
@@ -162,7 +178,52 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
         shape = model_shape(ModelConfig(path=teacher.path, revision=teacher.revision))
         memory = engine_memory(config, shape, ENGINES["embedded"], TEACHER_SLOTS + 1, devices, stages=False)
         add(TEACHER, "eval", devices, memory)
-    return tuple(plans)
+    return (*plans, *held_besides(config, shape, placement))
+
+
+def held_besides(config: RunConfig, shape: ModelShape, placement: Placement) -> Iterator[ProcessPlan]:
+    """Yield what hosts, /dev/shm and the run directory hold besides the processes' own rows."""
+    first, *others = placement.trainer
+    servers = [*placement.engine_devices, *filter(None, (placement.evaluation, placement.teacher))]
+    item = item_bytes(config.model.dtype, first.name)
+    whole = shape.num_parameters * item
+    saved = CHECKPOINT_BYTES * num_trained(config, shape)
+    held = Counter({(0, "python"): OWN_BYTES})  # the controller's
+    for device in (*placement.trainer, *servers):
+        held[device.node, "python"] += OWN_BYTES
+    for rank in placement.trainer:  # the copy of a checkpoint, which is written during training
+        held[rank.node, "saving"] += saved // config.trainer.world_size
+    held[first.node, "saving"] += whole  # final/
+    if others or first.name != "cpu":  # else the loaded model is the trained one
+        is_half = config.trainer.lora is not None or "bfloat16" in read_architecture(config.model).values()
+        held[first.node, "loading"] += shape.num_parameters * (item if is_half else 4)
+    for server in servers:
+        if server.name != "cpu" and config.rollout.engine == "embedded":
+            held[server.node, "loading"] += whole
+    facts = config.weight_sync.facts
+    if placement.mode == "apart" and not facts.is_transfer | facts.is_file_shared | facts.sends_adapters:
+        for node in range(len(placement.nodes)) if facts.is_fetched else [first.node]:
+            held[node, "saving"] += EXPORT_FILES * whole
+        yield ProcessPlan("weights", "host", SHARED, 0, Memory(copies=EXPORT_FILES * whole))
+    for (node, name), size in held.items():
+        side: Any = "host" if name == "python" else name
+        yield ProcessPlan(name, side, placement.label(NodeDevice(node, "cpu")), 0, Memory(copies=size))
+    for name, size in disk_sizes(config, saved).items():
+        yield ProcessPlan(name, "host", DISK, 0, Memory(copies=size))
+    folders = 2 if config.model.scratch else 1
+    yield ProcessPlan("weights", "host", DISK, 0, Memory(copies=folders * whole))
+
+
+def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
+    """Return the largest sizes of checkpoints and journal in the run directory."""
+    checkpoint, trainer = config.checkpoint, config.trainer
+    steps = trainer.num_steps
+    num_kept = checkpoint.keep_last + 1 + bool(checkpoint.keep_best)  # one is written before one is removed
+    num_kept += steps // (checkpoint.keep_every or steps + 1)
+    if config.journal.keep == "checkpoint":
+        steps = min(steps, (checkpoint.every or steps) * (checkpoint.keep_last + 1))
+    tokens = steps * trainer.num_groups * config.rollout.group_size * config.rollout.max_length
+    return {f"{num_kept} checkpoints": num_kept * checkpoint_bytes, "journal": JOURNAL_BYTES * tokens}
 
 
 def num_trained(config: RunConfig, shape: ModelShape) -> int:
@@ -255,7 +316,7 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     used = {one.device for one in plan.processes}
     for device, (free, _) in plan.memory.items():
         needed = size_text(plan.needed_bytes(device)) if num else "unknown"
-        has = "unknown (no nvidia-smi)" if free is None else size_text(free)
+        has = "unknown" if free is None else size_text(free)
         lines.append(f"{device}: " + (f"needs {needed}, free {has}" if device in used else "not used"))
     return "\n".join(lines)
 
@@ -320,7 +381,7 @@ def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
         free, total = plan.memory[device]
         sizes = {True: 0, False: 0}
         for one in processes:
-            if one.device == device and one.memory.total:
+            if one.device == device and one.threads and one.memory.total:
                 sizes[one.side == "engine"] += one.memory.total + OWN_BYTES
         others = TRAINER_FACTOR * sizes[False]
         if free is None or total is None or others + ENGINE_FACTOR * sizes[True] > free:
@@ -402,6 +463,14 @@ def read_architecture(model: ModelConfig) -> dict[str, Any]:
     """Return the contents of config.json, or {} if it is only on the hub."""
     if model.scratch is not None:
         return {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
+    try:
+        return dict(json.loads(find_architecture(model).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def find_architecture(model: ModelConfig) -> Path:
+    """Return the path of config.json, in the hub's cache if it is only there."""
     path = Path(model.path or "").expanduser() / "config.json"
     if not path.is_file():
         with contextlib.suppress(ValueError, ModuleNotFoundError):
@@ -409,10 +478,7 @@ def read_architecture(model: ModelConfig) -> dict[str, Any]:
 
             cached = try_to_load_from_cache(str(model.path), path.name, revision=model.revision)
             path = Path(cached) if isinstance(cached, str) else path
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
+    return path
 
 
 def _shape(architecture: Mapping[str, Any]) -> ModelShape:

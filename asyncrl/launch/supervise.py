@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.base import errors
@@ -245,17 +245,9 @@ class FirstStart(Supervisor):
     A process that is late, or logs the reason of its end, would fail again: it ends the run at once.
     """
 
-    def __init__(
-        self,
-        processes: Sequence[Server],
-        supervision: Supervision,
-        before_start: Callable[[], object] = lambda: None,
-        bring_back: Callable[[], Awaitable[object]] = partial(asyncio.sleep, 0),
-    ) -> None:
-        super().__init__(processes, supervision)
-        self.kind = self.name.partition("-")[0]
-        self._prepare = before_start
-        self._finish = bring_back
+    kind = "process"
+    stale: Path | None = None
+    """A file to remove before each start, where ranks of ended processes have met."""
 
     async def run(self) -> None:
         """Return when all serve. Raises the RoomError that ends the run."""
@@ -272,10 +264,8 @@ class FirstStart(Supervisor):
         return super()._allow(lost)
 
     async def _before_start(self) -> None:
-        self._prepare()
-
-    async def _bring_back(self) -> None:
-        await self._finish()
+        if self.stale is not None:
+            self.stale.unlink(missing_ok=True)
 
 
 def summary_of(lost: errors.AsyncrlError) -> str:

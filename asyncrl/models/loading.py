@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,22 @@ CONVERSIONS = "_weight_conversions"
 """transformers' attribute: how stored tensors were renamed and stacked, to be reverted in exports."""
 TEXT_PARTS = ("text_config", "llm_config", "thinker_config")
 PREFIX = re.compile(r"(.*\b(?:language_model|text_model|thinker|llm)\.(?:.*\.)?)embed_tokens\.weight")
+
+
+@contextmanager
+def loading(source: str | Path, way_out: str = "") -> Iterator[None]:
+    """Turn every error of transformers into a ConfigError: it raises almost any class for a wrong folder."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        first_lines = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"cannot load the model {source}: {type(error).__name__}: {first_lines}",
+            rule="model.path is a Hugging Face folder or hub id of a causal language model",
+            way_out=way_out or "correct model.path; a hub id needs the network or a filled cache.",
+        ) from error
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from asyncrl.base.errors import ConfigError
+
 LENGTH_TYPES = ("longrope", "dynamic")
 
 
@@ -42,6 +44,19 @@ def length_border(config: Any) -> LengthBorder | None:
             longest = getattr(config, "original_max_position_embeddings", None) or longest
         borders.append(LengthBorder(rope_type, int(longest), is_stepwise))
     return min(borders, key=lambda border: border.length, default=None)
+
+
+def refuse_lengths(config: Any, max_length: int) -> None:
+    """Raise ConfigError if texts of at most `max_length` tokens are on both sides of the border."""
+    border = length_border(config)
+    if border is not None and max_length > border.length:
+        raise ConfigError(
+            f"rotary embeddings of type {border.rope_type} change above {border.length} tokens, and "
+            f"max_length is {max_length}",
+            rule="texts of all lengths share a call of the embedded engine, and so one rotary table",
+            way_out=f"set rollout.max_prompt_tokens and rollout.max_tokens to {border.length} in sum, or "
+            "rollout.engine=vllm.",
+        )
 
 
 def rotary_modules(model: nn.Module) -> Iterator[Any]:

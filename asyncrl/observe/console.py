@@ -84,7 +84,13 @@ class Console:
             self._live.start()
 
     def resume_from(self, steps: Steps) -> None:
+        """Show no lines until training_starts(): batches trained again have no wait and no pace."""
         self._steps = steps
+        self._line_at_s = math.inf
+
+    def training_starts(self) -> None:
+        self._line_at_s = -math.inf
+        self._num_unshown = 0
 
     def show_step(self, metrics: Mapping[str, float]) -> None:
         self._steps.add(metrics)

@@ -136,10 +136,9 @@ def _marks_of(connection: sqlite3.Connection) -> list[Mark]:
         query = "SELECT coalesce(max(version) + 1, 0) FROM batches WHERE taken_s <= ?"
         (num_taken,) = connection.execute(query, (at_s,)).fetchone()
         if what == "restored":
-            version = about["version"]
-            num_again = num_taken - version
+            num_again = num_taken - about["version"]
             again = f", {several(num_again, 'step')} trained again" if num_again > 0 else ""
-            marks.append((version, f"resumed{again}"))
+            marks.append((max(num_taken, about["version"]), f"resumed{again}"))
         elif what.endswith(" lost"):
             why = str(about.get("why")).partition("; the end of its log")[0]
             marks.append((num_taken, f"{what}: {why}"))

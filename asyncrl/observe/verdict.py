@@ -271,7 +271,7 @@ def write_reward_plot(path: Path, steps: Steps, *, title: str, marks: Sequence[M
     axes.plot(steps.column("step"), means, label=f"mean of the last {several(window, 'step')}")
     for step, text in marks[-6:]:  # more would hide the curve
         what = text.partition(":")[0]  # our own words: a dollar sign would begin a formula
-        axes.axvline(step, color="gray", linestyle=":", label=f"{what} after step {step}")
+        axes.axvline(step, color="gray", linestyle=":", label=f"step {step}: {what}")
     axes.set(xlabel="optimizer step", ylabel="reward/mean", title=title)
     axes.legend()
     figure.savefig(path)

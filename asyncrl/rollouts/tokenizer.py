@@ -276,7 +276,7 @@ def _load(model_path: str) -> Any:
 
     try:
         return PreTrainedTokenizerFast.from_pretrained(model_path)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # it may raise anything for broken files
         way_out = "set model.path to a Hugging Face language model with a tokenizer.json."
         raise ConfigError(f"cannot load a tokenizer from {model_path}: {error}", way_out=way_out) from error
 
@@ -285,7 +285,7 @@ def read_template(path: Path) -> str:
     """Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         what = f"cannot read model.chat_template={path}: {error}"
         raise ConfigError(what, way_out="give the path of a Jinja file.") from error
     _compile(text, f"model.chat_template={path}")

@@ -140,7 +140,7 @@ class TaskScorer:
                     reward = self._timed(self._score, prompt, text, asked)
                 else:
                     reward = await self._call_in_thread(prompt, text, asked)
-                if not isinstance(reward, Awaitable):
+                if isinstance(reward, float):
                     return reward
                 async with self._within_limit():
                     return await self._calls.run(call_async(reward))

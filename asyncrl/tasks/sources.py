@@ -143,7 +143,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
     usage = f"{spec.partition(':')[2]}({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
     check_call(factory, (), keywords, said=said, usage=usage)
     try:
-        with user_code():
+        with user_code(KeyboardInterrupt):  # Ctrl-C during a check
             task = factory(**keywords)
     except UserCodeFailed as failure:
         raise ConfigError(
@@ -185,7 +185,8 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
         except ImportError:
             raise
         except Exception as error:  # of many kinds: OverflowError for a date after 9999, unknown time zones
-            raise ConfigError(f"task.files: {path} cannot be read: {message_of(error)}") from error
+            what = f"task.files: {path} cannot be read: {message_of(error)}"
+            raise ConfigError(what, way_out="correct the file, or convert it to parquet.") from error
     return [*rows.values()], [*rows].__getitem__
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -24,7 +23,14 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.messages.engine_api import NO_EXPERT
-from asyncrl.models.loading import CONVERSIONS, load_language_model, stored_files, text_config, ties_of
+from asyncrl.models.loading import (
+    CONVERSIONS,
+    load_language_model,
+    loading,
+    stored_files,
+    text_config,
+    ties_of,
+)
 from asyncrl.models.rope_lengths import pin_length
 from asyncrl.trainer.attention import HOPPER, choose_flash
 from asyncrl.trainer.forward_plan import NotCausalError, find_plan, probe_model
@@ -40,22 +46,6 @@ from asyncrl.weights.tensor_files import float32_names
 
 log = logging.getLogger("asyncrl.trainer")
 ALLOCATOR_ENV = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-
-
-@contextmanager
-def loading(folder: str | Path) -> Iterator[None]:
-    """Turn every error of transformers into a ConfigError: it raises almost any class for a wrong folder."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        raise ConfigError(
-            f"cannot load the model {folder}: {type(error).__name__}: {first_line}",
-            rule="model.path is a Hugging Face folder or hub id of a causal language model",
-            way_out="correct model.path; a hub id needs the network or a filled cache.",
-        ) from error
 
 
 def load_model(spec: TrainerSpec, dtype: torch.dtype | None) -> Any:

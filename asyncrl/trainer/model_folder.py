@@ -25,6 +25,7 @@ MODEL_PIN = "model.json"
 MODEL_KEY = "model.path"
 WEIGHTS = ("*.safetensors", "*.bin")
 SLOWEST_BYTES_S = 50e6
+HUB_TIMEOUT_S = 5.0
 TOKENIZER = (
     *("tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt"),
     *("added_tokens.json", "special_tokens_map.json", "chat_template.*"),
@@ -82,9 +83,11 @@ def find_model(
     return folder
 
 
-def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -> Path | None:
+def find_on_disk(
+    path: str, key: str = MODEL_KEY, revision: str | None = None, *, needs_weights: bool = True
+) -> Path | None:
     """Return a model folder, or None to fetch it. Raises ConfigError."""
-    if (given := _find_given(path, key)) is not None:
+    if (given := _find_given(path, key, needs_weights=needs_weights)) is not None:
         return given
     from huggingface_hub import snapshot_download
 
@@ -97,14 +100,22 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
 
 
 def fetch_architectures(config: RunConfig) -> None:
-    """Fetch config.json of hub models for memory plans. Ignores failures."""
+    """Fetch config.json of hub models for memory plans, if the hub answers one call. Ignores failures."""
     sources: list[Any] = [config.model, config.teacher]
-    for source in filter(None, sources):
-        with contextlib.suppress(OSError, ValueError, ConfigError, ModuleNotFoundError):
-            if source.path is not None and _find_given(source.path, MODEL_KEY) is None:
-                from huggingface_hub import hf_hub_download
+    with contextlib.suppress(Exception):  # of any HTTP library
+        wanted = [one for one in filter(None, sources) if one.path and _is_on_hub(one.path)]
+        if wanted:
+            from huggingface_hub import constants, get_session, hf_hub_download
 
-                hf_hub_download(source.path, "config.json", revision=source.revision)
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)  # downloads repeat failed calls
+        for source in wanted:
+            hf_hub_download(source.path, "config.json", revision=source.revision)
+
+
+def _is_on_hub(path: str) -> bool:
+    with contextlib.suppress(ConfigError):
+        return _find_given(path, MODEL_KEY) is None
+    return False
 
 
 def check_plain(config: RunConfig, architecture: dict[str, Any]) -> None:
@@ -136,10 +147,10 @@ def check_model_type(model_type: Any, source: str) -> None:
             raise ConfigError(what, way_out="name a known one, like qwen3.")
 
 
-def _find_given(name: str, key: str) -> Path | None:
+def _find_given(name: str, key: str, *, needs_weights: bool = True) -> Path | None:
     path = Path(name).expanduser()
     if path.is_dir():
-        _check_folder(path, f"{key}={name}")
+        _check_folder(path, f"{key}={name}", needs_weights=needs_weights)
         return path.resolve()
     owner = name.partition("/")[0]
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
@@ -150,7 +161,7 @@ def _find_given(name: str, key: str) -> Path | None:
     raise ConfigError(f"{key}={name}: there is no such folder", rule=rule, way_out=f"correct {key}{made}.")
 
 
-def _check_folder(folder: Path, name: str) -> None:
+def _check_folder(folder: Path, name: str, *, needs_weights: bool = True) -> None:
     """Raise ConfigError unless config.json and all weights can be read."""
     path = folder / "config.json"
     index = folder / "model.safetensors.index.json"
@@ -168,7 +179,7 @@ def _check_folder(folder: Path, name: str) -> None:
         what = f"{name}: cannot read {path}: {type(error).__name__}: {error!s:.200}"
         way_out = f"remove {path.resolve()} and copy or fetch it again, or give a hub id."
         raise ConfigError(what, rule=rule, way_out=way_out) from error
-    if not files:
+    if not files and needs_weights:
         raise ConfigError(f"{name} has no weights (*.safetensors)", rule=rule, way_out="give a hub id.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
 import importlib.util
 import json
 import signal
@@ -17,9 +18,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import open_as, whole_folder
 from asyncrl.base.http import fail
 from asyncrl.config import ScratchConfig
+from asyncrl.models.loading import loading
 
 PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -35,6 +38,8 @@ CHAT_TEMPLATE = (
 
 CHAT_TEMPLATE_WITH_TOOLS = CHAT_TEMPLATE.replace("message['content']", "(message['content'] or '')")
 OLD_KEYS = {"rope_theta", "rope_scaling"}
+ARCHITECTURE = "model.scratch.architecture"
+CORRECT = f"correct {ARCHITECTURE}, which has the keys of a transformers config."
 
 
 class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
@@ -45,9 +50,7 @@ class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
 
 
 def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) -> Any:
-    """Return a tokenizer with one token per character. Raises ValueError."""
-    if len(set(characters)) < len(characters):
-        raise ValueError(f"model.scratch.characters={characters!r} names a character twice")
+    """Return a tokenizer with one token per character."""
     tools = (TOOL,) if has_tool_role else ()
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
@@ -66,17 +69,20 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
 
 
 def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
+    """Return the transformers config of a scratch model. Raises ConfigError, and transformers' errors."""
     from transformers import AutoConfig
 
     given = dict(architecture)
     if (model_type := given.pop("model_type", None)) is None:
-        raise ValueError("model.scratch.architecture has no model_type; give one, like qwen3")
+        raise ConfigError(f"{ARCHITECTURE} has no model_type", way_out="give one, like qwen3.")
     default = AutoConfig.for_model(model_type)
     known = default.to_dict().keys() | default.attribute_map.keys() | OLD_KEYS
     others = given.keys() - known
     read = _model_source(default) if others else ""  # `getattr(config, "head_dim", None)`
-    if unknown := ", ".join(sorted(key for key in others if f'config, "{key}"' not in read)):
-        raise ValueError(f"model.scratch.architecture: a {model_type} config does not know {unknown}")
+    if unknown := sorted(key for key in others if f'config, "{key}"' not in read):
+        closest = difflib.get_close_matches(unknown[0], known, n=1) or ["remove it"]
+        what = f"{ARCHITECTURE}: a {model_type} config does not know {', '.join(unknown)}"
+        raise ConfigError(what, way_out=f"write keys of a transformers config ({closest[0]}?).")
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     filled = {"vocab_size": len(tokenizer), **special, "bos_token_id": None}
     return AutoConfig.for_model(model_type, **{**given, **filled})
@@ -90,15 +96,16 @@ def _model_source(config: Any) -> str:
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:
-    """Write the model folder. Raises ValueError."""
+    """Write the model folder. Raises ConfigError, OSError."""
     import torch
     from transformers import AutoModelForCausalLM
 
     tokenizer = make_character_tokenizer(spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role)
-    config = scratch_config(spec.scratch.architecture, tokenizer)
     torch.manual_seed(spec.seed)
     dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with loading(ARCHITECTURE, CORRECT):
+        config = scratch_config(spec.scratch.architecture, tokenizer)
+        model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     with whole_folder(spec.out) as unfinished:
@@ -117,9 +124,10 @@ def main() -> None:
     disable_progress_bar()
     try:
         make_scratch_model(ScratchSpec.model_validate_json(sys.argv[1]))
-    except (ValueError, TypeError, KeyError, OSError, SafetensorError) as error:
-        way_out = "correct model.scratch (architecture has a transformers config's keys), or free disk space."
-        fail(f"cannot make a model from model.scratch: {error}", way_out=way_out)
+    except ConfigError as error:
+        fail(error.what, rule=error.rule, way_out=error.way_out)
+    except (OSError, SafetensorError) as error:
+        fail(f"cannot write the model of model.scratch: {error}", way_out="free disk space.")
 
 
 if __name__ == "__main__":

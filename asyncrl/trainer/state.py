@@ -45,12 +45,12 @@ from asyncrl.models.loading import (
     QUANTIZATION,
     carried_over,
     load_language_model,
+    loading,
     read_config,
     renamed_prefix,
     sections_of,
     ties_of,
 )
-from asyncrl.trainer.build_model import loading
 from asyncrl.trainer.lora import ADAPTER, save_adapter
 from asyncrl.trainer.model_folder import GENERATION, TOKENIZER
 from asyncrl.trainer.offload import local_of

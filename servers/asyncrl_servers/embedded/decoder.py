@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
+from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused, fail
 from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.models.loading import load_language_model
-from asyncrl.models.rope_lengths import length_border
+from asyncrl.models.rope_lengths import refuse_lengths
 from asyncrl.models.structure import NUM_TOKENS, find_structure
 from asyncrl.weights.export import routers_of
 from asyncrl.weights.ipc import limit_memory
@@ -126,15 +127,10 @@ class LoadedModel:
         return model.eval().requires_grad_(False)
 
     def _refuse_lengths(self, spec: EmbeddedSpec) -> None:
-        border = length_border(self.model.config)
-        if border is not None and spec.max_length > border.length:
-            fail(
-                f"{spec.name}: rotary embeddings of type {border.rope_type} change above {border.length} "
-                f"tokens, and max_length is {spec.max_length}",
-                rule="texts of all lengths share a call of the embedded engine, and so one rotary table",
-                way_out=f"set rollout.max_prompt_tokens and rollout.max_tokens to {border.length} in sum, or "
-                "rollout.engine=vllm.",
-            )
+        try:
+            refuse_lengths(self.model.config, spec.max_length)
+        except ConfigError as error:
+            fail(f"{spec.name}: {error.what}", rule=error.rule, way_out=error.way_out)
 
     @contextmanager
     def short_windows(self, max_length: int) -> Iterator[None]:
