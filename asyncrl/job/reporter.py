@@ -142,9 +142,8 @@ class Reporter:
             self.log.warn(f"steps {first}..{version} are missing in metrics.jsonl, lost before a sync")
         self._console.resume_from(steps)
         self._evaluations = [*read_evaluations(self.run_dir, [])]
-        for (
-            evaluation
-        ) in self._evaluations:  # evaluations are not repeated, unlike the steps that report them
+        # Evaluations are not repeated, unlike the steps that report them.
+        for evaluation in self._evaluations:
             metrics = evaluation_metrics(evaluation)
             held_by = [line["step"] for line in lines if metrics.items() <= line.items()]
             step = max(held_by, default=max(evaluation["policy_version"], version) + 1)
