@@ -149,7 +149,7 @@ def test_value_of_a_type_that_cannot_be_used_is_refused(value: Any, words: str) 
 def test_column_that_python_cannot_hold_is_refused(tmp_path: Path, kind: Any) -> None:
     table = pyarrow.table({"prompt": ["p"], "answer": ["1"], "when": pyarrow.array([2**62], kind)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"a.parquet cannot be read: \S*Error: "):
+    with pytest.raises(ConfigError, match=r"a.parquet cannot be read: \S+: "):
         task_of(str(tmp_path / "a.parquet"))
 
 

@@ -122,8 +122,12 @@ def test_processes_that_always_die_at_start_end_the_run_soon() -> None:
     process = FakeProcess(FakeTrainerServer())
     process.fails_to_start, process.child.returncode = 99, -9
     supervision = Supervision(SupervisionConfig(max_restarts=99), HEARTBEAT_S, print, lambda *_: None)
+
+    async def start() -> None:
+        await FirstStart([process], supervision).run()
+
     with pytest.raises(RoomError, match="3 starts in a row have failed"):
-        run_virtual(FirstStart([process], supervision).run())
+        run_virtual(start())
     assert len(process.started_at) == 3
 
 
