@@ -128,7 +128,7 @@ def test_a_client_keeps_one_run_over_a_resume(
     assert "turned off" not in process.stdout
     assert ("wandb is offline without a key" in process.stdout) == (name == "wandb")
     found = json.loads(process.stdout.splitlines()[-1])
-    assert (found["ids"], found["completions"]) == (ids, ["b 7"] * 2)
+    assert (found["ids"], found["completions"]) == (ids, ["b 7\n\nb 7"] * 2), "one text per sampled part"
     assert found["rewards"] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     assert found["evaluations"] == [0.25, 2.25]
 
