@@ -161,7 +161,7 @@ function colourTools(sample) {
   if (!sample.parts.some(part => part.tokens)) return [];
   const versions = [...new Set(sample.parts.flatMap(versionsOf))].sort((a, b) => a - b);
   const keys = { none: [], probability: [100, 75, 50, 25, 0].map(percent => [`${percent}%`, tokenColour("probability", { percent }, versions)]), version: versions.map(version => [`version ${version}`, tokenColour("version", { version }, versions)]) };
-  return [h("div", { class: "tools colours" }, choice("Colour tokens by", [["none", "Nothing"], ["probability", "Probability"], ["version", "Version"]], samples.colour, value => { samples.colour = value; showSample(sample); byId("sample").querySelector(`input[value=${value}]`)?.focus(); }),
+  return [h("div", { class: "tools colours" }, choice("Color tokens by", [["none", "Nothing"], ["probability", "Probability"], ["version", "Version"]], samples.colour, value => { samples.colour = value; showSample(sample); byId("sample").querySelector(`input[value=${value}]`)?.focus(); }),
     h("span", { class: "legend" }, keys[samples.colour].map(([text, colour]) => h("span", { class: "key" }, h("span", { class: "swatch", style: { background: colour } }), text))))];
 }
 

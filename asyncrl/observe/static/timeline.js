@@ -31,7 +31,7 @@ function withEngines(data, run) {
     const from = ends.get(`step ${step - 1}`), to = ends.get(`step ${step}`);
     return busy[at] > 0 && to > from ? [[lanes.length, data.kinds.length, from, to, `step ${step}: ${plainNumber(+busy[at].toPrecision(3))} busy slots`, busy[at] / most]] : [];
   });
-  return { lanes: [...lanes, "engines at work"], kinds: [...data.kinds, { name: "decode", meaning: "engines decode: the stronger the colour, the more busy slots, mean over the step" }], spans: [...data.spans, ...work] };
+  return { lanes: [...lanes, "engines at work"], kinds: [...data.kinds, { name: "decode", meaning: "engines decode: the stronger the color, the more busy slots, mean over the step" }], spans: [...data.spans, ...work] };
 }
 
 /* Spans of each lane by their start, and the latest end up to each: what is in sight is found by bisection. */
