@@ -31,10 +31,13 @@ class _KeysOnce(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines = dict[str, int]()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and (first := lines.setdefault(key.value, line)) != line:
-                what = f"{key.value} is there twice, in lines {first} and {line}"
+            if key.value in lines:
+                what = f"{key.value} is there twice, in lines {lines[key.value]} and {line}"
                 raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            lines[key.value] = line
         return super().construct_mapping(node, deep=deep)
 
 
@@ -54,7 +57,7 @@ def _way_out_of(error: Exception) -> str:
     if mark is None:
         return "give the path of a YAML file, like configs/quickstart.yaml."
     if "twice" in str(error):
-        return "remove one of the two lines."
+        return "remove one of the two."
     if "\\t" in str(error):
         return f"indent line {mark.line + 1} with spaces: YAML takes no tabs."
     rules = "keys of a section have equal indents, and a space follows each colon; quote texts with : or #"
