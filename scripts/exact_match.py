@@ -24,7 +24,7 @@ NUM_PROMPTS = 100
 EXAM_SEED = 1_000_000
 
 
-def greedy_answers(
+def answers_of(
     model_path: Path, prompts: list[str], max_tokens: int, *, is_sampled: bool = False
 ) -> tuple[list[str], str]:
     """Return the answers with their special tokens, and the text of the end-of-turn token.
@@ -67,7 +67,7 @@ def main() -> int:
     items: list[Any] = [task.prompt(index) for index in range(NUM_PROMPTS)]
     prompts = [item.content for item in items]
     model_path = arguments.run_dir / "final"
-    found, end = greedy_answers(model_path, prompts, config.rollout.max_tokens, is_sampled=arguments.sampled)
+    found, end = answers_of(model_path, prompts, config.rollout.max_tokens, is_sampled=arguments.sampled)
     is_right = [answer == item.answer + end for answer, item in zip(found, items, strict=True)]
     for prompt, answer, right in list(zip(prompts, found, is_right, strict=True))[: arguments.show]:
         print(f"{prompt!r} -> {answer!r}{'' if right else '   wrong'}")

@@ -15,7 +15,7 @@ from statistics import fmean
 
 import nbformat
 import pytest
-from exact_match import greedy_answers
+from exact_match import answers_of
 from forked_processes import popen
 from job_runs import environment
 from nbclient import NotebookClient
@@ -69,7 +69,7 @@ def test_tutorial_commands_run_on_the_files_it_shows(tmp_path: Path) -> None:
 def exact_match(model_path: Path, words: list[str]) -> float:
     """Return the share of `words` that the model answers exactly, special tokens included."""
     right = ["".join(chr(ord(letter) + 1) for letter in word) for word in words]
-    found, end = greedy_answers(model_path, words, max_tokens=5)
+    found, end = answers_of(model_path, words, max_tokens=5)
     return fmean(answer == text + end for answer, text in zip(found, right, strict=True))
 
 

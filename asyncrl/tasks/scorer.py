@@ -9,7 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -112,12 +113,17 @@ class TaskScorer:
     def num_abandoned(self) -> int:
         return self._calls.num_abandoned
 
-    def _timed(self, *arguments: Any) -> Reward | Awaitable[Any]:
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
         start_s = time.perf_counter()
         try:
-            return call(*arguments)
+            yield
         finally:
             self.busy_s += time.perf_counter() - start_s  # a race of threads may lose one call
+
+    def _timed(self, *arguments: Any) -> Reward | Awaitable[Any]:
+        with self._busy():
+            return call(*arguments)
 
     async def score(self, prompt: Prompt, sampled: Completion) -> Reward:
         """Raises RewardFailure (data), or TaskError (ends the run)."""
@@ -131,11 +137,8 @@ class TaskScorer:
                 if self._processes is not None:
                     sent = replace(sampled, routing=b"") if asked else Completion()
                     async with self._free:
-                        start_s = time.perf_counter()
-                        try:
+                        with self._busy():
                             return await self._processes.run(prompt, text, sent)
-                        finally:
-                            self.busy_s += time.perf_counter() - start_s
                 if self._is_inline:
                     reward = self._timed(self._score, prompt, text, asked)
                 else:

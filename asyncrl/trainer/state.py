@@ -382,6 +382,9 @@ def save_peft(
 def names_in_whole_model(base: Path) -> dict[str, str]:
     """Return the names of the text part's parameters in the class that config.json names, by their names in
     a lone language model. peft looks for layers there. Raises transformers' errors.
+
+    Example, Gemma 3: model.layers.0.mlp.up_proj.weight is in Gemma3ForConditionalGeneration
+    model.language_model.layers.0.mlp.up_proj.weight.
     """
     if len(sections_of(read_config(base))) == 1:
         return {}
@@ -389,8 +392,12 @@ def names_in_whole_model(base: Path) -> dict[str, str]:
     with torch.device("meta"):
         whole = getattr(transformers, config.architectures[0])(config)
     names = [name for name, _ in whole.named_parameters()]
-    renamed = renamed_prefix(names).items()
-    return {re.sub(*one, name): name for one in renamed for name in names if re.match(one[0], name)}
+    return {
+        re.sub(prefix, ours, name): name
+        for prefix, ours in renamed_prefix(names).items()
+        for name in names
+        if re.match(prefix, name)
+    }
 
 
 def _read_weights(path: Path, into: dict[str, Tensor]) -> None:
