@@ -7,12 +7,14 @@ import ctypes
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import stat
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Awaitable, Callable
 from datetime import date
 from pathlib import Path
@@ -147,6 +149,56 @@ def test_forked_child_neither_holds_the_lock_nor_returns(tmp_path: Path) -> None
     os.close(reading)
     os.close(writing)
     assert done.stdout == b"the parent alone\n"
+
+
+SIGNALLED = """
+    import asyncio, socket, sys, time
+    from pathlib import Path
+    from types import SimpleNamespace
+    from asyncrl.base.user_code import run_loop
+    from asyncrl.job import lifecycle
+
+    lifecycle.MAX_DEAF_S = 1.0
+    ends, keeps = socket.socketpair()
+    def sleeps(): time.sleep(1000)
+    def computes():
+        while True: pass
+    def receives(): ends.recv(1)
+    log = SimpleNamespace(warn=print, activity=print)
+    async def aclose(): print("closed in order")
+    life = lifecycle.Lifecycle(None, Path(sys.argv[1]), log, SimpleNamespace(aclose=aclose))
+    async def live():
+        print("ready", flush=True)
+        if sys.argv[2] == "waits":
+            life.can_stop = True
+            await life.stop.wait()
+            await asyncio.sleep(0.2)
+            return 128 + life.signal
+        globals()[sys.argv[2]]()
+    sys.exit(run_loop(life.run(live)))
+"""
+
+
+@pytest.mark.parametrize("user_code", ["sleeps", "computes", "receives", "waits"])
+def test_signal_ends_a_run_that_user_code_blocks(tmp_path: Path, user_code: str) -> None:
+    """`timeout` sends a signal twice, at once: this is no second signal, which would end a run unsaved."""
+    process = subprocess.Popen(
+        [sys.executable, "-uc", textwrap.dedent(SIGNALLED), tmp_path, user_code],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    if user_code == "waits":
+        assert said.splitlines() == ["stopping (press Ctrl-C again to end at once)", "closed in order"]
+    else:
+        assert re.search(rf'did not hear it for 1 s in\n.*"<string>", line \d+, in {user_code}\n', said), said
 
 
 @pytest.mark.parametrize(("holds", "then"), [("", 0o750), ("thesis.txt", 0o755)])

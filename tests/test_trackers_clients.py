@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
+import struct
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -50,20 +50,43 @@ def completions(tables: Iterable[dict[str, Any]]) -> list[str]:
     return [row["completion"] for row in rows]
 
 
+def read_wandb_records(path: Path) -> Iterable[Any]:
+    """Read W&B's file: a header of 7 bytes, then LevelDB's log format (blocks of 32 KiB with whole records
+    or parts of them), whose records are protocol buffers.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        left_in_block = 32768 - at % 32768
+        if left_in_block < 7:  # too short for a header: padding
+            at += left_in_block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or a last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
 def read_wandb(run_dir: Path) -> dict[str, Any]:
-    """Read the records of two offline runs with one id: each number follows its name and a tag, twice."""
+    """Read the records of two offline runs with one id."""
     paths = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
-    records = b"".join(path.read_bytes() for path in paths)
+    lines = [
+        {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+        for path in paths
+        for record in read_wandb_records(path)
+    ]
 
     def values(name: str) -> list[Any]:
-        found = re.findall(re.escape(name.encode()) + rb"\x82\x01.([\d.]+)", records, re.DOTALL)
-        return [json.loads(value) for value in found]
+        return [json.loads(line[name]) for line in lines if name in line]
 
     tables = run_dir.glob("wandb/offline-run-*/files/media/table/*.json")
     return {
         "ids": [path.parent.name.rpartition("-")[2] for path in paths],
-        "rewards": values("reward/mean")[::2],
-        "evaluations": values("eval/reward_mean")[::2],
+        "rewards": values("reward/mean"),
+        "evaluations": values("eval/reward_mean"),
         "completions": completions(json.loads(path.read_text()) for path in tables),
     }
 

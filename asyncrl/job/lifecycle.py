@@ -13,6 +13,7 @@ import secrets
 import shlex
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,11 +21,12 @@ from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from asyncrl.base.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
 from asyncrl.base.files import clear_own_staging, run_lock, write_whole
-from asyncrl.base.user_code import message_of
+from asyncrl.base.user_code import message_of, place_of
 from asyncrl.base.waits import uncut
 from asyncrl.config import RunConfig
 from asyncrl.launch.processes import Launcher
@@ -39,6 +41,10 @@ FEW_FILES = 256
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """Errors of a write to an open file, which name no file."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MAX_DEAF_S = 10.0
+"""Kubernetes kills 30 s after SIGTERM; the loop's own work takes milliseconds."""
+SAME_SIGNAL_S = 0.5
+"""`timeout` and `uv run` may send a signal twice."""
 
 
 @dataclass(eq=False)
@@ -48,7 +54,8 @@ class Lifecycle:
     Life: run(live) awaits live(), which starts everything; shutdown is in reverse order.
     Waits: run() waits for live(). A task that raises, or on_broken, ends it.
     Invariant: no process remains after run(). The first SIGINT or SIGTERM sets `stop` while `can_stop`, and
-        otherwise cancels live(); the second kills all processes and exits.
+        otherwise cancels live(); the second kills all processes and exits. So does the first after
+        MAX_DEAF_S, if user code blocks the event loop.
 
     `on_end` gets the state (done, interrupted or failed), the reason, and whether a rerun may succeed;
     `on_exit` is awaited last.
@@ -70,6 +77,8 @@ class Lifecycle:
         self.stop = asyncio.Event()
         self.can_stop = False
         self.signal: int | None = None
+        self._signals = dict[int, float]()
+        """Signals that arrived in the main thread, with their times."""
         self._main: asyncio.Task[Any] | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks = weakref.WeakSet[asyncio.Task[None]]()
@@ -83,6 +92,8 @@ class Lifecycle:
         if _is_in_main_thread():
             for number in SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self.interrupt_nowait, number)
+                # The loop keeps hearing of signals. This handler also runs within user code that blocks it.
+                signal.signal(number, self._on_signal)
         try:
             try:
                 code = await self._live(live)
@@ -174,19 +185,39 @@ class Lifecycle:
 
     def interrupt_nowait(self, number: int) -> None:
         assert self._main is not None
-        is_second = self.signal is not None
-        if is_second and _is_in_main_thread():
-            for server in self.servers:  # other processes end with our pipe
-                server.child.kill_nowait()
-            clear_own_staging()
-            os._exit(128 + number)
-        if not is_second:
+        if self.signal is None:
             self.signal = number
             self.log.activity("stopping (press Ctrl-C again to end at once)")
-        if self.can_stop and not is_second:
-            self.stop.set()
-        else:
+            if self.can_stop:
+                self.stop.set()
+            else:
+                self._main.cancel()
+        elif not _is_in_main_thread():
             self._main.cancel()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """End at once at the second signal, and watch whether the loop hears the first."""
+        if not self._signals:
+            watch = threading.Timer(MAX_DEAF_S, self._exit_if_deaf, (number, threading.get_ident()))
+            watch.daemon = True
+            watch.start()
+        elif time.monotonic() - self._signals.get(number, 0.0) >= SAME_SIGNAL_S:
+            self._exit(number)
+        self._signals[number] = time.monotonic()
+
+    def _exit_if_deaf(self, number: int, main_thread: int) -> None:
+        if self.signal is None:
+            self.log.warn(
+                f"ended by {signal.Signals(number).name} without a checkpoint: the run did not hear it for "
+                f"{MAX_DEAF_S:g} s in\n{place_of(main_thread)}  It can be resumed."
+            )
+            self._exit(number)
+
+    def _exit(self, number: int) -> None:
+        for server in self.servers:  # other processes end with our pipe
+            server.child.kill_nowait()
+        clear_own_staging()
+        os._exit(128 + number)
 
 
 def _is_in_main_thread() -> bool:
