@@ -25,13 +25,14 @@ from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import BufferConfig
 from asyncrl.messages.records import Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.tokens import Tokens
 
 MAX_STALENESS = 8
 NUM_GROUPS = 16
 SIZES = (1_000, 10_000, 100_000)
 NUM_BATCHES = 400
 TRAIN_S = 0.6
-NO_TOKENS = np.zeros(0, np.int32)
+ONE_TOKEN = np.zeros(1, np.int32)
 
 
 def cost_us(num_total: int) -> float:
@@ -57,9 +58,7 @@ def cost_us(num_total: int) -> float:
             pool[index], pool[-1] = pool[-1], pool[index]
             group_id, oldest = pool.pop()
             span = VersionSpan(0, 1, oldest)
-            buffer.finish_nowait(
-                Group(group_id, prompt, (Trajectory(0, NO_TOKENS, NO_TOKENS, NO_TOKENS, (span,), 0.0),))
-            )  # type: ignore[arg-type]
+            buffer.finish_nowait(Group(group_id, prompt, (Trajectory(0, Tokens(ONE_TOKEN, (span,)), 0.0),)))  # type: ignore[arg-type]
             continue
         version += 1
         buffer.set_served_nowait(version)

@@ -35,7 +35,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig
 from asyncrl.launch.processes import HUGE_PAGES
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.messages.tokens import BEHAVIOUR, Tokens, spans_of
+from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerSpec
 
@@ -95,11 +96,10 @@ def train_once(step: TrainStep) -> float:
             for index in range(NUM_SEQUENCES)
         ],
     )
-    arrays = BatchArrays(
-        token_ids=rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
-        loss_mask=mask,
-        behaviour_logprobs=np.where(mask, -9.7, 0).astype(np.float32),
-        versions=np.where(mask, step.policy_version, -1).astype(np.int32),
+    arrays = Tokens(
+        rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
+        spans_of(np.where(mask, step.policy_version, -1)),
+        {BEHAVIOUR: np.where(mask, -9.7, 0).astype(np.float32)},
     )
     return step.train(header, arrays)["perf/train_s"]
 

@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
-
 from asyncrl.base.http import Refused
-from asyncrl.messages.codec import Asked, Sampled, response, spans_of
-from asyncrl.messages.engine_api import GenerateResponse
+from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import TOP_IDS, TOP_LOGPROBS, SegmentPart, Tokens
 
 
-class Reply(Future[GenerateResponse]):
+def top_logprobs(answer: SegmentPart) -> list[list[tuple[int, float]]]:
+    """Return (id, logprob) of the likeliest tokens, for each new token."""
+    ids, logprobs = (answer.new.column(name).lists() for name in (TOP_IDS, TOP_LOGPROBS))
+    return [[*zip(*of_token, strict=True)] for of_token in zip(ids, logprobs, strict=True)]
+
+
+class Reply(Future[SegmentPart]):
     def __init__(
         self, engine: Any, request: SamplingRequest, *, is_streamed: bool = False, ends: bool = True
     ) -> None:
@@ -28,7 +32,7 @@ class Reply(Future[GenerateResponse]):
         if rows[-1].then == "interrupted" and self._ends:
             self.abort()
         elif rows[-1].then not in ("more", "interrupted"):
-            self.set_result(response(self.run.request.request_id, joined(self.rows)))
+            self.set_result(joined(self.rows).part)
 
     def refused(self, number: int, refusal: Refused) -> None:
         self.set_exception(refusal)
@@ -43,20 +47,7 @@ class Reply(Future[GenerateResponse]):
 
 def joined(rows: Sequence[Sampled]) -> Sampled:
     """Return all tokens of a request as one row."""
-    marks = list[tuple[int, int]]()
-    num = 0
-    for row in rows:
-        for start, _, version in row.spans:
-            if not marks or marks[-1][1] != version:
-                marks.append((num + start, version))
-        num += len(row.token_ids)
-    return rows[-1]._replace(
-        token_ids=np.concatenate([row.token_ids for row in rows]),
-        logprobs=np.concatenate([row.logprobs for row in rows]),
-        spans=spans_of(marks, 0, num),
-        top=[pairs for row in rows for pairs in row.top],
-        routing=b"".join(row.routing for row in rows),
-    )
+    return rows[-1]._replace(tokens=Tokens.join([row.tokens for row in rows]))
 
 
 def ask(engine: Any, requests: Sequence[SamplingRequest], **how: bool) -> list[Reply]:

@@ -14,8 +14,8 @@ from engine_replies import ask
 from pydantic_core import from_json
 
 from asyncrl.base.http import SECRET_ENV, child_arguments, die_with_parent, json_answer, secret_of, serve
-from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl_servers.engine_routes import engine_routes
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
@@ -34,7 +34,7 @@ def main() -> None:
     app = engine_routes(engine, secret_of(SECRET_ENV))
     numbers = count()
 
-    async def answered(asked: SamplingRequest) -> GenerateResponse:
+    async def answered(asked: SamplingRequest) -> SegmentPart:
         return await asyncio.wrap_future(ask(engine, [asked])[0])
 
     async def generate(request: web.Request) -> web.Response:

@@ -49,8 +49,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import rare_collections
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
-from asyncrl.messages.engine_api import EngineHealth, GenerateResponse
+from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportResponse, TrainResponse
 from asyncrl.observe.metrics import SpecialTokens, batch_metrics
 from asyncrl.observe.run_dir import Recorder
@@ -152,11 +153,11 @@ class CountingServer(EngineServer):
         *,
         on_chunk: OnChunk | None = None,
         on_interrupted: OnInterrupted | None = None,
-    ) -> GenerateResponse:
+    ) -> SegmentPart:
         assert on_interrupted is not None
         tell = on_interrupted
 
-        def counted(part: GenerateResponse) -> bool:
+        def counted(part: SegmentPart) -> bool:
             self.num_interrupted += 1
             return tell(part)
 

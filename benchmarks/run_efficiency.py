@@ -133,7 +133,7 @@ def trainer_alone(peer: SyncRun, journal: Path, first: int, last: int) -> Rate:
         wall_s, cpu_s = wall_s - time.perf_counter(), cpu_s - time.process_time()
         peer.trainer.train(header, arrays)
         wall_s, cpu_s = wall_s + time.perf_counter(), cpu_s + time.process_time()
-        num_tokens += int(arrays.loss_mask.sum())
+        num_tokens += int(arrays.is_sampled.sum())
     return Rate(num_tokens / wall_s, cpu_s / num_tokens)
 
 

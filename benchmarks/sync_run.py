@@ -30,7 +30,7 @@ from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
-from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Prompt
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import TrainResponse
 from asyncrl.messages.work import answer_text
@@ -107,12 +107,7 @@ class SyncRun:
         ]
         answers = [answer.result(timeout=600) for answer in ask(self.engine, asked)]
         return [
-            Completion(
-                tuple(answer.token_ids),
-                tuple(answer.logprobs),
-                tuple(VersionSpan(span.start, span.end, span.version) for span in answer.version_spans),
-                answer.finish_reason,
-            )
+            Completion(answer.tokens, finish_reason=answer.finish_reason)
             for answer in answers
             if answer.finish_reason != "abort"
         ]

@@ -17,7 +17,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import ScratchConfig
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader, pack_batch, unpack_batch
+from asyncrl.messages.tokens import BEHAVIOUR, Tokens, spans_of
+from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader, pack_batch, unpack_batch
 from asyncrl.trainer.random_init import SPECIAL_TOKENS, ScratchSpec, make_scratch_model
 
 GROUP_SIZE, PROMPT_LENGTH, MAX_COMPLETION = 8, 64, 512
@@ -55,7 +56,7 @@ class Case:
     def load(cls, path: str) -> Case:
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
-    def batch(self) -> tuple[BatchHeader, BatchArrays]:
+    def batch(self) -> tuple[BatchHeader, Tokens]:
         """The one batch, at version 0."""
         return unpack_batch(Path(self.batch_path).read_bytes())
 
@@ -229,11 +230,10 @@ def make_batch(model_path: str, rows: Callable[[Pieces], list[Row]]) -> bytes:
     mask = np.concatenate([row.is_sampled for row in made])
     return pack_batch(
         BatchHeader(version=0, min_version=0, mask_older=False, trajectories=headers),
-        BatchArrays(
-            token_ids=np.concatenate(tokens),
-            loss_mask=mask,
-            behaviour_logprobs=np.concatenate(logprobs),
-            versions=np.where(mask, 0, -1).astype(np.int32),
+        Tokens(
+            np.concatenate(tokens),
+            spans_of(np.where(mask, 0, -1)),
+            {BEHAVIOUR: np.concatenate(logprobs)},
         ),
     )
 

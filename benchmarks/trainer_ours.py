@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_result
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.messages.tokens import spans_of
 from asyncrl.trainer import build_model, packing, tree
 from asyncrl.trainer.forward_plan import find_plan
 from asyncrl.trainer.policy import ForwardPlan
@@ -76,8 +78,7 @@ def main() -> None:
         while not meter.is_over():
             version = len(metrics)
             header = header.model_copy(update={"version": version, "min_version": version})
-            versions = np.where(arrays.loss_mask, version, -1).astype(np.int32)
-            arrays = arrays.model_copy(update={"versions": versions})
+            arrays = replace(arrays, spans=spans_of(np.where(arrays.is_sampled, version, -1)))
             meter.start()
             metrics.append(step.train(header, arrays))
             meter.stop()

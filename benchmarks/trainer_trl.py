@@ -47,7 +47,7 @@ class Rollouts:
         header, arrays = case.batch()
         self.prompt_ids, self.completion_ids, self.behaviour, self.rewards = [], [], [], []
         for entry in header.trajectories:
-            ids, mask = arrays.token_ids[entry.start : entry.end], arrays.loss_mask[entry.start : entry.end]
+            ids, mask = arrays.ids[entry.start : entry.end], arrays.is_sampled[entry.start : entry.end]
             self.prompt_ids.append(ids[~mask].tolist())
             self.completion_ids.append(ids[mask].tolist())
             self.behaviour.append(torch.from_numpy(arrays.behaviour_logprobs[entry.start : entry.end][mask]))

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from token_cases import trajectory_of
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, VersionSpan
 
 
 def make_group(group_id: int, *rollouts: Sequence[int], rewards: Sequence[float] = ()) -> Group:
@@ -21,8 +22,8 @@ def make_group(group_id: int, *rollouts: Sequence[int], rewards: Sequence[float]
     for index, (versions, reward) in enumerate(zip(rollouts, given, strict=True)):
         spans = tuple(VersionSpan(2 + i, 3 + i, version) for i, version in enumerate(versions))
         mask = np.array([False, False] + [True] * len(versions))
-        zeros = np.zeros(len(mask), np.int32), mask, np.zeros(len(mask), np.float32)
-        trajectories.append(Trajectory(index, *zeros, spans, reward))
+        zeros = np.zeros(len(mask))
+        trajectories.append(trajectory_of(index, zeros, mask, zeros, spans, reward))
     return Group(GroupId(group_id), Prompt(f"p{group_id}", ()), tuple(trajectories))
 
 
@@ -31,7 +32,7 @@ def versions_of(group: Group) -> list[int]:
     return [
         span.version
         for trajectory in group.trajectories
-        for span in trajectory.version_spans
+        for span in trajectory.tokens.spans
         for _ in range(span.start, span.end)
     ]
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 from contract_servers import VOCAB_SIZE, Server, client_of
 from safetensors.numpy import save_file
+from token_cases import sampled_tokens
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.codec import spans_of
-from asyncrl.messages.engine_api import EngineHealth, EnginePart, GenerateResponse
-from asyncrl.messages.records import VersionSpan
+from asyncrl.messages.codec import spans_between
+from asyncrl.messages.engine_api import EngineHealth, EnginePart
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 from asyncrl.weights.tensor_files import digest_tensors
 
@@ -161,7 +162,7 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def check_whole(answer: GenerateResponse, server: Server) -> None:
+def check_whole(answer: SegmentPart, server: Server) -> None:
     """One logprob a token, ids that exist, and version spans that cover every token once, in order of
     versions.
     """
@@ -173,7 +174,7 @@ def check_whole(answer: GenerateResponse, server: Server) -> None:
     assert (versions := versions_of(answer)) == sorted(set(versions))
 
 
-def joined(chunks: list[GenerateResponse], last: GenerateResponse) -> GenerateResponse:
+def joined(chunks: list[SegmentPart], last: SegmentPart) -> SegmentPart:
     parts = [*chunks, last]
     token_ids = [token for part in parts for token in part.token_ids]
     logprobs = [logprob for part in parts for logprob in part.logprobs]
@@ -181,10 +182,17 @@ def joined(chunks: list[GenerateResponse], last: GenerateResponse) -> GenerateRe
         span.version for part in parts for span in part.version_spans for _ in range(span.start, span.end)
     ]
     marks = [(at, version) for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
-    spans = [VersionSpan(*span) for span in spans_of(marks, 0, len(versions))]
-    return last.model_copy(update={"token_ids": token_ids, "logprobs": logprobs, "version_spans": spans})
+    spans = [*spans_between(marks, 0, len(versions))]
+    return SegmentPart(sampled_tokens(token_ids, logprobs, spans), last.finish_reason)
 
 
-def versions_of(answer: GenerateResponse) -> list[int]:
+def same_part(one: SegmentPart, other: SegmentPart) -> bool:
+    values = [
+        (part.token_ids, part.logprobs, part.version_spans, part.finish_reason) for part in (one, other)
+    ]
+    return values[0] == values[1]
+
+
+def versions_of(answer: SegmentPart) -> list[int]:
     """The version of each span."""
     return [span.version for span in answer.version_spans]

@@ -11,8 +11,9 @@ import torch
 from engine_replies import ask
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.messages.engine_api import CommitRequest, GenerateResponse, PrepareRequest
+from asyncrl.messages.engine_api import CommitRequest, PrepareRequest
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
@@ -53,11 +54,11 @@ def make_request(
     return SamplingRequest(request_id, prompt_ids, **given)
 
 
-def answered(engine: Engine, **fields: Any) -> GenerateResponse:
+def answered(engine: Engine, **fields: Any) -> SegmentPart:
     return ask(engine, [make_request(**fields)])[0].result(timeout=60)
 
 
-def drawn(answer: GenerateResponse) -> tuple[list[int], list[float]]:
+def drawn(answer: SegmentPart) -> tuple[list[int], list[float]]:
     return answer.token_ids, answer.logprobs
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from asyncrl.base.http import CallLost, CallRefused, Refused
 from asyncrl.messages import codec, engine_api
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import BEHAVIOUR, Tokens
 from asyncrl_servers.engine_routes import ServedLink
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedRun, SimulatedSpec, SimulatedWeights
 
@@ -76,12 +77,12 @@ class LetterEngine(SimulatedEngine):
         start = run.num_told
         if then == "more" and end - start < self._server.chunk_tokens:
             return
-        spans = codec.spans_of(run.marks, start, end)
+        spans = codec.spans_between(run.marks, start, end)
         first = len(run.request.prompt_ids) + start
         drawn = [
-            fake_token(self.weights.digests[version], run.request.seed, first + at)
-            for begin, stop, version in spans
-            for at in range(begin, stop)
+            fake_token(self.weights.digests[span.version], run.request.seed, first + at)
+            for span in spans
+            for at in range(span.start, span.end)
         ]
         ids = np.array([token for token, _ in drawn], np.int32)
         if then == "stop":
@@ -89,7 +90,7 @@ class LetterEngine(SimulatedEngine):
         logprobs = np.array([logprob for _, logprob in drawn], np.float32)
         self._num_tokens += end - start
         run.num_told = end
-        self.report(run, codec.Sampled(run.number, ids, logprobs, spans, then))
+        self.report(run, codec.Sampled(run.number, Tokens(ids, spans, {BEHAVIOUR: logprobs}), then))
 
 
 class FakeLink(ServedLink):

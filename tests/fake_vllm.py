@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import pytest
 from fake_server import FakeServer
 from pydantic import BaseModel
@@ -22,9 +23,10 @@ from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Answer, CallGarbled, CallLost
 from asyncrl.engines.vllm_process import GENERATE, GRAMMARS, VllmRequirements
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import GenerateResponse, Interrupt
+from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import Canary, ExportResponse
 
 DECODE_S, TRANSIT_S = 0.01, 0.004
@@ -274,11 +276,12 @@ def request(name: str = "a", *, max_tokens: int = 20, prompt: tuple[int, ...] = 
     return SamplingRequest(request_id=name, prompt_ids=list(prompt), max_tokens=max_tokens)
 
 
-def check_logprobs(completion: Completion | GenerateResponse) -> None:
+def check_logprobs(completion: Completion | SegmentPart) -> None:
     """Each token is said to be of the version whose weights sampled it, over its own KV cache."""
     logprobs = completion.behaviour_logprobs if isinstance(completion, Completion) else completion.logprobs
     for span in completion.version_spans:
-        assert list(logprobs[span.start : span.end]) == [-(1 + span.version) / 100] * (span.end - span.start)
+        expected = float(np.float32(-(1 + span.version) / 100))
+        assert list(logprobs[span.start : span.end]) == [expected] * (span.end - span.start)
 
 
 async def lost(call: Coroutine[Any, Any, object]) -> EngineLost:
@@ -287,5 +290,5 @@ async def lost(call: Coroutine[Any, Any, object]) -> EngineLost:
     return caught.value
 
 
-def versions(answer: GenerateResponse | Completion) -> list[int]:
+def versions(answer: SegmentPart | Completion) -> list[int]:
     return [span.version for span in answer.version_spans]

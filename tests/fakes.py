@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any, Literal
 
 from fake_engine import END_TOKEN
+from token_cases import completion_of
 
 from asyncrl.base.errors import RewardFailure
 from asyncrl.messages.records import Batch, Completion, GroupId, Prompt, Ticket, VersionSpan
@@ -64,7 +65,8 @@ class FakeEngine:
         reason: Literal["stop", "length"] = "length" if length == request.max_tokens else "stop"
         if on_spent is not None:
             on_spent(length)
-        return Completion((ord("z"),) * length, (-1.0,) * length, (VersionSpan(0, length, version),), reason)
+        spans = [VersionSpan(0, length, version)]
+        return completion_of([ord("z")] * length, spans=spans, finish=reason, prompt=request.prompt_ids)
 
 
 class FakeTokenizer:

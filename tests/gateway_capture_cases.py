@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from token_cases import completion_of
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
-from asyncrl.messages.records import Completion, Rollout, VersionSpan
+from asyncrl.messages.records import Completion, Rollout
 
 START, END = "\ue000", "\ue001"
 """The special tokens: every token is one character, its id the code point."""
@@ -73,10 +74,10 @@ def assistant(text: str | None, **fields: Any) -> Message:
     return {"role": "assistant", "content": text, **fields}
 
 
-def completion(ids: Sequence[int], first_logprob: float = -1.0) -> Completion:
+def completion(planned: PromptPlan, ids: Sequence[int], first_logprob: float = -1.0) -> Completion:
     """Logprobs fall by 1/1024 from token to token."""
-    logprobs = tuple(first_logprob - index / 1024 for index in range(len(ids)))
-    return Completion(tuple(ids), logprobs, (VersionSpan(0, len(ids), 0),), "stop")
+    logprobs = [first_logprob - index / 1024 for index in range(len(ids))]
+    return completion_of(ids, logprobs, finish="stop", prompt=planned.prompt_ids)
 
 
 def plan(
@@ -126,7 +127,7 @@ def check_trained(branches: Rollout, sampled: Sequence[tuple[Sequence[int], Sequ
     for branch in branches:
         edges = np.flatnonzero(np.diff([False, *branch.loss_mask, False]))
         for start, end in edges.reshape(-1, 2).tolist():
-            logprobs = branch.behaviour_logprobs[start:end].tolist()
+            logprobs = branch.tokens.behaviour_logprobs[start:end].tolist()
             assert logprobs == [logprobs[0] - place / 1024 for place in range(end - start)]
             ids = branch.token_ids
             trained.append((-logprobs[0], ids[:start].tolist(), ids[start:end].tolist()))

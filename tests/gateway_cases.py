@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import openai
 from starlette.routing import BaseRoute
+from token_cases import completion_of
 
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
@@ -122,7 +123,8 @@ class ScriptedEngine:
         cuts = ((0, half, 4, 3), (half, len(ids), 5, 3))
         spans = tuple(VersionSpan(*each) for each in cuts if each[0] < each[1])
         reason = "stop" if ids[-1] == self.end or len(ids) < request.max_tokens else "length"
-        return Completion(ids, tuple(-0.5 - i / 1024 for i in range(len(ids))), spans, reason, 1)  # type: ignore[arg-type]
+        logprobs = [-0.5 - i / 1024 for i in range(len(ids))]
+        return completion_of(ids, logprobs, spans, reason, 1, prompt=request.prompt_ids)
 
     def _until_stop(self, request: SamplingRequest) -> tuple[int, ...]:
         text = self.answer(request)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from token_cases import completion_of, masked_tokens
 
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, reading
@@ -24,6 +25,7 @@ from asyncrl.messages.records import (
     Trajectory,
     VersionSpan,
 )
+from asyncrl.messages.tokens import ROUTING, TEACHER
 
 RUN_ID = "a run"
 
@@ -41,17 +43,11 @@ def make_trajectory(group_id: int, sample_index: int, num_tokens: int = 12, vers
     draw = np.random.default_rng([group_id, sample_index])
     mask = np.arange(num_tokens) >= 2
     logprobs = np.where(mask, -draw.exponential(size=num_tokens), 0).astype(np.float32)
+    ids = draw.integers(0, 50_000, num_tokens)
     is_taught = (group_id + sample_index) % 2 == 1
-    return Trajectory(
-        sample_index,
-        draw.integers(0, 50_000, num_tokens).astype(np.int32),
-        mask,
-        logprobs,
-        (VersionSpan(2, num_tokens, version),),
-        reward=float(draw.random()),
-        metrics={"turns": 1.0},
-        teacher_logprobs=np.where(mask, 2 * logprobs, 0).astype(np.float32) if is_taught else None,
-    )
+    taught = {TEACHER: np.where(mask, 2 * logprobs, 0).astype(np.float32)} if is_taught else {}
+    tokens = masked_tokens(ids, mask, logprobs, [VersionSpan(2, num_tokens, version)], **taught)
+    return Trajectory(sample_index, tokens, reward=float(draw.random()), metrics={"turns": 1.0})
 
 
 def make_rollout(group_id: int, sample_index: int, *, has_credits: bool = False, **options: Any) -> Rollout:
@@ -77,14 +73,10 @@ def make_batch(version: int, *group_ids: int, **options: Any) -> Batch:
 
 def make_partial(num_tokens: int) -> Completion:
     """A prompt of 3 tokens and 2 experts a token."""
-    logprobs = tuple(np.linspace(-1, -2, num_tokens, dtype=np.float32).tolist())
-    return Completion(
-        tuple(range(num_tokens)),
-        logprobs,
-        (VersionSpan(0, num_tokens, 0),),
-        num_interruptions=1,
-        routing=np.arange(2 * (3 + num_tokens), dtype="<u2").tobytes(),
-    )
+    logprobs = np.linspace(-1, -2, num_tokens, dtype=np.float32).tolist()
+    partial = completion_of(range(num_tokens), logprobs, num_interruptions=1, prompt=(7, 8, 9))
+    routing = np.arange(2 * (3 + num_tokens), dtype="<u2").reshape(-1, 2)
+    return replace(partial, tokens=partial.tokens.with_columns({ROUTING: routing}))
 
 
 def admit(journal: Journal, group_id: int, start_version: int = 0) -> None:

@@ -150,16 +150,16 @@ def trained(model: Any, plan: ForwardPlan) -> str:
     plain = copy.deepcopy(model)
     rows = [[(ids, [False] + [True] * (len(ids) - 1)) for ids in texts] for texts in make_texts()]
     header, arrays = batch_of(rows)
-    weight_N = torch.randn(len(arrays.token_ids), generator=torch.Generator().manual_seed(1))
+    weight_N = torch.randn(len(arrays.ids), generator=torch.Generator().manual_seed(1))
     expected_N = torch.zeros(len(weight_N))
     # Dynamic RoPE remembers the longest text, so short ones come first.
     for entry in sorted(header.trajectories, key=lambda entry: entry.end - entry.start):
-        logprob_T = plain_logprobs(plain, arrays.token_ids[entry.start : entry.end].tolist())
+        logprob_T = plain_logprobs(plain, arrays.ids[entry.start : entry.end].tolist())
         (logprob_T * weight_N[entry.start + 1 : entry.end]).sum().backward()
         expected_N[entry.start + 1 : entry.end] = logprob_T.detach()
     policy = Policy(model, plan)
     found_N = torch.zeros(len(weight_N))
-    given = (header, arrays, arrays.loss_mask, plan.rules(10**6), CPU, Ranks(0, 1), policy.costs)
+    given = (header, arrays, arrays.is_sampled, plan.rules(10**6), CPU, Ranks(0, 1), policy.costs)
     for micro, _ in micro_batches(*given):
         logprob_M = policy(micro, TEMPERATURE).logprob_M
         (logprob_M * weight_N[micro.source_M]).sum().backward()

@@ -19,10 +19,10 @@ from trainer_cases import make_spec
 
 from asyncrl.base.http import SECRET_ENV, Caller
 from asyncrl.messages.trainer_api import (
-    BatchArrays,
     BatchHeader,
     ExportResponse,
     StateRequest,
+    Tokens,
     TrainerHealth,
     TrainResponse,
     pack_batch,
@@ -54,7 +54,7 @@ class Group:
     def post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
         return self.ask(lambda caller: caller.post(path, body, answer, timeout_s=TIMEOUT_S))
 
-    def train(self, header: BatchHeader, arrays: BatchArrays) -> TrainResponse:
+    def train(self, header: BatchHeader, arrays: Tokens) -> TrainResponse:
         return self.post("/train", pack_batch(header, arrays), TrainResponse)
 
     def begin_export(self) -> int:

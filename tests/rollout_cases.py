@@ -9,12 +9,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
 from fakes import FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
+from token_cases import completion_of
 
 from asyncrl.base.errors import WouldWait
 from asyncrl.config import EvalConfig
 from asyncrl.config.rollout_buffer import RolloutConfig
 from asyncrl.messages.records import (
-    Completion,
     Finished,
     Group,
     GroupId,
@@ -40,8 +40,9 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 def one_token(sample_index: int, version: int = 0, reward: float = 0.5) -> Any:
     """The answer "z" to "q"."""
-    completion = Completion((ord("z"),), (-1.0,), (VersionSpan(0, 1, version),), "stop")
-    return make_trajectory(sample_index, (ord("q"),), completion, reward)
+    spans = [VersionSpan(0, 1, version)]
+    completion = completion_of([ord("z")], spans=spans, finish="stop", prompt=[ord("q")])
+    return make_trajectory(sample_index, completion, reward)
 
 
 class FakeSink:

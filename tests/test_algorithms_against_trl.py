@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer_cases import batch_of, changed, make_spec
 
 from asyncrl.algorithms.advantages import overlong_penalty
-from asyncrl.messages.trainer_api import BatchArrays
+from asyncrl.messages.tokens import Tokens
 from asyncrl.trainer.objective import BatchNumbers, Objective
 from asyncrl.trainer.packing import Costs, PackRules, micro_batches
 from asyncrl.trainer.ranks import ONE_RANK
@@ -107,9 +107,9 @@ Answer = tuple[Tensor, dict[str, float], Tensor]
 """Loss of one optimizer step with gradient, statistics or metrics, advantages [B]."""
 
 
-def over_batch(value_M: Tensor, arrays: BatchArrays) -> Any:
-    value_N = torch.zeros(len(arrays.loss_mask))
-    value_N[torch.from_numpy(arrays.loss_mask)] = value_M
+def over_batch(value_M: Tensor, arrays: Tokens) -> Any:
+    value_N = torch.zeros(len(arrays.is_sampled))
+    value_N[torch.from_numpy(arrays.is_sampled)] = value_M
     return value_N.numpy()
 
 
@@ -138,7 +138,7 @@ def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
     entries = [entry.model_copy(update={"reward": reward}) for entry, reward in scored]
     header = header.model_copy(update={"trajectories": entries})
     arrays = changed(arrays, behaviour_logprobs=over_batch(sampled.behaviour_M, arrays))
-    mask = arrays.loss_mask
+    mask = arrays.is_sampled
     settings = {"advantage": "dr_grpo", "clip_high": 0.28, **algorithm}
     objective = Objective(make_spec(Path(), Path(), algorithm=settings, max_tokens=MAX_TOKENS))
     known = (sampled.proximal_M, sampled.reference_M, sampled.entropy_M)

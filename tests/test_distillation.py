@@ -15,6 +15,7 @@ import torch
 from crash_fuzz import killed_on_the_way
 from engine_processes import SECRET, engine_process
 from tiny_model import make_tiny_model
+from token_cases import trajectory_of
 from trainer_cases import MakeStep, changed, make_batch, naive_logprobs, plain_advantages, plain_loss
 from transformers import AutoModelForCausalLM
 
@@ -39,7 +40,7 @@ def make_branch(num_tokens: int, sampled: list[slice], seed: int = 0) -> Traject
         mask[part] = True
     ids = np.random.default_rng(seed).integers(0, VOCABULARY, num_tokens).astype(np.int32)
     spans = tuple(VersionSpan(part.start, part.stop, 0) for part in sampled)
-    return Trajectory(0, ids, mask, np.where(mask, -1, 0).astype(np.float32), spans, reward=0.0)
+    return trajectory_of(0, ids, mask, np.where(mask, -1, 0), spans)
 
 
 ROLLOUTS: list[Rollout] = [
@@ -81,7 +82,7 @@ def test_teachers_logprobs_are_those_of_a_plain_forward(tiny_model_dir: Path, tm
 
 def test_gradient_follows_reward_and_reverse_kl(make_step: MakeStep, tiny_model_dir: Path) -> None:
     header, arrays = make_batch()
-    sampled = arrays.loss_mask
+    sampled = arrays.is_sampled
     draw = np.random.default_rng(1).normal(-3.0, 2.0, len(sampled)).clip(max=0)
     arrays = changed(arrays, teacher_logprobs=np.where(sampled, draw, 0).astype(np.float32))
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)

@@ -11,8 +11,8 @@ import pytest
 from engine_in_process import answered, make_qwen3, make_request, running_engine
 from engine_replies import ask
 
-from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl_servers.embedded.embedded_engine import Engine
 
 ODD = {"vocab_size": 53, "hidden_size": 60, "intermediate_size": 101}
@@ -43,7 +43,7 @@ def varied_requests(vocab_size: int, count: int, seed: int) -> list[SamplingRequ
     ]
 
 
-def answers_of(engine: Engine, requests: list[SamplingRequest]) -> dict[str, GenerateResponse]:
+def answers_of(engine: Engine, requests: list[SamplingRequest]) -> dict[str, SegmentPart]:
     answers = [one.result(timeout=60) for one in ask(engine, requests)]
     return {answer.request_id: answer for answer in answers}
 

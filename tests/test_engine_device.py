@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from asyncrl.messages.engine_api import CommitRequest, GenerateResponse
+from asyncrl.messages.engine_api import CommitRequest
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 from asyncrl_servers.embedded.runner import MOST_GRAPHS, DecodeGraphs
 
@@ -61,7 +62,7 @@ class Recorded(DecodeGraphs):
         return replay
 
 
-def answers(engine: Engine, halfway: Callable[[], None] = lambda: None) -> list[GenerateResponse]:
+def answers(engine: Engine, halfway: Callable[[], None] = lambda: None) -> list[SegmentPart]:
     """Of requests that come and go: more than there are slots, short and long ones, some of one prompt."""
     ends, futures = [40, 9, 25, 60, 33, 12, 50, 21, 44, 30, 18, 27, 36, 55], []
     for seed, end in enumerate(ends):
@@ -76,7 +77,7 @@ def answers(engine: Engine, halfway: Callable[[], None] = lambda: None) -> list[
     raise AssertionError("the requests have not ended in 2000 steps")
 
 
-def check_same(found: list[GenerateResponse], expected: list[GenerateResponse]) -> None:
+def check_same(found: list[SegmentPart], expected: list[SegmentPart]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         np.testing.assert_allclose(drawn(ours)[1], drawn(theirs)[1], atol=1e-4)

@@ -18,8 +18,9 @@ from model_zoo import make_config, random_model
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import find_fatal
-from asyncrl.messages.engine_api import CommitRequest, GenerateResponse
+from asyncrl.messages.engine_api import CommitRequest
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl.weights.tensor_files import weights_of
 from asyncrl_servers.embedded.embedded_engine import build_engine
 
@@ -56,9 +57,7 @@ def prompt_of(length: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def check(
-    model: Any, request: SamplingRequest, answer: GenerateResponse, start: int = 0, end: int = 99
-) -> None:
+def check(model: Any, request: SamplingRequest, answer: SegmentPart, start: int = 0, end: int = 99) -> None:
     """Compare tokens [start, end) of an answer with one plain forward pass."""
     assert len(answer.token_ids) == request.max_tokens
     num_prompt = len(request.prompt_ids)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_in_process import drawn, make_qwen3, make_request, make_spec
-from engine_replies import ask
+from engine_replies import ask, top_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.base.http import Refused
 from asyncrl.messages import token_grammars
-from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
@@ -65,7 +65,7 @@ def asking(schema: dict[str, Any], seed: int = 7, **fields: Any) -> SamplingRequ
     return make_request(f"r{seed}", **given)
 
 
-def answers(engine: Engine, *requests: SamplingRequest) -> list[GenerateResponse]:
+def answers(engine: Engine, *requests: SamplingRequest) -> list[SegmentPart]:
     replies = ask(engine, requests)
     turn_until(engine, *replies)
     return [reply.result() for reply in replies]
@@ -108,7 +108,7 @@ def test_answers_are_valid_and_the_same_whatever_interrupts_them(
 
 
 def check_allowed(
-    request: SamplingRequest, answer: GenerateResponse, logits_TV: torch.Tensor, tokenizer: Any, vocab: int
+    request: SamplingRequest, answer: SegmentPart, logits_TV: torch.Tensor, tokenizer: Any, vocab: int
 ) -> None:
     """Each logprob is of the model's distribution over the tokens that the grammar allows."""
     matcher = TokenGrammars(tokenizer, vocab).begin(request.grammar or "")
@@ -119,7 +119,7 @@ def check_allowed(
         logprobs_V = logits_V.log_softmax(-1)
         assert abs(float(logprobs_V[token]) - answer.logprobs[at]) < 1e-4
         values, ids = logprobs_V.topk(min(20, int(allowed.sum())))
-        top = answer.top_logprobs[at]
+        top = top_logprobs(answer)[at]
         assert {one for one, _ in top} == set(ids.tolist())
         assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-4)
 
@@ -134,7 +134,7 @@ def test_logprobs_are_of_the_model_over_allowed_tokens(
         with torch.inference_mode():
             logits_TV = model(torch.tensor([[*request.prompt_ids, *answer.token_ids]])).logits[0].float()
         check_allowed(request, answer, logits_TV / temperature, tokenizer._tokenizer, VOCAB)
-        assert min(len(top) for top in answer.top_logprobs) == 1, "some tokens were the only ones allowed"
+        assert min(len(top) for top in top_logprobs(answer)) == 1, "some tokens were the only ones allowed"
 
 
 def test_bad_grammar_is_refused_and_others_go_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from engine_replies import Reply, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.messages.engine_api import CommitRequest, GenerateResponse, PrepareRequest, WakeRequest
+from asyncrl.messages.engine_api import CommitRequest, PrepareRequest, WakeRequest
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl_servers.embedded import scheduler
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
 
@@ -36,7 +37,7 @@ class Weights:
     def staged(self, version: int) -> PrepareRequest:
         return self._staged[version % 2].model_copy(update={"version": version})
 
-    def check(self, request: SamplingRequest, answer: GenerateResponse) -> None:
+    def check(self, request: SamplingRequest, answer: SegmentPart) -> None:
         """Compare each version's tokens with a fresh request under its weights."""
         for span in answer.version_spans:
             prompt = [*request.prompt_ids, *answer.token_ids[: span.start]]

@@ -5,31 +5,44 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import numpy as np
 from fake_engine import FakeEngineServer
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import virtual
+from token_cases import sampled_tokens
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
+from asyncrl.messages.records import VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import TOP_IDS, TOP_LOGPROBS, Ragged, Tokens
 from asyncrl.testing.virtual_time import all_blocked
 
 TOKENS = st.lists(st.tuples(st.integers(-1, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=6)
 LOGPROBS = st.floats(width=32, allow_nan=False)
 TOP = st.lists(st.tuples(st.integers(-1, 2**31 - 1), LOGPROBS), max_size=3)
-SPANS = st.lists(st.tuples(*[st.integers(0, 99)] * 3), max_size=3)
+VERSIONS = st.lists(st.integers(0, 2), min_size=6, max_size=6)
 
 
 ROWS = st.tuples(
     st.integers(0, 2**40),
     TOKENS,
-    SPANS,
+    VERSIONS,
     st.sampled_from(codec.SAMPLED),
     st.lists(TOP, min_size=6, max_size=6),
-    st.binary(max_size=9),
 )
+
+
+def row_tokens(tokens: Any, versions: list[int], top: Any) -> Tokens:
+    """A row is sampled whole, under up to six versions."""
+    spans = [VersionSpan(at, at + 1, version) for at, version in enumerate(versions[: len(tokens)])]
+    columns = {}
+    if top is not None:
+        likeliest = top[: len(tokens)]
+        columns[TOP_IDS] = Ragged.of([[token for token, _ in one] for one in likeliest], "<i4")
+        columns[TOP_LOGPROBS] = Ragged.of([[value for _, value in one] for one in likeliest], "<f4")
+    ids, logprobs = [token for token, _ in tokens], [logprob for _, logprob in tokens]
+    return sampled_tokens(ids, logprobs, spans, **columns)
 
 
 @given(st.lists(ROWS, min_size=1), st.lists(st.booleans(), min_size=1))
@@ -37,23 +50,20 @@ def test_sampled_rows_arrive_unchanged(given_rows: list[Any], has_top: list[bool
     rows = [
         codec.Sampled(
             number,
-            np.array([token for token, _ in tokens], np.int32),
-            np.array([logprob for _, logprob in tokens], np.float32),
-            spans,
+            row_tokens(tokens, spans, top if has_top[index % len(has_top)] else None),
             then,
-            top[: len(tokens)] if has_top[index % len(has_top)] else (),
-            routing,
         )
-        for index, (number, tokens, spans, then, top, routing) in enumerate(given_rows)
+        for index, (number, tokens, spans, then, top) in enumerate(given_rows)
     ]
     read = codec.read_sampled(codec.read_frame(codec.sampled_frame(rows)))
     for one, other in zip(rows, read, strict=True):
         assert (one.number, one.then) == (other.number, other.then)
-        assert [list(span) for span in one.spans] == other.spans
-        assert one.token_ids.tobytes() == other.token_ids.tobytes()
-        assert list(one.top) == list(other.top)
-        assert one.routing == other.routing
-        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        expected, found = one.tokens, other.tokens
+        assert expected.versions.tolist() == found.versions.tolist()
+        assert expected.ids.tobytes() == found.ids.tobytes()
+        for name in (TOP_IDS, TOP_LOGPROBS):
+            assert expected.column(name).lists() == found.column(name).lists()
+        assert expected.behaviour_logprobs.tobytes() == found.behaviour_logprobs.tobytes()
 
 
 @virtual

@@ -11,6 +11,7 @@ from fake_engine import FakeEngineServer
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_cases import virtual
+from token_cases import completion_of
 
 from asyncrl.base.errors import EngineError, EngineLost, ErrorBody
 from asyncrl.engines.engine import EngineServer
@@ -84,7 +85,7 @@ async def test_interrupted_completion_is_the_uninterrupted_one(
     num_kept = num_kept if num_kept < len(expected.token_ids) else 0
     if num_kept:
         ids, logprobs = expected.token_ids[:num_kept], expected.behaviour_logprobs[:num_kept]
-        partial = Completion(ids, logprobs, (VersionSpan(0, num_kept, 0, engine=0),))
+        partial = completion_of(ids, logprobs, [VersionSpan(0, num_kept, 0, engine=0)])
     pool, fakes = make_pool(2, leaves_lost=True, slots=2, swap_s=0.003, end_fraction=end_fraction)
     for fake in fakes:
         fake.chunk_tokens = chunk_tokens or 1

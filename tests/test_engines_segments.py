@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from token_cases import completion_of, sampled_tokens
 
 from asyncrl.base.errors import EngineError
 from asyncrl.engines.link import SegmentCheck
 from asyncrl.engines.pool import Charge, Router, SegmentJoin
-from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import SegmentPart
 
-PARTIAL = Completion(
-    (11, 12, 13), (-1.0, -2.0, -3.0), (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)), num_interruptions=2
+PARTIAL = completion_of(
+    (11, 12, 13), [-1.0, -2.0, -3.0], [VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)], num_interruptions=2
 )
 
 
@@ -26,21 +27,24 @@ def make_request(max_tokens: int) -> SamplingRequest:
     return SamplingRequest("r0", (1, 2), max_tokens, temperature=1.0)
 
 
-def chunk(*tokens: int, **changes: Any) -> GenerateResponse:
+def chunk(*tokens: int, **changes: Any) -> SegmentPart:
     return rest(None, *tokens, **changes)
 
 
-def rest(reason: str | None, *tokens: int, version: int = 2, **changes: Any) -> GenerateResponse:
+def rest(reason: Any, *tokens: int, version: int = 2, **changes: Any) -> SegmentPart:
     values: dict[str, Any] = {"token_ids": list(tokens), "logprobs": [-float(token) for token in tokens]}
     values["version_spans"] = spans((0, len(tokens), version)) if tokens else []
-    return GenerateResponse(**({"request_id": "r0", "finish_reason": reason} | values | changes))
+    values |= changes
+    return SegmentPart(
+        sampled_tokens(values["token_ids"], values["logprobs"], values["version_spans"]), reason
+    )
 
 
 def spans(*which: tuple[int, int, int]) -> list[VersionSpan]:
     return [VersionSpan(*span) for span in which]
 
 
-def check(*parts: GenerateResponse) -> None:
+def check(*parts: SegmentPart) -> None:
     """A request of three tokens to a server that had confirmed version 2, and was offered 3."""
     request = SamplingRequest(request_id="r0", prompt_ids=[5, 6], max_tokens=3)
     checked = SegmentCheck("engine-0", request, oldest=2)
@@ -84,7 +88,7 @@ def test_partial_tokens_are_told_after_each_interruption() -> None:
         join.add(segment)
     sampled = (11, 12, 13, 14, 15, 16)  # an empty segment adds nothing
     assert [partial.token_ids for partial in told] == [sampled[:4], sampled]
-    assert told[1].version_spans == (VersionSpan(0, 2, 4), VersionSpan(2, 4, 5), VersionSpan(4, 6, 6))
+    assert told[1].sampled.spans == (VersionSpan(0, 2, 4), VersionSpan(2, 4, 5), VersionSpan(4, 6, 6))
     assert [partial.num_interruptions for partial in told] == [4, 6]
     join.add(rest("abort", 17, 18))
     assert (join.is_finished, len(told)) == (True, 2), "an interruption right at the end of the budget"

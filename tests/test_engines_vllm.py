@@ -13,9 +13,10 @@ from vllm_house import House
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import GenerateResponse, Interrupt
+from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportResponse
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -31,7 +32,7 @@ def next_of(server: VllmServer, house: House, seed: int, **changes: Any) -> Expo
     return house.stage(server.policy_version + 1, house.weights(seed), **changes)
 
 
-def check_gap(house: House, request: SamplingRequest, answer: GenerateResponse) -> None:
+def check_gap(house: House, request: SamplingRequest, answer: SegmentPart) -> None:
     """Each token is what the weights of its version give."""
     assert len(answer.logprobs) == len(answer.token_ids)
     for span in answer.version_spans:

@@ -31,7 +31,8 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_process import GRAMMARS, VllmRequirements, check_settings
 from asyncrl.engines.vllm_sampling import joint_watch
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.messages.engine_api import GenerateResponse, Interrupt
+from asyncrl.messages.engine_api import Interrupt
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl.testing.virtual_time import all_blocked
 
 PHASES = ["/pause", "/abort_requests", "asyncrl_load", "/update_weight_version", "/resume"]
@@ -134,8 +135,8 @@ async def test_broken_commit_leaves_no_pause_and_no_unknown_token(
     if lives and (how, phase) != ("refuses", "/resume"):
         assert fake.pause is None
     for outcome in await asyncio.gather(*running, return_exceptions=True):
-        assert isinstance(outcome, GenerateResponse if is_whole else GenerateResponse | EngineLost)
-        if isinstance(outcome, GenerateResponse):
+        assert isinstance(outcome, SegmentPart if is_whole else SegmentPart | EngineLost)
+        if isinstance(outcome, SegmentPart):
             check_logprobs(outcome)
             assert is_whole or all(span.version == 0 for span in outcome.version_spans)
     if not is_whole:

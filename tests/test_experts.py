@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from engine_in_process import answered, make_request, publish, running_engine
 from engine_in_process import make_spec as engine_spec
-from engine_replies import ask
+from engine_replies import SegmentPart, ask
 from job_runs import read_lines, run, write_config
 from model_zoo import TYPES, make_config, random_model
 from rank_processes import running
@@ -21,7 +22,7 @@ from test_engines_segments import make_request as segment_request
 from test_weights_export import chunks_of
 from tiny_model import MOE, SHAPE, STACKED, make_tiny_moe
 from torch import Tensor
-from trainer_cases import learned, make_batch, make_spec
+from trainer_cases import changed, learned, make_batch, make_spec
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 from vllm_house import CANARY_LIMIT, House
@@ -29,21 +30,20 @@ from vllm_process import vllm_process
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
-from asyncrl.engines.pool import RoutedTokens, SegmentJoin
+from asyncrl.engines.pool import SegmentJoin
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.journal.read import read_batch, reading
 from asyncrl.journal.schema import decode_partial, decode_trajectory, encode_partial, encode_trajectory
 from asyncrl.messages.codec import Asked, Sampled
 from asyncrl.messages.engine_api import (
-    NO_EXPERT,
     CommitRequest,
-    GenerateResponse,
     Interrupt,
     PrepareRequest,
 )
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
+from asyncrl.messages.tokens import NO_EXPERT, ROUTING, SegmentPart, Tokens
+from asyncrl.messages.trainer_api import BatchHeader, ExportResponse
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.build_model import RouterReplay
 from asyncrl.trainer.step import TrainStep
@@ -147,8 +147,11 @@ def chosen_by(folder: Path, token_ids: list[int]) -> Tensor:
     return torch.cat(chosen, dim=1)
 
 
-def told(routing: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(routing, "<u2").astype(np.int64)).view(-1, NUM_ROUTED)
+def read_by(tokens: Tokens) -> Tensor:
+    """int64 [T - 1, E]: the experts that read each token but the last, recorded with the token after it."""
+    routing = tokens.columns[ROUTING]
+    assert (routing[0] == NO_EXPERT).all()
+    return torch.from_numpy(routing[1:].astype(np.int64))
 
 
 @pytest.mark.parametrize("num_experts", [4, 384])
@@ -163,13 +166,11 @@ def test_engine_tells_which_experts_read_each_token(tmp_path: Path, num_experts:
         answers.append(answered(engine, prompt_ids=head, seed=9))
     for prompt, answer in zip([*prompts, head], answers, strict=True):
         expected = chosen_by(folder, [*prompt, *answer.token_ids])
-        assert torch.equal(told(answer.routing), expected[:-1])
-        made = trajectory_of(prompt, answer)
-        known = decode_trajectory(encode_trajectory(0, made), 0, 0, 0).routing
-        assert known is not None
-        assert np.array_equal(known[:-1], expected[:-1].numpy()), "by way of the journal"
-        assert (known[-1] == NO_EXPERT).all()
-        assert (known[:-1].max() > 255) == (num_experts > 256)
+        made = routed_trajectory(prompt, answer)
+        assert torch.equal(read_by(made.tokens), expected[:-1])
+        known = read_by(decode_trajectory(encode_trajectory(0, made), 0, 0, 0).tokens)
+        assert torch.equal(known, expected[:-1]), "by way of the journal"
+        assert (known.max() > 255) == (num_experts > 256)
 
 
 @pytest.mark.parametrize("interrupt", ["keep", "abort"])
@@ -193,64 +194,79 @@ def test_token_keeps_experts_of_the_weights_that_sampled_the_next(
         engine.turn()
         if heard.rows and heard.rows[-1].then == "interrupted":
             engine.resume([sequence])
-    routed, num_told = RoutedTokens(3), 0
+    join = SegmentJoin(make_request(max_tokens=80))
     for row in heard.rows:
-        routed.add(row.routing, num_told, num_told + len(row.token_ids))
-        num_told += len(row.token_ids)
-    token_ids = [1, 2, 3, *(int(token) for row in heard.rows for token in row.token_ids)]
+        join.add(row.part)
+    tokens = join.completion().tokens
+    token_ids = tokens.ids.tolist()
     old, new = chosen_by(folder, token_ids)[:-1], chosen_by(other, token_ids)[:-1]
     num_old = 3 + at - 1
     assert len(heard.rows) == (1 if interrupt == "keep" else 2)
-    assert torch.equal(told(routed.all(num_told))[:-1], torch.cat([old[:num_old], new[num_old:]]))
+    assert torch.equal(read_by(tokens), torch.cat([old[:num_old], new[num_old:]]))
     assert not torch.equal(old[:num_old], new[:num_old])
 
 
-def ids(experts: Iterable[int]) -> bytes:
-    return np.array([*experts], "<u2").tobytes()
+def routed(part: SegmentPart, experts: Sequence[int], context: Sequence[int] = ()) -> SegmentPart:
+    """Add experts of the context and of the new tokens, 2 a token."""
+    tokens = Tokens.join([Tokens(np.array(context, np.int32)), part.tokens])
+    routing = np.array(experts, "<u2").reshape(-1, 2)
+    return part._replace(tokens=tokens.with_columns({ROUTING: routing}))
 
 
 UNKNOWN = [NO_EXPERT] * 2
 
 
-def test_experts_are_kept_when_a_server_or_process_is_lost() -> None:
-    """Prompts of 2 tokens, 2 experts a token."""
-    told = list[Completion]()
-    join = SegmentJoin(segment_request(5), None, told.append)
-    in_one_slot = rest("abort", 6, routing=ids(range(300, 306))), rest("abort", 7, routing=ids([306, 307]))
-    for part in (chunk(5), *in_one_slot):
-        join.add(part)
-    kept = decode_partial(encode_partial(0, 0, told[-1]), 0, 0)
-    assert kept.routing == told[-1].routing == ids([*range(300, 308), *UNKNOWN])
+@pytest.mark.parametrize("says_at_the_end", [False, True])
+def test_experts_are_kept_when_a_server_or_process_is_lost(says_at_the_end: bool) -> None:
+    """Prompts of 2 tokens, 2 experts a token. vLLM reports all experts with the end of a segment."""
+    reported = list[Completion]()
+    join = SegmentJoin(segment_request(5), None, reported.append)
+    first = [*UNKNOWN, *range(300, 304)]
+    if says_at_the_end:
+        join.add(chunk(5))
+        join.add(routed(rest("abort", 6), [*first, 304, 305], context=[1, 2, 5]))
+    else:
+        join.add(routed(chunk(5), first, context=[1, 2]))
+        join.add(routed(rest("abort", 6), [304, 305]))
+    join.add(routed(rest("abort", 7), [306, 307]))
+
+    def experts(completion: Completion) -> list[int]:
+        return completion.tokens.columns[ROUTING].reshape(-1).tolist()
+
+    known = [*first, *range(304, 308)]
+    kept = decode_partial(encode_partial(0, 0, reported[-1]), 0, 0)
+    assert experts(kept) == experts(reported[-1]) == known
     for life in (join, SegmentJoin(segment_request(5), kept)):  # another server, and a resumed run
         life.add(chunk(8))
-        life.cut()  # the server is lost, and with it what it would have told at the end
-        assert life.completion().routing == ids([*range(300, 308), *UNKNOWN * 2])
-        life.add(rest("length", 9, routing=ids([77] * 10 + [310, 311])))
-        assert life.completion().routing == ids([*range(300, 308), *UNKNOWN, 310, 311, *UNKNOWN])
+        life.cut()  # the server is lost, and with it what it would have reported at the end
+        assert experts(life.completion()) == [*known, *UNKNOWN]
+        life.add(routed(rest("length", 9), [77] * 12 + [310, 311], context=[1, 2, 5, 6, 7, 8]))
+        assert experts(life.completion()) == [*known, *UNKNOWN, 310, 311]
 
 
 PROMPTS = [(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]
 
 
-def routed_batch(engine: Engine, version: int = 0) -> tuple[BatchHeader, BatchArrays]:
+def routed_batch(engine: Engine, version: int = 0) -> tuple[BatchHeader, Tokens]:
     answers = [answered(engine, prompt_ids=one, seed=seed) for seed, one in enumerate(PROMPTS)]
     return batch_from(answers, version)
 
 
-def trajectory_of(
-    prompt: Sequence[int], answer: GenerateResponse, index: int = 0, version: int = 0
+def routed_trajectory(
+    prompt: Sequence[int], answer: SegmentPart, index: int = 0, version: int = 0
 ) -> Trajectory:
-    join = SegmentJoin(SamplingRequest("r", tuple(prompt), len(answer.token_ids)))
-    spans = [VersionSpan(0, len(answer.token_ids), version)]
-    join.add(answer.model_copy(update={"version_spans": spans}))
-    return make_trajectory(index, tuple(prompt), join.completion(), float(index % 2))
+    tokens = answer.tokens
+    spans = (VersionSpan(len(prompt), len(tokens), version),)
+    return make_trajectory(
+        index, Completion(replace(tokens, spans=spans), len(prompt), "length"), float(index % 2)
+    )
 
 
-def batch_from(answers: Sequence[GenerateResponse], version: int = 0) -> tuple[BatchHeader, BatchArrays]:
+def batch_from(answers: Sequence[SegmentPart], version: int = 0) -> tuple[BatchHeader, Tokens]:
     """Make a group from answers to PROMPTS, through the journal's record."""
     trajectories = []
     for index, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
-        made = trajectory_of(prompt, answer, index, version)
+        made = routed_trajectory(prompt, answer, index, version)
         trajectories.append(decode_trajectory(encode_trajectory(0, made), 0, index, 0))
     group = Group(GroupId(0), Prompt("0/0", ()), tuple(trajectories))
     return pack_groups(Batch(version=version, groups=(group,), min_version=version))
@@ -261,9 +277,8 @@ def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Pat
     folder, gaps, weights = make_tiny_moe(tmp_path / "model"), [], []
     with running_engine(folder, deterministic=False, returns_routing=True) as engine:
         header, arrays = routed_batch(engine)
-    assert arrays.routing is not None
-    unknown = arrays.model_copy(update={"routing": np.full_like(arrays.routing, NO_EXPERT)})
-    without = arrays.model_copy(update={"routing": None})
+    unknown = changed(arrays, routing=np.full_like(arrays.columns[ROUTING], NO_EXPERT))
+    without = arrays.kept(lambda column: column.name != ROUTING)
     checkpointing = {"trainer": {"gradient_checkpointing": True}}
     for given, values in ((arrays, checkpointing), (unknown, {}), (without, {})):
         step = make_step(folder, tmp_path, algorithm={"router_replay": True}, **values)
@@ -285,8 +300,7 @@ def test_ranks_replay_and_export_experts_as_one_process_does(tmp_path: Path) -> 
     folder, algorithm = make_tiny_moe(tmp_path / "model"), {"router_replay": True}
     with running_engine(folder, deterministic=False, returns_routing=True) as engine:
         header, arrays = routed_batch(engine)
-    assert arrays.routing is not None
-    others = arrays.model_copy(update={"routing": (arrays.routing + 1) % 4})  # each has gone to other experts
+    others = changed(arrays, routing=(arrays.columns[ROUTING] + 1) % 4)  # each has gone to other experts
     alone = make_step(folder, tmp_path, algorithm=algorithm)
     metrics = learned(alone.train(header, others))
     expected = load_file(alone.export(tmp_path / "alone.safetensors").path)
@@ -326,9 +340,8 @@ def test_agent_trains_with_the_experts_that_sampled(tmp_path: Path) -> None:
     branches = [branch for group in groups for branch in group.trajectories]
     assert len(branches) == 2 * 2 * 4
     for branch in branches:
-        assert branch.routing is not None
         expected = chosen_by(tmp_path / "run" / "model", branch.token_ids.tolist())
-        assert np.array_equal(branch.routing[:-1], expected[:-1].numpy())
+        assert torch.equal(read_by(branch.tokens), expected[:-1])
     gaps = [step["policy/logprob_gap_mean"] for step in read_lines(tmp_path / "run" / "metrics.jsonl")]
     assert max(gaps) < 1e-6
 
@@ -399,7 +412,7 @@ def test_vllm_tells_the_experts_of_each_token_and_loads_pushed_ones(tmp_path: Pa
     long = tuple(range(6, 46)) * 4
     facts = {"max_length": 512, "slots": 4, "returns_routing": True}
     given = {"name": "engine-0", "model_path": str(folder), "dtype": "float32", "device": "cpu"} | facts
-    answers: list[GenerateResponse] = []
+    answers: list[SegmentPart] = []
 
     def sets(experts: Tensor) -> Tensor:
         """Sort the experts of each router: their order decides nothing."""
@@ -419,7 +432,7 @@ def test_vllm_tells_the_experts_of_each_token_and_loads_pushed_ones(tmp_path: Pa
             sampled = join.completion()
             expected = chosen_by(folder, [*prompt, *sampled.token_ids])[:-1]
             assert expected.max() > 255
-            assert torch.equal(sets(told(sampled.routing)[:-1]), sets(expected))
+            assert torch.equal(sets(read_by(sampled.tokens)), sets(expected))
         assert step.train(*batch_from(answers))["policy/logprob_gap_max"] < 1e-4
         manifest = step.export(tmp_path / "v1.safetensors")
         assert manifest.canary is not None

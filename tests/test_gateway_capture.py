@@ -93,10 +93,11 @@ def test_other_settings_are_not_continued(renderer_for: Renderers) -> None:
 
 def test_prompt_of_ids_continues_the_longest_recorded_ids() -> None:
     capture = Play().capture
-    capture.record(capture.plan([1, 2, 3]), completion([4, 5]), assistant(""), "cmpl-0")
+    first = capture.plan([1, 2, 3])
+    capture.record(first, completion(first, [4, 5]), assistant(""), "cmpl-0")
     second = capture.plan([1, 2, 3, 4, 5, 6])
     assert (second.how, second.added.tolist()) == ("extended", [6])
-    capture.record(second, completion([7]), assistant(""), "cmpl-1")
+    capture.record(second, completion(second, [7]), assistant(""), "cmpl-1")
     assert capture.plan([1, 2, 3, 4, 5, 6, 7]).added.tolist() == [], "a cut answer may be gone on from"
     assert capture.plan([1, 2, 3, 4, 5, 8]).added.tolist() == [8]
     assert capture.plan([1, 2, 3, 4]).how == capture.plan([9]).how == "edited"
@@ -365,8 +366,8 @@ def test_untrained_answers_are_context(are_trained: tuple[bool, ...], trained: s
     (branch,) = play.capture.rollout(0, Outcome(turn_rewards=rewards), 1.0)
     assert play.renderer.decode(branch.token_ids[branch.loss_mask].tolist()) == trained
     assert play.renderer.decode(branch.token_ids.tolist()).endswith(ends_with)
-    assert not branch.behaviour_logprobs[~branch.loss_mask].any()
-    spanned = [place for span in branch.version_spans for place in range(span.start, span.end)]
+    assert not branch.tokens.behaviour_logprobs[~branch.loss_mask].any()
+    spanned = [place for span in branch.tokens.spans for place in range(span.start, span.end)]
     assert spanned == branch.loss_mask.nonzero()[0].tolist()
     assert [credit.reward for credit in branch.credits] == list(rewards.values())
     with pytest.raises(RolloutFailure, match=r"not one sampled token to train on(.|\n)*Way out"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -12,11 +12,13 @@ import pytest
 from gateway_capture_cases import END, CharRenderer, Habit, Message, assistant, plan, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_cases import completion_of
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, PromptPlan
 from asyncrl.agents.endpoint.tool_formats import THINKING, split_thought
 from asyncrl.base.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
+from asyncrl.messages.tokens import ROUTING
 
 Call = dict[str, Any]
 """The next call of a harness: continue from an answer, repeat its question, or edit the history."""
@@ -109,15 +111,17 @@ class History:
         middle = len(ids) // 2
         cuts = [(0, middle), (middle, len(ids))]
         num_read = len(planned.prompt_ids) + len(ids)
-        routing = [value for at in range(num_read) for value in (place, at)]
-        completion = Completion(
+        completion = completion_of(
             ids,
-            tuple(-float(1 + place * 10 + at) for at in range(len(ids))),
-            tuple(VersionSpan(start, end, place + start) for start, end in cuts if start < end),
+            [-float(1 + place * 10 + at) for at in range(len(ids))],
+            [VersionSpan(start, end, place + start) for start, end in cuts if start < end],
             "stop" if choice["is_ended"] else "length",
             num_interruptions=len(ids) % 3,
-            routing=np.array(routing, "<u2").tobytes() if choice["is_ended"] else b"",
+            prompt=planned.prompt_ids,
         )
+        if choice["is_ended"]:
+            routing = np.array([(place, at) for at in range(num_read)], "<u2").reshape(-1, 2)
+            completion = replace(completion, tokens=completion.tokens.with_columns({ROUTING: routing}))
         if not choice["is_delivered"]:
             return
         name = f"chatcmpl-{place:03}"
@@ -148,22 +152,23 @@ class History:
             spans, credits = [], []
             edges = np.flatnonzero(np.diff([False, *branch.loss_mask, False])).reshape(-1, 2)
             for start, end in edges.tolist():
-                name = by_logprob[float(branch.behaviour_logprobs[start])]
+                name = by_logprob[float(branch.tokens.behaviour_logprobs[start])]
                 prompt_ids, sampled = self.sampled[name]
                 assert branch.token_ids[:end].tolist() == [*prompt_ids, *sampled.token_ids]
-                assert tuple(branch.behaviour_logprobs[start:end].tolist()) == sampled.behaviour_logprobs
-                for span in sampled.version_spans:
+                assert (
+                    tuple(branch.tokens.behaviour_logprobs[start:end].tolist()) == sampled.behaviour_logprobs
+                )
+                for span in sampled.sampled.spans:
                     spans.append(VersionSpan(start + span.start, start + span.end, span.version))
                 credits.append((start, end, rewards[name]))
                 interruptions += sampled.num_interruptions
                 seen.append(name)
-                before = slice(start - 1, end - 1)
-                if (read := np.frombuffer(sampled.routing, "<u2").reshape(end, -1)[before]).size:
-                    assert branch.routing is not None
-                    assert np.array_equal(branch.routing[before], read), "as its call read them"
-            assert branch.version_spans == tuple(spans)
+                if ROUTING in sampled.tokens.columns:
+                    read = sampled.tokens.columns[ROUTING][start:end]
+                    assert np.array_equal(branch.tokens.columns[ROUTING][start:end], read), "of its call"
+            assert branch.tokens.spans == tuple(spans)
             assert [(credit.start, credit.end, credit.reward) for credit in branch.credits] == credits
-            assert not branch.behaviour_logprobs[~branch.loss_mask].any()
+            assert not branch.tokens.behaviour_logprobs[~branch.loss_mask].any()
         assert sum(branch.num_interruptions for branch in rollout) == interruptions
         assert sorted(seen) == sorted(by_logprob.values()), "each sampled token is trained once"
         units = [credit.unit for branch in rollout for credit in branch.credits]
@@ -173,8 +178,8 @@ class History:
 
 def values(rollout: Rollout) -> Iterator[Any]:
     for branch in rollout:
-        yield branch.token_ids.tolist(), branch.loss_mask.tolist(), branch.behaviour_logprobs.tolist()
-        yield branch.version_spans, branch.credits, branch.num_interruptions, branch.is_truncated
+        yield branch.token_ids.tolist(), branch.loss_mask.tolist(), branch.tokens.behaviour_logprobs.tolist()
+        yield branch.tokens.spans, branch.credits, branch.num_interruptions, branch.is_truncated
 
 
 @pytest.mark.parametrize("habit", ["plain", "strips", "shouts", "refuses"])

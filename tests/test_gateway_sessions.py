@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, make_gateway, until
+from token_cases import completion_of
 
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import ChatNode
@@ -270,7 +271,7 @@ async def test_answer_after_the_end_is_not_recorded() -> None:
     async with gateway_world(Told()) as world:
         asking = asyncio.ensure_future(world.ask())
         await world.engine.started.wait()
-        told.set_result(Completion((72, 105), (-0.5, -0.5), (VersionSpan(0, 2, 1),), "stop", 0))
+        told.set_result(completion_of((72, 105), spans=[VersionSpan(0, 2, 1)], finish="stop"))
         world.session.end_nowait("its harness has finished")
         assert (await asking)[0] == 410
         assert world.session.capture.num_completions == 0

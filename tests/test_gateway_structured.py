@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_in_process import make_qwen3, running_engine
 from engine_replies import Reply
@@ -22,9 +23,10 @@ from trainer_cases import make_spec as make_trainer_spec
 from asyncrl.agents.endpoint.grammars import grammar_of, prefill_of
 from asyncrl.agents.endpoint.requests import ApiError, RequestReader
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
-from asyncrl.messages.records import Batch, Completion, Group, GroupId, Outcome, Prompt, VersionSpan
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Outcome, Prompt
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.step import TrainStep
@@ -54,9 +56,9 @@ class InProcess:
         reply = Reply(self.engine, replace(request, after=None))
         self.engine.submit([reply.run])
         answer = await asyncio.wrap_future(reply)
-        spans = (VersionSpan(0, len(answer.token_ids), 0, 0),)
+        prompt = Tokens(np.asarray(request.prompt_ids, np.int32))
         finish: Any = answer.finish_reason
-        return Completion(tuple(answer.token_ids), tuple(answer.logprobs), spans, finish)
+        return Completion(Tokens.join([prompt, answer.new.sampled_by(0)]), len(prompt), finish)
 
 
 @pytest.fixture(scope="module")

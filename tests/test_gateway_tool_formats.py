@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from template_oracle import END
 from template_renderers import TEMPLATES, Renderers, renderers
+from token_cases import completion_of
 
 from asyncrl.agents.endpoint.answers import Answer, AnswerText
 from asyncrl.agents.endpoint.requests import ChatRequest
@@ -32,7 +33,6 @@ from asyncrl.agents.endpoint.tool_formats import (
 )
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.json_values import typed
-from asyncrl.messages.records import Completion
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -310,7 +310,7 @@ def test_only_a_streamed_answer_keeps_a_call_that_was_cut(is_streamed: bool) -> 
     )
     for token in ids:
         answer.feed([token])
-    answer.finish(Completion(tuple(ids), (0.0,) * len(ids), finish_reason="length"))
+    answer.finish(completion_of(ids, finish="length"))
     assert [call.arguments for call in answer.calls] == [F[:9]] * is_streamed
     assert answer.content == (None if is_streamed else ids.decode())
     assert all(re.fullmatch("[A-Z0-9]{9}", str(call.id)) for call in answer.calls)

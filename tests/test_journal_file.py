@@ -39,6 +39,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, batch_story, group_story, read_resume, run_story
 from asyncrl.journal.schema import decode_trajectory, encode_trajectory
 from asyncrl.messages.records import Credit, GrammarSpan, GroupId, Trajectory, VersionSpan
+from asyncrl.messages.tokens import BEHAVIOUR, TEACHER, Tokens
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 NUM_GROUPS = 30
@@ -218,7 +219,7 @@ def test_ended_journal_can_be_read_where_nothing_is_written(whole: Path) -> None
 # ---- records of tokens
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
-SPANS = st.lists(st.builds(VersionSpan, *[st.integers(0, 2**40)] * 3, st.integers(-1, 99)), max_size=4)
+SPANS = st.lists(st.builds(VersionSpan, *[st.integers(0, 2**31 - 1)] * 3, st.integers(-1, 99)), max_size=4)
 GRAMMARS = st.builds(GrammarSpan, st.integers(0, 50), st.integers(0, 50), st.text())
 CREDITS = st.builds(Credit, st.integers(0, 50), st.integers(0, 50), NUMBERS, st.integers(0, 9))
 
@@ -226,20 +227,25 @@ CREDITS = st.builds(Credit, st.integers(0, 50), st.integers(0, 50), NUMBERS, st.
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     num_tokens = draw(st.integers(0, 50))
+    any_floats = hnp.arrays(np.uint32, num_tokens).map(lambda bits: bits.view(np.float32))  # every NaN too
+    columns = {BEHAVIOUR: draw(any_floats)}
+    if draw(st.booleans()):
+        columns[TEACHER] = draw(any_floats)
+    tokens = Tokens(
+        draw(hnp.arrays(np.int32, num_tokens)),
+        tuple(draw(SPANS)),
+        columns,
+        tuple(draw(st.lists(GRAMMARS, max_size=3))),
+    )
     return Trajectory(
         draw(st.integers(0, 100)),
-        draw(hnp.arrays(np.int32, num_tokens)),
-        draw(hnp.arrays(np.bool_, num_tokens)),
-        draw(hnp.arrays(np.uint32, num_tokens)).view(np.float32),  # any bits: every kind of NaN too
-        tuple(draw(SPANS)),
+        tokens,
         draw(NUMBERS),
         draw(st.booleans()),
         draw(st.integers(0, 1000)),
         draw(st.dictionaries(st.text(), NUMBERS, max_size=3)),
         draw(st.integers(0, 3)),
         tuple(draw(st.lists(CREDITS, max_size=3))),
-        tuple(draw(st.lists(GRAMMARS, max_size=3))),
-        draw(st.none() | hnp.arrays(np.uint32, num_tokens).map(lambda bits: bits.view(np.float32))),
     )
 
 

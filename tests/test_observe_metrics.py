@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from token_cases import masked_tokens
 
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.observe.console import plain_line
@@ -37,14 +38,8 @@ def trajectory(reward: float, *spans: tuple[int, int, int], **more: Any) -> Traj
     mask = np.zeros(end, dtype=np.bool_)
     for start, stop, _ in spans:
         mask[start:stop] = True
-    return Trajectory(
-        token_ids=np.arange(end, dtype=np.int32),
-        loss_mask=mask,
-        behaviour_logprobs=np.zeros(end, dtype=np.float32),
-        version_spans=tuple(VersionSpan(*span) for span in spans),
-        reward=reward,
-        **{"sample_index": 0, **more},
-    )
+    tokens = masked_tokens(np.arange(end), mask, np.zeros(end), [VersionSpan(*span) for span in spans])
+    return Trajectory(tokens=tokens, reward=reward, **{"sample_index": 0, **more})
 
 
 SPECIAL = SpecialTokens(end_ids=frozenset({9}), stray_ids=frozenset({0, 1}))

@@ -215,7 +215,7 @@ async def live(run_dir: Path) -> Journal:
     (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(config)))
     append_line(run_dir / "metrics.jsonl", {"step": 1, "tokens/sampled": 40, "tokens/trained": 33})
     header, arrays = pack_groups(make_batch(0, 0, 1))
-    append_line(run_dir / "trained.jsonl", trained_line(header, arrays, arrays.loss_mask, 0.5))
+    append_line(run_dir / "trained.jsonl", trained_line(header, arrays, arrays.is_sampled, 0.5))
     journal = journal_cases.open_journal(run_dir / "journal.sqlite")
     await tell_a_run(journal)
     admit(journal, 8)

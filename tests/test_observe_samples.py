@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_observe_page import make_run
+from token_cases import trajectory_of
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Batch, GroupId, Prompt, Rollout, Trajectory, VersionSpan
@@ -77,7 +78,7 @@ def turns(*lengths: int, versions: Callable[[int], int] = lambda place: 8, **mor
     places = np.flatnonzero(mask).tolist()
     spans = tuple(VersionSpan(place, place + 1, versions(place)) for place in places)
     ids = (97 + np.arange(len(mask)) % 26).astype(np.int32)
-    return Trajectory(0, ids, mask, np.where(mask, -0.5, 0.0).astype(np.float32), spans, 0.25, **more)
+    return trajectory_of(0, ids, mask, np.where(mask, -0.5, 0.0), spans, 0.25, **more)
 
 
 def show(rollout: Rollout, kind: Any = "random", step: int = 10, **more: Any) -> ShownRollout:

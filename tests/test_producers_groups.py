@@ -14,9 +14,10 @@ from fakes import FakeEngine, FakeScorer, FakeSource, MemoryJournal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import FakeSink, make_producers, one_token, single_turn, virtual
+from token_cases import completion_of
 
 from asyncrl.base.errors import TaskError
-from asyncrl.messages.records import Completion, GroupId, Prompt, Ticket, UnfinishedGroup, VersionSpan
+from asyncrl.messages.records import GroupId, Prompt, Ticket, UnfinishedGroup, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
@@ -178,7 +179,7 @@ async def test_every_ticket_is_answered_once_within_capacity(
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "q"},))
 TICKET = Ticket(GroupId(7), 2)
-PARTIAL = Completion((ord("a"), ord("b")), (-1.0, -2.0), (VersionSpan(0, 2, 2),), num_interruptions=1)
+PARTIAL = completion_of([97, 98], [-1.0, -2.0], [VersionSpan(0, 2, 2)], num_interruptions=1)
 
 
 def done(index: int) -> Any:

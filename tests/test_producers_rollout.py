@@ -14,6 +14,7 @@ import pytest
 from fakes import FakeEngine, FakeScorer, FakeTokenizer
 from journal_cases import admit, make_partial, make_prompt, with_journal
 from rollout_cases import one_token, scored, single_turn, virtual
+from token_cases import completion_of
 
 from asyncrl.base.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
 from asyncrl.journal.journal import Journal
@@ -75,8 +76,8 @@ async def test_single_turn_records_every_token() -> None:
     (trajectory,) = await score()
     assert trajectory.token_ids.tolist() == [*map(ord, "hello"), *map(ord, "zzz")]
     assert trajectory.loss_mask.tolist() == [False] * 5 + [True] * 3
-    assert trajectory.behaviour_logprobs.tolist() == [0.0] * 5 + [-1.0] * 3
-    assert trajectory.version_spans == (VersionSpan(5, 8, 9),)
+    assert trajectory.tokens.behaviour_logprobs.tolist() == [0.0] * 5 + [-1.0] * 3
+    assert trajectory.tokens.spans == (VersionSpan(5, 8, 9),)
     assert (trajectory.reward, trajectory.sample_index, trajectory.is_truncated) == (0.5, 1, False)
     (request,) = engine.requests
     assert (request.request_id, request.route_key, request.temperature) == ("g4/r1/t0/a0", "g4", 0.7)
@@ -105,12 +106,11 @@ class Spends(FakeEngine):
         self.hangs = asyncio.Event()
 
     async def generate(self, request: SamplingRequest, **options: Any) -> Completion:
-        before = options["partial"] or Completion()
+        before = options["partial"] or completion_of(())
         options["on_spent"](2)
         tokens = before.token_ids + (98, 99)
-        kept = Completion(
-            tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), num_interruptions=1
-        )
+        prompt, spans = request.prompt_ids, [VersionSpan(0, len(tokens), 5)]
+        kept = completion_of(tokens, spans=spans, num_interruptions=1, prompt=prompt)
         options["on_segment"](kept)
         options["on_spent"](1)
         self.spent += 3
@@ -121,7 +121,8 @@ class Spends(FakeEngine):
                 self.hangs.set()
                 await asyncio.Event().wait()
         tokens += (97,)
-        return Completion(tokens, (-1.0,) * len(tokens), (VersionSpan(0, len(tokens), 5),), "stop", 1)
+        spans = [VersionSpan(0, len(tokens), 5)]
+        return completion_of(tokens, spans=spans, finish="stop", num_interruptions=1, prompt=prompt)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ class FakeHost:
         return contextlib.nullcontext()
 
     def last_completion(self) -> Completion:
-        return Completion(tuple(map(ord, self._text or "")))
+        return completion_of([*map(ord, self._text or "")])
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
         if self._text is None:

@@ -23,11 +23,13 @@ import psutil
 import pytest
 from fakes import FakeTokenizer
 from rollout_cases import virtual
+from token_cases import completion_of
 
 from asyncrl.base.errors import RewardFailure, RolloutFailure, TaskError
 from asyncrl.base.user_code import GRACE_S, MAX_HUNG
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt
+from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.tasks import TaskScorer, build_task
 from asyncrl.tasks.rewards import UserCodeFailed, as_reward, optional
 
@@ -44,7 +46,7 @@ def make_scorer(function: Any, pool: str = "inline", *, warn: Any = print, **set
 
 
 def sampled(text: str) -> Completion:
-    return Completion(tuple(map(ord, text)), (-0.5,) * len(text))
+    return completion_of([*map(ord, text)], [-0.5] * len(text))
 
 
 class Stop(BaseException):
@@ -217,7 +219,7 @@ async def test_reward_sees_special_tokens_but_no_end_of_turn(special_tokens: str
     config = TaskConfig(python="x:y", reward_pool="inline", special_tokens=special_tokens)  # type: ignore[arg-type]
     scorer = TaskScorer(task, config, tokenizer, seed=0)
     for ids in ((97, 1, 98, 0), (97, 1, 98)):
-        assert await scorer.score(PROMPT, Completion(ids)) == 1.0
+        assert await scorer.score(PROMPT, completion_of(ids)) == 1.0
     assert seen == [text, text]
 
 
@@ -234,7 +236,7 @@ def test_only_a_further_parameter_gets_the_record() -> None:
     def named(*args: Any, sampled: Any) -> float:
         return 0.0
 
-    asks = [bool(optional(one, Completion(), 3)) for one in (third, only, fourth, named, print)]
+    asks = [bool(optional(one, NO_COMPLETION, 3)) for one in (third, only, fourth, named, print)]
     assert asks == [False, False, True, True, False]
 
 
@@ -291,13 +293,14 @@ KILLED_RUN = """
     from types import SimpleNamespace
     from asyncrl.base.user_code import run_loop
     from asyncrl.config import TaskConfig
-    from asyncrl.messages.records import Completion, Prompt
+    from asyncrl.messages.records import Prompt
+    from token_cases import completion_of
     from asyncrl.tasks import TaskScorer, build_task
     async def main():
         config = TaskConfig(files=["rows.jsonl"], reward="rewards_here:moody", reward_pool="process")
         tokenizer = SimpleNamespace(end_ids=(), decode=lambda ids, **_: "".join(map(chr, ids)))
         scorer = TaskScorer(build_task(config, 0), config, tokenizer, seed=0)
-        print(int(await scorer.score(Prompt("0/0", ()), Completion(tuple(map(ord, "pid"))))), flush=True)
+        print(int(await scorer.score(Prompt("0/0", ()), completion_of([*map(ord, "pid")]))), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     if __name__ == "__main__":
         run_loop(main())

@@ -13,7 +13,8 @@ from fakes import FakeTokenizer
 from asyncrl.agents.verifiers import load_taskset
 from asyncrl.base.errors import ConfigError, RewardFailure
 from asyncrl.config import TaskConfig
-from asyncrl.messages.records import Completion, Prompt
+from asyncrl.messages.records import Prompt
+from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.tasks import PromptSource, TaskPrompts, TaskScorer, build_task
 from asyncrl.tasks.sources import look_at_task
 from asyncrl.tasks.task import PromptTask
@@ -65,4 +66,4 @@ def test_reward_that_nobody_gives_is_a_failure() -> None:
     (prompt,) = prompts_of(task, 1)
     tokenizer: Any = FakeTokenizer()
     with pytest.raises(RewardFailure, match=f"prompt {prompt.prompt_id}: no reward came with the rollout"):
-        asyncio.run(TaskScorer(task, config, tokenizer, seed=0).score(prompt, Completion()))
+        asyncio.run(TaskScorer(task, config, tokenizer, seed=0).score(prompt, NO_COMPLETION))

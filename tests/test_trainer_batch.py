@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_cases import masked_tokens
 from trainer_cases import (
     MakeStep,
     batch_of,
@@ -23,9 +24,19 @@ from trainer_cases import (
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.http import Refused
-from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.records import (
+    Batch,
+    Credit,
+    GrammarSpan,
+    Group,
+    GroupId,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.messages.token_grammars import GrammarError
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
+from asyncrl.messages.tokens import Tokens
+from asyncrl.messages.trainer_api import BatchHeader, pack_batch, unpack_batch
 from asyncrl.trainer import build_model, tree
 from asyncrl.trainer.objective import BatchNumbers, check_any_loss, check_batch, find_units, loss_tokens
 from asyncrl.trainer.packing import Costs, PackRules, find_allowed, micro_batches, mini_batches
@@ -58,7 +69,7 @@ def test_token_that_the_model_cannot_have_sampled_is_refused(name: str, value: f
         check_batch(header, changed(arrays, **{name: at(getattr(arrays, name), 7, value)}), 0, vocab_size=52)
     assert caught.value.status == 422
     with pytest.raises(Refused, match="no token that carries loss"):
-        check_any_loss(header, arrays, arrays.loss_mask & False)
+        check_any_loss(header, arrays, arrays.is_sampled & False)
 
 
 def test_old_token_is_refused_unless_it_may_be_masked() -> None:
@@ -70,7 +81,7 @@ def test_old_token_is_refused_unless_it_may_be_masked() -> None:
         loss_tokens(header, arrays)
     assert caught.value.status == 409
     kept = loss_tokens(header.model_copy(update={"mask_older": True}), arrays)
-    assert np.flatnonzero(arrays.loss_mask & ~kept).tolist() == [5, second]
+    assert np.flatnonzero(arrays.is_sampled & ~kept).tolist() == [5, second]
 
 
 class OddTokens:
@@ -91,11 +102,10 @@ def test_token_that_its_grammar_forbids_is_not_trained(caplog: pytest.LogCapture
     """An engine with another llguidance may have sampled the token."""
     loss = [False, True, True, True, True]
     header, arrays = batch_of([[([5, 7, 7, 6, 7], loss), ([5, 6, 6, 6, 6], loss)]])
-    first, second = header.trajectories
-    entries = [first.model_copy(update={"grammars": [(1, 5, 0)]}), second]
-    header = header.model_copy(update={"trajectories": entries, "grammars": ["odd"]})
-    has_loss = arrays.loss_mask.copy()
-    allowed = find_allowed(header, arrays, has_loss, OddTokens)
+    first = header.trajectories[0]
+    arrays = replace(arrays, grammars=(GrammarSpan(first.start + 1, first.start + 5, "odd"),))
+    has_loss = arrays.is_sampled.copy()
+    allowed = find_allowed(arrays, has_loss, OddTokens)
     assert has_loss.tolist() == [False, True, True, False, False, *loss]
     assert allowed.set_N.tolist() == [-1, 0, 0, -1, -1] + [-1] * 5
     assert allowed.bits_KB.tolist() == [[0xAA]]
@@ -109,8 +119,8 @@ Found = tuple[float, dict[str, torch.Tensor]]
 """The loss of one optimizer step, and the gradients before the optimizer sees them."""
 
 
-def loss_and_gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> Found:
-    sums = step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
+def loss_and_gradients(step: TrainStep, header: BatchHeader, arrays: Tokens) -> Found:
+    sums = step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.is_sampled)), arrays.is_sampled)
     return sums.loss, {name: master.grad for name, master in step.masters.named.items()}
 
 
@@ -137,7 +147,7 @@ def test_loss_and_gradient_match_a_plain_computation(
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     header, arrays = make_branch_batch(3, credits=CREDITS[credits])
     assert max(entry.branch for entry in header.trajectories) == 2
-    advantages = plain_advantages(header, len(arrays.token_ids))
+    advantages = plain_advantages(header, len(arrays.ids))
     loss = plain_loss(model, header, arrays, advantages, aggregate=aggregate)
     loss.backward()
     expected = float(loss.detach()), {name: one.grad for name, one in model.named_parameters()}
@@ -159,7 +169,7 @@ def test_every_sampled_token_is_in_one_unit_and_step(
     seed: int, credits: tuple[str, ...], count: int, max_tokens: int
 ) -> None:
     header, arrays = make_branch_batch(seed, credits=credits)
-    sampled, expected = arrays.loss_mask, plain_units(header)
+    sampled, expected = arrays.is_sampled, plain_units(header)
     rewards, groups, unit_N = find_units(header, len(sampled))
     assert rewards == [reward for reward, _ in expected.values()]
     assert groups == [key[0] - 10 for key in expected]
@@ -183,14 +193,10 @@ def test_every_sampled_token_is_in_one_unit_and_step(
 
 
 def make_trajectory(sample_index: int) -> Trajectory:
-    return Trajectory(
-        sample_index=sample_index,
-        token_ids=np.arange(10, 15, dtype=np.int32) + sample_index,
-        loss_mask=np.array([False, False, True, True, True]),
-        behaviour_logprobs=np.array([0, 0, -1, -2, -3], np.float32),
-        version_spans=(VersionSpan(2, 4, 3, 1), VersionSpan(4, 5, 4)),
-        reward=0.5 + sample_index,
-    )
+    mask = [False, False, True, True, True]
+    spans = (VersionSpan(2, 4, 3, 1), VersionSpan(4, 5, 4))
+    tokens = masked_tokens(np.arange(10, 15) + sample_index, mask, [0, 0, -1, -2, -3], spans)
+    return Trajectory(sample_index, tokens, reward=0.5 + sample_index)
 
 
 def make_types_batch() -> Batch:
@@ -218,6 +224,6 @@ def test_groups_are_packed_with_version_and_engine_per_token() -> None:
     ]
     rollouts = [trajectory for group in batch.groups for trajectory in group.trajectories]
     assert [tuple(t.credits) for t in header.trajectories] == [rollout.credits for rollout in rollouts]
-    assert arrays.token_ids[8:].tolist() == [13, 14, 12, 13, 14, 15, 16, 10, 11, 12, 13, 14]
+    assert arrays.ids[8:].tolist() == [13, 14, 12, 13, 14, 15, 16, 10, 11, 12, 13, 14]
     assert (arrays.versions.tolist(), arrays.versions.dtype) == ([-1, -1, 3, 3, 4] * 4, np.int32)
     assert (arrays.engines.tolist(), arrays.engines.dtype) == ([-1, -1, 1, 1, -1] * 4, np.int16)

@@ -174,8 +174,8 @@ def test_compiled_experts_learn_the_same_in_one_graph(tmp_path: Path) -> None:
     width = sum(router.top_k for router in routers_of(compiled.policy.model))
     for version in range(3):
         header, arrays = make_batch(version=version, seed=version, num_groups=2 + version)
-        drawn = np.random.default_rng(version).integers(0, 4, (len(arrays.loss_mask), width))
-        arrays = changed(arrays, routing=drawn.astype(np.uint8))
+        drawn = np.random.default_rng(version).integers(0, 4, (len(arrays.is_sampled), width))
+        arrays = changed(arrays, routing=drawn.astype(np.uint16))
         wanted, found = (learned(one.train(header, arrays)) for one in (eager, compiled))
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
     # the compiler's own count includes restarted graphs

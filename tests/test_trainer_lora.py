@@ -68,7 +68,7 @@ def test_gradient_of_an_adapter_follows_from_the_full_weight(make_step: MakeStep
     header, arrays = make_batch()
     gradients = []
     for step in (make_step(trainer=LORA), make_step()):
-        step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
+        step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.is_sampled)), arrays.is_sampled)
         gradients.append({name: master.grad for name, master in step.masters.named.items()})
     with_adapters, full = gradients
     weights = dict(make_step(trainer=LORA).masters.named)

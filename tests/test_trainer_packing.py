@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer_cases import Rows, batch_of, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.messages.trainer_api import BatchArrays
+from asyncrl.messages.tokens import Tokens
 from asyncrl.trainer import tree
 from asyncrl.trainer.packing import (
     Costs,
@@ -36,10 +36,10 @@ def test_every_loss_token_is_packed_once(groups: Rows, max_tokens: int, min_shar
         header, arrays = batch_of(groups)
         given_costs = (ONE_RANK, Costs(0.0, 0.0))
         device = torch.device("cpu")
-        made = micro_batches(header, arrays, arrays.loss_mask, PackRules(max_tokens), device, *given_costs)
+        made = micro_batches(header, arrays, arrays.is_sampled, PackRules(max_tokens), device, *given_costs)
     micros = [micro for micro, _ in made]
     source = [place for micro in micros for place in micro.source_M.tolist()]
-    assert sorted(source) == np.flatnonzero(arrays.loss_mask).tolist()
+    assert sorted(source) == np.flatnonzero(arrays.is_sampled).tolist()
     for micro in micros:
         layout = micro.layout
         assert layout.num_tokens <= max_tokens or len(micro.trajectory_S) == 1
@@ -55,10 +55,10 @@ def test_every_loss_token_is_packed_once(groups: Rows, max_tokens: int, min_shar
 COSTS = Costs(key=0.01, loss_token=0.2)
 
 
-def tree_cost(sequences: list[TokenRange], arrays: BatchArrays) -> float:
+def tree_cost(sequences: list[TokenRange], arrays: Tokens) -> float:
     """Return the cost of one micro-batch with every shared token once."""
     nodes = {
-        tuple(arrays.token_ids[one.start : one.start + end].tolist())
+        tuple(arrays.ids[one.start : one.start + end].tolist())
         for one in sequences
         for end in range(1, one.length + 1)
     }
@@ -71,8 +71,8 @@ def tree_cost(sequences: list[TokenRange], arrays: BatchArrays) -> float:
 def test_no_rank_is_a_sequence_above_the_mean(lengths: list[int], num_ranks: int) -> None:
     """Graham's bound, for sequences that share nothing."""
     header, arrays = batch_of(random_groups([[length] for length in lengths], prompt=2))
-    sequences = token_ranges(header, arrays.loss_mask)
-    steps = assign(sequences, arrays.token_ids, COSTS, 10**9, num_ranks)
+    sequences = token_ranges(header, arrays.is_sampled)
+    steps = assign(sequences, arrays.ids, COSTS, 10**9, num_ranks)
     loads = [tree_cost(share, arrays) for share in steps[0]]
     longest = max(tree_cost([one], arrays) for one in sequences)
     assert len(steps) == 1

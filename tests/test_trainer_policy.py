@@ -66,9 +66,9 @@ def run(
     """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ..."""
     header, arrays = batch_of(groups)
     policy.zero_grad()
-    places = np.cumsum(arrays.loss_mask)
+    places = np.cumsum(arrays.is_sampled)
     found_N = torch.zeros(len(places), dtype=torch.float64)
-    given = (header, arrays, arrays.loss_mask, policy.plan.rules(max_tokens), torch.device("cpu"))
+    given = (header, arrays, arrays.is_sampled, policy.plan.rules(max_tokens), torch.device("cpu"))
     ranks = [Ranks(rank, num_ranks) for rank in range(num_ranks)]
     for micro, counts in (one for rank in ranks for one in micro_batches(*given, rank, policy.costs)):
         logprob_M, *_ = policy(micro, temperature)
@@ -76,7 +76,7 @@ def run(
             continue
         (logprob_M * torch.from_numpy(places[micro.source_M])).sum().backward()
         found_N[micro.source_M] = logprob_M.detach().double()
-    return found_N[arrays.loss_mask], gradients(policy.model)
+    return found_N[arrays.is_sampled], gradients(policy.model)
 
 
 def run_plain(model: Any, groups: Rows, temperature: float = 1.0) -> Found:

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.http import CallRefused
 from asyncrl.messages.trainer_api import (
-    BatchArrays,
     BatchHeader,
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
     StateRequest,
+    Tokens,
     TrainerHealth,
 )
 from asyncrl.trainer.offload import local_of
@@ -36,12 +36,12 @@ from asyncrl.weights.ipc import open_memory, views
 from asyncrl.weights.tensor_files import digest_tensors
 
 
-def aged(header: BatchHeader, arrays: BatchArrays) -> tuple[BatchHeader, BatchArrays]:
+def aged(header: BatchHeader, arrays: Tokens) -> tuple[BatchHeader, Tokens]:
     """Mark every third sequence as sampled by the version before."""
     versions = arrays.versions.copy()
     for entry in header.trajectories[::3]:
         versions[entry.start : entry.end] = np.where(
-            arrays.loss_mask[entry.start : entry.end], max(header.version - 1, 0), -1
+            arrays.is_sampled[entry.start : entry.end], max(header.version - 1, 0), -1
         )
     return header.model_copy(update={"min_version": max(header.version - 1, 0)}), changed(
         arrays, versions=versions

@@ -17,7 +17,8 @@ from asyncrl.algorithms.losses import LossTokens
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.config import TrainerConfig
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
+from asyncrl.messages.tokens import Tokens
+from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.objective import BatchNumbers
 from asyncrl.trainer.optimizer import learning_rate_at
 from asyncrl.trainer.step import TrainStep
@@ -29,15 +30,15 @@ def weights(step: TrainStep) -> dict[str, torch.Tensor]:
     return {name: master.detach().clone() for name, master in step.masters.named.items()}
 
 
-def logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
+def logprobs(step: TrainStep, header: BatchHeader, arrays: Tokens) -> np.ndarray:
     """Return float32 [N] by the step's present weights, 0 without loss."""
-    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))[0]
+    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.is_sampled))[0]
 
 
 def test_masked_old_tokens_stay_as_context_alone(make_step: MakeStep) -> None:
     header, arrays = make_batch(version=0)
-    old = arrays.loss_mask & (np.arange(len(arrays.loss_mask)) % 3 == 0)
-    aged = changed(arrays, versions=np.where(old, 4, np.where(arrays.loss_mask, 5, -1)).astype(np.int32))
+    old = arrays.is_sampled & (np.arange(len(arrays.is_sampled)) % 3 == 0)
+    aged = changed(arrays, versions=np.where(old, 4, np.where(arrays.is_sampled, 5, -1)).astype(np.int32))
     by_age, by_hand = make_step(), make_step()
     by_age.policy_version = by_hand.policy_version = 5
     before = by_hand.weights_digest()
@@ -47,10 +48,10 @@ def test_masked_old_tokens_stay_as_context_alone(make_step: MakeStep) -> None:
     assert (by_hand.policy_version, by_hand.weights_digest()) == (5, before)
     noise = np.where(old, -1.0, arrays.behaviour_logprobs).astype(np.float32)
     metrics = by_age.train(header, changed(aged, behaviour_logprobs=noise))
-    by_hand.train(header, changed(aged, loss_mask=arrays.loss_mask & ~old))
+    by_hand.train(header, changed(aged, loss_mask=arrays.is_sampled & ~old))
     assert by_age.weights_digest() == by_hand.weights_digest()
-    assert metrics["sample/masked_fraction"] == pytest.approx(old.sum() / arrays.loss_mask.sum())
-    assert metrics["tokens/trained"] == (arrays.loss_mask & ~old).sum()
+    assert metrics["sample/masked_fraction"] == pytest.approx(old.sum() / arrays.is_sampled.sum())
+    assert metrics["tokens/trained"] == (arrays.is_sampled & ~old).sum()
 
 
 def infinite_loss(tokens: LossTokens, _: Any) -> Answer:
@@ -117,7 +118,7 @@ def test_record_says_which_tokens_carried_loss_at_which_version(make_step: MakeS
     step = make_step()
     header, arrays = make_batch(version=0)
     first = header.trajectories[0]
-    versions = np.where(arrays.loss_mask, 6, -1).astype(np.int32)
+    versions = np.where(arrays.is_sampled, 6, -1).astype(np.int32)
     versions[first.start + 5] = 3
     versions[first.start + 6 : first.start + 8] = 5
     step.policy_version = 6
@@ -129,9 +130,9 @@ def test_record_says_which_tokens_carried_loss_at_which_version(make_step: MakeS
     same = first.model_dump(include={"group_id", "prompt_id", "sample_index", "branch", "reward"})
     assert line["trajectories"][0] == same | {
         "num_tokens": length,
-        "num_sampled": int(arrays.loss_mask[: first.end].sum()),
+        "num_sampled": int(arrays.is_sampled[: first.end].sum()),
         "num_loss_tokens": length - 6,
-        "tokens_sha": hashlib.sha256(arrays.token_ids[: first.end].tobytes()).hexdigest()[:16],
+        "tokens_sha": hashlib.sha256(arrays.ids[: first.end].tobytes()).hexdigest()[:16],
         "spans": [[6, 8, 5], [8, length, 6]],
     }
 
@@ -183,7 +184,7 @@ def test_masked_out_mini_batch_keeps_the_schedule(make_step: MakeStep) -> None:
     step = make_step(trainer={"mini_batches": 2, "epochs": 3, "num_steps": 10, "schedule": "linear"})
     step.policy_version = 3
     metrics = step.train(header, changed(arrays, versions=versions))
-    assert metrics["tokens/trained"] == arrays.loss_mask[:half].sum()
+    assert metrics["tokens/trained"] == arrays.is_sampled[:half].sum()
     assert metrics["trainer/learning_rate"] == pytest.approx(1e-2 * (1 - 22 / 60))
     assert metrics["policy/grad_norm"] > 0
 
@@ -206,14 +207,14 @@ def test_learning_rate_by_hand(schedule: Any, warmup_steps: int, num_steps: int,
     assert found == pytest.approx(rates, abs=1e-6)
 
 
-def sampled_by_two(step: TrainStep, offset: float) -> tuple[BatchHeader, BatchArrays]:
+def sampled_by_two(step: TrainStep, offset: float) -> tuple[BatchHeader, Tokens]:
     """Trajectories of engine-0, engine-1 and an unknown one; engine-1's logprobs are off by `offset`."""
     header, arrays = make_batch(num_groups=6, group_size=4)
     exact = naive_logprobs(step.policy.model, header, arrays, 1.0)
     engines = np.full(len(exact), -1, np.int16)
     for index, entry in enumerate(header.trajectories):
         engines[entry.start + 5 : entry.end] = (index + 1) % 3 - 1
-    behaviour = np.where(arrays.loss_mask, exact - np.where(engines == 1, offset, 0), 0).astype(np.float32)
+    behaviour = np.where(arrays.is_sampled, exact - np.where(engines == 1, offset, 0), 0).astype(np.float32)
     return header, changed(arrays, behaviour_logprobs=behaviour, engines=engines)
 
 
@@ -225,12 +226,12 @@ def test_step_metricss_the_gap_of_each_engine(make_step: MakeStep) -> None:
     assert of_engines == {"engine-0", "engine-1"}
     assert metrics["policy/logprob_gap_max/engine-0"] < 2e-5
     assert metrics["policy/logprob_gap_mean/engine-1"] == pytest.approx(0.02, abs=1e-5)
-    share = float((arrays.engines[arrays.loss_mask] == 1).mean())
+    share = float((arrays.engines[arrays.is_sampled] == 1).mean())
     assert metrics["policy/logprob_gap_mean"] == pytest.approx(0.02 * share, abs=1e-5)
     assert max(gap for *_, gap in step.rollout_gaps) == pytest.approx(0.02, abs=2e-5)
     assert sum(advantage for *_, advantage in step.rollout_advantages) == pytest.approx(0.0, abs=1e-5)
     assert [entry[:2] for entry in step.rollout_advantages] == [entry[:2] for entry in step.rollout_gaps]
-    versions = np.where(arrays.engines == 1, 0, np.where(arrays.loss_mask, 1, -1)).astype(np.int32)
+    versions = np.where(arrays.engines == 1, 0, np.where(arrays.is_sampled, 1, -1)).astype(np.int32)
     header = header.model_copy(update={"version": 1, "min_version": 0})
     again = step.train(header, changed(arrays, versions=versions))
     assert "policy/logprob_gap_mean/engine-0" in again

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import resource
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
+from token_cases import masked_tokens
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.records import Credit
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.messages.tokens import Tokens, spans_of
+from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader
 from asyncrl.trainer.attention import ATTENTION
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
@@ -50,7 +53,7 @@ def make_spec(
 
 def make_batch(
     *, version: int = 0, num_groups: int = 2, group_size: int = 3, seed: int = 0, **header: Any
-) -> tuple[BatchHeader, BatchArrays]:
+) -> tuple[BatchHeader, Tokens]:
     """Random prompts of 5 tokens and completions of 1 to 20, all sampled at `version`."""
     rng = np.random.default_rng(seed)
     drawn = [(int(rng.integers(1, 21)), float(rng.random())) for _ in range(num_groups * group_size)]
@@ -61,7 +64,7 @@ def make_batch(
         entry.model_copy(update={"reward": entry.sample_index + 0.25 * extra})
         for entry, (_, extra) in zip(made.trajectories, drawn, strict=True)
     ]
-    mask = arrays.loss_mask
+    mask = arrays.is_sampled
     fields = {"version": version, "min_version": version, "trajectories": entries, **header}
     return made.model_copy(update=fields), changed(
         arrays,
@@ -103,15 +106,21 @@ def learned(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-def changed(arrays: BatchArrays, **values: Any) -> BatchArrays:
-    return BatchArrays(**{**dict(arrays), **values})
+def changed(arrays: Tokens, *, versions: Any = None, ids: Any = None, **columns: Any) -> Tokens:
+    """Replace columns, the ids, or the versions that sampled them (-1: context)."""
+    return replace(
+        arrays,
+        ids=arrays.ids if ids is None else ids,
+        spans=arrays.spans if versions is None else spans_of(versions),
+        columns={**arrays.columns, **columns},
+    )
 
 
-def naive_logprobs(model: Any, header: BatchHeader, arrays: BatchArrays, temperature: float) -> np.ndarray:
+def naive_logprobs(model: Any, header: BatchHeader, arrays: Tokens, temperature: float) -> np.ndarray:
     """float32 [N] by naive(), 0 where no loss is carried."""
-    logprobs = np.zeros(len(arrays.token_ids), np.float32)
+    logprobs = np.zeros(len(arrays.ids), np.float32)
     with torch.no_grad():
-        logprobs[arrays.loss_mask] = naive(model, header, arrays, temperature).numpy()
+        logprobs[arrays.is_sampled] = naive(model, header, arrays, temperature).numpy()
     return logprobs
 
 
@@ -121,7 +130,7 @@ Rows = list[list[tuple[list[int], list[bool]]]]
 """Groups of sequences: (token ids, which of them carry loss). No first token does."""
 
 
-def batch_of(groups: Rows) -> tuple[BatchHeader, BatchArrays]:
+def batch_of(groups: Rows) -> tuple[BatchHeader, Tokens]:
     trajectories, ids, mask = [], list[int](), list[bool]()
     for group, rows in enumerate(groups):
         for sample, (token_ids, has_loss) in enumerate(rows):
@@ -133,12 +142,8 @@ def batch_of(groups: Rows) -> tuple[BatchHeader, BatchArrays]:
                 TrajectoryHeader(sample_index=sample, prompt_id=f"p{group}", reward=0.0, **place)
             )
     loss_mask = np.array(mask)
-    return BatchHeader(version=0, min_version=0, mask_older=False, trajectories=trajectories), BatchArrays(
-        token_ids=np.array(ids, dtype=np.int32),
-        loss_mask=loss_mask,
-        behaviour_logprobs=np.zeros(len(ids), np.float32),
-        versions=np.where(loss_mask, 0, -1).astype(np.int32),
-    )
+    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=trajectories)
+    return header, masked_tokens(ids, loss_mask, np.zeros(len(ids)))
 
 
 def random_groups(sizes: list[list[int]], *, prompt: int = 20, vocab: int = 52, seed: int = 0) -> Rows:
@@ -153,13 +158,13 @@ def random_groups(sizes: list[list[int]], *, prompt: int = 20, vocab: int = 52, 
     return groups
 
 
-def naive(model: Any, header: BatchHeader, arrays: BatchArrays, temperature: float = 1.0) -> torch.Tensor:
+def naive(model: Any, header: BatchHeader, arrays: Tokens, temperature: float = 1.0) -> torch.Tensor:
     """Logprobs of all loss tokens with gradient, by one forward a sequence and the whole softmax."""
     parts = []
     with plain_attention(model):
         for entry in header.trajectories:
-            ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
-            mask = torch.from_numpy(arrays.loss_mask[entry.start + 1 : entry.end])
+            ids = torch.from_numpy(arrays.ids[entry.start : entry.end].astype(np.int64))
+            mask = torch.from_numpy(arrays.is_sampled[entry.start + 1 : entry.end])
             logits = model(input_ids=ids[None]).logits[0, :-1].float() / temperature
             parts.append(torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0][mask])
     return torch.cat(parts)
@@ -225,7 +230,7 @@ def make_branch_batch(
     num_groups: int = 3,
     group_size: int = 3,
     version: int = 0,
-) -> tuple[BatchHeader, BatchArrays]:
+) -> tuple[BatchHeader, Tokens]:
     """Make groups of such rollouts and draw how each earns credit."""
     rng = np.random.default_rng(seed)
     groups: Rows = []
@@ -250,7 +255,7 @@ def make_branch_batch(
     pairs = zip(header.trajectories, places, strict=True)
     fields = {"version": version, "min_version": version}
     fields |= {"trajectories": [entry.model_copy(update=place) for entry, place in pairs]}
-    sampled = arrays.loss_mask
+    sampled = arrays.is_sampled
     return header.model_copy(update=fields), changed(
         arrays,
         behaviour_logprobs=np.where(sampled, rng.normal(-4.0, 0.3, len(sampled)), 0).astype(np.float32),
@@ -289,10 +294,10 @@ def plain_advantages(
 
 
 def plain_loss(
-    model: Any, header: BatchHeader, arrays: BatchArrays, advantages: np.ndarray, *, aggregate: str
+    model: Any, header: BatchHeader, arrays: Tokens, advantages: np.ndarray, *, aggregate: str
 ) -> torch.Tensor:
     """PPO's clipped loss, clip range 0.2, over one plain forward a branch."""
-    mask = arrays.loss_mask
+    mask = arrays.is_sampled
     ratio = (naive(model, header, arrays) - torch.from_numpy(arrays.behaviour_logprobs[mask])).exp()
     advantage = torch.from_numpy(advantages[mask]).float()
     losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)

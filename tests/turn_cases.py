@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 from fake_engine import FakeEngineServer
 from fake_server import FakeProcess, FakeTrainerServer
 from pydantic import BaseModel
+from token_cases import trajectory_of
 
 from asyncrl.base.errors import EngineLost, ErrorBody, RoomError
 from asyncrl.base.http import CallRefused
@@ -28,7 +28,7 @@ from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.launch.supervise import Supervision
 from asyncrl.messages.engine_api import TransferStats
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import (
     ExportChunkRequest,
@@ -307,8 +307,7 @@ def play_to_its_error(make: Callable[..., Rooms], story: Callable[[Rooms], Any],
 
 def make_batch(version: int) -> Batch:
     """One group of one trajectory of one token."""
-    arrays = np.array([1, 2], np.int32), np.array([False, True]), np.array([0.0, -1.0], np.float32)
-    trajectory = Trajectory(0, *arrays, (VersionSpan(1, 2, version),), reward=1.0)
+    trajectory = trajectory_of(0, [1, 2], [False, True], [0.0, -1.0], [VersionSpan(1, 2, version)], 1.0)
     return Batch(version, (Group(GroupId(version), Prompt(f"p{version}", ()), (trajectory,)),), version)
 
 

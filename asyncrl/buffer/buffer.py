@@ -242,7 +242,7 @@ class Buffer:
 
 
 def _versions(group: Group) -> tuple[int, int]:
-    versions = [span.version for trajectory in group.trajectories for span in trajectory.version_spans]
+    versions = [span.version for trajectory in group.trajectories for span in trajectory.tokens.spans]
     return min(versions), max(versions)
 
 

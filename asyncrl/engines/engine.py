@@ -19,6 +19,7 @@ from asyncrl.engines.link import LOGPROB_SLACK, Link, OnChunk, OnInterrupted, Op
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.records import Rollout, Trajectory
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import TEACHER, SegmentPart
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 
@@ -163,7 +164,7 @@ class EngineClient(Protocol):
     def _begin_nowait(self) -> None: ...
     async def generate_segment(
         self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
-    ) -> api.GenerateResponse: ...
+    ) -> SegmentPart: ...
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]: ...
     async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth: ...
     async def prepare(self, manifest: ExportResponse) -> str: ...
@@ -197,7 +198,7 @@ class EngineServer(EngineClient):
 
     async def generate_segment(
         self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
-    ) -> api.GenerateResponse:
+    ) -> SegmentPart:
         line = self._line
         check = SegmentCheck(self.name, request, oldest=line.version)
         # calls() would set up a timeout per request.
@@ -345,8 +346,11 @@ class Teacher:
         logprobs = np.zeros(len(branch.token_ids), np.float32)
         logprobs[start:end] = found
         logprobs[~branch.loss_mask] = 0.0
+        # Under a grammar the teacher would have sampled from other tokens: no term.
+        for span in branch.tokens.grammars:
+            logprobs[span.start : span.end] = branch.tokens.behaviour_logprobs[span.start : span.end]
         self._num_scored += len(places)
-        return replace(branch, teacher_logprobs=logprobs)
+        return replace(branch, tokens=branch.tokens.with_columns({TEACHER: logprobs}))
 
     async def _score(self, request: api.ScoreRequest) -> api.ScoreResponse:
         while True:

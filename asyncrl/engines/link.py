@@ -7,16 +7,20 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from asyncrl.base.errors import EngineError
 from asyncrl.base.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
 from asyncrl.base.waits import loop_turn
 from asyncrl.messages import codec
-from asyncrl.messages.engine_api import GenerateResponse
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import BEHAVIOUR, SegmentPart, Tokens
 
-OnChunk = Callable[[GenerateResponse], None] | None
-OnInterrupted = Callable[[GenerateResponse], bool] | None
+OnChunk = Callable[[SegmentPart], None] | None
+OnInterrupted = Callable[[SegmentPart], bool] | None
 PATH = "/link"
 FRAME_REQUESTS = 256
 """Maximum requests per frame; the event loop runs other tasks between frames."""
@@ -26,11 +30,17 @@ TURN_ROWS = 32
 
 LOGPROB_SLACK = 1e-3
 """In nats."""
+_NO_LOGPROBS = np.zeros(0, np.float32)
 _RULE = "ids are 0 or more, logprobs finite and at most 0, spans cover every token once, under versions from"
 
 
-def is_sampled(token_id: int, logprob: float) -> bool:
-    return token_id >= 0 and math.isfinite(logprob) and logprob <= LOGPROB_SLACK
+def are_sampled(ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> bool:
+    """Return whether ids [N] are not negative, and logprobs [N] are finite and at most 0."""
+    if not len(ids):
+        return True
+    # NaN passes no comparison. The bare ufuncs take half as long as the methods, which matters for one token.
+    largest, least = np.maximum.reduce(logprobs), np.minimum.reduce(logprobs)
+    return bool(np.minimum.reduce(ids) >= 0 and largest <= LOGPROB_SLACK and least > -np.inf)
 
 
 class SegmentCheck:
@@ -47,35 +57,39 @@ class SegmentCheck:
         self._num_accepted = 0
         self._version = oldest
 
-    def accept(self, part: GenerateResponse, *, newest: int) -> None:
+    def accept(self, part: SegmentPart, *, newest: int) -> None:
         request = self._request
-        self._num_accepted += len(part.token_ids)
+        num_known = len(request.prompt_ids) + self._num_accepted
+        num_context = part.tokens.num_context
+        if num_context == num_known and num_context <= len(part.tokens):
+            new = part.new
+        else:
+            new, num_context = part.tokens, 0
+        self._num_accepted += len(new)
         oldest = self._version
-        if fault := self._fault(part, newest):
+        if fault := self._fault(new, part.finish_reason, newest):
             what = f"answered request {request.request_id} of {request.max_tokens} tokens with {fault}"
             rule = f"{_RULE} {oldest} (confirmed before) to {newest} (offered last), in order"
             raise EngineError(self._name, what, rule=rule, way_out=f"read {self._name}'s log.")
 
-    def _fault(self, part: GenerateResponse, newest: int) -> str:
-        token_ids, logprobs = part.token_ids, part.logprobs
+    def _fault(self, new: Tokens, finish: str | None, newest: int) -> str:
         num_left = self._request.max_tokens - self._num_accepted
-        finish = part.finish_reason
         if num_left < 0 or (finish is None and not num_left):
             return f"{self._num_accepted} tokens and finish_reason {finish}"
-        if (finish == "length" and num_left) or (finish == "stop" and not token_ids):
+        if (finish == "length" and num_left) or (finish == "stop" and not len(new)):
             return f"finish_reason {finish} after {self._num_accepted} tokens"
-        # 5 times faster than is_sampled for each token.
-        are_sampled = min(token_ids, default=0) >= 0 and all(map(math.isfinite, logprobs))
-        if not are_sampled or len(logprobs) != len(token_ids) or max(logprobs, default=0.0) > LOGPROB_SLACK:
-            bad = [pair for pair in zip(token_ids, logprobs, strict=False) if not is_sampled(*pair)]
-            return f"{len(logprobs)} logprobs for {len(token_ids)} tokens, invalid (id, logprob) {bad[:3]}"
+        logprobs: Any = new.columns.get(BEHAVIOUR, _NO_LOGPROBS)
+        if len(logprobs) != len(new) or not are_sampled(new.ids, logprobs):
+            pairs = zip(new.ids.tolist(), logprobs.tolist(), strict=False)
+            bad = [pair for pair in pairs if pair[0] < 0 or not -math.inf < pair[1] <= LOGPROB_SLACK]
+            return f"{len(logprobs)} logprobs for {len(new)} tokens, invalid (id, logprob) {bad[:3]}"
         end = 0
-        for span in part.version_spans:
+        for span in new.spans:
             if span.start != end or span.end <= end or not self._version <= span.version <= newest:
                 break
             end = span.end
             self._version = span.version
-        return "" if end == len(token_ids) else f"spans {part.version_spans[:6]} over {len(token_ids)} tokens"
+        return "" if end == len(new) else f"spans {new.spans[:6]} over {len(new)} tokens"
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +99,7 @@ class OpenRequest:
     on_chunk: OnChunk = None
     on_interrupted: OnInterrupted = None
     number: int = -1
-    done: asyncio.Future[GenerateResponse] = field(default_factory=lambda: asyncio.Future())
+    done: asyncio.Future[SegmentPart] = field(default_factory=lambda: asyncio.Future())
 
 
 class Link:
@@ -117,7 +131,7 @@ class Link:
         wanted = None if request_ids is None else set(request_ids)
         return [one for one in self._open.values() if wanted is None or one.request.request_id in wanted]
 
-    async def sample(self, opened: OpenRequest) -> GenerateResponse:
+    async def sample(self, opened: OpenRequest) -> SegmentPart:
         """Raises CallRefused, CallLost or EngineError."""
         if self._broken is not None:
             raise self._broken
@@ -207,7 +221,7 @@ class Link:
         if opened is None:
             return
         try:
-            part = codec.response(opened.request.request_id, row)
+            part = row.part
             opened.check.accept(part, newest=self._newest())
             if part.finish_reason is None:
                 assert opened.on_chunk is not None, "only streamed requests get chunks"
@@ -224,11 +238,11 @@ class Link:
             self.abort_nowait(opened)
             self._end(opened, error)
 
-    def _end(self, opened: OpenRequest, answer: GenerateResponse | Exception) -> None:
+    def _end(self, opened: OpenRequest, answer: SegmentPart | Exception) -> None:
         del self._open[opened.number]
         if opened.done.done():
             return
-        if isinstance(answer, GenerateResponse):
+        if isinstance(answer, SegmentPart):
             opened.done.set_result(answer)
         else:
             opened.done.set_exception(answer)

@@ -7,19 +7,18 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.waits import waiting
 from asyncrl.engines.engine import EngineClient
-from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import Completion, TopLogprobs, VersionSpan
+from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import EMPTY, SegmentPart, Tokens
 
 DRAIN_TIMEOUT_S = 30.0
-_UNKNOWN = b"\xff"
-"""Each byte of NO_EXPERT."""
 
 OnLost = Callable[[EngineLost], None]
 OnTokens = Callable[[Sequence[int]], None]
@@ -117,15 +116,15 @@ class EnginePool:
         gets each segment's number of tokens, even if the request fails later.
         """
         join = SegmentJoin(request, partial, on_segment)
-        if on_tokens is not None and join.token_ids:
-            on_tokens(tuple(join.token_ids))
+        if on_tokens is not None and partial is not None and partial.token_ids:
+            on_tokens(partial.token_ids)
 
-        def on_part(token_ids: list[int]) -> None:
-            self._tokens += len(token_ids)
+        def on_part(new: Tokens) -> None:
+            self._tokens += len(new)
             if on_spent is not None:
-                on_spent(len(token_ids))
-            if on_tokens is not None and token_ids:
-                on_tokens(token_ids)
+                on_spent(len(new))
+            if on_tokens is not None and len(new):
+                on_tokens(new.ids.tolist())
 
         while not join.is_finished:
             while not self._router.up:
@@ -143,7 +142,7 @@ class EnginePool:
         return join.completion()
 
     async def _sample_on(
-        self, charge: Charge, join: SegmentJoin, on_part: Callable[[list[int]], None], *, is_streamed: bool
+        self, charge: Charge, join: SegmentJoin, on_part: Callable[[Tokens], None], *, is_streamed: bool
     ) -> None:
         """Append segments to `join` until the request ends or moves. A token is in `join` before
         `on_part` gets it.
@@ -151,11 +150,11 @@ class EnginePool:
         index = charge.index
         server = self.servers[index]
 
-        def on_chunk(part: GenerateResponse) -> None:
+        def on_chunk(part: SegmentPart) -> None:
             join.add(part, index)
-            on_part(part.token_ids)
+            on_part(part.new)
 
-        def on_interrupted(part: GenerateResponse) -> bool:
+        def on_interrupted(part: SegmentPart) -> bool:
             if self._router.moves(charge):
                 return False
             on_chunk(part)
@@ -250,8 +249,24 @@ class SegmentJoin:
     A segment is any number of chunks and an end, or cut(). `partial`: tokens of an earlier process.
     `on_segment` gets all tokens after each interruption.
 
-    Invariant: the spans cover every token once; there are at most request.max_tokens tokens unless
+    Invariant: the spans cover every sampled token once; there are at most request.max_tokens tokens unless
         `partial` has more.
+
+    Example: the prompt 5 6 and max_tokens 3.
+        >>> request = SamplingRequest(request_id="g0/r0", prompt_ids=[5, 6], max_tokens=3)
+        >>> join = SegmentJoin(request)
+        >>> def sampled(ids, version, finish):
+        ...     columns = {"behaviour_logprobs": np.full(len(ids), -1, np.float32)}
+        ...     spans = (VersionSpan(0, len(ids), version),)
+        ...     return SegmentPart(Tokens(np.array(ids, np.int32), spans, columns), finish)
+        >>> join.add(sampled([7], version=1, finish="abort"))   # new weights come
+        >>> following = join.next_request()
+        >>> following.prompt_ids.tolist(), following.num_resumed, following.max_tokens
+        ([5, 6, 7], 1, 2)
+        >>> join.add(sampled([8, 9], version=2, finish="length"))
+        >>> done = join.completion()
+        >>> done.token_ids, done.finish_reason, [(span.start, span.version) for span in done.sampled.spans]
+        ((7, 8, 9), 'length', [(0, 1), (1, 2)])
     """
 
     def __init__(
@@ -262,21 +277,25 @@ class SegmentJoin:
     ) -> None:
         self.request = request
         self._on_segment = on_segment
-        before = partial or Completion()
-        self.token_ids = list(before.token_ids)
-        self.logprobs = list(before.behaviour_logprobs)
-        self.spans = list(before.version_spans)
-        self.num_interruptions = before.num_interruptions + (partial is not None)
-        self.top_logprobs: list[TopLogprobs] = [()] * len(self.token_ids)
-        """Unknown for an earlier process."""
-        self._routed = RoutedTokens(len(request.prompt_ids), before)
-        self._num_kept = len(self.token_ids)
+        self._prompt = Tokens(np.asarray(request.prompt_ids, np.int32))
+        self._kept = EMPTY
+        """Sampled tokens of ended segments."""
+        if partial is not None:
+            self._kept = partial.sampled
+            if partial.num_prompt:
+                self._prompt = partial.tokens.slice(0, partial.num_prompt)
+        self._chunks = list[Tokens]()
+        """Sampled tokens of the current segment."""
+        self.num_tokens = len(self._kept)
+        self.num_interruptions = 0
+        if partial is not None:
+            self.num_interruptions = partial.num_interruptions + 1
         self._has_stopped = False
 
     @property
     def num_left(self) -> int:
         """Remaining token budget; below 0 if a partial is longer."""
-        return self.request.max_tokens - len(self.token_ids)
+        return self.request.max_tokens - self.num_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -285,80 +304,50 @@ class SegmentJoin:
     def next_request(self) -> SamplingRequest:
         """Continue after the last segment: the server draws by (seed, absolute position)."""
         request = self.request
-        if not self.token_ids:
+        if not self.num_tokens:
             return request
-        prompt_ids = np.concatenate([request.prompt_ids, self.token_ids], dtype=np.int32, casting="unsafe")
-        num_resumed = len(self.token_ids)
-        return replace(request, prompt_ids=prompt_ids, num_resumed=num_resumed, max_tokens=self.num_left)
+        prompt_ids = np.concatenate([self._prompt.ids, self._kept.ids, *(part.ids for part in self._chunks)])
+        return replace(request, prompt_ids=prompt_ids, num_resumed=self.num_tokens, max_tokens=self.num_left)
 
-    def add(self, part: GenerateResponse, engine: int = -1) -> None:
-        num_before = len(self.token_ids)
-        for span in part.version_spans:
-            last = self.spans[-1] if self.spans else None
-            end = span.end + num_before
-            if last is not None and (last.version, last.engine) == (span.version, engine):
-                self.spans[-1] = replace(last, end=end)
-            else:
-                self.spans.append(VersionSpan(span.start + num_before, end, span.version, engine))
-        self.token_ids += part.token_ids
-        self.logprobs += part.logprobs
-        self.top_logprobs += part.top_logprobs
-        self._routed.add(part.routing, self._num_kept, len(self.token_ids))  # chunks tell no experts
+    def add(self, part: SegmentPart, engine: int = -1) -> None:
+        new = part.new
+        context = part.tokens.slice(0, part.tokens.num_context)
+        self._chunks.append(new.sampled_by(engine))
+        self.num_tokens += len(new)
         self._has_stopped = part.finish_reason == "stop"
-        if part.finish_reason == "abort":
-            self._interrupted()
+        if len(context):
+            self._learn(context)
+        if part.finish_reason is not None:
+            self._end_segment(is_interrupted=part.finish_reason == "abort")
 
     def cut(self) -> None:
         """Keep the chunks of a segment whose rest is lost."""
-        if len(self.token_ids) > self._num_kept:
-            self._interrupted()
+        if self._chunks:
+            self._end_segment(is_interrupted=True)
 
     def completion(self) -> Completion:
-        return Completion(
-            tuple(self.token_ids),
-            tuple(self.logprobs),
-            tuple(self.spans),
-            ("stop" if self._has_stopped else "length") if self.is_finished else None,
-            self.num_interruptions,
-            tuple(self.top_logprobs) if self.request.top_logprobs else (),
-            self._routed.all(len(self.token_ids)),
-        )
+        finish: Literal["stop", "length"] | None = None
+        if self.is_finished:
+            finish = "stop" if self._has_stopped else "length"
+        tokens = Tokens.join([self._prompt, self._kept, *self._chunks])
+        return Completion(tokens, len(self._prompt), finish, self.num_interruptions)
 
-    def _interrupted(self) -> None:
-        self.num_interruptions += 1
-        if self._on_segment is not None and self.num_left > 0 and len(self.token_ids) > self._num_kept:
-            self._on_segment(self.completion())
-        self._num_kept = len(self.token_ids)
+    def _learn(self, context: Tokens) -> None:
+        """Take the prompt's values from its first reading, and those of the segment's chunks. Tokens of
+        earlier segments were sampled by other weights: their values stay, or stay unknown.
+        """
+        columns = context.as_context()
+        num_prompt = len(self._prompt)
+        self._prompt = self._prompt.with_columns(columns.slice(0, num_prompt).columns)
+        chunks = Tokens.join(self._chunks[:-1] or [EMPTY])
+        chunks = chunks.with_columns(columns.slice(num_prompt + len(self._kept)).columns)
+        self._chunks[:-1] = [chunks]
 
-
-class RoutedTokens:
-    """Experts that read a request's tokens, uint16 (little endian). Pure.
-
-    The end of a segment covers the tokens read since the previous end; the first one the whole prompt.
-    Known experts stay when tokens are read again; unknown ones are NO_EXPERT. `before`: of an earlier
-    process.
-    """
-
-    def __init__(self, num_prompt: int, before: Completion = Completion()) -> None:
-        self._num_prompt = num_prompt
-        self._width = width = len(before.routing) // (num_prompt + len(before.token_ids))
-        self._known = before.routing[: len(before.routing) - width]
-
-    def add(self, routing: bytes, num_before: int, num_after: int) -> None:
-        if not routing:
-            return
-        end = self._num_prompt + num_after - 1
-        self._width = width = self._width or len(routing) // end
-        first = len(self._known) // width
-        assert len(routing) >= (end - first) * width, f"{len(routing)} bytes for tokens {first} to {end}"
-        new = bytearray(routing[len(routing) - (end - first) * width :])
-        lost_from = max(first, self._num_prompt - 1)
-        num_lost = self._num_prompt + num_before - 1 - lost_from
-        if num_lost > 0:
-            start = (lost_from - first) * width
-            new[start : start + num_lost * width] = _UNKNOWN * (num_lost * width)
-        self._known += bytes(new)
-
-    def all(self, num_sampled: int) -> bytes:
-        """Return them for every token: NO_EXPERT for the unread last one, and what a lost server knew."""
-        return self._known.ljust((self._num_prompt + num_sampled) * self._width, _UNKNOWN)
+    def _end_segment(self, *, is_interrupted: bool) -> None:
+        num_before = len(self._kept)
+        self._kept = Tokens.join([self._kept, *self._chunks])
+        self._chunks = []
+        if is_interrupted:
+            self.num_interruptions += 1
+            if self._on_segment is not None and self.num_left > 0 and self.num_tokens > num_before:
+                self._on_segment(self.completion())

@@ -30,9 +30,19 @@ from asyncrl.engines.vllm_process import (
     vllm_request,
 )
 from asyncrl.messages.codec import request_fault
-from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import TopLogprobs, VersionSpan
+from asyncrl.messages.records import VersionSpan
 from asyncrl.messages.sampling import SamplingRequest, StopWatch
+from asyncrl.messages.tokens import (
+    BEHAVIOUR,
+    NO_EXPERT,
+    ROUTING,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    Ragged,
+    SegmentPart,
+    Tokens,
+    Values,
+)
 
 _NO_LOGPROB = -9999.0
 _MIN_TEMPERATURE = 0.01
@@ -82,13 +92,13 @@ class Segment:
         self._watch = joint_watch(request, requirements)
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
-        self._top: list[TopLogprobs] = []
+        self._top: list[list[tuple[int, float]]] = []
         self._finish: Finish | None = None
         self._labels: list[LabelSpan] | None = None
         self._routed: str | None = None
         self._num_told = 0
 
-    async def sample(self) -> GenerateResponse:
+    async def sample(self) -> SegmentPart:
         """Raises RequestRefused, EngineLost or EngineError."""
         process = self._process
         async with process.calls():
@@ -189,28 +199,29 @@ class Segment:
             self.on_chunk(chunk)
             self._num_told = num_tokens
 
-    def _part(self, spans: Sequence[VersionSpan], finish: Finish | None) -> GenerateResponse:
-        """Return the tokens that on_chunk did not get."""
+    def _part(self, spans: Sequence[VersionSpan], finish: Finish | None) -> SegmentPart:
+        """Return the tokens that on_chunk did not get. The experts come with the end and cover the prompt, so
+        then the whole text is told again.
+        """
         told = self._num_told
-        return GenerateResponse(
-            request_id=self.request.request_id,
-            token_ids=self._token_ids[told:],
-            logprobs=self._logprobs[told:],
-            version_spans=[
-                VersionSpan(max(0, span.start - told), span.end - told, span.version)
-                for span in spans
-                if span.end > told
-            ],
-            finish_reason=finish,
-            top_logprobs=self._top[told:],
-            routing=self._routing() if finish else b"",
-        )
+        columns: dict[str, Values] = {BEHAVIOUR: np.array(self._logprobs, np.float32)}
+        if self.request.top_logprobs:
+            columns[TOP_IDS] = Ragged.of([[token for token, _ in top] for top in self._top], "<i4")
+            columns[TOP_LOGPROBS] = Ragged.of([[value for _, value in top] for top in self._top], "<f4")
+        sampled = Tokens(np.array(self._token_ids, np.int32), tuple(spans), columns)
+        new = sampled.slice(told)
+        experts = self._experts() if finish else None
+        if experts is None:
+            return SegmentPart(new, finish)
+        prompt = Tokens(np.asarray(self.request.prompt_ids, np.int32))
+        whole = Tokens.join([prompt, sampled.slice(0, told).as_context(), new])
+        return SegmentPart(whole.with_columns({ROUTING: experts}), finish)
 
     def _cut(self, num_tokens: int, finish: Finish) -> None:
         del self._token_ids[num_tokens:], self._logprobs[num_tokens:], self._top[num_tokens:]
         self._finish = finish
 
-    def _response(self) -> GenerateResponse:
+    def _response(self) -> SegmentPart:
         """Return the tokens not reported yet. Raises EngineError."""
         spans: list[VersionSpan] = []
         for label in self._labels or []:
@@ -229,12 +240,15 @@ class Segment:
         self._check.accept(answer, newest=self._process.version)
         return answer
 
-    def _routing(self) -> bytes:
+    def _experts(self) -> npt.NDArray[np.uint16] | None:
+        """Return ROUTING of the prompt and all sampled tokens."""
         num_tokens = len(self._token_ids)
         if not self._requirements.returns_routing or not num_tokens:
-            return b""
+            return None
         assert self._routed is not None, "the server has --enable-return-routed-experts"
-        return decode_experts(self._routed)[: len(self.request.prompt_ids) + num_tokens - 1].tobytes()
+        read = decode_experts(self._routed)[: len(self.request.prompt_ids) + num_tokens - 1]
+        unknown = np.full((1, read.shape[1]), NO_EXPERT, np.uint16)
+        return np.concatenate([unknown, read])
 
 
 def ids_of(request: SamplingRequest) -> list[int]:
@@ -242,7 +256,7 @@ def ids_of(request: SamplingRequest) -> list[int]:
     return found
 
 
-def _likeliest(top: Sequence[TopLogprob], num: int) -> TopLogprobs:
+def _likeliest(top: Sequence[TopLogprob], num: int) -> list[tuple[int, float]]:
     """Return the likeliest tokens, without impossible ones."""
     found = sorted(
         (one for one in top if one.rank is not None and one.rank <= num), key=lambda one: one.rank or 0

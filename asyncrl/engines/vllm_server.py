@@ -28,6 +28,7 @@ from asyncrl.engines.vllm_process import (
 from asyncrl.engines.vllm_sampling import Segment, check_request
 from asyncrl.messages import engine_api as api
 from asyncrl.messages.sampling import SamplingRequest
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 ADAPTER = "policy-adapter"
@@ -193,7 +194,7 @@ class VllmServer(EngineClient):
 
     async def generate_segment(
         self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
-    ) -> api.GenerateResponse:
+    ) -> SegmentPart:
         """Sample a segment. vLLM cannot hold an interrupted request and answers with its tokens."""
         check_request(self._process, request, self.needed)
         return await Segment(self._process, request, self.needed, on_chunk).sample()

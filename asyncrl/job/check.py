@@ -34,7 +34,8 @@ from asyncrl.launch.plan import (
     resolve_auto,
     size_text,
 )
-from asyncrl.messages.records import Completion, Prompt
+from asyncrl.messages.records import Prompt
+from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.models.support import find_support, support_lines
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template, read_vocabulary
@@ -127,7 +128,7 @@ def try_reward(task: PromptTask, prompt: Prompt, texts: Sequence[str]) -> list[f
     def score() -> None:
         for text in texts:
             try:
-                reward = call(task.score, prompt, text, optional(task.score, Completion()))
+                reward = call(task.score, prompt, text, optional(task.score, NO_COMPLETION))
                 rewards.append(asyncio.run(call_async(reward)) if isinstance(reward, Awaitable) else reward)
             except UserCodeFailed as failure:
                 rewards.append(failure)

@@ -91,7 +91,7 @@ def _segment(
 ) -> None:
     if _rollout(connection, group_id, sample_index) == ("running", False):
         blob = encode_partial(group_id, sample_index, partial)
-        row = (group_id, sample_index, attempt, len(partial.token_ids), blob)
+        row = (group_id, sample_index, attempt, partial.tokens.num_sampled, blob)
         connection.execute("INSERT OR REPLACE INTO segments VALUES (?, ?, ?, ?, ?)", row)
 
 
@@ -103,7 +103,7 @@ def _rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout
         "INSERT INTO trajectories VALUES (?, ?, ?, ?)",
         [(group_id, sample_index, branch.branch, encode_trajectory(group_id, branch)) for branch in rollout],
     )
-    oldest = min((span.version for branch in rollout for span in branch.version_spans), default=None)
+    oldest = min((span.version for branch in rollout for span in branch.tokens.spans), default=None)
     connection.execute(
         "UPDATE groups SET num_rollouts = num_rollouts + 1, num_sampled = num_sampled + ?,"
         " reward_sum = reward_sum + ?, oldest_version = min(coalesce(oldest_version, ?), ?)"

@@ -13,17 +13,19 @@ from contextlib import closing
 from dataclasses import astuple
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from asyncrl.base.errors import JournalError
 from asyncrl.base.files import sync
 from asyncrl.messages.codec import read_frame, write_frame
-from asyncrl.messages.records import Completion, Credit, GrammarSpan, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import Completion, Credit, Rollout, Trajectory
+from asyncrl.messages.tokens import COLUMNS, Tokens, dtype_of, in_journal
 
 FILE_NAME = "journal.sqlite"
 """File in the run directory."""
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 EPOCH = "epoch/"
 """Prefix of keys in the table meta."""
 BUSY_S = 10.0
@@ -224,89 +226,66 @@ def _is_whole(header: bytes) -> bool:
 _LEVEL = 1  # higher levels save 1 to 3 % at twice the time
 _SHORT = 1024
 """Blobs up to this size in bytes are stored uncompressed, since zlib's setup dominates."""
-_DTYPES = {"token_ids": "<i4", "behaviour_logprobs": "<f4", "teacher_logprobs": "<f4", "routing": "<u2"}
 
 
 def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
-    arrays = {}
-    for name, dtype in _DTYPES.items():
-        array = getattr(trajectory, name)
-        if array is not None:
-            assert array.dtype == np.dtype(dtype), f"{array.dtype} instead of {dtype}"
-            arrays[name] = array.view(np.uint8).reshape(-1, array.itemsize).T.reshape(-1)
-    arrays["loss_mask"] = np.packbits(trajectory.loss_mask)
     head = {
-        "place": [int(group_id), int(trajectory.sample_index), int(trajectory.branch)],
         "reward": float(trajectory.reward),
-        "spans": [span.plain for span in trajectory.version_spans],
         "is_truncated": bool(trajectory.is_truncated),
         "num_interruptions": int(trajectory.num_interruptions),
         "metrics": {str(name): float(value) for name, value in trajectory.metrics.items()},
         "credits": [astuple(credit) for credit in trajectory.credits],
-        "grammars": [astuple(span) for span in trajectory.grammars],
-        "routing": getattr(trajectory.routing, "shape", ()),
     }
-    whole = write_frame("trajectory", arrays, head)
-    return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
+    place = (group_id, trajectory.sample_index, trajectory.branch)
+    return _encode(place, trajectory.tokens, head)
 
 
 def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int) -> Trajectory:
     """Decode a trajectory. Raises ValueError for a damaged blob or another branch's."""
-    try:
-        frame = read_frame(zlib.decompress(blob))
-        head = frame.text
-        if head["place"] != [group_id, sample_index, branch]:
-            raise ValueError(f"they are of {head['place']}")
-        arrays = {}
-        for name, dtype in _DTYPES.items():
-            if name in frame.arrays:
-                planes = frame.arrays[name].reshape(np.dtype(dtype).itemsize, -1)
-                shape = head["routing"] if name == "routing" else -1
-                arrays[name] = planes.T.copy().view(dtype).reshape(shape)
-        num_tokens = len(arrays["token_ids"])
-        return Trajectory(
-            sample_index=sample_index,
-            **arrays,
-            loss_mask=np.unpackbits(frame.arrays["loss_mask"], count=num_tokens).astype(np.bool_),
-            version_spans=tuple(VersionSpan(*span) for span in head["spans"]),
-            reward=head["reward"],
-            is_truncated=head["is_truncated"],
-            num_interruptions=head["num_interruptions"],
-            metrics=head["metrics"],
-            branch=branch,
-            credits=tuple(Credit(*credit) for credit in head["credits"]),
-            grammars=tuple(GrammarSpan(*span) for span in head["grammars"]),
-        )
-    except (zlib.error, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the tokens of g{group_id}/r{sample_index} do not unpack ({error})") from error
+    tokens, head = _decode(blob, (group_id, sample_index, branch))
+    credits = tuple(Credit(*credit) for credit in head.pop("credits"))
+    return Trajectory(sample_index=sample_index, tokens=tokens, branch=branch, credits=credits, **head)
 
 
 def encode_partial(group_id: int, sample_index: int, partial: Completion) -> bytes:
-    trajectory = Trajectory(
-        sample_index,
-        np.array(partial.token_ids, np.int32),
-        np.ones(len(partial.token_ids), np.bool_),
-        np.array(partial.behaviour_logprobs, np.float32),
-        partial.version_spans,
-        reward=0.0,
-        num_interruptions=partial.num_interruptions,
-        routing=np.frombuffer(partial.routing, "<u2"),
-    )
-    return encode_trajectory(group_id, trajectory)
+    tokens, num_prompt = partial.tokens, partial.num_prompt
+    if not any(COLUMNS[name].covers == "all" for name in tokens.columns):
+        tokens, num_prompt = partial.sampled, 0  # a resume encodes the prompt again
+    head = {"num_prompt": num_prompt, "num_interruptions": partial.num_interruptions}
+    return _encode((group_id, sample_index, 0), tokens, head)
 
 
 def decode_partial(blob: bytes, group_id: int, sample_index: int) -> Completion:
     """Decode an unfinished completion. Raises ValueError for a damaged blob or another rollout's."""
-    found = decode_trajectory(blob, group_id, sample_index, 0)
-    token_ids = tuple(found.token_ids.tolist())
-    logprobs = tuple(found.behaviour_logprobs.tolist())
-    return Completion(
-        token_ids,
-        logprobs,
-        found.version_spans,
-        num_interruptions=found.num_interruptions,
-        routing=np.asarray(found.routing).tobytes(),
-    )
+    tokens, head = _decode(blob, (group_id, sample_index, 0))
+    return Completion(tokens, **head)
+
+
+def _encode(place: tuple[int, int, int], tokens: Tokens, head: dict[str, Any]) -> bytes:
+    tokens = tokens.kept(in_journal)
+    planes = {}
+    for name, array in tokens.arrays().items():
+        assert array.dtype == dtype_of(name), f"{name} of {array.dtype}"
+        # The high bytes of neighbours are alike, so bytes of one rank compress better together.
+        planes[name] = array.view(np.uint8).reshape(-1, array.itemsize).T.reshape(-1)
+    grammars = [astuple(span) for span in tokens.grammars]
+    whole = write_frame("tokens", planes, {"place": [*map(int, place)], "grammars": grammars, **head})
+    return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
+
+
+def _decode(blob: bytes, place: tuple[int, int, int]) -> tuple[Tokens, dict[str, Any]]:
+    try:
+        frame = read_frame(zlib.decompress(blob))
+        head = frame.text
+        if head.pop("place") != [*place]:
+            raise ValueError("they are of another rollout")
+        arrays = {}
+        for name, planes in frame.arrays.items():
+            dtype = dtype_of(name)
+            arrays[name] = planes.reshape(dtype.itemsize, -1).T.copy().view(dtype).reshape(-1)
+        return Tokens.from_arrays(arrays, head.pop("grammars")), head
+    except (zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"the tokens of g{place[0]}/r{place[1]} do not unpack ({error})") from error
 
 
 def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Rollout]:

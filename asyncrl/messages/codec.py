@@ -10,9 +10,9 @@ JSON: [kind, [name, dtype, items] of each array, everything else]. The client nu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat, starmap
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ import numpy.typing as npt
 from pydantic_core import to_json
 
 from asyncrl.base.errors import ErrorBody
-from asyncrl.messages.engine_api import GenerateResponse
-from asyncrl.messages.records import TopLogprobs, VersionSpan
+from asyncrl.messages.records import VersionSpan
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS, SamplingRequest
+from asyncrl.messages.tokens import SegmentPart, Tokens
 
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
 """Event after sampled tokens. interrupted: by a weight update; resume or abort follows."""
@@ -38,19 +38,16 @@ class Asked(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """New tokens of one request.
-
-    ids int32 [N], logprobs float32 [N] in nats, version spans (start, end, policy_version). `routing`: in the
-    last frame of an engine with router replay.
-    """
+    """New tokens of request `number`, as in SegmentPart."""
 
     number: int
-    token_ids: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    spans: Sequence[tuple[int, int, int]]
+    tokens: Tokens
     then: str
-    top: Sequence[TopLogprobs] = ()
-    routing: bytes = b""
+
+    @property
+    def part(self) -> SegmentPart:
+        finish: Any = {"more": None, "interrupted": "abort"}.get(self.then, self.then)
+        return SegmentPart(self.tokens, finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,64 +137,34 @@ def read_submit(frame: Frame) -> list[Asked]:
 
 
 def sampled_frame(rows: Sequence[Sampled]) -> bytes:
-    numbers, token_ids, logprobs, spans, thens, tops, routings = zip(*rows, strict=True)
+    tokens = Tokens.join([row.tokens for row in rows])
     arrays = {
-        "numbers": np.array(numbers),
-        "token_ids": np.concatenate(token_ids, dtype=np.int32),
-        "logprobs": np.concatenate(logprobs, dtype=np.float32),
-        "spans": np.array([value for of_row in spans for span in of_row for value in span], np.int32),
-        "sizes": np.array([*map(len, token_ids)]),
-        "span_sizes": np.array([*map(len, spans)]),
-        "then": np.array([*map(SAMPLED.index, thens)], np.uint8),
-        "routing": np.frombuffer(b"".join(routings), np.uint8),
-        "routing_sizes": np.array([*map(len, routings)]),
+        "numbers": np.array([row.number for row in rows]),
+        "sizes": np.array([len(row.tokens) for row in rows]),
+        "then": np.array([SAMPLED.index(row.then) for row in rows], np.uint8),
     }
-    return write_frame("sampled", arrays, tops if any(tops) else None)
+    return write_frame("sampled", arrays | tokens.arrays())
 
 
-def read_sampled(frame: Frame) -> Iterable[Sampled]:
+def read_sampled(frame: Frame) -> list[Sampled]:
     """Raises ValueError or LookupError."""
     arrays = frame.arrays
-    sizes = arrays["sizes"].tolist()
-    tops: Iterable[Sequence[TopLogprobs]] = repeat((), len(sizes))
-    if frame.text is not None:
-        tops = [[[(token, value) for token, value in top] for top in of_row] for of_row in frame.text]
-    routings: Iterable[bytes] = repeat(b"", len(sizes))
-    if len(arrays["routing"]):
-        routings = [part.tobytes() for part in _parts(arrays["routing"], arrays["routing_sizes"].tolist())]
-    columns = (
-        frame.numbers,
-        _parts(arrays["token_ids"], sizes),
-        _parts(arrays["logprobs"], sizes),
-        _parts(arrays["spans"].reshape(-1, 3).tolist(), arrays["span_sizes"].tolist()),
-        [SAMPLED[then] for then in arrays["then"].tolist()],
-    )
-    return starmap(Sampled, zip(*columns, tops, routings, strict=True))
+    parts = Tokens.from_arrays(arrays).split(arrays["sizes"].tolist())
+    thens = [SAMPLED[then] for then in arrays["then"].tolist()]
+    return [Sampled(*row) for row in zip(frame.numbers, parts, thens, strict=True)]
 
 
-def response(request_id: str, row: Sampled) -> GenerateResponse:
-    finish: Any = {"more": None, "interrupted": "abort"}.get(row.then, row.then)
-    return GenerateResponse(
-        request_id=request_id,
-        token_ids=row.token_ids.tolist(),
-        logprobs=row.logprobs.tolist(),
-        version_spans=[VersionSpan(*span) for span in row.spans],
-        finish_reason=finish,
-        top_logprobs=list(row.top),
-        routing=row.routing,
-    )
-
-
-def spans_of(marks: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int, int]]:
+def spans_between(marks: Sequence[tuple[int, int]], start: int, end: int) -> tuple[VersionSpan, ...]:
     """Return the version spans of tokens [start, end), counted from `start`. A mark is (first token,
     policy_version).
     """
+    spans = list[VersionSpan]()
     ends = [*(first for first, _ in marks[1:]), end]
-    spans = [
-        (max(first, start) - start, min(last, end) - start, version)
-        for (first, version), last in zip(marks, ends, strict=False)
-    ]
-    return [span for span in spans if span[0] < span[1]]
+    for (first, version), last in zip(marks, ends, strict=False):
+        span = VersionSpan(max(first, start) - start, min(last, end) - start, version)
+        if span.start < span.end:
+            spans.append(span)
+    return tuple(spans)
 
 
 def _parts(items: Any, sizes: Sequence[int]) -> list[Any]:

@@ -7,16 +7,12 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from asyncrl.base.errors import Message
-from asyncrl.messages.records import TopLogprobs, VersionSpan
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
 
 TransportName = Literal["shm", "disk", "stream", "lora", "nccl", "ipc"]
 
 WeightKind = Literal["weights", "lora"]
-
-NO_EXPERT = 65535
-"""Unknown expert (uint16)."""
 
 
 class LatencyModel(Message):
@@ -119,24 +115,6 @@ class ScoreResponse(Message):
 
 
 MAX_TOP_LOGPROBS = 20
-
-
-class GenerateResponse(Message):
-    """Sampled tokens of a request: its answer, or without `finish_reason` a streamed chunk.
-
-    `finish_reason` abort: a push, sleep or abort ended the request early. `logprobs`: float32 in nats, after
-    temperature (0 is greedy, with the logprobs of temperature 1), top_p and grammar. `version_spans` cover
-    every token once, in order.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    logprobs: list[float]
-    version_spans: list[VersionSpan]
-    finish_reason: Literal["stop", "length", "abort"] | None = None
-    top_logprobs: list[TopLogprobs] = []
-    routing: bytes = Field(default=b"", exclude=True)
-    """Input of RoutedTokens (engines/pool.py)."""
 
 
 class WeightsBody(Message):

@@ -5,7 +5,7 @@ Positions in a trajectory count from its first prompt token, in a completion fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # a worker runs without numpy
     import numpy as np
     import numpy.typing as npt
 
+    from asyncrl.messages.tokens import Tokens
+
 LARGEST_NUMBER = 1e18
 """Keeps float32 sums and squares finite."""
 MAX_METRICS = 256
@@ -23,9 +25,6 @@ Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf
 
 GroupId = NewType("GroupId", int)
 """In order of admission, from 0; never reused."""
-
-TopLogprobs = Sequence[tuple[int, float]]
-"""(id, logprob in nats) of the most likely tokens, in order."""
 
 Finished = Literal["ready", "filtered", "requeued"]
 """ready; replaced by buffer.filter; or dropped or too old, and requeued."""
@@ -41,11 +40,6 @@ class VersionSpan:
     end: int
     version: int
     engine: int = -1
-
-    @property
-    def plain(self) -> list[int]:
-        span = (self.start, self.end, self.version, self.engine)
-        return [int(number) for number in (span if self.engine >= 0 else span[:3])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +87,36 @@ def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
     return {gauge: sum(counts.values())} | {f"{gauge}/{name}": num for name, num in counts.items() if name}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """Tokens of one logical request, joined from its segments; partial without `finish_reason`.
+    """The answer to one logical request, joined from its segments; partial without `finish_reason`.
 
-    `behaviour_logprobs`: float32 in nats. `version_spans` cover every token once, in order. `routing`:
-    Trajectory.routing as bytes (little endian), or b"".
+    `tokens`: `num_prompt` prompt tokens, then sampled ones only.
     """
 
-    token_ids: tuple[int, ...] = ()
-    behaviour_logprobs: tuple[float, ...] = ()
-    version_spans: tuple[VersionSpan, ...] = ()
+    tokens: Tokens
+    num_prompt: int = 0
     finish_reason: Literal["stop", "length"] | None = None
     num_interruptions: int = 0
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    routing: bytes = b""
+
+    @property
+    def sampled(self) -> Tokens:
+        return self.tokens.slice(self.num_prompt)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Sampled ids."""
+        return tuple(self.tokens.ids[self.num_prompt :].tolist())
+
+    @property
+    def behaviour_logprobs(self) -> tuple[float, ...]:
+        """Of the sampled ids, float32 in nats."""
+        return tuple(self.tokens.behaviour_logprobs[self.num_prompt :].tolist())
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Counted from the first sampled token."""
+        return self.sampled.spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,37 +133,39 @@ class Credit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The token record of one branch of a finished rollout; arrays have one entry per token, prompt included.
+    """One branch of a finished rollout.
 
-    token_ids int32 [T]; loss_mask bool [T], true only on tokens sampled in this branch; behaviour_logprobs
-    float32 [T] in nats; version_spans cover the tokens with loss_mask, in order. A harness that edits its
-    history makes several branches; each sampled token has loss in one branch. `credits` replace `reward` in
-    the advantage. teacher_logprobs float32 [T]. routing uint16 [T, E]: for each router in order, the experts
-    that read the token, or NO_EXPERT.
+    `tokens`: prompts and results are context; tokens sampled in another branch are, too. A harness that edits
+    its history makes several branches; each sampled token has loss in one branch. `credits` replace `reward`
+    in the advantage.
     """
 
     sample_index: int
-    token_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.bool_]
-    behaviour_logprobs: npt.NDArray[np.float32]
-    version_spans: tuple[VersionSpan, ...]
+    tokens: Tokens
     reward: float
     is_truncated: bool = False
     num_interruptions: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     branch: int = 0
     credits: tuple[Credit, ...] = ()
-    grammars: tuple[GrammarSpan, ...] = ()
-    teacher_logprobs: npt.NDArray[np.float32] | None = None
-    routing: npt.NDArray[np.uint16] | None = None
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """int32 [T]"""
+        return self.tokens.ids
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.bool_]:
+        """Bool [T]: true for sampled tokens."""
+        return self.tokens.is_sampled
 
     @property
     def oldest_version(self) -> int:
-        return min(span.version for span in self.version_spans)
+        return min(span.version for span in self.tokens.spans)
 
     @property
     def num_sampled(self) -> int:
-        return sum(span.end - span.start for span in self.version_spans)
+        return self.tokens.num_sampled
 
 
 Rollout = tuple[Trajectory, ...]

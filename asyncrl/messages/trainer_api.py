@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from asyncrl.base.errors import Message
 from asyncrl.messages.engine_api import ChunkBody, ChunkMemory, GroupMember, WeightKind, WeightsBody
 from asyncrl.messages.records import Credit
+from asyncrl.messages.tokens import Tokens, in_batch
 
 TrainerPart = Literal["weights", "gradients", "optimizer"]
 
@@ -124,8 +124,6 @@ class TrajectoryHeader(Message):
     reward: float
     branch: int = 0
     credits: list[Credit] = []
-    grammars: list[tuple[int, int, int]] = []
-    """(start, end, number in the batch's grammars)."""
 
 
 class BatchHeader(Message):
@@ -135,43 +133,25 @@ class BatchHeader(Message):
     min_version: int
     mask_older: bool
     trajectories: list[TrajectoryHeader]
-    grammars: list[str] = []
 
 
-class BatchArrays(BaseModel):
-    """Arrays of all trajectories of a batch, N tokens.
-
-    token_ids int32; loss_mask bool; behaviour_logprobs float32 in nats; versions int32, -1 for a token that
-    was not sampled; engines int16, -1 if unknown; teacher_logprobs float32; routing uint16 [N, E]: see
-    Trajectory.
-    """
-
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
-
-    token_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.bool_]
-    behaviour_logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.int32]
-    engines: npt.NDArray[np.int16] = Field(
-        default_factory=lambda given: np.full(len(given["token_ids"]), -1, np.int16)
-    )
-    teacher_logprobs: npt.NDArray[np.float32] | None = None
-    routing: npt.NDArray[np.uint16] | None = None
-
-
-def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
-    """Return a safetensors blob with the header as JSON in its first array."""
-    blob = np.frombuffer(header.model_dump_json().encode(), dtype=np.uint8)
-    given = {name: array for name, array in arrays if array is not None}
-    body: bytes = save_safetensors({"header": blob, **given})
+def pack_batch(header: BatchHeader, tokens: Tokens) -> bytes:
+    """Return a safetensors blob with the header and the grammars as JSON in its first array."""
+    tokens = tokens.kept(in_batch)
+    texts = [*dict.fromkeys(span.grammar for span in tokens.grammars)]
+    spans = [(span.start, span.end, texts.index(span.grammar)) for span in tokens.grammars]
+    head = {"batch": header.model_dump(mode="json"), "grammars": texts, "grammar_spans": spans}
+    blob = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
+    body: bytes = save_safetensors({"header": blob, **tokens.arrays()})
     return body
 
 
-def unpack_batch(body: bytes) -> tuple[BatchHeader, BatchArrays]:
+def unpack_batch(body: bytes) -> tuple[BatchHeader, Tokens]:
     """Raises ValueError for an invalid body."""
     try:
-        tensors: dict[str, Any] = load_safetensors(body)
-        header = BatchHeader.model_validate(json.loads(tensors.pop("header").tobytes()))
-        return header, BatchArrays(**tensors)
+        arrays: dict[str, Any] = load_safetensors(body)
+        head = json.loads(arrays.pop("header").tobytes())
+        grammars = [(start, end, head["grammars"][number]) for start, end, number in head["grammar_spans"]]
+        return BatchHeader.model_validate(head["batch"]), Tokens.from_arrays(arrays, grammars)
     except Exception as error:
         raise ValueError(f"not a batch: {error}") from error

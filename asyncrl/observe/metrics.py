@@ -175,7 +175,7 @@ def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:
     """Return the number of tokens with a loss weight, and their oldest version."""
     num = 0
     versions = []
-    for span in trajectory.version_spans:
+    for span in trajectory.tokens.spans:
         if not (batch.mask_older and span.version < batch.min_version):
             num += span.end - span.start
             versions.append(span.version)

@@ -133,7 +133,7 @@ def shown(
 
     `min_version`: oldest version in the loss; None if it was not trained on.
     """
-    versions = [span.version for branch in rollout for span in branch.version_spans]
+    versions = [span.version for branch in rollout for span in branch.tokens.spans]
     in_loss = [version for version in versions if min_version is not None and version >= min_version]
     parts = [part for branch in rollout for part in _parts(branch, decode)]
     messages = prompt.messages[-MAX_MESSAGES:]
@@ -168,8 +168,8 @@ def _parts(branch: Trajectory, decode: Decode) -> Iterator[ShownPart]:
         if is_sampled:
             most = len(text) if len(text) <= MAX_CHARS else MAX_CHARS - MAX_CHARS // 3
             ends = token_ends(ids, text, most, decode)
-            part["tokens"] = _marks(ends, branch.behaviour_logprobs[first:end].tolist())
-            starts = {span.start - first: int(span.version) for span in branch.version_spans}
+            part["tokens"] = _marks(ends, branch.tokens.behaviour_logprobs[first:end].tolist())
+            starts = {span.start - first: int(span.version) for span in branch.tokens.spans}
             part["versions"] = [(start, starts[start]) for start in starts if 0 <= start < len(ids)]
         for credit in branch.credits:
             if first <= credit.start < end:

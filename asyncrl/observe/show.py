@@ -248,7 +248,7 @@ def _group_story(connection: sqlite3.Connection, group_id: int, files: RunRecord
     decode = _decoder(files)
     step = (story["start_version"] if story["batch"] is None else story["batch"]) + 1
     story["running"] = [
-        {"sample_index": index, "attempt": attempt, "num_sampled": len(begun.token_ids)}
+        {"sample_index": index, "attempt": attempt, "num_sampled": begun.tokens.num_sampled}
         for index, (attempt, begun) in partials_of(connection, group_id).items()
     ]
     story["failures"] = [

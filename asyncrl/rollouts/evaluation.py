@@ -131,7 +131,7 @@ class HeldOut:
             if isinstance(outcome, FailedRollout):
                 last_failure = str(outcome.failure)
                 continue
-            versions = {span.version for branch in outcome for span in branch.version_spans}
+            versions = {span.version for branch in outcome for span in branch.tokens.spans}
             assert versions == {version}, (
                 f"an evaluation of policy_version {version} has tokens of {versions}"
             )

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-import numpy as np
-
 from asyncrl.base.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.config import OnOverflow
@@ -28,7 +26,6 @@ from asyncrl.messages.records import (
     Prompt,
     Rollout,
     Trajectory,
-    VersionSpan,
     Work,
 )
 from asyncrl.messages.sampling import SamplingParameters, SamplingRequest
@@ -165,16 +162,16 @@ class RolloutAttempt:
     num_kept: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_kept = 0 if self.partial is None else len(self.partial.token_ids)
+        self.num_kept = 0 if self.partial is None else self.partial.tokens.num_sampled
 
     def keep_segment(self, partial: Completion) -> None:
         if self.journal is not None:
             self.journal.segment_nowait(self.group_id, self.sample_index, self.attempt, partial)
-            self.num_kept = len(partial.token_ids)
+            self.num_kept = partial.tokens.num_sampled
 
     def count_lost(self, outcome: Rollout | RolloutFailure | None) -> None:
         """A cancelled attempt (None) keeps its completion for a resume."""
-        num_lost = self.num_spent() + (0 if self.partial is None else len(self.partial.token_ids))
+        num_lost = self.num_spent() + (0 if self.partial is None else self.partial.tokens.num_sampled)
         if isinstance(outcome, tuple):
             num_lost -= sum(branch.num_sampled for branch in outcome)
         else:
@@ -274,7 +271,7 @@ class RolloutRunner:
                     rollout = await score()
                 finally:
                     attempt.clock.hold()
-            if not all(branch.version_spans for branch in rollout):
+            if not all(branch.tokens.spans for branch in rollout):
                 return RolloutFailure(f"{name} has a branch without a sampled token")
             return rollout
         except RoomError:
@@ -330,7 +327,7 @@ class SingleTurn:
 
         def keep(partial: Completion) -> None:
             attempt.keep_segment(partial)
-            attempt.seen = lambda: (make_trajectory(index, prompt_ids, partial, 0.0),)
+            attempt.seen = lambda: (make_trajectory(index, partial, 0.0),)
 
         completion = await self.engine.generate(
             SamplingRequest(
@@ -347,37 +344,22 @@ class SingleTurn:
             on_segment=keep,
             on_spent=spent.append,
         )
-        attempt.seen = lambda: (make_trajectory(index, prompt_ids, completion, 0.0),)
+        attempt.seen = lambda: (make_trajectory(index, completion, 0.0),)
 
         async def score() -> Rollout:
             reward = await self.scorers.of(prompt).score(prompt, completion)
-            return (make_trajectory(index, prompt_ids, completion, reward),)
+            return (make_trajectory(index, completion, reward),)
 
         return score
 
 
-def make_trajectory(
-    sample_index: int, prompt_ids: tuple[int, ...], completion: Completion, reward: float
-) -> Trajectory:
-    num_prompt = len(prompt_ids)
-    token_ids = prompt_ids + completion.token_ids
-    routing = None
-    if completion.routing:
-        routing = np.frombuffer(completion.routing, "<u2").reshape(len(token_ids), -1)
+def make_trajectory(sample_index: int, completion: Completion, reward: float) -> Trajectory:
     return Trajectory(
         sample_index=sample_index,
-        token_ids=np.array(token_ids, dtype=np.int32),
-        # without np.arange, which lets another thread take the interpreter's lock for milliseconds
-        loss_mask=np.frombuffer(bytes(num_prompt) + b"\1" * len(completion.token_ids), np.bool_),
-        behaviour_logprobs=np.array((0.0,) * num_prompt + completion.behaviour_logprobs, np.float32),
-        version_spans=tuple(
-            VersionSpan(span.start + num_prompt, span.end + num_prompt, span.version, span.engine)
-            for span in completion.version_spans
-        ),
+        tokens=completion.tokens,
         reward=reward,
         is_truncated=completion.finish_reason == "length",
         num_interruptions=completion.num_interruptions,
-        routing=routing,
     )
 
 
@@ -507,8 +489,8 @@ class RolloutRecorder:
                     "text": self.tokenizer.decode(branch.token_ids.tolist(), skip_special_tokens=False),
                     "token_ids": branch.token_ids.tolist(),
                     "loss_mask": branch.loss_mask.astype(int).tolist(),
-                    "logprobs": branch.behaviour_logprobs.tolist(),
-                    "version_spans": [[span.start, span.end, span.version] for span in branch.version_spans],
+                    "logprobs": branch.tokens.behaviour_logprobs.tolist(),
+                    "version_spans": [[span.start, span.end, span.version] for span in branch.tokens.spans],
                 }
                 for branch in rollout
             ],

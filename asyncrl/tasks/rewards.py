@@ -19,6 +19,7 @@ from asyncrl.base.errors import RewardFailure
 from asyncrl.base.user_code import check_call, load_object, raised
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import LARGEST_NUMBER, Completion, Prompt
+from asyncrl.messages.tokens import NO_COMPLETION
 
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 
@@ -33,7 +34,7 @@ def reward_function(config: TaskConfig) -> RewardFunction:
     if config.reward not in ("math", None):
         function = load_object(config.reward, "task.reward")
         said, usage = f"task.reward={config.reward}", "reward(prompt, completion, answer)"
-        check_call(function, (None, "", None), optional(function, Completion(), 3), said=said, usage=usage)
+        check_call(function, (None, "", None), optional(function, NO_COMPLETION, 3), said=said, usage=usage)
 
     def score(prompt: Prompt, completion: str) -> Any:
         if config.reward is None:
@@ -43,7 +44,7 @@ def reward_function(config: TaskConfig) -> RewardFunction:
     def score_sampled(prompt: Prompt, completion: str, *, sampled: Completion) -> Any:
         return function(prompt, completion, prompt.answer, sampled=sampled)
 
-    return score_sampled if optional(function, Completion(), 3) else score
+    return score_sampled if optional(function, NO_COMPLETION, 3) else score
 
 
 class UserCodeFailed(Exception):  # noqa: N818  data of one rollout, or turned into a ConfigError

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from asyncrl.base.user_code import UserCalls
 from asyncrl.base.waits import waiting, within
 from asyncrl.config import TaskConfig
 from asyncrl.messages.records import Completion, Prompt, by_task
+from asyncrl.messages.tokens import NO_COMPLETION, in_journal
 from asyncrl.messages.work import ChatTokenizer, answer_text
 from asyncrl.tasks.rewards import (
     Reward,
@@ -91,7 +91,7 @@ class TaskScorer:
         self.shows_special = config.special_tokens == "visible"
         self._text_of = partial(answer_text, tokenizer, shows_special=self.shows_special)
         self._score = task.score
-        self._wants_sampled = bool(optional(task.score, Completion()))
+        self._wants_sampled = bool(optional(task.score, NO_COMPLETION))
         self._is_inline = config.reward_pool == "inline"
         self.busy_s = 0.0
         """Time in plain reward calls, inline or of all reward workers."""
@@ -135,7 +135,7 @@ class TaskScorer:
         try:
             with waiting("their rewards", on="the reward function"):
                 if self._processes is not None:
-                    sent = replace(sampled, routing=b"") if asked else Completion()
+                    sent = Completion(sampled.sampled.kept(in_journal)) if asked else NO_COMPLETION
                     async with self._free:
                         with self._busy():
                             return await self._processes.run(prompt, text, sent)

@@ -22,7 +22,8 @@ from asyncrl.base.user_code import check_call, load_object, message_of
 from asyncrl.config import EvalConfig, RunConfig, TaskConfig
 from asyncrl.config.model_task_eval import EVAL_SEED
 from asyncrl.config.run_config import key_of
-from asyncrl.messages.records import Completion, Prompt
+from asyncrl.messages.records import Prompt
+from asyncrl.messages.tokens import NO_COMPLETION
 from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.rewards import (
@@ -157,7 +158,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
         )
     check_call(task.prompt, (0,), {}, said=said, usage="prompt(index)")
     usage = "score(prompt, completion)"
-    check_call(task.score, (None, ""), optional(task.score, Completion()), said=said, usage=usage)
+    check_call(task.score, (None, ""), optional(task.score, NO_COMPLETION), said=said, usage=usage)
     return task
 
 

@@ -12,6 +12,7 @@ from itertools import islice, product
 import numpy as np
 
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.tokens import BEHAVIOUR, Tokens
 from asyncrl.messages.trainer_api import TrainResponse
 
 
@@ -53,15 +54,17 @@ def sync_reference(
         for index, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
             trajectories = []
             for sample, completion in enumerate(islice(completions, group_size)):
-                end = len(ids) + len(completion.token_ids)
-                logprobs = [0.0] * len(ids) + [*completion.behaviour_logprobs]
+                sampled = completion.token_ids
+                logprobs = np.array([0.0] * len(ids) + [*completion.behaviour_logprobs], np.float32)
+                tokens = Tokens(
+                    np.array([*ids, *sampled], np.int32),
+                    (VersionSpan(len(ids), len(ids) + len(sampled), version),),
+                    {BEHAVIOUR: logprobs},
+                )
                 trajectories.append(
                     Trajectory(
                         sample_index=sample,
-                        token_ids=np.array([*ids, *completion.token_ids], dtype=np.int32),
-                        loss_mask=np.arange(end) >= len(ids),
-                        behaviour_logprobs=np.array(logprobs, dtype=np.float32),
-                        version_spans=(VersionSpan(len(ids), end, version),),
+                        tokens=tokens,
                         reward=parts.score(prompt, parts.decode(completion.token_ids)),
                         is_truncated=completion.finish_reason == "length",
                     )

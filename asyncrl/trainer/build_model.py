@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.messages.engine_api import NO_EXPERT
+from asyncrl.messages.tokens import NO_EXPERT
 from asyncrl.models.loading import (
     CONVERSIONS,
     load_language_model,

@@ -21,7 +21,8 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.messages.records import Credit
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
+from asyncrl.messages.tokens import TEACHER, Tokens
+from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.packing import AllowedSets, MicroBatch
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.trainer.tree import BoolN, IntN, to_device
@@ -30,15 +31,15 @@ Float32N = npt.NDArray[np.float32]
 Stats = dict[str, Tensor | float]
 
 
-def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
+def check_batch(header: BatchHeader, arrays: Tokens, policy_version: int, vocab_size: int) -> None:
     """Raise Refused for a batch of another version (409), or tokens that no model can have sampled (422)."""
     if header.version != policy_version:
         what = f"batch {header.version} came while the trainer is at policy_version {policy_version}"
         rule = "batch v is trained once, by policy_version v"
         raise Refused(409, what, rule=rule, way_out="start the run again.")
-    ids = arrays.token_ids
+    ids = arrays.ids
     is_wrong = (ids < 0) | (ids >= vocab_size) | ~np.isfinite(arrays.behaviour_logprobs)
-    is_wrong |= arrays.loss_mask & (arrays.versions > header.version)
+    is_wrong |= arrays.is_sampled & (arrays.versions > header.version)
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
         what = f"{is_wrong.sum()} tokens of batch {header.version} cannot be, like id {ids[first]} with "
@@ -47,9 +48,9 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
         raise Refused(422, what, rule=rule, way_out="use engines that serve this model; start the run again.")
 
 
-def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
+def loss_tokens(header: BatchHeader, arrays: Tokens) -> BoolN:
     """Return the loss tokens, bool [N]. Raises Refused (409) for old tokens."""
-    old = arrays.loss_mask & (arrays.versions < header.min_version)
+    old = arrays.is_sampled & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
         worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
         entry = next(entry for entry in header.trajectories if entry.start <= worst < entry.end)
@@ -61,14 +62,14 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
             rule="no token older than version - buffer.max_staleness may be trained on",
             way_out="buffer.on_overdue=mask gives such tokens no weight.",
         )
-    return arrays.loss_mask & ~old
+    return arrays.is_sampled & ~old
 
 
-def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> None:
+def check_any_loss(header: BatchHeader, arrays: Tokens, has_loss: BoolN) -> None:
     if not has_loss.any():
         raise Refused(
             409,
-            f"batch {header.version} has no token that carries loss ({int(arrays.loss_mask.sum())} sampled, "
+            f"batch {header.version} has no token that carries loss ({int(arrays.is_sampled.sum())} sampled, "
             f"all older than version {header.min_version}, or not allowed by their grammar)",
             rule="an optimizer step needs at least one loss token",
             way_out="raise buffer.max_staleness, or set buffer.on_overdue=wait.",
@@ -99,7 +100,7 @@ class BatchNumbers:
     """
 
     header: BatchHeader
-    arrays: BatchArrays
+    arrays: Tokens
     has_loss: BoolN
     proximal_N: Float32N | None = None
     reference_N: Float32N | None = None
@@ -144,10 +145,10 @@ class Objective:
         settings = self.settings
         has_loss = batch.has_loss
         rewards, groups, unit_N = find_units(batch.header, len(has_loss))
-        assert (unit_N[batch.arrays.loss_mask] >= 0).all(), "credits cover every sampled token"
+        assert (unit_N[batch.arrays.is_sampled] >= 0).all(), "credits cover every sampled token"
         reward_B = torch.tensor(rewards, dtype=torch.float32)
         if settings.overlong_tokens > 0:
-            unit_M = torch.from_numpy(unit_N[batch.arrays.loss_mask])
+            unit_M = torch.from_numpy(unit_N[batch.arrays.is_sampled])
             length_B = unit_M.bincount(minlength=len(reward_B))
             reward_B = reward_B + overlong_penalty(length_B, self.spec.max_tokens, settings.overlong_tokens)
         if self._is_penalised:
@@ -164,8 +165,8 @@ class Objective:
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
         settings = self.settings
-        teacher_N = batch.arrays.teacher_logprobs
-        assert teacher_N is not None, "every rollout has passed the teacher"
+        assert TEACHER in batch.arrays.columns, "every rollout has passed the teacher"
+        teacher_N = batch.arrays.column(TEACHER)
         behaviour_M = torch.from_numpy(batch.arrays.behaviour_logprobs[batch.has_loss])
         teacher_M = torch.from_numpy(teacher_N[batch.has_loss])
         distilled_M = losses.distillation(behaviour_M, teacher_M).numpy()
@@ -234,8 +235,8 @@ class Objective:
             stats["kl_reference"] = kl_M.detach().sum()
             if self.settings.kl_in == "loss":
                 loss_M = loss_M + self.settings.kl_coefficient * kl_M
-        if batch.arrays.teacher_logprobs is not None:
-            kl_M = losses.kl(current_M.detach(), over_tokens(batch.arrays.teacher_logprobs), "k1")
+        if TEACHER in batch.arrays.columns:
+            kl_M = losses.kl(current_M.detach(), over_tokens(batch.arrays.column(TEACHER)), "k1")
             stats["kl_teacher"] = kl_M.sum()
         weight_M = to_device(step.weight_S[micro.trajectory_S], current_M.device)[micro.sequence_M]
         return (loss_M * weight_M).sum(), stats

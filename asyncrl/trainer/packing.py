@@ -16,7 +16,8 @@ from torch import Tensor
 
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
+from asyncrl.messages.tokens import ROUTING, Tokens
+from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.tree import BoolN, IntN, Layout, TokenRange, in_tree_order, lay_out, places_of, to_device
 
@@ -61,35 +62,31 @@ class AllowedRows:
 
 
 def find_allowed(
-    header: BatchHeader,
-    arrays: BatchArrays,
-    has_loss: npt.NDArray[np.bool_],
-    make: Callable[[], TokenGrammars],
+    arrays: Tokens, has_loss: npt.NDArray[np.bool_], make: Callable[[], TokenGrammars]
 ) -> AllowedSets | None:
     """Return the sets of loss tokens with a grammar, or None. Forbidden tokens lose their loss."""
-    if not any(entry.grammars for entry in header.trajectories):
+    if not arrays.grammars:
         return None
     set_N = np.full(len(has_loss), ANY, np.int32)
     known = dict[bytes, int]()
     num_lost = 0
-    for entry in header.trajectories:
-        for start, end, number in entry.grammars:
-            first = at = entry.start + start
-            places = first + np.flatnonzero(has_loss[first : entry.start + end])
-            if not len(places):
-                continue
-            try:
-                matcher = make().begin(header.grammars[number])
-                for at in range(first, int(places[-1]) + 1):
-                    if has_loss[at]:
-                        set_N[at] = known.setdefault(matcher.allowed_bits(), len(known))
-                    matcher.take(int(arrays.token_ids[at]))
-            except GrammarError as error:
-                reason = str(error)
-                lost = places[places >= at]
-                set_N[lost] = ANY
-                has_loss[lost] = False
-                num_lost += len(lost)
+    for span in arrays.grammars:
+        at = span.start
+        places = at + np.flatnonzero(has_loss[at : span.end])
+        if not len(places):
+            continue
+        try:
+            matcher = make().begin(span.grammar)
+            for at in range(span.start, int(places[-1]) + 1):
+                if has_loss[at]:
+                    set_N[at] = known.setdefault(matcher.allowed_bits(), len(known))
+                matcher.take(int(arrays.ids[at]))
+        except GrammarError as error:
+            reason = str(error)
+            lost = places[places >= at]
+            set_N[lost] = ANY
+            has_loss[lost] = False
+            num_lost += len(lost)
     if num_lost:
         what = "%d tokens are not trained: their grammar does not allow them here (%s)"
         log.warning(what, num_lost, reason)
@@ -330,7 +327,7 @@ class PackRules:
 
 def micro_batches(
     header: BatchHeader,
-    arrays: BatchArrays,
+    arrays: Tokens,
     has_loss: BoolN,
     rules: PackRules,
     device: torch.device,
@@ -346,7 +343,7 @@ def micro_batches(
     micros = []
     for side, side_tokens in rules.sides(sequences):
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
-        for step in assign(side, arrays.token_ids, costs, max_tokens, ranks.size):
+        for step in assign(side, arrays.ids, costs, max_tokens, ranks.size):
             if share := step[ranks.rank]:
                 micros.append((_assemble(share, arrays, has_loss, max_tokens, device, allowed), True))
                 continue
@@ -368,15 +365,13 @@ def pack_texts(texts: list[npt.NDArray[np.int64]], device: torch.device) -> Micr
         end += len(text)
     has_loss = np.ones(end, np.bool_)
     has_loss[[one.start for one in sequences]] = False
-    nothing = {"behaviour_logprobs": np.zeros(end, np.float32), "versions": np.zeros(end, np.int32)}
-    token_ids = np.concatenate(texts).astype(np.int32)
-    arrays = BatchArrays(token_ids=token_ids, loss_mask=has_loss, **nothing)
+    arrays = Tokens(np.concatenate(texts).astype(np.int32))
     return _assemble(sequences, arrays, has_loss, end, device)
 
 
 def _assemble(
     sequences: Sequence[TokenRange],
-    arrays: BatchArrays,
+    arrays: Tokens,
     has_loss: BoolN,
     max_tokens: int,
     device: torch.device,
@@ -386,14 +381,14 @@ def _assemble(
         return to_device(torch.from_numpy(array.astype(np.int64)), device)
 
     sequences = sorted(sequences, key=lambda sequence: sequence.trajectory)
-    layout, source_N, position_N = lay_out(sequences, arrays.token_ids, max_tokens)
+    layout, source_N, position_N = lay_out(sequences, arrays.ids, max_tokens)
     sources, predicts = list[IntN](), list[IntN]()
     for sequence, runs in zip(sequences, layout.rows, strict=True):
         offset = np.flatnonzero(has_loss[sequence.start : sequence.start + sequence.length + 1])
         sources.append(sequence.start + offset)
         predicts.append(places_of(runs)[offset - 1])
     source_M = np.concatenate(sources)
-    target_M = arrays.token_ids[source_M].astype(np.int64)
+    target_M = arrays.ids[source_M].astype(np.int64)
     # Equal continuations share a logprob.
     pair_U, pair_M = np.unique(np.concatenate(predicts) << 32 | target_M, return_inverse=True)
     allowed_U = None
@@ -405,8 +400,14 @@ def _assemble(
         used, number_U = np.unique(set_U, return_inverse=True)
         first = int(used[0] == ANY)
         allowed_U = AllowedRows.of(allowed.bits_KB[used[first:]], number_U - first, device)
+    routing_N = None
+    if ROUTING in arrays.columns:
+        # A token's experts are recorded with the token after it; those of a text's last token are unknown,
+        # like those recorded with the first token of the next text.
+        read_by = np.roll(arrays.columns[ROUTING], -1, axis=0)
+        routing_N = to_device(torch.from_numpy(read_by[source_N].astype(np.int32)), device)
     return MicroBatch(
-        token_ids_N=tensor(arrays.token_ids[source_N]),
+        token_ids_N=tensor(arrays.ids[source_N]),
         position_N=tensor(position_N),
         layout=layout,
         predict_U=tensor(pair_U >> 32),
@@ -416,7 +417,5 @@ def _assemble(
         sequence_M=tensor(np.repeat(np.arange(len(sequences)), [len(part) for part in sources])),
         trajectory_S=np.array([sequence.trajectory for sequence in sequences], dtype=np.int64),
         allowed_U=allowed_U,
-        routing_N=None
-        if arrays.routing is None
-        else to_device(torch.from_numpy(arrays.routing[source_N].astype(np.int32)), device),
+        routing_N=routing_N,
     )

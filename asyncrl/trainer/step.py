@@ -25,6 +25,7 @@ from asyncrl.base.http import Refused
 from asyncrl.messages import trainer_api as api
 from asyncrl.messages.engine_api import TransferStats
 from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.messages.tokens import Tokens
 from asyncrl.trainer import objective, packing, step_metrics
 from asyncrl.trainer.build_model import TrainedModel, reshard, use_deterministic
 from asyncrl.trainer.fused import compilations
@@ -122,13 +123,13 @@ class TrainStep(TrainedModel):
 
     # ---- training
 
-    def train(self, header: api.BatchHeader, arrays: api.BatchArrays) -> dict[str, float]:
+    def train(self, header: api.BatchHeader, arrays: Tokens) -> dict[str, float]:
         """Train on a batch; return metrics by full name, NaN without a value. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
         self._meter.start()
         objective.check_batch(header, arrays, self.policy_version, self._vocab_size)
         has_loss = objective.loss_tokens(header, arrays)
-        allowed = packing.find_allowed(header, arrays, has_loss, lambda: self._grammars)
+        allowed = packing.find_allowed(arrays, has_loss, lambda: self._grammars)
         objective.check_any_loss(header, arrays, has_loss)
         batch = self._numbers(BatchNumbers(header, arrays, has_loss, allowed=allowed))
         self.rollout_advantages = step_metrics.means_of_rollouts(header, has_loss, batch.advantage_N)
@@ -172,7 +173,7 @@ class TrainStep(TrainedModel):
             "policy/grad_norm": grad_norm,
             **step_metrics.policy_metrics(logprobs_N[has_loss], behaviour_M, entropies_N[has_loss]),
             **steps[0].gap,
-            "sample/masked_fraction": 1.0 - num_loss_tokens / int(batch.arrays.loss_mask.sum()),
+            "sample/masked_fraction": 1.0 - num_loss_tokens / int(batch.arrays.is_sampled.sum()),
             "tokens/trained": float(num_loss_tokens),
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
             "trainer/skipped_steps": float(len(steps) - len(taken)),

@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.base.files import cut_at, lines_from_end
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
+from asyncrl.messages.tokens import Tokens
+from asyncrl.messages.trainer_api import BatchHeader
 
 if TYPE_CHECKING:
     from asyncrl.trainer.ranks import Ranks
@@ -229,7 +230,7 @@ def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float3
     }
 
 
-def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss: float) -> dict[str, Any]:
+def trained_line(header: BatchHeader, arrays: Tokens, has_loss: BoolN, loss: float) -> dict[str, Any]:
     """Return a step's line. `has_loss` bool [N]: after masks."""
     trajectories = []
     for entry in header.trajectories:
@@ -238,9 +239,9 @@ def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss
             entry.model_dump(include={"group_id", "prompt_id", "sample_index", "branch", "reward"})
             | {
                 "num_tokens": entry.end - entry.start,
-                "num_sampled": int(arrays.loss_mask[part].sum()),
+                "num_sampled": int(arrays.is_sampled[part].sum()),
                 "num_loss_tokens": int(has_loss[part].sum()),
-                "tokens_sha": hashlib.sha256(arrays.token_ids[part].astype("<i4").tobytes()).hexdigest()[:16],
+                "tokens_sha": hashlib.sha256(arrays.ids[part].astype("<i4").tobytes()).hexdigest()[:16],
                 "spans": loss_spans(has_loss[part], arrays.versions[part]),
             }
         )

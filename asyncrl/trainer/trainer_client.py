@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, Field
 
 from asyncrl.base.errors import CheckpointError, TrainerError, TrainerLost
@@ -17,8 +15,9 @@ from asyncrl.base.waits import computed, waiting
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.messages import trainer_api as api
-from asyncrl.messages.engine_api import NO_EXPERT, TransferStats, TransportName
-from asyncrl.messages.records import Batch, Trajectory
+from asyncrl.messages.engine_api import TransferStats, TransportName
+from asyncrl.messages.records import Batch
+from asyncrl.messages.tokens import Tokens
 
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -212,16 +211,16 @@ class TrainerClient:
         self._version_changed = asyncio.Event()
 
 
-def pack_groups(batch: Batch) -> tuple[api.BatchHeader, api.BatchArrays]:
-    """Return a batch ordered by group, sample and branch."""
-    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+def pack_groups(batch: Batch) -> tuple[api.BatchHeader, Tokens]:
+    """Return a batch ordered by group, sample and branch: its header and all tokens."""
     headers = list[api.TrajectoryHeader]()
-    grammars = dict[str, int]()
+    parts = list[Tokens]()
     end = 0
     for group_index, group in enumerate(batch.groups):
         for trajectory in group.trajectories:
             start = end
-            end += len(trajectory.token_ids)
+            end += len(trajectory.tokens)
+            parts.append(trajectory.tokens)
             headers.append(
                 api.TrajectoryHeader(
                     group_index=group_index,
@@ -233,70 +232,12 @@ def pack_groups(batch: Batch) -> tuple[api.BatchHeader, api.BatchArrays]:
                     reward=trajectory.reward,
                     branch=trajectory.branch,
                     credits=list(trajectory.credits),
-                    grammars=[
-                        (span.start, span.end, grammars.setdefault(span.grammar, len(grammars)))
-                        for span in trajectory.grammars
-                    ],
                 )
             )
-    taught = [_teacher_logprobs(one) for one in trajectories if one.teacher_logprobs is not None]
-
-    def joined(name: str) -> Any:
-        return np.concatenate([getattr(one, name) for one in trajectories])
-
-    loss_mask = joined("loss_mask")
-    versions, engines = _sampled_by(trajectories, loss_mask)
-    arrays = api.BatchArrays(
-        token_ids=joined("token_ids"),
-        loss_mask=loss_mask,
-        behaviour_logprobs=joined("behaviour_logprobs"),
-        versions=versions,
-        engines=engines,
-        teacher_logprobs=np.concatenate(taught) if len(taught) == len(trajectories) else None,
-        routing=_routing(trajectories),
-    )
     header = api.BatchHeader(
         version=batch.version,
         min_version=batch.min_version,
         mask_older=batch.mask_older,
         trajectories=headers,
-        grammars=list(grammars),
     )
-    return header, arrays
-
-
-def _sampled_by(
-    trajectories: Sequence[Trajectory], loss_mask: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
-    """Return each token's version, int32 [T], and engine number, int16 [T]; -1 if unknown."""
-    versions = np.full(len(loss_mask), -1, np.int32)
-    engines = np.full(len(loss_mask), -1, np.int16)
-    start = 0
-    for trajectory in trajectories:
-        for span in trajectory.version_spans:
-            versions[start + span.start : start + span.end] = span.version
-            engines[start + span.start : start + span.end] = span.engine
-        start += len(trajectory.token_ids)
-    assert np.array_equal(versions >= 0, loss_mask), "version_spans differ from loss_mask"
-    return versions, engines
-
-
-def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | None:
-    width = next((one.routing.shape[1] for one in trajectories if one.routing is not None), None)
-    if width is None:
-        return None
-    return np.concatenate(
-        [
-            np.full((len(one.token_ids), width), NO_EXPERT, np.uint16) if one.routing is None else one.routing
-            for one in trajectories
-        ]
-    )
-
-
-def _teacher_logprobs(trajectory: Trajectory) -> npt.NDArray[np.float32]:
-    """Return the teacher's logprobs; grammar-constrained tokens get the behaviour's."""
-    assert trajectory.teacher_logprobs is not None
-    logprobs = trajectory.teacher_logprobs.copy()
-    for span in trajectory.grammars:
-        logprobs[span.start : span.end] = trajectory.behaviour_logprobs[span.start : span.end]
-    return logprobs
+    return header, Tokens.join(parts)

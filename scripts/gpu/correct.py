@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.registry import RECIPES
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
+from asyncrl.messages.tokens import Tokens
+from asyncrl.messages.trainer_api import BatchHeader
 from asyncrl.trainer.fused import missing_for_compiling
 from asyncrl.trainer.objective import BatchNumbers, Objective
 from asyncrl.trainer.packing import Costs, PackRules, micro_batches
@@ -76,7 +77,7 @@ def distance(found: Tensor, exact: Tensor) -> float:
 def all_losses(bench: Bench) -> None:
     """Compare each built-in loss and its gradient with the CPU."""
     header, arrays = make_batch(500, [20, 3, 40, 11, 7, 60, 25, 9], prompt=5, group_size=4)
-    model, rng, mask = make_folder(bench, "0.5B"), np.random.default_rng(1), arrays.loss_mask
+    model, rng, mask = make_folder(bench, "0.5B"), np.random.default_rng(1), arrays.is_sampled
     current_N, proximal_N = (
         (arrays.behaviour_logprobs + mask * rng.normal(0.0, 0.2, len(mask))).astype(np.float32) for _ in "12"
     )
@@ -182,11 +183,11 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
-    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))[0]
+def _logprobs(step: TrainStep, header: BatchHeader, arrays: Tokens) -> np.ndarray:
+    return step._forward(step.policy, BatchNumbers(header, arrays, arrays.is_sampled))[0]
 
 
-def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, Tensor]:
-    step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
+def _gradients(step: TrainStep, header: BatchHeader, arrays: Tokens) -> dict[str, Tensor]:
+    step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.is_sampled)), arrays.is_sampled)
     grads = {name: master.grad for name, master in step.masters.named.items()}
     return {name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None}

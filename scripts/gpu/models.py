@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.messages.tokens import BEHAVIOUR, Tokens, spans_of
+from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader
 from asyncrl.trainer.random_init import make_character_tokenizer
 from asyncrl.trainer.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -116,7 +118,7 @@ class Trainer:
 
 def make_batch(
     vocab_size: int, lengths: list[int], *, prompt: int, group_size: int
-) -> tuple[BatchHeader, BatchArrays]:
+) -> tuple[BatchHeader, Tokens]:
     rng = np.random.default_rng(0)
     entries = []
     tokens = []
@@ -135,16 +137,16 @@ def make_batch(
         start = end
     mask = np.concatenate(masks)
     noise = rng.normal(-np.log(vocab_size), 0.05, len(mask))
-    return BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries), BatchArrays(
-        token_ids=np.concatenate(tokens).astype(np.int32),
-        loss_mask=mask,
-        behaviour_logprobs=np.where(mask, noise, 0.0).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
+    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries)
+    return header, Tokens(
+        np.concatenate(tokens).astype(np.int32),
+        spans_of(np.where(mask, 0, -1)),
+        {BEHAVIOUR: np.where(mask, noise, 0.0).astype(np.float32)},
     )
 
 
-def at_version(version: int, header: BatchHeader, arrays: BatchArrays) -> tuple[BatchHeader, BatchArrays]:
+def at_version(version: int, header: BatchHeader, arrays: Tokens) -> tuple[BatchHeader, Tokens]:
     """Return the batch as if sampled at `version`."""
-    versions = np.where(arrays.loss_mask, version, -1).astype(np.int32)
+    versions = np.where(arrays.is_sampled, version, -1)
     header = header.model_copy(update={"version": version, "min_version": version})
-    return header, arrays.model_copy(update={"versions": versions})
+    return header, replace(arrays, spans=spans_of(versions))

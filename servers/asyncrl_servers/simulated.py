@@ -12,8 +12,9 @@ from pydantic import Field
 
 from asyncrl.base.http import die_with_parent
 from asyncrl.messages import engine_api
-from asyncrl.messages.codec import Asked, Sampled, spans_of
+from asyncrl.messages.codec import Asked, Sampled, spans_between
 from asyncrl.messages.engine_api import CommitResponse, LatencyModel, TransferStats
+from asyncrl.messages.tokens import BEHAVIOUR, Tokens
 from asyncrl_servers import engine_routes
 from asyncrl_servers.weight_state import ChunkedPush, WeightState
 
@@ -228,7 +229,8 @@ class SimulatedEngine(engine_routes.RunQueue[SimulatedRun]):
             return
         token_ids = run.token_ids[start - run.first : end - run.first]
         logprobs = np.full(len(token_ids), -math.log(self.spec.vocab_size), np.float32)
-        self.report(run, Sampled(run.number, token_ids, logprobs, spans_of(run.marks, start, end), then))
+        tokens = Tokens(token_ids, spans_between(run.marks, start, end), {BEHAVIOUR: logprobs})
+        self.report(run, Sampled(run.number, tokens, then))
         run.num_told = end
         self._num_tokens += end - start
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.endpoint.tool_formats import AnswerReader, ToolCall, ToolFormat
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import REPLACEMENT, overlap
+from asyncrl.messages.tokens import NO_COMPLETION, TOP_IDS, TOP_LOGPROBS
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Answer:
     finish_reason: str = ""
     num_tokens: int = 0
     logprobs: list[dict[str, Any]] | None = None
-    completion: Completion = field(default_factory=Completion)
+    completion: Completion = NO_COMPLETION
     """Once finished."""
 
     def __post_init__(self, asked: AnyRequest, prefill: str) -> None:
@@ -246,11 +247,16 @@ class Answer:
             data = part_of_character(self.tokenizer, token) if REPLACEMENT in text else text.encode()
             return {"token": text, "bytes": list(data)}
 
-        found = self.completion
-        tops = found.top_logprobs or [()] * len(found.token_ids)
+        sampled = self.completion.sampled
         self.logprobs = []
-        for token, logprob, others in zip(found.token_ids, found.behaviour_logprobs, tops, strict=True):
-            top = [{**shown(other), "logprob": value} for other, value in others]
+        for token, logprob, others, values in zip(
+            sampled.ids.tolist(),
+            sampled.behaviour_logprobs.tolist(),
+            sampled.column(TOP_IDS).lists(),
+            sampled.column(TOP_LOGPROBS).lists(),
+            strict=True,
+        ):
+            top = [{**shown(other), "logprob": value} for other, value in zip(others, values, strict=True)]
             self.logprobs.append({**shown(token), "logprob": logprob, "top_logprobs": top})
 
     def _add(self, text: str, *, is_last: bool = False) -> None:

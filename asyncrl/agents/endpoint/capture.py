@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,6 @@ from asyncrl.agents.endpoint.prefix_match import (
 )
 from asyncrl.agents.endpoint.tool_formats import THINKING, Marks
 from asyncrl.base.errors import RolloutFailure
-from asyncrl.messages.engine_api import NO_EXPERT
 from asyncrl.messages.records import (
     Completion,
     Credit,
@@ -35,45 +34,43 @@ from asyncrl.messages.records import (
     Outcome,
     Rollout,
     Trajectory,
-    VersionSpan,
 )
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS
+from asyncrl.messages.tokens import Tokens, in_journal
 from asyncrl.messages.work import CONTEXT_TOKENS, ChatTokenizer, answer_text, decode_after
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatNode:
-    """A recorded completion. `ids` follow the parent's: A prompt ids, then N sampled ids.
+    """A recorded completion. `tokens` follow the parent's: `num_added` prompt tokens, then sampled ones.
 
-    ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token.
     `order`: number of the call. `whole`: of all_ids(). Not `is_trained`: context. Of a chat:
-    `num_messages` with the answer, `key` in a Chain, and `text`, the text of all ids or None. routing
-    uint16 [A + N, E]: the experts that read the token before each id; E is 0 if none is known.
+    `num_messages` with the answer, `key` in a Chain, and `text`, the text of all ids or None.
     """
 
     name: str
     order: int
     parent: ChatNode | None
-    ids: npt.NDArray[np.int32]
+    tokens: Tokens
     num_added: int
-    logprobs: npt.NDArray[np.float32]
-    version_spans: tuple[VersionSpan, ...]
     is_truncated: bool
     num_interruptions: int
-    routing: npt.NDArray[np.uint16]
     whole: Prefix
     num_messages: int
     key: bytes
     text: Prefix | None
     is_trained: bool = True
-    grammar: str | None = None
     deviations: Sequence[Deviation] = ()
     shown: Prefix | None = None
     """PromptMatch.shown"""
 
     @property
+    def ids(self) -> npt.NDArray[np.int32]:
+        return self.tokens.ids
+
+    @property
     def num_sampled(self) -> int:
-        return len(self.logprobs)
+        return len(self.tokens) - self.num_added
 
     @property
     def sampled_ids(self) -> npt.NDArray[np.int32]:
@@ -86,9 +83,10 @@ class ChatNode:
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
         """Return a sort key independent of arrival and engine."""
-        spans = tuple((span.start, span.end, span.version) for span in self.version_spans)
+        spans = tuple((span.start, span.end, span.version) for span in self.tokens.spans)
         ids = self.ids.astype(">i4").tobytes()  # big-endian, so that bytes sort like ids
-        return ids, self.num_added, self.logprobs.tobytes(), spans, self.is_truncated, self.num_interruptions
+        logprobs = self.tokens.behaviour_logprobs.tobytes()
+        return ids, self.num_added, logprobs, spans, self.is_truncated, self.num_interruptions
 
     def path(self) -> list[ChatNode]:
         nodes = [self]
@@ -233,10 +231,13 @@ class Capture:
         grammar: str | None = None,
     ) -> None:
         """Record a completion. Not `is_trained`: not sampled from the run's distribution."""
-        sampled = np.array(completion.token_ids, dtype=np.int32)
-        whole = planned.whole.then(sampled)
-        # A parent's last token is first read by the calls that continue it. -1 is the last, unread one.
-        before = np.arange(planned.whole.length - len(planned.added), whole.length) - 1
+        tokens = completion.tokens.kept(in_journal)
+        num_known = completion.num_prompt - len(planned.added)
+        tokens = tokens.slice(num_known)
+        num_added = len(planned.added)
+        if grammar is not None and len(tokens) > num_added:
+            tokens = replace(tokens, grammars=(GrammarSpan(num_added, len(tokens), grammar),))
+        whole = planned.whole.then(tokens.ids[num_added:])
         match = planned.match
         text = None if match is None else match.whole
         if text is not None:
@@ -245,19 +246,15 @@ class Capture:
             name=name,
             order=planned.number,
             parent=planned.parent,
-            ids=np.concatenate([planned.added, sampled]),
-            num_added=len(planned.added),
-            logprobs=np.array(completion.behaviour_logprobs, dtype=np.float32),
-            version_spans=completion.version_spans,
+            tokens=tokens,
+            num_added=num_added,
             is_truncated=completion.finish_reason == "length",
             num_interruptions=completion.num_interruptions,
-            routing=np.frombuffer(completion.routing, "<u2").reshape(whole.length, -1)[before],
             whole=whole,
             num_messages=match.num_messages + 1 if match else 0,
             key=match.chain.key_with(message) if match else b"",
             text=text,
             is_trained=is_trained,
-            grammar=grammar,
             deviations=match.deviations if match else (),
             shown=match.shown if match else None,
         )
@@ -276,13 +273,8 @@ class Capture:
             way_out = "let it call the model with its session's key, or return a reward."
             raise RolloutFailure("the harness ended without a completion or a reward", way_out=way_out)
         last = max(self._nodes.values(), key=lambda node: node.order)
-        return Completion(
-            token_ids=tuple(last.sampled_ids.tolist()),
-            behaviour_logprobs=tuple(last.logprobs.tolist()),
-            version_spans=last.version_spans,
-            finish_reason="length" if last.is_truncated else "stop",
-            num_interruptions=last.num_interruptions,
-        )
+        finish: Literal["stop", "length"] = "length" if last.is_truncated else "stop"
+        return Completion(last.tokens, last.num_added, finish, last.num_interruptions)
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
         """Return the branches, ordered by ids. A sampled token has its loss in the first branch that contains
@@ -318,7 +310,7 @@ def _in_order(nodes: Collection[ChatNode], outcome: Outcome) -> list[ChatNode]:
     parents = {node.parent for node in nodes}
     own = {}
     for node in nodes:
-        engines = tuple(span.engine for span in node.version_spans)
+        engines = tuple(span.engine for span in node.tokens.spans)
         own[node] = (*node.content, outcome.turn_rewards.get(node.name, 0.0), node in parents, engines)
     return sorted(nodes, key=lambda node: [own[each] for each in node.path()])
 
@@ -330,39 +322,22 @@ def _trajectory(
     sample_index: int,
     reward: float,
 ) -> Trajectory:
-    token_ids = np.concatenate([node.ids for node in path])
-    loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
-    logprobs = np.zeros(len(token_ids), dtype=np.float32)
-    num_experts = max(node.routing.shape[1] for node in path)
-    routing = np.full((len(token_ids), num_experts), NO_EXPERT, dtype=np.uint16)
-    spans: list[VersionSpan] = []
-    credits: list[Credit] = []
-    grammars: list[GrammarSpan] = []
+    parts = list[Tokens]()
+    credits = list[Credit]()
     end = 0
     for node in path:
-        start, end = end + node.num_added, end + len(node.ids)
-        routing[end - len(node.ids) : end, : node.routing.shape[1]] = node.routing
-        if node in own and node.is_trained and start < end:
-            loss_mask[start:end] = True
-            logprobs[start:end] = node.logprobs
-            for span in node.version_spans:
-                spans.append(replace(span, start=start + span.start, end=start + span.end))
-            if node.grammar is not None:
-                grammars.append(GrammarSpan(start, end, node.grammar))
-            if node in credited:
-                credits.append(Credit(start, end, *credited[node]))
+        start, end = end + node.num_added, end + len(node.tokens)
+        is_own = node in own and node.has_loss
+        parts.append(node.tokens if is_own else node.tokens.as_context())
+        if is_own and node in credited:
+            credits.append(Credit(start, end, *credited[node]))
     return Trajectory(
         sample_index=sample_index,
+        tokens=Tokens.join(parts),
         reward=reward,
-        routing=np.roll(routing, -1, axis=0) if routing.size else None,
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        behaviour_logprobs=logprobs,
-        version_spans=tuple(spans),
         is_truncated=path[-1].is_truncated,
         num_interruptions=sum(node.num_interruptions for node in own),
         credits=tuple(credits),
-        grammars=tuple(grammars),
     )
 
 

@@ -190,7 +190,7 @@ class EngineRoute:
                 completion = await self.engine.generate(
                     call.request, on_tokens=on_tokens, on_spent=session.spent_nowait
                 )
-            session.last_span = completion.version_spans[-1] if completion.version_spans else None
+            session.last_span = completion.tokens.spans[-1] if completion.tokens.spans else None
             answer.finish(completion)
             if answer.has_logprobs:
                 await _run(self._encoding, answer.build_logprobs, in_thread=True)

@@ -20,7 +20,6 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Refused, fail
-from asyncrl.messages.records import TopLogprobs
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.models.loading import load_language_model
@@ -326,7 +325,9 @@ def norm_of(module: Any) -> tuple[Any, ...]:
     return module.weight.shape, module.weight, module.variance_epsilon
 
 
-Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, TopLogprobs]]
+TopTokens = list[tuple[int, float]]
+"""(id, logprob in nats) of the likeliest tokens, in order."""
+Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, TopTokens]]
 
 
 def sample(
@@ -367,7 +368,7 @@ def sample(
     num_top = num_top or {}
     likeliest = [logprobs_NV[row].topk(min(num, logprobs_NV.shape[1])) for row, num in num_top.items()]
     token_ids, logprobs, *found = to_host(tokens_N1[:, 0], picked_N1[:, 0], *chain.from_iterable(likeliest))
-    top = dict[int, TopLogprobs]()
+    top = dict[int, TopTokens]()
     for row, values, ids in zip(num_top, found[::2], found[1::2], strict=True):
         pairs = zip(ids.tolist(), values.tolist(), strict=True)
         top[row] = [(token, value) for token, value in pairs if value > -np.inf]

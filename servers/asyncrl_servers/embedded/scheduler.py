@@ -11,11 +11,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.messages.codec import Asked, Sampled, spans_of
-from asyncrl.messages.records import TopLogprobs
+from asyncrl.messages.codec import Asked, Sampled, spans_between
 from asyncrl.messages.sampling import SAMPLING_PARAMETERS, StopWatch
 from asyncrl.messages.token_grammars import GrammarError, TokenMatcher
-from asyncrl_servers.embedded.decoder import EmbeddedSpec, grammar_refusal, mask, sample
+from asyncrl.messages.tokens import (
+    BEHAVIOUR,
+    EMPTY,
+    NO_EXPERT,
+    ROUTING,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    Ragged,
+    Tokens,
+    Values,
+)
+from asyncrl_servers.embedded.decoder import EmbeddedSpec, TopTokens, grammar_refusal, mask, sample
 from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
@@ -48,15 +58,16 @@ class Sequence(Run):
         self.matcher = matcher
         self.allowed = None if matcher is None else matcher.allowed()
         """Next tokens, bool [V]; None: all."""
-        self.top_logprobs: list[TopLogprobs] = []
+        self.top: list[TopTokens] = []
+        """Of the unreported tokens."""
         self.num_told = len(token_ids)
         self.limit = len(token_ids) + self.request.max_tokens
         self.next_logits_V: Tensor | None = None
         self.admitted_ids = b""
         self.is_mixed = False
         """True if older weights computed part of its KV cache."""
-        self.routing = b""
-        """Experts of unreported tokens."""
+        self.routing: list[npt.NDArray[np.uint16]] = []
+        """Of unreported tokens: the experts that read the token before."""
         self.num_routed = 0
 
 
@@ -122,10 +133,10 @@ class Rows:
         self,
         token_ids: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
-        top: Mapping[int, TopLogprobs],
+        top: Mapping[int, TopTokens],
     ) -> None:
-        for row, found in top.items():
-            self.sequences[row].top_logprobs.append(found)
+        for row, likeliest in top.items():
+            self.sequences[row].top.append(likeliest)
         rows = np.arange(len(self.sequences))
         places = self.lengths[rows]
         self.token_ids[rows, places] = token_ids
@@ -133,25 +144,44 @@ class Rows:
         self.lengths[rows] += 1
 
     def record_routing(self, row: int, routing_SPE: Tensor) -> None:
-        """Record experts of the read tokens. `routing_SPE`: the KV cache's."""
-        sequence, end = self.sequences[row], int(self.lengths[row]) - 1
-        if routing_SPE.shape[2] and end > sequence.num_routed:
-            sequence.routing += routing_SPE[row, sequence.num_routed : end].cpu().numpy().tobytes()
-            sequence.num_routed = end
+        """Record the experts of tokens read since the last call, before other weights read them again.
+        `routing_SPE`: the KV cache's.
+        """
+        sequence = self.sequences[row]
+        num_read = int(self.lengths[row]) - 1
+        num_experts = routing_SPE.shape[2]
+        if not num_experts or num_read <= sequence.num_routed:
+            return
+        if not sequence.num_routed:  # nothing was read before the first token
+            sequence.routing.append(np.full((1, num_experts), NO_EXPERT, np.uint16))
+        read = routing_SPE[row, sequence.num_routed : num_read].cpu().numpy()
+        sequence.routing.append(read.astype(np.uint16))
+        sequence.num_routed = num_read
 
     def untold(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
-        """Return the unreported tokens and mark them as reported."""
-        sequence, end, routing = self.sequences[row], int(self.lengths[row]), b""
-        start, sequence.num_told = sequence.num_told, end
-        top, sequence.top_logprobs = sequence.top_logprobs, []
-        if then != "more":
-            self.record_routing(row, routing_SPE)
-            routing, sequence.routing = sequence.routing, b""
-        ids = self.token_ids[row, start:end].astype(np.int32)
-        logprobs = self.logprobs[row, start:end].copy()
-        return Sampled(
-            sequence.number, ids, logprobs, spans_of(sequence.marks, start, end), then, top, routing
+        """Return the unreported tokens and mark them as reported; with experts first the whole prompt."""
+        sequence = self.sequences[row]
+        start, end = sequence.num_told, int(self.lengths[row])
+        sequence.num_told = end
+        columns: dict[str, Values] = {BEHAVIOUR: self.logprobs[row, start:end].copy()}
+        if sequence.request.top_logprobs:
+            columns[TOP_IDS] = Ragged.of([[token for token, _ in one] for one in sequence.top], "<i4")
+            columns[TOP_LOGPROBS] = Ragged.of([[value for _, value in one] for one in sequence.top], "<f4")
+            sequence.top = []
+        tokens = Tokens(
+            self.token_ids[row, start:end].astype(np.int32),
+            spans_between(sequence.marks, start, end),
+            columns,
         )
+        self.record_routing(row, routing_SPE)
+        if sequence.routing:
+            routing = np.concatenate(sequence.routing)
+            sequence.routing = []
+            if len(routing) > end - start:
+                prompt = Tokens(self.token_ids[row, :start].astype(np.int32))
+                tokens = Tokens.join([prompt, tokens])
+            tokens = tokens.with_columns({ROUTING: routing})
+        return Sampled(sequence.number, tokens, then)
 
     def begins(self, row: int, token_ids: npt.NDArray[np.int64]) -> bool:
         """Whether `token_ids` continues all cached tokens of the row."""
@@ -259,8 +289,7 @@ class Scheduler(RunQueue[Sequence]):
         for waiting in (self.queued, self.interrupted):
             for sequence in wanted & waiting.keys():
                 del waiting[sequence]
-                ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-                self.report(sequence, Sampled(sequence.number, ids, logprobs, [], "abort"))
+                self.report(sequence, Sampled(sequence.number, EMPTY, "abort"))
 
     def interrupt(self) -> int:
         rows = self.rows

@@ -1,0 +1,378 @@
+"""The token record: ids, the versions that sampled them, and a column for each further value of a token.
+
+Engines, capture, journal, trainer and resume move tokens with the functions here. A new value per token needs
+a Column in COLUMNS, the code that makes it, and the loss that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.messages.records import Completion, GrammarSpan, VersionSpan
+
+NO_EXPERT = 65535
+"""Unknown expert (uint16)."""
+SIZES = ".sizes"
+"""A ragged column is two arrays in a frame: NAME with all values, and NAME.sizes."""
+
+
+class Ragged(NamedTuple):
+    """A list of values per token: `values` [sum(sizes)], `sizes` int32 [T]."""
+
+    values: npt.NDArray[Any]
+    sizes: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[Any]], dtype: str) -> Ragged:
+        values = [value for one in lists for value in one]
+        return cls(np.array(values, dtype), np.array([len(one) for one in lists], np.int32))
+
+    def lists(self) -> list[list[Any]]:
+        values = self.values.tolist()
+        ends = accumulate(self.sizes.tolist(), initial=0)
+        return [values[start:end] for start, end in pairwise(ends)]
+
+
+Values = npt.NDArray[Any] | Ragged
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A value per token.
+
+    `dtype`: little-endian. `shape`: one value; several, always the same number E (found in the data); or any
+    number (Ragged). `covers`: sampled tokens, or all, so that an engine reports the prompt's values too.
+    `fill`: the value of tokens that lack it; None: a join drops the column unless all sampled tokens have it.
+    """
+
+    name: str
+    dtype: str
+    shape: Literal["one", "several", "any"] = "one"
+    covers: Literal["sampled", "all"] = "sampled"
+    fill: float | None = 0
+    in_journal: bool = True
+    in_batch: bool = True
+
+    def filled(self, num_tokens: int, width: int = 0) -> Values:
+        if self.shape == "any":
+            return Ragged(np.zeros(0, self.dtype), np.zeros(num_tokens, np.int32))
+        shape = num_tokens if self.shape == "one" else (num_tokens, width)
+        return np.full(shape, self.fill or 0, self.dtype)
+
+
+BEHAVIOUR = "behaviour_logprobs"
+"""float32 in nats, after temperature (0 is greedy, with the logprobs of temperature 1), top_p and grammar."""
+TEACHER = "teacher_logprobs"
+"""float32 in nats; the behaviour's where a grammar held."""
+ROUTING = "routing"
+"""uint16 [T, E]: the experts, of each router in order, that read the token before. They belong to the
+sampling of this token. NO_EXPERT: unknown, as for the first token.
+"""
+TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
+"""The likeliest tokens in order, for clients that ask for them; logprobs float32 in nats."""
+
+COLUMNS = {
+    column.name: column
+    for column in (
+        Column(BEHAVIOUR, "<f4"),
+        Column(TEACHER, "<f4", fill=None),
+        Column(ROUTING, "<u2", shape="several", covers="all", fill=NO_EXPERT),
+        Column(TOP_IDS, "<i4", shape="any", in_journal=False, in_batch=False),
+        Column(TOP_LOGPROBS, "<f4", shape="any", in_journal=False, in_batch=False),
+    )
+}
+
+
+def in_journal(column: Column) -> bool:
+    return column.in_journal
+
+
+def in_batch(column: Column) -> bool:
+    return column.in_batch
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """T tokens of one text, or of several texts one after the other.
+
+    `ids` int32 [T]. `spans`: the sampled tokens, in order; the others are context. `grammars`: sampled tokens
+    under a grammar. A column has one entry per token; an absent one has only fills.
+
+    Example: the prompt 5 6, the answer 7 8 under version 3, and its first token alone.
+        >>> prompt = Tokens(np.array([5, 6], np.int32))
+        >>> logprobs = np.array([-0.5, -1.0], np.float32)
+        >>> answer = Tokens(np.array([7, 8], np.int32), (VersionSpan(0, 2, 3),), {BEHAVIOUR: logprobs})
+        >>> whole = Tokens.join([prompt, answer])
+        >>> whole.ids.tolist(), whole.versions.tolist()
+        ([5, 6, 7, 8], [-1, -1, 3, 3])
+        >>> whole.behaviour_logprobs.tolist()
+        [0.0, 0.0, -0.5, -1.0]
+        >>> whole.slice(2, 3).spans
+        (VersionSpan(start=0, end=1, version=3, engine=-1),)
+    """
+
+    ids: npt.NDArray[np.int32]
+    spans: tuple[VersionSpan, ...] = ()
+    columns: Mapping[str, Values] = field(default_factory=dict)
+    grammars: tuple[GrammarSpan, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_context(self) -> int:
+        """Tokens before the first sampled one."""
+        return self.spans[0].start if self.spans else len(self.ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(span.end - span.start for span in self.spans)
+
+    @cached_property
+    def versions(self) -> npt.NDArray[np.int32]:
+        """int32 [T]; -1: context."""
+        versions = np.full(len(self.ids), -1, np.int32)
+        for span in self.spans:
+            versions[span.start : span.end] = span.version
+        return versions
+
+    @cached_property
+    def engines(self) -> npt.NDArray[np.int16]:
+        """int16 [T]; -1: context or unknown."""
+        engines = np.full(len(self.ids), -1, np.int16)
+        for span in self.spans:
+            engines[span.start : span.end] = span.engine
+        return engines
+
+    @cached_property
+    def is_sampled(self) -> npt.NDArray[np.bool_]:
+        """Bool [T]"""
+        return self.versions >= 0
+
+    @property
+    def behaviour_logprobs(self) -> npt.NDArray[np.float32]:
+        """float32 [T] in nats; 0 for context."""
+        logprobs: npt.NDArray[np.float32] = self.column(BEHAVIOUR)
+        return logprobs
+
+    def column(self, name: str) -> Any:
+        """Return the values, or fills if the column is absent."""
+        values = self.columns.get(name)
+        return COLUMNS[name].filled(len(self.ids)) if values is None else values
+
+    def with_columns(self, columns: Mapping[str, Values]) -> Tokens:
+        """Add columns; present ones stay."""
+        return replace(self, columns={**columns, **self.columns}) if columns else self
+
+    def kept(self, is_kept: Callable[[Column], bool]) -> Tokens:
+        """Drop the other columns."""
+        columns = {name: values for name, values in self.columns.items() if is_kept(COLUMNS[name])}
+        return replace(self, columns=columns)
+
+    def as_context(self) -> Tokens:
+        """Return the same tokens as if they had been read only."""
+        columns = {name: values for name, values in self.columns.items() if COLUMNS[name].covers == "all"}
+        return Tokens(self.ids, columns=columns)
+
+    def sampled_by(self, engine: int) -> Tokens:
+        return replace(self, spans=tuple([replace(span, engine=engine) for span in self.spans]))
+
+    def slice(self, start: int, end: int | None = None) -> Tokens:
+        length = len(self.ids)
+        start = min(start, length)
+        end = length if end is None else max(start, min(end, length))
+        if (start, end) == (0, length):
+            return self
+        return self.split([start, end - start, length - end])[1]
+
+    def split(self, sizes: Sequence[int]) -> list[Tokens]:
+        """Return parts of these sizes. Raises ValueError if they are not all tokens."""
+        bounds = [*pairwise(accumulate(sizes, initial=0))]
+        if bounds and bounds[-1][1] != len(self.ids):
+            raise ValueError(f"parts of {sizes[:6]}... are {bounds[-1][1]} of {len(self.ids)} tokens")
+        columns = {name: _split(values, bounds) for name, values in self.columns.items()}
+        spans = _split_spans(self.spans, bounds)
+        grammars = _split_spans(self.grammars, bounds)
+        return [
+            Tokens(
+                self.ids[start:end],
+                tuple(spans[part]),
+                {name: values[part] for name, values in columns.items()},
+                tuple(grammars[part]),
+            )
+            for part, (start, end) in enumerate(bounds)
+        ]
+
+    @staticmethod
+    def join(parts: Sequence[Tokens]) -> Tokens:
+        """Return all tokens, in order. Adjacent spans of one version and engine become one."""
+        if len(parts) == 1:
+            return parts[0]
+        spans, grammars = list[VersionSpan](), list[GrammarSpan]()
+        start = 0
+        for part in parts:
+            for span in part.spans:
+                _add_span(spans, replace(span, start=start + span.start, end=start + span.end))
+            for grammar in part.grammars:
+                grammars.append(replace(grammar, start=start + grammar.start, end=start + grammar.end))
+            start += len(part.ids)
+        columns = {}
+        for name in dict.fromkeys(name for part in parts for name in part.columns):
+            values = _joined(COLUMNS[name], parts)
+            if values is not None:
+                columns[name] = values
+        ids = np.concatenate([part.ids for part in parts]) if parts else np.zeros(0, np.int32)
+        return Tokens(ids, tuple(spans), columns, tuple(grammars))
+
+    # ---- frames
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return flat arrays for a frame, without grammars: ids, spans int32 [4 S], columns."""
+        spans = [(span.start, span.end, span.version, span.engine) for span in self.spans]
+        arrays = {"ids": self.ids, "spans": np.array(spans, np.int32).reshape(-1)}
+        for name, values in self.columns.items():
+            if isinstance(values, Ragged):
+                arrays[name + SIZES] = values.sizes
+                values = values.values
+            arrays[name] = values.reshape(-1)
+        return arrays
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, npt.NDArray[Any]], grammars: Iterable[Sequence[Any]] = ()
+    ) -> Tokens:
+        """Raises ValueError or LookupError if the arrays do not belong together."""
+        ids = arrays["ids"]
+        columns = dict[str, Values]()
+        for name, column in COLUMNS.items():
+            if name in arrays:
+                columns[name] = _read_column(column, arrays, len(ids))
+        spans = tuple([VersionSpan(*span) for span in arrays["spans"].reshape(-1, 4).tolist()])
+        if ids.dtype != np.int32:
+            raise ValueError(f"ids of {ids.dtype}")
+        return cls(ids, spans, columns, tuple(GrammarSpan(*span) for span in grammars))
+
+
+EMPTY = Tokens(np.zeros(0, np.int32))
+
+
+NO_COMPLETION = Completion(EMPTY)
+
+
+class SegmentPart(NamedTuple):
+    """Newly sampled tokens of a request: a streamed chunk, or with `finish_reason` the end of a segment.
+
+    abort: a push, sleep or abort ended the segment early. The tokens are new, or the whole text so far if a
+    column covers the prompt as well: their first tokens are then context that the request already has.
+    """
+
+    tokens: Tokens
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+
+    @property
+    def new(self) -> Tokens:
+        return self.tokens.slice(self.tokens.num_context)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new ids."""
+        return self.tokens.ids[self.tokens.num_context :].tolist()
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Behaviour logprobs of the new ids, float32 in nats."""
+        return self.new.behaviour_logprobs.tolist()
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Counted from the first new token."""
+        return self.new.spans
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the dtype of an array in Tokens.arrays()."""
+    return np.dtype(COLUMNS[name].dtype if name in COLUMNS else "<i4")
+
+
+def spans_of(versions: npt.NDArray[np.integer[Any]], engine: int = -1) -> tuple[VersionSpan, ...]:
+    """Return the spans of equal versions; -1 is context."""
+    starts = np.flatnonzero(np.diff(versions, prepend=-1) != 0).tolist()
+    ends = [*starts[1:], len(versions)]
+    spans = [
+        VersionSpan(start, end, int(versions[start]), engine) for start, end in zip(starts, ends, strict=True)
+    ]
+    return tuple(span for span in spans if span.version >= 0)
+
+
+def _add_span(spans: list[VersionSpan], span: VersionSpan) -> None:
+    last = spans[-1] if spans else None
+    if last is not None and (last.end, last.version, last.engine) == (span.start, span.version, span.engine):
+        spans[-1] = replace(last, end=span.end)
+    else:
+        spans.append(span)
+
+
+def _split_spans(spans: Sequence[Any], bounds: Sequence[tuple[int, int]]) -> list[list[Any]]:
+    """Cut spans at the bounds, which cover everything in order."""
+    parts: list[list[Any]] = [[] for _ in bounds]
+    first_part = 0
+    for span in spans:
+        while bounds[first_part][1] <= span.start:
+            first_part += 1
+        for part in range(first_part, len(bounds)):
+            first, end = bounds[part]
+            if first >= span.end:
+                break
+            start = max(span.start, first) - first
+            stop = min(span.end, end) - first
+            if start < stop:
+                parts[part].append(replace(span, start=start, end=stop))
+    return parts
+
+
+def _split(values: Values, bounds: Sequence[tuple[int, int]]) -> list[Values]:
+    if not isinstance(values, Ragged):
+        return [values[start:end] for start, end in bounds]
+    places = np.concatenate([[0], np.cumsum(values.sizes)]).tolist()
+    return [
+        Ragged(values.values[places[start] : places[end]], values.sizes[start:end]) for start, end in bounds
+    ]
+
+
+def _joined(column: Column, parts: Sequence[Tokens]) -> Values | None:
+    known = [part.columns[column.name] for part in parts if column.name in part.columns]
+    if column.fill is None and any(part.spans and column.name not in part.columns for part in parts):
+        return None
+    width = known[0].shape[1] if column.shape == "several" else 0  # type: ignore[union-attr]
+    chain: list[Any] = []
+    for part in parts:
+        values = part.columns.get(column.name)
+        chain.append(column.filled(len(part.ids), width) if values is None else values)
+    if column.shape == "any":
+        return Ragged(*(np.concatenate(arrays) for arrays in zip(*chain, strict=True)))
+    joined: npt.NDArray[Any] = np.concatenate(chain)
+    return joined
+
+
+def _read_column(column: Column, arrays: Mapping[str, npt.NDArray[Any]], num_tokens: int) -> Values:
+    values = arrays[column.name]
+    if values.dtype != np.dtype(column.dtype):
+        raise ValueError(f"{column.name} of {values.dtype}")
+    if column.shape == "any":
+        sizes = arrays[column.name + SIZES]
+        if len(sizes) != num_tokens or int(sizes.sum()) != len(values):
+            raise ValueError(
+                f"{len(sizes)} sizes and {len(values)} values of {column.name} for {num_tokens} tokens"
+            )
+        return Ragged(values, sizes)
+    width = len(values) // num_tokens if column.shape == "several" and num_tokens else 1
+    if len(values) != num_tokens * width:
+        raise ValueError(f"{len(values)} {column.name} for {num_tokens} tokens")
+    return values.reshape(num_tokens, width) if column.shape == "several" else values
