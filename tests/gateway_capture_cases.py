@@ -111,7 +111,7 @@ class Play:
         name = f"chatcmpl-{self.num_recorded}"
         self.num_recorded += 1
         got = message or assistant(self.renderer.decode(ids, skip_special_tokens=True))
-        sampled = completion(ids, -float(self.num_recorded))
+        sampled = completion(planned, ids, -float(self.num_recorded))
         self.capture.record(planned, sampled, got, name, is_trained=is_trained)
 
     def ask(self, messages: Sequence[Message], raw: str, message: Message | None = None) -> None:

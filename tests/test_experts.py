@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_in_process import answered, make_request, publish, running_engine
 from engine_in_process import make_spec as engine_spec
-from engine_replies import SegmentPart, ask
+from engine_replies import ask
 from job_runs import read_lines, run, write_config
 from model_zoo import TYPES, make_config, random_model
 from rank_processes import running

@@ -57,3 +57,14 @@ def trajectory_of(
     sample_index: int, ids: Any, mask: Any, logprobs: Any, spans: Any, reward: float = 0.0, **more: Any
 ) -> Trajectory:
     return Trajectory(sample_index, masked_tokens(ids, mask, logprobs, spans), reward, **more)
+
+
+def same_tokens(one: Tokens, other: Tokens) -> bool:
+    """Equal to the last bit."""
+    return _bits(one) == _bits(other)
+
+
+def _bits(tokens: Tokens) -> tuple[Any, ...]:
+    arrays = {name: (array.dtype.str, array.tobytes()) for name, array in tokens.arrays().items()}
+    shapes = {name: getattr(values, "shape", None) for name, values in tokens.columns.items()}
+    return arrays, shapes, tokens.spans, tokens.grammars
