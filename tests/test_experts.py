@@ -255,11 +255,10 @@ def routed_batch(engine: Engine, version: int = 0) -> tuple[BatchHeader, Tokens]
 def routed_trajectory(
     prompt: Sequence[int], answer: SegmentPart, index: int = 0, version: int = 0
 ) -> Trajectory:
-    tokens = answer.tokens
-    spans = (VersionSpan(len(prompt), len(tokens), version),)
-    return make_trajectory(
-        index, Completion(replace(tokens, spans=spans), len(prompt), "length"), float(index % 2)
-    )
+    spans = (VersionSpan(answer.tokens.num_context, len(answer.tokens), version),)
+    join = SegmentJoin(SamplingRequest("r", tuple(prompt), len(answer.token_ids)))
+    join.add(SegmentPart(replace(answer.tokens, spans=spans), "length"))
+    return make_trajectory(index, join.completion(), float(index % 2))
 
 
 def batch_from(answers: Sequence[SegmentPart], version: int = 0) -> tuple[BatchHeader, Tokens]:

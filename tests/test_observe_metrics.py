@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from token_cases import masked_tokens
+from token_cases import masked_tokens, with_ids
 
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.observe.console import plain_line
@@ -66,10 +66,8 @@ def test_masked_tokens_count_only_for_the_length(
 def test_sampled_special_tokens_and_truncated_ends_are_counted() -> None:
     def rollout(index: int, ids: list[int], *, is_truncated: bool) -> Trajectory:
         spans = ((2, len(ids), 5),)
-        ids_T = np.array(ids, np.int32)
-        return replace(
-            trajectory(1.0, *spans, sample_index=index), token_ids=ids_T, is_truncated=is_truncated
-        )
+        one = trajectory(1.0, *spans, sample_index=index)
+        return replace(with_ids(one, ids), is_truncated=is_truncated)
 
     metrics = measured(
         rollout(0, [0, 1, 5, 9], is_truncated=False),  # special tokens only in the prompt

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_observe_page import make_run
-from token_cases import trajectory_of
+from token_cases import trajectory_of, with_ids
 
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Batch, GroupId, Prompt, Rollout, Trajectory, VersionSpan
@@ -112,7 +112,7 @@ def joined(token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str
 @given(words=st.lists(st.sampled_from([(0,), (1,), (2,), (3, 4, 7), (5, 6, 0)]), min_size=1))
 def test_tokens_divide_their_text(words: list[tuple[int, ...]]) -> None:
     ids = sum(words, ())
-    rollout = replace(turns(0, len(ids)), token_ids=np.array(ids))
+    rollout = with_ids(turns(0, len(ids)), ids)
     (part,) = shown(Prompt("0/4", ()), (rollout,), joined, step=10)["parts"]
     ends = [*itertools.accumulate(ord(length) - 48 for length in part["tokens"][::3])]
     wholes = [joined(ids[: number + 1]) for number in range(len(ids))]
@@ -130,7 +130,7 @@ def test_long_texts_and_many_parts_are_cut() -> None:
 
 
 def a_sample(step: int, kind: Any = "random", group_id: int = 0, text: str = "hi") -> ShownRollout:
-    rollout = replace(turns(1, len(text)), token_ids=np.array([120, *map(ord, text)], np.int32))
+    rollout = with_ids(turns(1, len(text)), [120, *map(ord, text)])
     sample = show((rollout,), kind, step, prompt=Prompt("0/4", ({"role": "user", "content": text},)))
     return {**sample, "group_id": group_id}
 

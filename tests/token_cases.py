@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,11 @@ def trajectory_of(
     sample_index: int, ids: Any, mask: Any, logprobs: Any, spans: Any, reward: float = 0.0, **more: Any
 ) -> Trajectory:
     return Trajectory(sample_index, masked_tokens(ids, mask, logprobs, spans), reward, **more)
+
+
+def with_ids(trajectory: Trajectory, ids: Sequence[int]) -> Trajectory:
+    tokens = replace(trajectory.tokens, ids=np.array(ids, np.int32))
+    return replace(trajectory, tokens=tokens)
 
 
 def same_tokens(one: Tokens, other: Tokens) -> bool:

@@ -301,14 +301,14 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(COLUMNS[name].dtype if name in COLUMNS else "<i4")
 
 
-def spans_of(versions: npt.NDArray[np.integer[Any]], engine: int = -1) -> tuple[VersionSpan, ...]:
-    """Return the spans of equal versions; -1 is context."""
-    starts = np.flatnonzero(np.diff(versions, prepend=-1) != 0).tolist()
-    ends = [*starts[1:], len(versions)]
-    spans = [
-        VersionSpan(start, end, int(versions[start]), engine) for start, end in zip(starts, ends, strict=True)
-    ]
-    return tuple(span for span in spans if span.version >= 0)
+def spans_of(versions: npt.NDArray[np.integer[Any]]) -> tuple[VersionSpan, ...]:
+    """Return the spans of tokens of equal version; -1 is context."""
+    bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    spans = list[VersionSpan]()
+    for start, end in pairwise(bounds):
+        if start < end and versions[start] >= 0:
+            spans.append(VersionSpan(start, end, int(versions[start])))
+    return tuple(spans)
 
 
 def _add_span(spans: list[VersionSpan], span: VersionSpan) -> None:
