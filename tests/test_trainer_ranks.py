@@ -29,8 +29,8 @@ from asyncrl.messages.trainer_api import (
     TrainerHealth,
 )
 from asyncrl.trainer.offload import local_of
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import meet
-from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import LOST_STATUS
 from asyncrl.weights.ipc import open_memory, views
 from asyncrl.weights.tensor_files import digest_tensors
@@ -59,7 +59,7 @@ def compare(
 ) -> None:
     """Train one process and several on the same batches: metrics and exported weights agree."""
     values |= {"canary_tokens": 20, "chunk_bytes": 10_000}
-    alone = TrainStep(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
+    alone = TrainerRank(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
     of_ranks = trainer | (only_ranks or {})
     values |= {"chunks": "memories"}
     with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, **values) as group:
@@ -114,7 +114,7 @@ def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
 
 
-def held_bytes(step: TrainStep) -> int:
+def held_bytes(step: TrainerRank) -> int:
     tensors = [*step._tensors_of("weights"), *step._tensors_of("optimizer")]
     storages = (local_of(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -126,9 +126,9 @@ def test_mesh_of_one_rank_learns_what_masters_do(
 ) -> None:
     trainer = {"lora": lora, "gradient_checkpointing": lora is None, "learning_rate": 1e-3}
     values = {"trainer": trainer, "dtype": "bfloat16"}
-    alone = TrainStep(make_spec(tiny_model_dir, tmp_path / "alone", **values))
+    alone = TrainerRank(make_spec(tiny_model_dir, tmp_path / "alone", **values))
     with mesh_of_one(tmp_path) as ranks:
-        step = TrainStep(make_spec(tiny_model_dir, tmp_path / "mesh", **values), ranks)
+        step = TrainerRank(make_spec(tiny_model_dir, tmp_path / "mesh", **values), ranks)
         for version in range(2):
             batch = aged(*make_batch(version=version, seed=version))
             wanted, found = (learned(one.train(*batch)) for one in (alone, step))
@@ -235,7 +235,7 @@ def test_ranks_that_do_not_meet_say_who_is_missing(
 
 @pytest.mark.slow
 def test_worker_is_bit_for_bit_a_step_in_process(tiny_model_dir: Path, tmp_path: Path) -> None:
-    here, state = TrainStep(make_spec(tiny_model_dir, tmp_path)), StateRequest(path=str(tmp_path / "state"))
+    here, state = TrainerRank(make_spec(tiny_model_dir, tmp_path)), StateRequest(path=str(tmp_path / "state"))
     expected = []
     with running(tiny_model_dir, tmp_path / "w", 1) as worker:
         for version in range(4):

@@ -20,16 +20,16 @@ from asyncrl.config import TrainerConfig
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader
 from asyncrl.trainer.objective import BatchNumbers
 from asyncrl.trainer.optimizer import learning_rate_at
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank import TrainerRank
 
 Answer = tuple[torch.Tensor, dict[str, Any]]
 
 
-def weights(step: TrainStep) -> dict[str, torch.Tensor]:
+def weights(step: TrainerRank) -> dict[str, torch.Tensor]:
     return {name: master.detach().clone() for name, master in step.masters.named.items()}
 
 
-def logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
+def logprobs(step: TrainerRank, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
     """Return float32 [N] by the step's present weights, 0 without loss."""
     return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))[0]
 
@@ -206,7 +206,7 @@ def test_learning_rate_by_hand(schedule: Any, warmup_steps: int, num_steps: int,
     assert found == pytest.approx(rates, abs=1e-6)
 
 
-def sampled_by_two(step: TrainStep, offset: float) -> tuple[BatchHeader, BatchArrays]:
+def sampled_by_two(step: TrainerRank, offset: float) -> tuple[BatchHeader, BatchArrays]:
     """Trajectories of engine-0, engine-1 and an unknown one; engine-1's logprobs are off by `offset`."""
     header, arrays = make_batch(num_groups=6, group_size=4)
     exact = naive_logprobs(step.policy.model, header, arrays, 1.0)

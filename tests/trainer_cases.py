@@ -19,11 +19,11 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.records import Credit
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.attention import ATTENTION
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerSpec
 
-MakeStep = Callable[..., TrainStep]
+MakeStep = Callable[..., TrainerRank]
 """The fixture make_step: of the tiny model, unless another folder is given first."""
 
 
@@ -77,7 +77,7 @@ def mesh_of_one(folder: Path) -> Iterator[Ranks]:
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        yield Ranks(0, 1, init_device_mesh("cpu", (1,)))
+        yield Ranks(mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
     finally:
         dist.destroy_process_group()
 

@@ -110,8 +110,12 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Of an optimizer step: a factor per sequence, and per token a correction and a mask."""
+    """Numbers of one part: a factor per sequence, and a correction and a mask per token.
 
+    `size`: what algorithm.aggregate averages over, the part's loss tokens or its sequences.
+    """
+
+    size: int
     weight_S: Tensor
     correction_N: Float32N | None
     mask_N: Float32N | None
@@ -191,7 +195,9 @@ class Objective:
             log_weight_M, advantage_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
             correction_N = np.zeros(len(has_loss), np.float32)
             correction_N[has_loss] = self._correct(log_weight_M, advantage_M, sequence_M)
-        return StepNumbers(weight_S, correction_N, mask_N)
+        is_of_tokens = self._recipe.aggregate == "token"
+        size = int(tokens_S.sum()) if is_of_tokens else int((tokens_S > 0).sum())
+        return StepNumbers(size, weight_S, correction_N, mask_N)
 
     def _correct(self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor) -> Tensor:
         correction = self._recipe.correction

@@ -1,4 +1,4 @@
-"""Trainer process: serves one TrainStep to the controller.
+"""Trainer process: serves one TrainerRank to the controller.
 
 One thread owns torch. Rank 0 sends requests to the other ranks and answers with a refusal of all ranks; any
 other error ends the process.
@@ -15,10 +15,11 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from aiohttp import web
@@ -42,60 +43,66 @@ from asyncrl.base.http import (
     serve,
 )
 from asyncrl.messages import trainer_api as api
+from asyncrl.messages.engine_api import TransferStats
 from asyncrl.trainer.build_model import resolve_device
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
-from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_metrics import hold_record
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 T = TypeVar("T")
+Finish = Callable[[], api.ExportResponse]
+"""Waits for an export."""
 log = logging.getLogger("asyncrl.trainer")
 
-ENDPOINTS = ("train", "begin_export", "export", "broadcast", "wait_save_state")
-CALLS: dict[str, type[BaseModel]] = {
-    "export_chunk": api.ExportChunkRequest,
-    "save": api.StateRequest,
-    "begin_save_state": api.StateRequest,
-    "load_state": api.StateRequest,
-    "offload": api.OffloadRequest,
-    "onload": api.OffloadRequest,
-}
-"""Methods of TrainStep that a request calls on all ranks, with the fields of its body."""
-BODIES = CALLS | {"begin_export": api.StateRequest}
 KEPT_EXPORTS = 2
 GRACE_S = 10.0
 """Exit delay after another rank was lost, whose error is the run's."""
 
 
 class TrainerService:
-    """A TrainStep on its own thread."""
+    """A TrainerRank on its own thread."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
         self._torch_thread = ThreadPoolExecutor(1, "torch")
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
         self._failure: Refused | None = None
-        self._begun: Callable[[], api.ExportResponse] | None = None
+        self._begun: Finish | None = None
         # torch's number of CPU threads belongs to the calling thread.
-        self.step = self._torch_thread.submit(
-            lambda: TrainStep(spec, join_ranks(spec, *resolve_device(spec)))
-        ).result()
-        if not self.step.ranks.is_first:
+        self.rank = self._torch_thread.submit(self._make_rank).result()
+        if not self.rank.ranks.is_first:
             self._torch_thread.submit(self._follow)
-        elif self.step.ranks.size > 1:
+        elif self.rank.ranks.size > 1:
             threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
-    async def run(self, work: Callable[[], T]) -> T:
+    def _make_rank(self) -> TrainerRank:
+        device, dtype = resolve_device(self._spec)
+        return TrainerRank(self._spec, join_ranks(self._spec, device, dtype))
+
+    async def call(self, name: str, content: bytes) -> BaseModel:
+        """Make the call of this name in CALLS. Raises its errors, and Refused for a body of another form."""
+        call = CALLS[name]
+        answer: BaseModel
+        if call.on_all_ranks:
+            answer = await self._on_torch_thread(lambda: self._together(name, content))
+        else:
+            answer = await call.function(self, call.read(content))
+        return answer
+
+    async def _on_torch_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
 
-    def together(self, name: str, body: BaseModel | bytes) -> Any:
-        """Call this method on all ranks, from rank 0's torch thread. Raises its errors, and Refused."""
+    def _together(self, name: str, content: bytes) -> Any:
+        """Make a call on all ranks, from rank 0's torch thread. Raises its errors, and Refused."""
         if self._failure is not None:
             raise self._failure
-        content = body if isinstance(body, bytes) else body.model_dump_json().encode()
+        call = CALLS[name]
+        # Read it before the other ranks get it: a body that cannot be read would end them.
+        body = call.read(content)
         try:
-            self.step.ranks.send(name, content)
-            return _perform(self.step, name, content)
+            self.rank.ranks.send(name, content)
+            return call.function(self, body)
         except Refused:
             raise
         except (OSError, SafetensorError) as error:  # file errors do not desynchronize the ranks
@@ -106,103 +113,179 @@ class TrainerService:
                 raise self._failure from error
             raise
 
-    def _beat(self) -> None:
-        never = threading.Event()
-        while self._failure is None and not never.wait(self._spec.trainer.timeout_s / BEATS):
-            try:
-                self._torch_thread.submit(self.step.ranks.beat).result()
-            except RuntimeError as error:
-                self._failure = loss_behind(error, self._spec)
-
-    def route(self, name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-
-        async def handle(request: web.Request) -> web.Response:
-            message = read_message(CALLS[name], await request.read())
-            answer = await self.run(lambda: self.together(name, message))
-            return json_answer(answer if isinstance(answer, BaseModel) else await self.health())
-
-        return handle
-
-    async def staged(self, request: web.Request) -> web.StreamResponse:
-        """Send an exported file or a Range of it."""
-        return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
-
-    async def health(self) -> api.TrainerHealth:
-        if self._failure is not None:
-            raise self._failure
-        return api.TrainerHealth(
-            policy_version=self.step.policy_version,
-            device=self.step.device.type,
-            offloaded=self.step.offloaded,
-        )
-
-    async def train(self, body: bytes) -> api.TrainResponse:
-
-        def work() -> api.TrainResponse:
-            metrics = self.together("train", body)
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            return api.TrainResponse(
-                policy_version=self.step.policy_version,
-                metrics=finite,
-                not_finite=[name for name in metrics if name not in finite],
-                rollout_gaps=self.step.rollout_gaps,
-                rollout_advantages=self.step.rollout_advantages,
-            )
-
-        return await self.run(work)
-
-    async def begin_export(self) -> api.TrainerHealth:
-        version, self._begun = await self.run(self._begin_export)
-        return (await self.health()).model_copy(update={"policy_version": version})
-
-    async def export(self) -> api.ExportResponse:
-        begun, self._begun = self._begun, None
-        finish = begun or (await self.run(self._begin_export))[1]
-        try:
-            answer = await asyncio.to_thread(finish)
-        except OSError as error:
-            raise _cannot_write("export", error) from error
-        exports = self._spec.staging_dir.glob("v*.safetensors")
-        for old in sorted(exports, key=lambda file: int(file.stem[1:]))[:-KEPT_EXPORTS]:
-            old.unlink(missing_ok=True)
-        return answer
-
-    def _begin_export(self) -> tuple[int, Callable[[], api.ExportResponse]]:
-        version = self.step.policy_version
-        path = self._spec.staging_dir / f"v{version}.safetensors"
-        return version, self.together("begin_export", api.StateRequest(path=path))
-
-    async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
-        transport = self.step.transport
-        if transport.version != request.version == self.step.policy_version:
-            await self.export()
-        return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
-
-    async def wait_save_state(self) -> api.TrainerHealth:
-        await asyncio.to_thread(self.step.wait_save_state)
-        return await self.health()
-
     def _follow(self) -> NoReturn:
         try:
             while True:
-                name, body = self.step.ranks.wait_command()
+                name, content = self.rank.ranks.wait_command()
                 try:
-                    _perform(self.step, name, body)
+                    call = CALLS[name]
+                    call.function(self, call.read(content))
                 except Refused as refused:
                     log.warning("%s was refused: %s", name, refused)
         except Exception as error:
-            log.exception("rank %d has failed", self.step.ranks.rank)
+            log.exception("rank %d has failed", self.rank.ranks.rank)
             lost = loss_behind(error, self._spec)
             if lost is not None:
                 threading.Event().wait(GRACE_S)
             print(fatal_line(lost.body if lost else _words(error)), file=sys.stderr, flush=True)
             os._exit(1)
 
+    def _beat(self) -> None:
+        never = threading.Event()
+        while self._failure is None and not never.wait(self._spec.trainer.timeout_s / BEATS):
+            try:
+                self._torch_thread.submit(self.rank.ranks.beat).result()
+            except RuntimeError as error:
+                self._failure = loss_behind(error, self._spec)
 
-def _perform(step: TrainStep, name: str, body: bytes) -> Any:
-    if name == "train":
-        return step.train(*api.unpack_batch(body))
-    return getattr(step, name)(**dict(BODIES[name].model_validate_json(body)))
+    def health(self) -> api.TrainerHealth:
+        """Raises Refused once other ranks are lost."""
+        if self._failure is not None:
+            raise self._failure
+        return api.TrainerHealth(
+            policy_version=self.rank.policy_version,
+            device=self.rank.device.type,
+            offloaded=self.rank.offloaded,
+        )
+
+    async def answer_health(self) -> api.TrainerHealth:
+        return self.health()
+
+    async def staged(self, request: web.Request) -> web.StreamResponse:
+        """Send an exported file or a Range of it."""
+        return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
+
+    # ---- calls on all ranks
+
+    def train(self, batch: Batch) -> api.TrainResponse:
+        return self._trained(self.rank.train(*batch))
+
+    def forward_backward(self, batch: Batch) -> api.TrainResponse:
+        return self._trained(self.rank.forward_backward(*batch))
+
+    def optimizer_step(self, _: None) -> api.TrainResponse:
+        return self._trained(self.rank.optimizer_step())
+
+    def _trained(self, metrics: dict[str, float]) -> api.TrainResponse:
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return api.TrainResponse(
+            policy_version=self.rank.policy_version,
+            metrics=finite,
+            not_finite=[name for name in metrics if name not in finite],
+            rollout_gaps=self.rank.rollout_gaps,
+            rollout_advantages=self.rank.rollout_advantages,
+        )
+
+    def begin_export(self, _: None) -> api.TrainerHealth:
+        path = self._spec.staging_dir / f"v{self.rank.policy_version}.safetensors"
+        self._begun = self.rank.begin_export(path)
+        return self.health()
+
+    def export_chunk(self, asked: api.ExportChunkRequest) -> api.ExportChunkResponse | None:
+        return self.rank.export_chunk(asked.version, asked.index)
+
+    def save(self, asked: api.StateRequest) -> api.TrainerHealth:
+        self.rank.save(asked.path)
+        return self.health()
+
+    def begin_save_state(self, asked: api.StateRequest) -> api.TrainerHealth:
+        self.rank.begin_save_state(asked.path)
+        return self.health()
+
+    def load_state(self, asked: api.StateRequest) -> api.TrainerHealth:
+        self.rank.load_state(asked.path)
+        return self.health()
+
+    def offload(self, asked: api.OffloadRequest) -> TransferStats:
+        return self.rank.offload(asked.parts)
+
+    def onload(self, asked: api.OffloadRequest) -> TransferStats:
+        return self.rank.onload(asked.parts)
+
+    # ---- calls of rank 0, which wait outside the torch thread
+
+    async def export(self, _: None) -> api.ExportResponse:
+        """Wait for the export that has begun, or begin one."""
+        finish = self._take_begun()
+        if finish is None:
+            finish = await self._on_torch_thread(self._begin_and_take)
+        try:
+            answer = await asyncio.to_thread(finish)
+        except OSError as error:
+            raise _cannot_write("export", error) from error
+        exports = self._spec.staging_dir.glob("v*.safetensors")
+        by_version = sorted(exports, key=lambda file: int(file.stem[1:]))
+        for old in by_version[:-KEPT_EXPORTS]:
+            old.unlink(missing_ok=True)
+        return answer
+
+    def _take_begun(self) -> Finish | None:
+        begun = self._begun
+        self._begun = None
+        return begun
+
+    def _begin_and_take(self) -> Finish:
+        """Begin an export on the torch thread, where no other call can take it."""
+        self._together("begin_export", b"")
+        begun = self._take_begun()
+        assert begun is not None
+        return begun
+
+    async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
+        transport = self.rank.exports.transport
+        if transport.version != request.version == self.rank.policy_version:
+            await self.export(None)
+        return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
+
+    async def wait_save_state(self, _: None) -> api.TrainerHealth:
+        await asyncio.to_thread(self.rank.wait_save_state)
+        return self.health()
+
+
+class Batch(NamedTuple):
+    """The body of a batch, which is not JSON (messages/trainer_api.py, pack_batch)."""
+
+    header: api.BatchHeader
+    arrays: api.BatchArrays
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request of the controller. `function` gets the body.
+
+    With `on_all_ranks`, rank 0 sends the request to the other ranks, and each calls `function` on its torch
+    thread. Without, `function` is a coroutine of rank 0, which may wait while the torch thread works.
+    """
+
+    body: type[BaseModel] | type[Batch] | None
+    on_all_ranks: bool
+    function: Callable[[TrainerService, Any], Any]
+
+    def read(self, content: bytes) -> Any:
+        """Raises Refused, or ValueError for a batch."""
+        if self.body is None:
+            return None
+        if issubclass(self.body, BaseModel):
+            return read_message(self.body, content)
+        return Batch(*api.unpack_batch(content))
+
+
+CALLS = {
+    "train": Call(Batch, True, TrainerService.train),
+    "forward_backward": Call(Batch, True, TrainerService.forward_backward),
+    "optimizer_step": Call(None, True, TrainerService.optimizer_step),
+    "begin_export": Call(None, True, TrainerService.begin_export),
+    "export_chunk": Call(api.ExportChunkRequest, True, TrainerService.export_chunk),
+    "save": Call(api.StateRequest, True, TrainerService.save),
+    "begin_save_state": Call(api.StateRequest, True, TrainerService.begin_save_state),
+    "load_state": Call(api.StateRequest, True, TrainerService.load_state),
+    "offload": Call(api.OffloadRequest, True, TrainerService.offload),
+    "onload": Call(api.OffloadRequest, True, TrainerService.onload),
+    "export": Call(None, False, TrainerService.export),
+    "broadcast": Call(api.BroadcastRequest, False, TrainerService.broadcast),
+    "wait_save_state": Call(None, False, TrainerService.wait_save_state),
+}
+"""Each call by its path."""
 
 
 def _cannot_write(name: str, error: Exception) -> Refused:
@@ -226,12 +309,17 @@ def _words(error: Exception) -> ErrorBody:
 
 def make_service(service: TrainerService, secret: str) -> web.Application:
     app = make_app(secret, words=_words)
-    add_route(app, "GET", "/health", service.health)
-    for name in ENDPOINTS if service.step.ranks.is_first else ():
-        add_route(app, "POST", f"/{name}", getattr(service, name))
-    for name in CALLS if service.step.ranks.is_first else ():
-        app.router.add_post(f"/{name}", service.route(name))
+
+    async def call(request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in CALLS:
+            raise web.HTTPNotFound
+        return json_answer(await service.call(name, await request.read()))
+
+    add_route(app, "GET", "/health", service.answer_health)
     app.router.add_get("/staged/{name}", service.staged)
+    if service.rank.ranks.is_first:
+        app.router.add_post("/{name}", call)
     return app
 
 

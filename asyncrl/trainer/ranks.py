@@ -11,7 +11,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,18 +33,45 @@ BEATS = 2
 
 @dataclass(frozen=True)
 class Ranks:
-    """Place of this process in the group. `mesh` is None without sharding.
+    """Place of this process in the group, on three axes. Their sizes multiply to `size`.
+
+        replicate   copies of the weights; each copy reads other data (today always 1)
+        shard       ranks that share one copy of the weights (FSDP2) and read other data
+        context     ranks that share the sequences of the same data (today always 1)
+
+    Context ranks are neighbors. Example: shard=2, context=2.
+
+        rank        0  1  2  3
+        data_rank   0  0  1  1      ranks 0 and 1 get the same micro-batches
+        data_size   2
+
+    So a share of the data is data_rank of data_size, and a share of the weights is a place on the axis
+    "shard" of `mesh`, which is None without sharding.
 
     Waits: a collective waits at most trainer.timeout_s, wait_command twice that.
     Invariant: all ranks make the same collective calls in the same order.
     """
 
     rank: int = 0
-    size: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
     mesh: DeviceMesh | None = None
     commands: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
+
+    @property
+    def size(self) -> int:
+        return self.data_size * self.context
+
+    @property
+    def data_size(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.context
 
     @property
     def is_first(self) -> bool:
@@ -53,7 +80,7 @@ class Ranks:
     def with_own_group(self) -> Ranks:
         """Return the same ranks for another thread. Collective."""
         group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
-        return Ranks(self.rank, self.size, group=group, timeout=self.timeout)
+        return replace(self, mesh=None, commands=None, group=group)
 
     def gather(self, value: Any) -> list[Any]:
         if self.size == 1:
@@ -128,8 +155,9 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
 
     select_device()
     commands = meet(spec, connect)
+    # An axis of size 1 would only cost a process group, so the mesh has no such axis.
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return Ranks(spec.rank, size, mesh, commands, timeout=timeout)
+    return Ranks(spec.rank, shard=size, mesh=mesh, commands=commands, timeout=timeout)
 
 
 def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:

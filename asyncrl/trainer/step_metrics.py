@@ -175,6 +175,14 @@ class Gap(NamedTuple):
         return f"{who} by {self.mean:.4g} nats on {self.num_tokens} fresh tokens"
 
 
+class Fresh(NamedTuple):
+    """Logprobs in nats of M fresh tokens, and the engine of each, or -1."""
+
+    current_M: Float32M
+    behaviour_M: Float32M
+    engine_M: npt.NDArray[np.int16]
+
+
 def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArray[np.int16]) -> list[Gap]:
     """Return the gap of all M fresh tokens, then of each engine."""
     gap_M = np.abs(current_M.astype(np.float64) - behaviour_M)
@@ -251,6 +259,16 @@ def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss
         "num_loss_tokens": int(has_loss.sum()),
         "trajectories": trajectories,
     }
+
+
+def joined_line(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the line of a step from the lines of its batches."""
+    line = dict(lines[0])
+    for other in lines[1:]:
+        line["min_version"] = min(line["min_version"], other["min_version"])
+        line["num_loss_tokens"] += other["num_loss_tokens"]
+        line["trajectories"] = [*line["trajectories"], *other["trajectories"]]
+    return line
 
 
 def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
