@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from tiny_model import make_tiny_model
-from trainer_cases import MakeStep, changed, make_batch, naive_logprobs, plain_attention
+from trainer_cases import (
+    MakeStep,
+    assert_all_close,
+    changed,
+    halves_of,
+    learned,
+    make_batch,
+    naive_logprobs,
+    plain_attention,
+)
 
 from asyncrl.algorithms.losses import LossTokens
 from asyncrl.base.errors import ConfigError
@@ -27,6 +36,11 @@ Answer = tuple[torch.Tensor, dict[str, Any]]
 
 def weights(step: TrainerRank) -> dict[str, torch.Tensor]:
     return {name: master.detach().clone() for name, master in step.masters.named.items()}
+
+
+def gradients(step: TrainerRank) -> list[torch.Tensor]:
+    found = [master.grad for master in step.masters.named.values()]
+    return [gradient.clone() for gradient in found if gradient is not None]
 
 
 def logprobs(step: TrainerRank, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
@@ -186,6 +200,93 @@ def test_masked_out_mini_batch_keeps_the_schedule(make_step: MakeStep) -> None:
     assert metrics["tokens/trained"] == arrays.loss_mask[:half].sum()
     assert metrics["trainer/learning_rate"] == pytest.approx(1e-2 * (1 - 22 / 60))
     assert metrics["policy/grad_norm"] > 0
+
+
+# ---- forward_backward and optimizer_step
+
+
+def test_both_calls_have_the_bits_of_train(make_step: MakeStep) -> None:
+    values = {
+        "trainer": {"micro_batch_tokens": 30, "schedule": "linear"},
+        "algorithm": {"kl_coefficient": 0.1},
+    }
+    whole, parts = make_step(**values), make_step(**values)
+    for version in range(3):
+        batch = make_batch(version=version, seed=version)
+        expected = learned(whole.train(*batch))
+        parts.forward_backward(*batch)
+        assert learned(parts.optimizer_step()) == expected
+        assert parts.weights_digest() == whole.weights_digest()
+    assert parts.rollout_gaps == whole.rollout_gaps
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "sequence_sum", "constant"])
+def test_halves_of_a_batch_make_its_step(make_step: MakeStep, aggregate: str) -> None:
+    whole, parts = (make_step(algorithm={"aggregate": aggregate}) for _ in "12")
+    batch = make_batch(num_groups=5)
+    whole.forward_backward(*batch)
+    expected_gradients = gradients(whole)
+    expected = learned(whole.optimizer_step())
+    recorded = json.loads(whole.spec.record_path.read_text())
+    parts.spec.record_path.unlink()
+    for half in halves_of(*batch):
+        parts.forward_backward(*half)
+        assert parts.policy_version == 0
+    assert_all_close(gradients(parts), expected_gradients, 1e-6)
+    assert learned(parts.optimizer_step()) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    line = json.loads(parts.spec.record_path.read_text())
+    assert line == recorded | {"loss": line["loss"]}
+    # AdamW divides a gradient by its size, so a weight whose gradient is near 0 shows its rounding.
+    assert_all_close(weights(parts).values(), weights(whole).values(), 1e-3)
+
+
+def test_step_needs_a_gradient_and_takes_it_once(make_step: MakeStep) -> None:
+    step, before = make_step(), make_batch()
+    digest = step.weights_digest()
+    with pytest.raises(Refused, match="policy_version 0 has no gradient for an optimizer step") as caught:
+        step.optimizer_step()
+    assert caught.value.status == 409
+    assert "call forward_backward with every part of the batch" in caught.value.body.way_out
+    assert (step.policy_version, step.weights_digest()) == (0, digest)
+    step.forward_backward(*before)
+    step.optimizer_step()
+    digest = step.weights_digest()
+    with pytest.raises(Refused, match="policy_version 1 has no gradient"):
+        step.optimizer_step()
+    with pytest.raises(Refused, match="batch 0 came while the trainer is at policy_version 1"):
+        step.forward_backward(*before)
+    assert (step.policy_version, step.weights_digest()) == (1, digest)
+
+
+def test_gradient_bars_other_ways_to_a_version(make_step: MakeStep, tmp_path: Path) -> None:
+    step, plain = make_step(), make_step()
+    step.forward_backward(*make_batch(seed=1))
+    with pytest.raises(Refused, match="cannot train: a gradient of 1 batches waits for optimizer_step"):
+        step.train(*make_batch())
+    with pytest.raises(Refused, match="cannot offload: a gradient"):
+        step.offload(("weights",))
+    step.begin_save_state(tmp_path / "state").result()
+    step.load_state(tmp_path / "state")
+    step.train(*make_batch())
+    plain.train(*make_batch())
+    assert step.weights_digest() == plain.weights_digest(), "load_state has dropped the gradient"
+
+
+def test_refused_part_leaves_and_failed_part_drops_a_gradient(make_step: MakeStep) -> None:
+    limit = {"trainer": {"logprob_gap_limit": 5.0}}
+    step, plain = make_step(**limit), make_step(**limit)
+    header, arrays = make_batch()
+    step.forward_backward(header, arrays)
+    with pytest.raises(Refused, match="batch 3 came"):
+        step.forward_backward(*make_batch(version=3))
+    with pytest.raises(Refused, match="gave engines and trainer disagree"):
+        step.forward_backward(header, changed(arrays, behaviour_logprobs=arrays.behaviour_logprobs - 9))
+    assert all(weight.grad is None for weight in step.masters.named.values())
+    with pytest.raises(Refused, match="has no gradient"):
+        step.optimizer_step()
+    step.train(header, arrays)
+    plain.train(header, arrays)
+    assert step.weights_digest() == plain.weights_digest()
 
 
 # ---- learning rates, and the gap of each engine

@@ -71,6 +71,25 @@ def make_batch(
     )
 
 
+def halves_of(header: BatchHeader, arrays: BatchArrays) -> list[tuple[BatchHeader, BatchArrays]]:
+    """Cut a batch between two groups."""
+    entries = header.trajectories
+    middle = (entries[-1].group_index + 1) // 2
+    border = next(entry.start for entry in entries if entry.group_index == middle)
+    halves = []
+    for part in (slice(0, border), slice(border, len(arrays.token_ids))):
+        own = [
+            entry.model_copy(update={"start": entry.start - part.start, "end": entry.end - part.start})
+            for entry in entries
+            if part.start <= entry.start < part.stop
+        ]
+        first = own[0].group_index
+        own = [entry.model_copy(update={"group_index": entry.group_index - first}) for entry in own]
+        cut = {name: array[part] for name, array in arrays if array is not None}
+        halves.append((header.model_copy(update={"trajectories": own}), BatchArrays(**cut)))
+    return halves
+
+
 @contextlib.contextmanager
 def mesh_of_one(folder: Path) -> Iterator[Ranks]:
     """Give the place of a lone rank whose weights are shards, as on CUDA."""

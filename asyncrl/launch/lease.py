@@ -54,6 +54,25 @@ WAY: dict[Side, tuple[Call, ...]] = {
 class Lease:
     """Turns of trainer and engines on shared devices.
 
+    Example: the engines own the devices, and a handover to the trainer fails in its second call.
+
+        call                                      device holds         state
+                                                  engines              generating
+        hand_to("trainer")
+          engines: sleep kv and weights           nothing              handover
+          trainer: onload weights and optimizer   raises RoomError     handover
+        undo, by WAY["engines"]
+          trainer: offload gradients, optimizer   nothing was moved    handover
+          engines: sleep kv and weights           they sleep already   handover
+          trainer: onload weights                 trainer's weights    handover
+          engines: wake weights                   both, once each      handover
+          publisher: push                         both, equal          handover
+          trainer: offload weights                engines              handover
+          engines: wake kv                        engines              generating
+        hand_to raises the RoomError; owner is "engines", as before.
+
+    If a call of the undo fails too, the state is "broken" and nobody owns the devices.
+
     Life: idle -> handover -> generating or training -> handover -> ...; a failed undo breaks the lease.
     Waits: hand_to and undo wait timeout_s at most per call; cancellation does not interrupt an undo.
     Invariant: one owner after the first turn, unless broken; the other side has released its memory.
