@@ -72,22 +72,10 @@ def make_batch(
 
 
 def halves_of(header: BatchHeader, arrays: BatchArrays) -> list[tuple[BatchHeader, BatchArrays]]:
-    """Cut a batch between two groups."""
-    entries = header.trajectories
-    middle = (entries[-1].group_index + 1) // 2
-    border = next(entry.start for entry in entries if entry.group_index == middle)
-    halves = []
-    for part in (slice(0, border), slice(border, len(arrays.token_ids))):
-        own = [
-            entry.model_copy(update={"start": entry.start - part.start, "end": entry.end - part.start})
-            for entry in entries
-            if part.start <= entry.start < part.stop
-        ]
-        first = own[0].group_index
-        own = [entry.model_copy(update={"group_index": entry.group_index - first}) for entry in own]
-        cut = {name: array[part] for name, array in arrays if array is not None}
-        halves.append((header.model_copy(update={"trajectories": own}), BatchArrays(**cut)))
-    return halves
+    """Return the batch twice: with the loss tokens of the first groups, and with those of the others."""
+    border = header.trajectories[len(header.trajectories) // 2].start
+    is_early = np.arange(len(arrays.loss_mask)) < border
+    return [(header, changed(arrays, loss_mask=arrays.loss_mask & part)) for part in (is_early, ~is_early)]
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ class TrainerRank(TrainedModel):
             return self._end_version(version)
 
     def forward_backward(self, header: api.BatchHeader, arrays: api.BatchArrays) -> dict[str, float]:
-        """Add the gradient of a batch's loss; return its metrics.
+        """Add the gradient of a batch's loss; return its loss and number of loss tokens.
 
         Several calls give the gradient of one batch that has all their groups, up to rounding. Quantities of
         a whole batch, such as the corrections of algorithm.loss=m2po and algorithm.top_entropy, are computed
@@ -123,7 +123,7 @@ class TrainerRank(TrainedModel):
         with self._dropped_on_error(version):
             version.batches.append(batch)
             part = self._add_gradient(version, batch, batch.has_loss)
-            return part.metrics()
+        return {"policy/loss": part.loss, "tokens/trained": float(len(part.logprobs_M))}
 
     def optimizer_step(self) -> dict[str, float]:
         """Apply the gradient of all forward_backward() calls since the last step; return the version's

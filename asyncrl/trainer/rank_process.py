@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -43,7 +42,6 @@ from asyncrl.base.http import (
     serve,
 )
 from asyncrl.messages import trainer_api as api
-from asyncrl.messages.engine_api import TransferStats
 from asyncrl.trainer.build_model import resolve_device
 from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
@@ -83,12 +81,11 @@ class TrainerService:
     async def call(self, name: str, content: bytes) -> BaseModel:
         """Make the call of this name in CALLS. Raises its errors, and Refused for a body of another form."""
         call = CALLS[name]
-        answer: BaseModel
         if call.on_all_ranks:
             answer = await self._on_torch_thread(lambda: self._together(name, content))
         else:
             answer = await call.function(self, call.read(content))
-        return answer
+        return answer if isinstance(answer, BaseModel) else self.health()
 
     async def _on_torch_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
@@ -157,13 +154,13 @@ class TrainerService:
 
     # ---- calls on all ranks
 
-    def train(self, batch: Batch) -> api.TrainResponse:
-        return self._trained(self.rank.train(*batch))
+    def train(self, batch: bytes) -> api.TrainResponse:
+        return self._trained(self.rank.train(*api.unpack_batch(batch)))
 
-    def forward_backward(self, batch: Batch) -> api.TrainResponse:
-        return self._trained(self.rank.forward_backward(*batch))
+    def forward_backward(self, batch: bytes) -> api.TrainResponse:
+        return self._trained(self.rank.forward_backward(*api.unpack_batch(batch)))
 
-    def optimizer_step(self, _: None) -> api.TrainResponse:
+    def optimizer_step(self, _: bytes) -> api.TrainResponse:
         return self._trained(self.rank.optimizer_step())
 
     def _trained(self, metrics: dict[str, float]) -> api.TrainResponse:
@@ -176,35 +173,15 @@ class TrainerService:
             rollout_advantages=self.rank.rollout_advantages,
         )
 
-    def begin_export(self, _: None) -> api.TrainerHealth:
+    def begin_export(self, _: bytes) -> api.TrainerHealth:
         path = self._spec.staging_dir / f"v{self.rank.policy_version}.safetensors"
         self._begun = self.rank.begin_export(path)
+        # Here, because the next step may have begun before the event loop runs again.
         return self.health()
-
-    def export_chunk(self, asked: api.ExportChunkRequest) -> api.ExportChunkResponse | None:
-        return self.rank.export_chunk(asked.version, asked.index)
-
-    def save(self, asked: api.StateRequest) -> api.TrainerHealth:
-        self.rank.save(asked.path)
-        return self.health()
-
-    def begin_save_state(self, asked: api.StateRequest) -> api.TrainerHealth:
-        self.rank.begin_save_state(asked.path)
-        return self.health()
-
-    def load_state(self, asked: api.StateRequest) -> api.TrainerHealth:
-        self.rank.load_state(asked.path)
-        return self.health()
-
-    def offload(self, asked: api.OffloadRequest) -> TransferStats:
-        return self.rank.offload(asked.parts)
-
-    def onload(self, asked: api.OffloadRequest) -> TransferStats:
-        return self.rank.onload(asked.parts)
 
     # ---- calls of rank 0, which wait outside the torch thread
 
-    async def export(self, _: None) -> api.ExportResponse:
+    async def export(self, _: bytes) -> api.ExportResponse:
         """Wait for the export that has begun, or begin one."""
         finish = self._take_begun()
         if finish is None:
@@ -234,56 +211,48 @@ class TrainerService:
     async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
         transport = self.rank.exports.transport
         if transport.version != request.version == self.rank.policy_version:
-            await self.export(None)
+            await self.export(b"")
         return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
 
-    async def wait_save_state(self, _: None) -> api.TrainerHealth:
+    async def wait_save_state(self, _: bytes) -> None:
         await asyncio.to_thread(self.rank.wait_save_state)
-        return self.health()
 
 
-class Batch(NamedTuple):
-    """The body of a batch, which is not JSON (messages/trainer_api.py, pack_batch)."""
-
-    header: api.BatchHeader
-    arrays: api.BatchArrays
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request of the controller. `function` gets the body.
+class Call(NamedTuple):
+    """A request of the controller. `function` gets the body: a message, or bytes as they came.
 
     With `on_all_ranks`, rank 0 sends the request to the other ranks, and each calls `function` on its torch
-    thread. Without, `function` is a coroutine of rank 0, which may wait while the torch thread works.
+    thread. Without, `function` is a coroutine of rank 0, which may wait while the torch thread works. A call
+    that returns None is answered with the trainer's health.
     """
 
-    body: type[BaseModel] | type[Batch] | None
+    body: type[BaseModel] | type[bytes]
     on_all_ranks: bool
     function: Callable[[TrainerService, Any], Any]
 
     def read(self, content: bytes) -> Any:
-        """Raises Refused, or ValueError for a batch."""
-        if self.body is None:
-            return None
-        if issubclass(self.body, BaseModel):
-            return read_message(self.body, content)
-        return Batch(*api.unpack_batch(content))
+        """Raises Refused for a message of another form."""
+        return read_message(self.body, content) if issubclass(self.body, BaseModel) else content
 
 
 CALLS = {
-    "train": Call(Batch, True, TrainerService.train),
-    "forward_backward": Call(Batch, True, TrainerService.forward_backward),
-    "optimizer_step": Call(None, True, TrainerService.optimizer_step),
-    "begin_export": Call(None, True, TrainerService.begin_export),
-    "export_chunk": Call(api.ExportChunkRequest, True, TrainerService.export_chunk),
-    "save": Call(api.StateRequest, True, TrainerService.save),
-    "begin_save_state": Call(api.StateRequest, True, TrainerService.begin_save_state),
-    "load_state": Call(api.StateRequest, True, TrainerService.load_state),
-    "offload": Call(api.OffloadRequest, True, TrainerService.offload),
-    "onload": Call(api.OffloadRequest, True, TrainerService.onload),
-    "export": Call(None, False, TrainerService.export),
+    "train": Call(bytes, True, TrainerService.train),
+    "forward_backward": Call(bytes, True, TrainerService.forward_backward),
+    "optimizer_step": Call(bytes, True, TrainerService.optimizer_step),
+    "begin_export": Call(bytes, True, TrainerService.begin_export),
+    "export_chunk": Call(
+        api.ExportChunkRequest, True, lambda self, asked: self.rank.export_chunk(asked.version, asked.index)
+    ),
+    "save": Call(api.StateRequest, True, lambda self, asked: self.rank.save(asked.path)),
+    "load_state": Call(api.StateRequest, True, lambda self, asked: self.rank.load_state(asked.path)),
+    "begin_save_state": Call(
+        api.StateRequest, True, lambda self, asked: self.rank.begin_save_state(asked.path)
+    ),
+    "offload": Call(api.OffloadRequest, True, lambda self, asked: self.rank.offload(asked.parts)),
+    "onload": Call(api.OffloadRequest, True, lambda self, asked: self.rank.onload(asked.parts)),
+    "export": Call(bytes, False, TrainerService.export),
     "broadcast": Call(api.BroadcastRequest, False, TrainerService.broadcast),
-    "wait_save_state": Call(None, False, TrainerService.wait_save_state),
+    "wait_save_state": Call(bytes, False, TrainerService.wait_save_state),
 }
 """Each call by its path."""
 

@@ -35,15 +35,6 @@ class PartSums:
     stats: Counter[str]
     fresh: Fresh | None = None
 
-    def metrics(self) -> dict[str, float]:
-        gap = {} if self.fresh is None else step_metrics.gap_metrics(step_metrics.measure_gaps(*self.fresh))
-        return {
-            "policy/loss": self.loss,
-            **step_metrics.policy_metrics(self.logprobs_M, self.behaviour_M, self.entropies_M),
-            **gap,
-            "tokens/trained": float(len(self.logprobs_M)),
-        }
-
 
 @dataclass
 class StepSums:
