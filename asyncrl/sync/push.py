@@ -55,13 +55,24 @@ class NodeFiles:
         """
         if purpose == "rollout" and (not sent.path or self.node_of[engine] == self.trainer_node):
             return sent
-        url = f"{self.trainer.url}/staged/{Path(sent.path).name}"
-        request = FileRequest(url=url, secret=self.trainer.secret, key=sent.digest, purpose=purpose)
+        name = Path(sent.path).name
+        request = FileRequest(
+            url=f"{self.trainer.url}/staged/{name}",
+            secret=self.trainer.secret,
+            key=sent.digest,
+            purpose=purpose,
+        )
+        node = self.node_of[engine]
         try:
-            path = await self.fetch(self.node_of[engine], request, self.timeout_s)
+            path = await self.fetch(node, request, self.timeout_s)
         except RoomError as error:
             lost = EngineLost if isinstance(error, NodeLost) else WeightsLost
-            raise lost(engine, error.fault, rule=error.rule, way_out=error.way_out) from error
+            raise lost(
+                engine,
+                error.fault,
+                rule=error.rule,
+                way_out=error.way_out,
+            ) from error
         return sent.model_copy(update={"path": path})
 
 
@@ -141,7 +152,8 @@ class Push:
             sent.append(chunk)
 
             async def load(target: EngineClient, chunk: ExportChunkResponse = chunk) -> str:
-                return await target.load_chunk(await self.locate(target.name, chunk))
+                located = await self.locate(target.name, chunk)
+                return await target.load_chunk(located)
 
             digests = await self._on(self.live, f"load_chunk {chunk.index}", load)
             self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest)
@@ -151,7 +163,11 @@ class Push:
         num_tensors = sum(chunk.num_tensors for chunk in sent)
         num_bytes = sum(chunk.num_bytes for chunk in sent)
         manifest = ExportResponse(
-            version=self.version, path="", digest=digest, num_tensors=num_tensors, num_bytes=num_bytes
+            version=self.version,
+            path="",
+            digest=digest,
+            num_tensors=num_tensors,
+            num_bytes=num_bytes,
         )
         return report, manifest
 
@@ -167,11 +183,15 @@ class Push:
 
         targets = [target for target in self.live if not self.is_down(target.name)]
         reports = await self._on(targets, "commit", commit)
-        served = {name: f"{report.digest} of version {report.version}" for name, report in reports.items()}
+        served = dict[str, str]()
+        pause_s = 0.0
+        num_interrupted = 0
+        for name, report in reports.items():
+            served[name] = f"{report.digest} of version {report.version}"
+            pause_s = max(pause_s, report.pause_s)
+            num_interrupted += report.num_interrupted
         self._check_digests("serves", served, f"{digest} of version {self.version}")
         self.live = [target for target in self.live if target.name in reports]
-        pause_s = max((report.pause_s for report in reports.values()), default=0.0)
-        num_interrupted = sum(report.num_interrupted for report in reports.values())
         paused = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
         # Time-shared engines decode nothing during a push.
         note_span("weight sync", "commit", start, clock(), self.version, paused if pause_s else "")
@@ -202,8 +222,11 @@ class Push:
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for target, outcome in zip(targets, outcomes, strict=True):
             if isinstance(outcome, RoomError) and not isinstance(outcome, WeightsLost):
-                what = f"{target.name} failed in {doing}: {outcome.fault}"
-                raise self._error(what, outcome.rule, outcome.way_out) from outcome
+                raise self._error(
+                    f"{target.name} failed in {doing}: {outcome.fault}",
+                    outcome.rule,
+                    outcome.way_out,
+                ) from outcome
             if isinstance(outcome, BaseException):
                 raise outcome  # our own or the trainer's error; the engine's state is unknown
         return answers
@@ -211,12 +234,18 @@ class Push:
     def _check_digests(self, verb: str, digests: dict[str, str], sent: str) -> None:
         for name, digest in digests.items():
             if digest != sent:
-                what = f"{name} {verb} policy_version {self.version} with digest {digest}"
-                raise self._error(f"{what}, the trainer sent {sent}; {self.version} was not announced")
+                raise self._error(
+                    f"{name} {verb} policy_version {self.version} with digest {digest}, "
+                    f"the trainer sent {sent}; {self.version} was not announced"
+                )
 
     def _error(self, what: str, rule: str = "", way_out: str = "") -> PublishError:
-        way_out = way_out or "read the log of the engine that is named, then start the run again."
-        return PublishError("publisher", what, rule=rule or _ANNOUNCED, way_out=way_out)
+        return PublishError(
+            "publisher",
+            what,
+            rule=rule or _ANNOUNCED,
+            way_out=way_out or "read the log of the engine that is named, then start the run again.",
+        )
 
 
 async def at_once(*_: object) -> None:
@@ -294,10 +323,14 @@ class ColocatedPush(Publisher):
 
     async def push(self) -> TransferStats:
         """Raises PublishError, or the errors of the trainer's client."""
-        push = self._push(self.trainer.policy_version, self._live, self.on_lost)
+        version = self.trainer.policy_version
+        push = self._push(version, self._live, self.on_lost)
         report, manifest = await push.chunks(self.trainer)
         self._pushed = manifest, replace(report, pause_s=report.publish_s)
-        return TransferStats(num_bytes=manifest.num_bytes, seconds=report.publish_s)
+        return TransferStats(
+            num_bytes=manifest.num_bytes,
+            seconds=report.publish_s,
+        )
 
     async def announce(self) -> None:
         assert self._pushed is not None, "announce() comes after push()"
@@ -387,10 +420,16 @@ class PushLoop(Publisher):
                         await self._publish_with(name, manifest)
                         return
                 targets = [target for target in self.targets if target.name == name]
+                push = self._push(manifest.version, targets, lost.append)
                 try:
-                    await self._push(manifest.version, targets, lost.append).whole(manifest)
+                    await push.whole(manifest)
                 except WeightsLost as gone:
-                    raise EngineLost(name, gone.fault, rule=gone.rule, way_out=gone.way_out) from gone
+                    raise EngineLost(
+                        name,
+                        gone.fault,
+                        rule=gone.rule,
+                        way_out=gone.way_out,
+                    ) from gone
                 if lost:
                     raise lost[0]
             self._down.discard(name)
@@ -463,7 +502,11 @@ class PushLoop(Publisher):
         self, manifest: ExportResponse, export_s: float, on_lost: OnLost | None = None
     ) -> None:
         num_restarts = self.trainer.num_restarts
-        push = self._push(manifest.version, self._live, on_lost or self.on_lost)
+        push = self._push(
+            manifest.version,
+            self._live,
+            on_lost or self.on_lost,
+        )
         push.is_down = self.is_down
         try:
             report = await push.whole(manifest)

@@ -44,7 +44,12 @@ class Exports:
         weights, _ = self._named_weights()
         self._pieces = stored_pieces(model.policy.model, weights)
         place = self._chunk_place()
-        self._chunks = Chunks(place, self.lazy_weights(), spec.chunk_bytes, model.dtype)
+        self._chunks = Chunks(
+            place,
+            self.lazy_weights(),
+            spec.chunk_bytes,
+            model.dtype,
+        )
         end = export.TrainerEnd(
             model.device,
             model.dtype,
@@ -72,7 +77,8 @@ class Exports:
         """
         canary = self._canary()
         adapters = None if self._model.adapters is None else self._adapter_tensors
-        exporting = self.transport.begin(Exported(version, self.lazy_weights, adapters), path)
+        exported = Exported(version, self.lazy_weights, adapters)
+        exporting = self.transport.begin(exported, path)
         self.exporting = exporting
 
         def finish() -> api.ExportResponse:
@@ -88,7 +94,12 @@ class Exports:
         """
         canary = self._canary() if self._chunks.is_last(index) else None
         is_first = self._ranks.is_first
-        chunk = self._chunks.write(self.lazy_weights(), version, index, is_first=is_first)
+        chunk = self._chunks.write(
+            self.lazy_weights(),
+            version,
+            index,
+            is_first=is_first,
+        )
         if chunk is None or not is_first:
             return None
         return chunk.model_copy(update={"canary": _checked(canary)})
@@ -105,9 +116,14 @@ class Exports:
             export.gather_along(weights, dtype)
             return
         gathered = export.in_export_dtype(weights, dtype)
-        base = Path(self._spec.model_path)
-        model = self._model.policy.model
-        save_folder(model, gathered, base, path, dtype=dtype, template=self._spec.chat_template)
+        save_folder(
+            self._model.policy.model,
+            gathered,
+            Path(self._spec.model_path),
+            path,
+            dtype=dtype,
+            template=self._spec.chat_template,
+        )
 
     def _named_weights(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
         if self._model.adapters is None:
@@ -124,9 +140,19 @@ class Exports:
             return ChunkFile(spec.staging_dir / "chunk.safetensors")
         gather = self._ranks.gather if spec.chunks == "memories" else None
         dtype = self._model.dtype
-        chunks = export.chunks_of(self.lazy_weights(), dtype, spec.chunk_bytes)
+        chunks = export.chunks_of(
+            self.lazy_weights(),
+            dtype,
+            spec.chunk_bytes,
+        )
         entries = [export.entries_of(chunk, dtype) for chunk in chunks]
-        return SharedChunk(spec.staging_dir, entries, self._model.device, self._ranks.rank, gather)
+        return SharedChunk(
+            spec.staging_dir,
+            entries,
+            self._model.device,
+            self._ranks.rank,
+            gather,
+        )
 
     @torch.no_grad()
     def _canary(self) -> api.Canary | None:
@@ -136,11 +162,14 @@ class Exports:
         ids = random.integers(0, self._model.vocab_size, self._spec.canary_tokens)
         # The last token is only predicted, so the pass needs one more: any will do.
         text = np.append(ids, 0)
-        scores = self._model.policy(packing.pack_texts([text], self._model.device))
+        micro = packing.pack_texts([text], self._model.device)
+        scores = self._model.policy(micro)
         reshard(self._model.policy)
-        logprobs = scores.logprob_M[:-1].tolist()
-        next_logprob = float(scores.highest_M[-1])
-        return api.Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=next_logprob)
+        return api.Canary(
+            token_ids=ids.tolist(),
+            logprobs=scores.logprob_M[:-1].tolist(),
+            next_logprob=float(scores.highest_M[-1]),
+        )
 
 
 def _checked(canary: api.Canary | None) -> api.Canary | None:

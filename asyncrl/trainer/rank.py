@@ -73,10 +73,17 @@ class TrainerRank(TrainedModel):
         self.rollout_advantages: list[tuple[int, int, float]] = []
         self._has_recorded = False
         self._objective = Objective(spec)
-        super().__init__(spec, ranks, needs_reference=self._objective.needs_reference)
+        needs_reference = self._objective.needs_reference
+        super().__init__(spec, ranks, needs_reference=needs_reference)
         self._optimizer = make_optimizer(self.masters, spec.trainer)
         self._meter = self._make_meter()
-        self._state = TrainerState(self.masters, self._optimizer, ranks, spec, self.device)
+        self._state = TrainerState(
+            self.masters,
+            self._optimizer,
+            ranks,
+            spec,
+            self.device,
+        )
         self._offload = Offload(ranks, self.device, self._tensors_of)
         self.exports = Exports(self, spec, ranks)
         self._version: VersionSums | None = None
@@ -105,7 +112,8 @@ class TrainerRank(TrainedModel):
                 for number, chosen in enumerate(parts):
                     self._add_gradient(version, batch, chosen)
                     # Masked parts and skipped steps count too, so that the schedule ends.
-                    self._take_step(version, epoch * loop.mini_batches + number)
+                    index = epoch * loop.mini_batches + number
+                    self._take_step(version, index)
             return self._end_version(version)
 
     def forward_backward(self, header: api.BatchHeader, arrays: api.BatchArrays) -> dict[str, float]:
@@ -123,7 +131,10 @@ class TrainerRank(TrainedModel):
         with self._dropped_on_error(version):
             version.batches.append(batch)
             part = self._add_gradient(version, batch, batch.has_loss)
-        return {"policy/loss": part.loss, "tokens/trained": float(len(part.logprobs_M))}
+        return {
+            "policy/loss": part.loss,
+            "tokens/trained": float(len(part.logprobs_M)),
+        }
 
     def optimizer_step(self) -> dict[str, float]:
         """Apply the gradient of all forward_backward() calls since the last step; return the version's
@@ -176,13 +187,20 @@ class TrainerRank(TrainedModel):
             self._meter.start()
         objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
         has_loss = objective.loss_tokens(header, arrays)
-        allowed = packing.find_allowed(header, arrays, has_loss, lambda: self._grammars)
+        allowed = packing.find_allowed(
+            header,
+            arrays,
+            has_loss,
+            lambda: self._grammars,
+        )
         objective.check_any_loss(header, arrays, has_loss)
-        batch = self._numbers(BatchNumbers(header, arrays, has_loss, allowed=allowed))
+        batch = BatchNumbers(header, arrays, has_loss, allowed=allowed)
+        self._numbers(batch)
         if self._version is None:
             self.rollout_gaps = []
             self.rollout_advantages = []
-        self.rollout_advantages += step_metrics.means_of_rollouts(header, has_loss, batch.advantage_N)
+        advantages = step_metrics.means_of_rollouts(header, has_loss, batch.advantage_N)
+        self.rollout_advantages += advantages
         return batch
 
     @cached_property
@@ -215,14 +233,16 @@ class TrainerRank(TrainedModel):
                 flops = policy.costs.flops(*micro.size, has_backward=False)
                 self._meter.count(flops)
                 outputs.append((micro, scores))
-        found = gather_scores(outputs, len(batch.has_loss), self.ranks)
+        num_tokens = len(batch.has_loss)
+        logprobs_N, entropies_N = gather_scores(outputs, num_tokens, self.ranks)
         reshard(policy)
         self._meter.enter("")
-        return found
+        return logprobs_N, entropies_N
 
     def _micro_batches(self, batch: BatchNumbers, chosen: BoolN) -> list[tuple[MicroBatch, bool]]:
         self._meter.enter("pack")
-        rules = self.policy.plan.rules(self.spec.trainer.micro_batch_tokens)
+        max_tokens = self.spec.trainer.micro_batch_tokens
+        rules = self.policy.plan.rules(max_tokens)
         return packing.micro_batches(
             batch.header,
             batch.arrays,
@@ -251,10 +271,11 @@ class TrainerRank(TrainedModel):
                 self._meter.enter("backward")
                 (scores.logprob_M.sum() * 0.0).backward()
                 continue
-            loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, numbers)
+            current_M = scores.logprob_M
+            loss, stats = self._objective.micro_loss(micro, current_M, batch, numbers)
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
-            detached = scores._replace(logprob_M=scores.logprob_M.detach())
+            detached = scores._replace(logprob_M=current_M.detach())
             outputs.append((micro, detached))
             losses.append((loss.detach(), stats))
             flops = self.policy.costs.flops(*micro.size, has_backward=True)
@@ -288,7 +309,8 @@ class TrainerRank(TrainedModel):
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate_at(loop, num_before + index)
         self._meter.enter("optimizer")
-        norm = clip_gradient(self.masters.named.values(), loop.max_grad_norm)
+        weights = self.masters.named.values()
+        norm = clip_gradient(weights, loop.max_grad_norm)
         # One rank's norm for all: a rank that skips a step alone would have other weights.
         grad_norm = float(self.ranks.gather(norm)[0])
         if math.isfinite(step.loss) and math.isfinite(grad_norm):
@@ -300,7 +322,8 @@ class TrainerRank(TrainedModel):
             self.num_skipped_in_a_row = 0
             step.grad_norm = grad_norm
         else:
-            self._skip(version.batches, f"loss {step.loss} and gradient norm {grad_norm}")
+            reason = f"loss {step.loss} and gradient norm {grad_norm}"
+            self._skip(version.batches, reason)
         self._optimizer.zero_grad(set_to_none=True)
         version.close_step()
         self._meter.enter("")
@@ -308,8 +331,12 @@ class TrainerRank(TrainedModel):
     def _skip(self, batches: list[BatchNumbers], reason: str) -> None:
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            rule = f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row"
-            raise self._refused(batches, reason, rule, f"{step_metrics.NOT_FINITE_ADVICE}.")
+            raise self._refused(
+                batches,
+                reason,
+                rule=f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row",
+                way_out=f"{step_metrics.NOT_FINITE_ADVICE}.",
+            )
         log.warning("%s: step skipped, %s", _name(batches), reason)
 
     def _measure_gap(self, batch: BatchNumbers, chosen: BoolN, logprobs_N: Float32N) -> Fresh:
@@ -319,18 +346,34 @@ class TrainerRank(TrainedModel):
         is_fresh = chosen & (arrays.versions == batch.header.version)
         gap_N = np.abs(logprobs_N.astype(np.float64) - arrays.behaviour_logprobs)
         self.rollout_gaps += step_metrics.means_of_rollouts(batch.header, is_fresh, gap_N)
-        fresh = Fresh(logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh])
+        fresh = Fresh(
+            logprobs_N[is_fresh],
+            arrays.behaviour_logprobs[is_fresh],
+            arrays.engines[is_fresh],
+        )
         gaps = step_metrics.measure_gaps(*fresh)
-        if limit is not None and (fault := step_metrics.gap_fault(gaps, limit)):
-            rule = f"trainer.logprob_gap_limit={limit}, for the means of all fresh tokens and of each engine"
-            raise self._refused([batch], fault, rule, f"{step_metrics.GAP_ADVICE}; or raise the limit.")
-        if fault := step_metrics.gap_fault(gaps, step_metrics.GAP_WARNING):
-            log.warning("step %d: %s; %s", batch.header.version + 1, fault, step_metrics.GAP_ADVICE)
+        fault = "" if limit is None else step_metrics.gap_fault(gaps, limit)
+        if fault:
+            raise self._refused(
+                [batch],
+                fault,
+                rule=f"trainer.logprob_gap_limit={limit}, "
+                "for the means of all fresh tokens and of each engine",
+                way_out=f"{step_metrics.GAP_ADVICE}; or raise the limit.",
+            )
+        warning = step_metrics.gap_fault(gaps, step_metrics.GAP_WARNING)
+        if warning:
+            number = batch.header.version + 1
+            log.warning("step %d: %s; %s", number, warning, step_metrics.GAP_ADVICE)
         return fresh
 
     def _refused(self, batches: list[BatchNumbers], error: str, rule: str, way_out: str) -> Refused:
-        what = f"{_name(batches)} gave {error}; policy_version stays {self.policy_version}"
-        return Refused(422, what, rule=rule, way_out=way_out)
+        return Refused(
+            422,
+            f"{_name(batches)} gave {error}; policy_version stays {self.policy_version}",
+            rule=rule,
+            way_out=way_out,
+        )
 
     def _end_version(self, version: VersionSums) -> dict[str, float]:
         """Count the version, record it, and return its metrics."""
@@ -351,7 +394,8 @@ class TrainerRank(TrainedModel):
                 step_metrics.trained_line(batch.header, batch.arrays, batch.has_loss, loss)
                 for batch in version.batches
             ]
-            step_metrics.append_line(self.spec.record_path, step_metrics.joined_line(lines))
+            line = step_metrics.joined_line(lines)
+            step_metrics.append_line(self.spec.record_path, line)
         self._state.wait_lent()  # charge a slow disk to a step, not to a handover
         return metrics
 
@@ -407,9 +451,12 @@ class TrainerRank(TrainedModel):
         """Write a chunk of the newest version. Return None on other ranks. Raises OSError or Refused."""
         self._offload.need("export a chunk", "weights")
         if version != self.policy_version:
-            what = f"a chunk of version {version} was requested at policy_version {self.policy_version}"
-            rule = "chunks are of the newest version"
-            raise Refused(409, what, rule=rule, way_out="begin again with chunk 0 of that.")
+            raise Refused(
+                409,
+                f"a chunk of version {version} was requested at policy_version {self.policy_version}",
+                rule="chunks are of the newest version",
+                way_out="begin again with chunk 0 of that.",
+            )
         return self.exports.chunk(version, index)
 
     def weights_digest(self) -> str:
@@ -438,19 +485,29 @@ class TrainerRank(TrainedModel):
 
     def _tensors_of(self, part: api.TrainerPart) -> list[Tensor]:
         if part == "gradients":
-            return []
-        models = [self.policy] if self.reference is None else [self.policy, self.reference]
-        weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+            return []  # none is kept between steps, and offload() waits for an open one
+        weights = list[Tensor]()
+        for model in (self.policy, self.reference):
+            if model is not None:
+                weights += model.parameters()
+                weights += model.buffers()
         if part == "weights":
             return weights
+        # Float32 weights are their own masters.
         of_model = {id(tensor) for tensor in weights}
-        states = [value for state in self._optimizer.state.values() for value in state.values()]
-        masters = [master for master in self.masters.named.values() if id(master) not in of_model]
-        return [*masters, *(value for value in states if isinstance(value, Tensor))]
+        masters = self.masters.named.values()
+        tensors = [master for master in masters if id(master) not in of_model]
+        for state in self._optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        return tensors
 
 
 def _name(batches: list[BatchNumbers]) -> str:
     """Example: step 3 (groups 10, 11)."""
-    entries = [entry for batch in batches for entry in batch.header.trajectories]
-    ids = dict.fromkeys(entry.group_id for entry in entries)
-    return f"step {batches[0].header.version + 1} (groups {', '.join(map(str, ids))})"
+    ids = dict[str, None]()
+    for batch in batches:
+        for entry in batch.header.trajectories:
+            ids[str(entry.group_id)] = None
+    step = batches[0].header.version + 1
+    groups = ", ".join(ids)
+    return f"step {step} (groups {groups})"

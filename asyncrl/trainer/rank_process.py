@@ -72,23 +72,28 @@ class TrainerService:
         if not self.rank.ranks.is_first:
             self._torch_thread.submit(self._follow)
         elif self.rank.ranks.size > 1:
-            threading.Thread(target=self._beat, name="beat", daemon=True).start()
+            beat = threading.Thread(target=self._beat, name="beat", daemon=True)
+            beat.start()
 
     def _make_rank(self) -> TrainerRank:
         device, dtype = resolve_device(self._spec)
-        return TrainerRank(self._spec, join_ranks(self._spec, device, dtype))
+        ranks = join_ranks(self._spec, device, dtype)
+        return TrainerRank(self._spec, ranks)
 
     async def call(self, name: str, content: bytes) -> BaseModel:
         """Make the call of this name in CALLS. Raises its errors, and Refused for a body of another form."""
         call = CALLS[name]
+        answer: BaseModel | None
         if call.on_all_ranks:
             answer = await self._on_torch_thread(lambda: self._together(name, content))
         else:
-            answer = await call.function(self, call.read(content))
-        return answer if isinstance(answer, BaseModel) else self.health()
+            body = call.read(content)
+            answer = await call.function(self, body)
+        return self.health() if answer is None else answer
 
     async def _on_torch_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._torch_thread, work)
 
     def _together(self, name: str, content: bytes) -> Any:
         """Make a call on all ranks, from rank 0's torch thread. Raises its errors, and Refused."""
@@ -106,9 +111,9 @@ class TrainerService:
             raise _cannot_write(name, error) from error
         except Exception as error:
             self._failure = loss_behind(error, self._spec)
-            if self._failure is not None:
-                raise self._failure from error
-            raise
+            if self._failure is None:
+                raise
+            raise self._failure from error
 
     def _follow(self) -> NoReturn:
         try:
@@ -116,22 +121,30 @@ class TrainerService:
                 name, content = self.rank.ranks.wait_command()
                 try:
                     call = CALLS[name]
-                    call.function(self, call.read(content))
+                    body = call.read(content)
+                    call.function(self, body)
                 except Refused as refused:
                     log.warning("%s was refused: %s", name, refused)
         except Exception as error:
             log.exception("rank %d has failed", self.rank.ranks.rank)
             lost = loss_behind(error, self._spec)
-            if lost is not None:
+            if lost is None:
+                words = _words(error)
+            else:
+                # The rank that caused the loss reports first.
                 threading.Event().wait(GRACE_S)
-            print(fatal_line(lost.body if lost else _words(error)), file=sys.stderr, flush=True)
+                words = lost.body
+            print(fatal_line(words), file=sys.stderr, flush=True)
             os._exit(1)
 
     def _beat(self) -> None:
+        """Keep the other ranks from running into their timeout between two calls."""
         never = threading.Event()
-        while self._failure is None and not never.wait(self._spec.trainer.timeout_s / BEATS):
+        pause_s = self._spec.trainer.timeout_s / BEATS
+        while self._failure is None and not never.wait(pause_s):
+            beating = self._torch_thread.submit(self.rank.ranks.beat)
             try:
-                self._torch_thread.submit(self.rank.ranks.beat).result()
+                beating.result()
             except RuntimeError as error:
                 self._failure = loss_behind(error, self._spec)
 
@@ -150,15 +163,20 @@ class TrainerService:
 
     async def staged(self, request: web.Request) -> web.StreamResponse:
         """Send an exported file or a Range of it."""
-        return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
+        name = Path(request.match_info["name"]).name
+        return web.FileResponse(self._spec.staging_dir / name)
 
     # ---- calls on all ranks
 
     def train(self, batch: bytes) -> api.TrainResponse:
-        return self._trained(self.rank.train(*api.unpack_batch(batch)))
+        header, arrays = api.unpack_batch(batch)
+        metrics = self.rank.train(header, arrays)
+        return self._trained(metrics)
 
     def forward_backward(self, batch: bytes) -> api.TrainResponse:
-        return self._trained(self.rank.forward_backward(*api.unpack_batch(batch)))
+        header, arrays = api.unpack_batch(batch)
+        metrics = self.rank.forward_backward(header, arrays)
+        return self._trained(metrics)
 
     def optimizer_step(self, _: bytes) -> api.TrainResponse:
         return self._trained(self.rank.optimizer_step())
@@ -174,7 +192,8 @@ class TrainerService:
         )
 
     def begin_export(self, _: bytes) -> api.TrainerHealth:
-        path = self._spec.staging_dir / f"v{self.rank.policy_version}.safetensors"
+        name = f"v{self.rank.policy_version}.safetensors"
+        path = self._spec.staging_dir / name
         self._begun = self.rank.begin_export(path)
         # Here, because the next step may have begun before the event loop runs again.
         return self.health()
@@ -212,7 +231,8 @@ class TrainerService:
         transport = self.rank.exports.transport
         if transport.version != request.version == self.rank.policy_version:
             await self.export(b"")
-        return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._sending_thread, transport.send, request)
 
     async def wait_save_state(self, _: bytes) -> None:
         await asyncio.to_thread(self.rank.wait_save_state)
@@ -232,7 +252,9 @@ class Call(NamedTuple):
 
     def read(self, content: bytes) -> Any:
         """Raises Refused for a message of another form."""
-        return read_message(self.body, content) if issubclass(self.body, BaseModel) else content
+        if issubclass(self.body, bytes):
+            return content
+        return read_message(self.body, content)
 
 
 CALLS = {
@@ -258,13 +280,20 @@ CALLS = {
 
 
 def _cannot_write(name: str, error: Exception) -> Refused:
-    way_out = "free space on the disk of the run directory (exports: /dev/shm), then start again."
-    return Refused(507, f"/{name} cannot write: {error}", way_out=way_out)
+    return Refused(
+        507,
+        f"/{name} cannot write: {error}",
+        way_out="free space on the disk of the run directory (exports: /dev/shm), then start again.",
+    )
 
 
 def _words(error: Exception) -> ErrorBody:
     if isinstance(error, ConfigError):
-        return ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
+        return ErrorBody(
+            error=error.what,
+            rule=error.rule,
+            way_out=error.way_out,
+        )
     way_out = "the trainer's log has the traceback."
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton.")):
         way_out = "set trainer.compile=false; " + way_out
@@ -273,7 +302,8 @@ def _words(error: Exception) -> ErrorBody:
     # on CPU torch raises RuntimeError for a lack of memory
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         way_out = "lower trainer.micro_batch_tokens, or take a smaller model or more memory."
-    return ErrorBody(error=f"{type(error).__name__}: {error}", way_out=way_out)
+    what = f"{type(error).__name__}: {error}"
+    return ErrorBody(error=what, way_out=way_out)
 
 
 def make_service(service: TrainerService, secret: str) -> web.Application:
@@ -283,7 +313,9 @@ def make_service(service: TrainerService, secret: str) -> web.Application:
         name = request.match_info["name"]
         if name not in CALLS:
             raise web.HTTPNotFound
-        return json_answer(await service.call(name, await request.read()))
+        content = await request.read()
+        answer = await service.call(name, content)
+        return json_answer(answer)
 
     add_route(app, "GET", "/health", service.answer_health)
     app.router.add_get("/staged/{name}", service.staged)
@@ -315,15 +347,17 @@ def main() -> None:
         log.exception("cannot start")
         words = _words(error)
         fail(words.error, rule=words.rule, way_out=words.way_out)
-    log.info("serving %s, rank %d of %d", spec.model_path, spec.rank, spec.trainer.world_size)
-    serve(make_service(service, secret_of(SECRET_ENV)), fd, handles_signals=False)
+    size = spec.trainer.world_size
+    log.info("serving %s, rank %d of %d", spec.model_path, spec.rank, size)
+    app = make_service(service, secret_of(SECRET_ENV))
+    serve(app, fd, handles_signals=False)
 
 
 def make_staging(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise PermissionError(f"the staging folder {path} belongs to user {info.st_uid}, or is no folder")
+        raise PermissionError(f"the staging folder {path} is owned by user {info.st_uid}, or is not a folder")
     path.chmod(0o700)
 
 

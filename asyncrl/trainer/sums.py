@@ -80,25 +80,30 @@ class VersionSums:
 
     def metrics(self) -> dict[str, float]:
         """Return metrics by full name. Losses and gradients are means over the steps that were taken."""
-        taken = [(step.loss, step.grad_norm) for step in self.steps if math.isfinite(step.grad_norm)]
-        loss, grad_norm = np.mean(taken or [(math.nan, math.nan)], axis=0).tolist()
-        parts = [part for step in self.steps for part in step.parts]
-        num_seen = sum(len(part.logprobs_M) for part in parts)
+        taken = [step for step in self.steps if math.isfinite(step.grad_norm)]
+        parts = list[PartSums]()
+        for step in self.steps:
+            parts += step.parts
+        num_seen = 0
         stats = Counter[str]()
         for part in parts:
+            num_seen += len(part.logprobs_M)
             stats.update(part.stats)
         # Later epochs see the same tokens again, under weights that have learned from them.
         first_epoch = parts[: len(parts) // self.num_epochs]
         logprobs_M = np.concatenate([part.logprobs_M for part in first_epoch])
         behaviour_M = np.concatenate([part.behaviour_M for part in first_epoch])
         entropies_M = np.concatenate([part.entropies_M for part in first_epoch])
-        num_sampled = sum(int(batch.arrays.loss_mask.sum()) for batch in self.batches)
-        num_loss_tokens = sum(int(batch.has_loss.sum()) for batch in self.batches)
+        num_sampled = 0
+        num_loss_tokens = 0
+        for batch in self.batches:
+            num_sampled += int(batch.arrays.loss_mask.sum())
+            num_loss_tokens += int(batch.has_loss.sum())
         return {
             "policy/clip_fraction": 0.0,
             **{f"policy/{name}": value / num_seen for name, value in stats.items()},
-            "policy/loss": loss,
-            "policy/grad_norm": grad_norm,
+            "policy/loss": _mean([step.loss for step in taken]),
+            "policy/grad_norm": _mean([step.grad_norm for step in taken]),
             **step_metrics.policy_metrics(logprobs_M, behaviour_M, entropies_M),
             **self._gap_metrics(),
             "sample/masked_fraction": 1.0 - num_loss_tokens / num_sampled,
@@ -111,15 +116,26 @@ class VersionSums:
         measured = [part.fresh for part in self.steps[0].parts if part.fresh is not None]
         if not measured:
             return {}
-        fresh = Fresh(*(np.concatenate(arrays) for arrays in zip(*measured, strict=True)))
-        return step_metrics.gap_metrics(step_metrics.measure_gaps(*fresh))
+        fresh = Fresh(
+            np.concatenate([one.current_M for one in measured]),
+            np.concatenate([one.behaviour_M for one in measured]),
+            np.concatenate([one.engine_M for one in measured]),
+        )
+        gaps = step_metrics.measure_gaps(*fresh)
+        return step_metrics.gap_metrics(gaps)
+
+
+def _mean(values: list[float]) -> float:
+    """Return NaN without values."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def gather_scores(
     outputs: Sequence[tuple[MicroBatch, Scores]], num_tokens: int, ranks: Ranks
 ) -> tuple[Float32N, Float32N]:
     """Return logprobs and entropies of all ranks, float32 [N], 0 without loss. Waits for the device."""
-    logprobs_N, entropies_N = np.zeros((2, num_tokens), np.float32)
+    logprobs_N = np.zeros(num_tokens, np.float32)
+    entropies_N = np.zeros(num_tokens, np.float32)
     for micro, scores in outputs:
         logprobs_N[micro.source_M] = scores.logprob_M.cpu().numpy()
         entropies_N[micro.source_M] = scores.entropy_M.cpu().numpy()
@@ -133,7 +149,8 @@ def gather_losses(losses: Sequence[MicroLoss], ranks: Ranks) -> tuple[float, Cou
     own_stats = Counter[str]()
     for micro_loss, micro_stats in losses:
         own_loss += float(micro_loss)
-        own_stats.update({name: float(value) for name, value in micro_stats.items()})
+        read = {name: float(value) for name, value in micro_stats.items()}
+        own_stats.update(read)
     loss = 0.0
     stats = Counter[str]()
     for rank_loss, rank_stats in ranks.gather([own_loss, own_stats]):
