@@ -97,7 +97,12 @@ def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[float], list[
     for entry in header.trajectories:
         length = entry.end - entry.start
         # Without credits, all branches of a rollout are one unit, which has its reward.
-        whole = Credit(0, length, entry.reward, -1)
+        whole = Credit(
+            0,
+            length,
+            entry.reward,
+            -1,
+        )
         for credit in entry.credits or [whole]:
             key = (entry.group_index, entry.sample_index, credit.unit)
             if key not in numbers:
@@ -172,11 +177,7 @@ class Objective:
         if settings.overlong_tokens > 0:
             unit_M = torch.from_numpy(unit_N[batch.arrays.loss_mask])
             length_B = unit_M.bincount(minlength=len(reward_B))
-            penalty_B = overlong_penalty(
-                length_B,
-                self.spec.max_tokens,
-                settings.overlong_tokens,
-            )
+            penalty_B = overlong_penalty(length_B, self.spec.max_tokens, settings.overlong_tokens)
             reward_B = reward_B + penalty_B
         if self._is_penalised:
             assert batch.proximal_N is not None
@@ -214,11 +215,7 @@ class Objective:
             part = has_loss[entry.start : entry.end]
             counts.append(int(part.sum()))
         tokens_S = torch.tensor(counts)
-        weight_S = losses.token_weights(
-            self._recipe.aggregate,
-            tokens_S,
-            self.spec.max_tokens,
-        )
+        weight_S = losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
         mask_N = None
         correction_N = None
         if self.settings.top_entropy < 1:
@@ -239,11 +236,22 @@ class Objective:
         is_mean_of_tokens = self._recipe.aggregate == "token"
         size_S = tokens_S if is_mean_of_tokens else tokens_S > 0
         size = int(size_S.sum())
-        return StepNumbers(size, weight_S, correction_N, mask_N)
+        return StepNumbers(
+            size,
+            weight_S,
+            correction_N,
+            mask_N,
+        )
 
     def _correct(self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor) -> Tensor:
         correction = self._recipe.correction
-        return losses.correct(correction, log_weight_M, advantage_M, sequence_M, self._cap)
+        return losses.correct(
+            correction,
+            log_weight_M,
+            advantage_M,
+            sequence_M,
+            self._cap,
+        )
 
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
@@ -257,7 +265,12 @@ class Objective:
         behaviour_M = over_tokens(batch.arrays.behaviour_logprobs)
         advantage_M = over_tokens(batch.advantage_N)
         detached_M = current_M.detach()
-        proximal_M = self._proximal(batch, behaviour_M, detached_M, over_tokens)
+        proximal_M = self._proximal(
+            batch,
+            behaviour_M,
+            detached_M,
+            over_tokens,
+        )
         anchor_M = behaviour_M if self._recipe.ratio == "behaviour" else proximal_M
         correction_M = None
         if step.correction_N is not None:
@@ -289,7 +302,12 @@ class Objective:
             loss_M = loss_M * over_tokens(step.mask_N)
         if batch.reference_N is not None:
             reference_M = over_tokens(batch.reference_N)
-            kl_M = self._kl(current_M, reference_M, anchor_M, correction_M)
+            kl_M = self._kl(
+                current_M,
+                reference_M,
+                anchor_M,
+                correction_M,
+            )
             stats["kl_reference"] = kl_M.detach().sum()
             if self.settings.kl_in == "loss":
                 loss_M = loss_M + self.settings.kl_coefficient * kl_M
@@ -318,7 +336,12 @@ class Objective:
         estimator = self.settings.kl_estimator
         if self.settings.kl_in == "reward" or not self.settings.kl_weighted:
             return losses.kl(current_M, reference_M, estimator)
-        kl_M = losses.weighted_kl(current_M, reference_M, anchor_M, estimator)
+        kl_M = losses.weighted_kl(
+            current_M,
+            reference_M,
+            anchor_M,
+            estimator,
+        )
         return kl_M if correction_M is None else kl_M * correction_M
 
     def _call_surrogate(self, tokens: losses.LossTokens) -> tuple[Tensor, Stats]:
@@ -330,4 +353,7 @@ class Objective:
                 rule=f"it returns a tensor [{len(tokens.current_M)}] with gradient, and a dict of numbers",
                 way_out="correct the function; asyncrl/algorithms/losses.py has some that fit.",
             )
-        return loss_M, {name: torch.as_tensor(value).detach() for name, value in stats.items()}
+        detached: Stats = {}
+        for name, value in stats.items():
+            detached[name] = torch.as_tensor(value).detach()
+        return loss_M, detached

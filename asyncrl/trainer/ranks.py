@@ -80,8 +80,15 @@ class Ranks:
 
     def with_own_group(self) -> Ranks:
         """Return the same ranks for another thread. Collective."""
-        group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
-        return replace(self, mesh=None, commands=None, group=group)
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        return replace(
+            self,
+            mesh=None,
+            commands=None,
+            group=group,
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks, in their order. Collective."""
@@ -100,7 +107,8 @@ class Ranks:
         dist.all_gather(texts, padded, group=self.group)
         values = []
         for other, num_bytes in zip(texts, lengths, strict=True):
-            values.append(json.loads(_to_bytes(other[:num_bytes])))
+            own_text = _to_bytes(other[:num_bytes])
+            values.append(json.loads(own_text))
         return values
 
     def agree(self, work: Callable[[], T]) -> T:
@@ -130,13 +138,16 @@ class Ranks:
             return
         head = name.encode()
         lengths = torch.tensor([len(head), len(body)])
+        text = _bytes_tensor(head + body)
         dist.broadcast(lengths, 0, group=self.commands)
-        dist.broadcast(_bytes_tensor(head + body), 0, group=self.commands)
+        dist.broadcast(text, 0, group=self.commands)
 
     def beat(self) -> None:
         """Show the other ranks that rank 0 lives, and wait for a sign of each. A command of length 0."""
-        dist.broadcast(torch.zeros(2, dtype=torch.int64), 0, group=self.commands)
-        dist.all_reduce(torch.zeros(1), group=self.commands)
+        no_lengths = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(no_lengths, 0, group=self.commands)
+        sign = torch.zeros(1)
+        dist.all_reduce(sign, group=self.commands)
 
     def wait_command(self) -> tuple[str, bytes]:
         """Wait for a command of rank 0; return its name and body. Answers heartbeats."""
@@ -159,9 +170,11 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     """Connect to the other ranks within spec.meet_s. Raises ConfigError."""
     size = spec.trainer.world_size
     is_cuda = device.type == "cuda"
-    if not spec.trainer.is_sharded(device.type, str(dtype).removeprefix("torch.")):
+    dtype_name = str(dtype).removeprefix("torch.")
+    if not spec.trainer.is_sharded(device.type, dtype_name):
         return ONE_RANK
-    use_interface(spec.address, is_apart=bool(spec.store or spec.weights_store))
+    is_apart = bool(spec.store or spec.weights_store)
+    use_interface(spec.address, is_apart=is_apart)
     timeout = timedelta(seconds=spec.trainer.timeout_s)
 
     def select_device() -> None:  # of the calling thread
@@ -179,7 +192,8 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
             timeout=timeout,
         )
         # Sending waits for receivers: rank 0 sends only to ranks that wait, or soon will.
-        return dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else 2 * timeout)
+        wait = timeout if spec.rank == 0 else 2 * timeout
+        return dist.new_group(backend="gloo", timeout=wait)
 
     select_device()
     commands = meet(spec, connect)

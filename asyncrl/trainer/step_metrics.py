@@ -149,9 +149,15 @@ class StepMeter:
     def _compile_s(self, compilations: Sequence[Any]) -> float:
         """Return the seconds of compilations since the previous call; after the first call, warn of them."""
         is_first_step = self._compiled_until_us == 0
-        recent = [one for one in compilations if (one.start_time_us or 0) > self._compiled_until_us]
+        recent = []
+        total_us = 0
+        for compilation in compilations:
+            started_us = compilation.start_time_us or 0
+            if started_us > self._compiled_until_us:
+                recent.append(compilation)
+                total_us += compilation.duration_us or 0
         self._compiled_until_us = time.time_ns() // 1000
-        total_s = sum(one.duration_us or 0 for one in recent) / 1e6
+        total_s = total_us / 1e6
         if total_s > COMPILE_WARNING_S and not is_first_step:
             causes = dict.fromkeys(map(_cause, recent))
             log.warning("the step includes %.1f s of compilation: %s", total_s, "; ".join(causes))
@@ -184,7 +190,9 @@ class Gap(NamedTuple):
     max: float
 
     def __str__(self) -> str:
-        who = "all engines" if self.engine is None else f"engine-{self.engine}"
+        who = "all engines"
+        if self.engine is not None:
+            who = f"engine-{self.engine}"
         return f"{who} by {self.mean:.4g} nats on {self.num_tokens} fresh tokens"
 
 
@@ -210,7 +218,14 @@ def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArr
     for number, part in parts:
         mean = float(part.mean())
         worst = float(part.max())
-        gaps.append(Gap(number, len(part), mean, worst))
+        gaps.append(
+            Gap(
+                number,
+                len(part),
+                mean,
+                worst,
+            )
+        )
     return gaps
 
 
@@ -245,8 +260,12 @@ def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
 
 def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
     """Return gaps above `limit`, largest first, as text, or ''."""
-    judged = [gap for gap in gaps if gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS]
-    above = [gap for gap in judged if gap.mean > limit]
+    above = []
+    for gap in gaps:
+        # The mean of a few tokens of one engine says nothing about the engine.
+        is_judged = gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS
+        if is_judged and gap.mean > limit:
+            above.append(gap)
     if not above:
         return ""
     above.sort(key=lambda gap: (-gap.mean, gap.engine is None))
@@ -306,7 +325,8 @@ def joined_line(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
     """Return [start, end, version] of each run."""
     label = np.where(has_loss, versions, -1)
-    changes = np.flatnonzero(label[1:] != label[:-1]) + 1
+    is_change = label[1:] != label[:-1]
+    changes = np.flatnonzero(is_change) + 1
     edges = [0, *changes.tolist(), len(label)]
     spans = []
     for start, end in pairwise(edges):
