@@ -251,7 +251,7 @@ def test_only_optimizer_step_follows_a_gradient(make_step: MakeStep, tmp_path: P
     header, arrays = make_batch()
     step.forward_backward(header, arrays)
     for call in (lambda: step.train(header, arrays), lambda: step.offload(("weights",))):
-        with pytest.raises(Refused, match="a gradient of 1 batches waits for optimizer_step"):
+        with pytest.raises(Refused, match="the gradient of forward_backward .calls: 1. waits for its step"):
             call()
     with pytest.raises(Refused, match="batch 3 came"):
         step.forward_backward(*make_batch(version=3))

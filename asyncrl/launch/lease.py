@@ -137,7 +137,7 @@ class Lease:
         return TransferStats(num_bytes=total_bytes, seconds=clock() - began_s)
 
     def _kept(self, calls: Sequence[Call]) -> list[Call]:
-        """Return the calls without those that a resident trainer does not need."""
+        """Return the calls to make: a resident trainer is neither offloaded nor onloaded."""
         return [call for call in calls if call.of != "trainer" or not self._resident]
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:

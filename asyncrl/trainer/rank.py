@@ -50,7 +50,7 @@ class TrainerRank(TrainedModel):
     """Weights and optimizer of one rank, owned by one thread.
 
     Life: train(), or forward_backward() one or more times and then optimizer_step(); each makes one version.
-    Invariant: a refused batch changes neither policy_version nor weights.
+    Invariant: a refused batch leaves policy_version unchanged.
 
     A gradient lives only in this process. A checkpoint that is written between forward_backward() and
     optimizer_step() does not have it, load_state() drops it, and a new process starts without one:
@@ -161,7 +161,7 @@ class TrainerRank(TrainedModel):
             num_calls = len(self._version.batches)
             raise Refused(
                 409,
-                f"cannot {what}: a gradient of {num_calls} batches waits for optimizer_step",
+                f"cannot {what}: the gradient of forward_backward (calls: {num_calls}) waits for its step",
                 rule="a version is made by train, or by forward_backward and optimizer_step",
                 way_out="call optimizer_step first, or drop the gradient with load_state.",
             )

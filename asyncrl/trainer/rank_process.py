@@ -221,7 +221,7 @@ class TrainerService:
         return begun
 
     def _begin_and_take(self) -> Finish:
-        """Begin an export on the torch thread, where no other call can take it."""
+        """Begin an export and take it in one task of the torch thread, so that no other call takes it."""
         self._together("begin_export", b"")
         begun = self._take_begun()
         assert begun is not None
