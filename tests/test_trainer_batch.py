@@ -38,11 +38,11 @@ from asyncrl.messages.token_grammars import GrammarError
 from asyncrl.messages.tokens import Tokens
 from asyncrl.messages.trainer_api import BatchHeader, pack_batch, unpack_batch
 from asyncrl.trainer import build_model, tree
-from asyncrl.trainer.objective import BatchNumbers, check_any_loss, check_batch, find_units, loss_tokens
+from asyncrl.trainer.objective import check_any_loss, check_batch, find_units, loss_tokens
 from asyncrl.trainer.packing import Costs, PackRules, find_allowed, micro_batches, mini_batches
 from asyncrl.trainer.policy import ForwardPlan
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 
 CREDITS = {"no credits": ("none",), "turns": ("turn",), "all kinds": ("none", "turn", "branch")}
@@ -119,9 +119,9 @@ Found = tuple[float, dict[str, torch.Tensor]]
 """The loss of one optimizer step, and the gradients before the optimizer sees them."""
 
 
-def loss_and_gradients(step: TrainStep, header: BatchHeader, arrays: Tokens) -> Found:
-    sums = step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.is_sampled)), arrays.is_sampled)
-    return sums.loss, {name: master.grad for name, master in step.masters.named.items()}
+def loss_and_gradients(step: TrainerRank, header: BatchHeader, arrays: Tokens) -> Found:
+    loss = step.forward_backward(header, arrays)["policy/loss"]
+    return loss, {name: master.grad for name, master in step.masters.named.items()}
 
 
 def assert_same(found: Found, expected: Found) -> None:
@@ -157,9 +157,8 @@ def test_loss_and_gradient_match_a_plain_computation(
     step = make_step(algorithm={"aggregate": aggregate}, trainer=trainer)
     assert step.policy.plan is plan
     assert_same(loss_and_gradients(step, header, arrays), expected)
-    step._optimizer.zero_grad()
     norm = torch.stack([gradient.norm() for gradient in expected[1].values()]).norm().item()
-    metrics = step.train(header, arrays)
+    metrics = step.optimizer_step()
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4), "that before it is clipped"
 
 
@@ -181,7 +180,7 @@ def test_every_sampled_token_is_in_one_unit_and_step(
     for chosen in steps:
         found, num_micros = list[int](), set[int]()
         for rank in range(count):
-            ranks, cpu = Ranks(rank, count), torch.device("cpu")
+            ranks, cpu = Ranks(rank, shard=count), torch.device("cpu")
             micros = micro_batches(
                 header, arrays, chosen, PackRules(max_tokens), cpu, ranks, Costs(0.01, 0.1)
             )

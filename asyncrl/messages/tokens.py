@@ -283,12 +283,14 @@ class SegmentPart(NamedTuple):
     @property
     def token_ids(self) -> list[int]:
         """The new ids."""
-        return self.tokens.ids[self.tokens.num_context :].tolist()
+        ids: list[int] = self.tokens.ids[self.tokens.num_context :].tolist()
+        return ids
 
     @property
     def logprobs(self) -> list[float]:
         """Behaviour logprobs of the new ids, float32 in nats."""
-        return self.new.behaviour_logprobs.tolist()
+        logprobs: list[float] = self.new.behaviour_logprobs.tolist()
+        return logprobs
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
