@@ -57,7 +57,7 @@ def at(array: np.ndarray, index: int, value: object) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("ids", 52, "like id 52 with"),
+        ("ids", 52, "example id 52 with"),
         ("behaviour_logprobs", np.nan, "with logprob nan of"),
         ("versions", 1, "of version 1"),
     ],

@@ -148,7 +148,7 @@ def test_generating_engine_copies_each_version_from_memory(
         assert len(opened) == 1, "opened once"
         served = engine.weights.digest
         newer = step.export(path)
-        place: Any = step.transport
+        place: Any = step.exports.transport
         place._place._memory.data[0] ^= 1
         with pytest.raises(Refused, match=r"policy_version 2 in the trainer's memory holds .* digest"):
             engine.weights.prepare(prepare_of(newer))

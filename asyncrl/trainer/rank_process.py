@@ -83,13 +83,13 @@ class TrainerService:
     async def call(self, name: str, content: bytes) -> BaseModel:
         """Make the call of this name in CALLS. Raises its errors, and Refused for a body of another form."""
         call = CALLS[name]
-        answer: BaseModel | None
+        answer: Any
         if call.on_all_ranks:
             answer = await self._on_torch_thread(lambda: self._together(name, content))
         else:
             body = call.read(content)
             answer = await call.function(self, body)
-        return self.health() if answer is None else answer
+        return answer if isinstance(answer, BaseModel) else self.health()
 
     async def _on_torch_thread(self, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -243,7 +243,7 @@ class Call(NamedTuple):
 
     With `on_all_ranks`, rank 0 sends the request to the other ranks, and each calls `function` on its torch
     thread. Without, `function` is a coroutine of rank 0, which may wait while the torch thread works. A call
-    that returns None is answered with the trainer's health.
+    that returns no message is answered with the trainer's health.
     """
 
     body: type[BaseModel] | type[bytes]
