@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.records import Credit
-from asyncrl.messages.tokens import Tokens, spans_of
+from asyncrl.messages.tokens import COLUMNS, Tokens, spans_of
 from asyncrl.messages.trainer_api import BatchHeader, TrajectoryHeader
 from asyncrl.trainer.attention import ATTENTION
 from asyncrl.trainer.rank import TrainerRank
@@ -68,7 +68,7 @@ def make_batch(
     fields = {"version": version, "min_version": version, "trajectories": entries, **header}
     return made.model_copy(update=fields), changed(
         arrays,
-        token_ids=rng.integers(6, 52, len(mask)).astype(np.int32),
+        ids=rng.integers(6, 52, len(mask)).astype(np.int32),
         behaviour_logprobs=np.where(mask, rng.normal(-4.0, 0.3, len(mask)), 0).astype(np.float32),
         versions=np.where(mask, version, -1).astype(np.int32),
     )
@@ -78,7 +78,8 @@ def halves_of(header: BatchHeader, arrays: Tokens) -> list[tuple[BatchHeader, To
     """Return the batch twice: with the loss tokens of the first groups, and with those of the others."""
     border = header.trajectories[len(header.trajectories) // 2].start
     is_early = np.arange(len(arrays.is_sampled)) < border
-    return [(header, changed(arrays, loss_mask=arrays.is_sampled & part)) for part in (is_early, ~is_early)]
+    parts = [np.where(part, arrays.versions, -1) for part in (is_early, ~is_early)]
+    return [(header, changed(arrays, versions=versions)) for versions in parts]
 
 
 @contextlib.contextmanager
@@ -113,14 +114,17 @@ def learned(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-def changed(arrays: Tokens, *, versions: Any = None, ids: Any = None, **columns: Any) -> Tokens:
-    """Replace columns, the ids, or the versions that sampled them (-1: context)."""
-    return replace(
-        arrays,
-        ids=arrays.ids if ids is None else ids,
-        spans=arrays.spans if versions is None else spans_of(versions),
-        columns={**arrays.columns, **columns},
-    )
+def changed(arrays: Tokens, **values: Any) -> Tokens:
+    """Replace ids, columns, or for each token its version or engine (-1: context, unknown)."""
+    ids = values.pop("ids", arrays.ids)
+    versions, engines = values.pop("versions", arrays.versions), values.pop("engines", arrays.engines)
+    assert values.keys() <= COLUMNS.keys(), values.keys()
+    spans = []
+    for engine in np.unique(engines):
+        for span in spans_of(np.where(engines == engine, versions, -1)):
+            spans.append(replace(span, engine=int(engine)))
+    spans.sort(key=lambda span: span.start)
+    return Tokens(ids, tuple(spans), {**arrays.columns, **values}, arrays.grammars)
 
 
 def naive_logprobs(model: Any, header: BatchHeader, arrays: Tokens, temperature: float) -> np.ndarray:
