@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.base.errors import OF_TRAIN
-from asyncrl.config.generator_gateway import HARNESSES
+from asyncrl.config.generator_config import HARNESSES
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"

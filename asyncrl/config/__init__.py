@@ -1,22 +1,22 @@
 """The settings of a run."""
 
-from asyncrl.config.checkpoint_journal_supervision_observe import CheckpointConfig as CheckpointConfig
-from asyncrl.config.checkpoint_journal_supervision_observe import ObserveConfig as ObserveConfig
-from asyncrl.config.checkpoint_journal_supervision_observe import SupervisionConfig as SupervisionConfig
-from asyncrl.config.generator_gateway import GatewayConfig as GatewayConfig
-from asyncrl.config.generator_gateway import GeneratorConfig as GeneratorConfig
-from asyncrl.config.generator_gateway import OnOverflow as OnOverflow
-from asyncrl.config.generator_gateway import Outcomes as Outcomes
+from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
+from asyncrl.config.checkpoint_config import CheckpointConfig as CheckpointConfig
+from asyncrl.config.eval_config import EvalConfig as EvalConfig
+from asyncrl.config.gateway_config import GatewayConfig as GatewayConfig
+from asyncrl.config.generator_config import GeneratorConfig as GeneratorConfig
+from asyncrl.config.generator_config import OnOverflow as OnOverflow
+from asyncrl.config.generator_config import Outcomes as Outcomes
 from asyncrl.config.load import load_config as load_config
 from asyncrl.config.load import run_config_yaml as run_config_yaml
-from asyncrl.config.model_task_eval import EvalConfig as EvalConfig
-from asyncrl.config.model_task_eval import ModelConfig as ModelConfig
-from asyncrl.config.model_task_eval import ScratchConfig as ScratchConfig
-from asyncrl.config.model_task_eval import TaskConfig as TaskConfig
+from asyncrl.config.model_config import ModelConfig as ModelConfig
+from asyncrl.config.model_config import ScratchConfig as ScratchConfig
+from asyncrl.config.observe_config import ObserveConfig as ObserveConfig
 from asyncrl.config.placement_sync import PlacementConfig as PlacementConfig
 from asyncrl.config.rollout_buffer import BufferConfig as BufferConfig
 from asyncrl.config.rollout_buffer import RolloutConfig as RolloutConfig
 from asyncrl.config.run_config import RunConfig as RunConfig
-from asyncrl.config.trainer_algorithm import AlgorithmConfig as AlgorithmConfig
-from asyncrl.config.trainer_algorithm import LoraConfig as LoraConfig
-from asyncrl.config.trainer_algorithm import TrainerConfig as TrainerConfig
+from asyncrl.config.supervision_config import SupervisionConfig as SupervisionConfig
+from asyncrl.config.task_config import TaskConfig as TaskConfig
+from asyncrl.config.trainer_config import LoraConfig as LoraConfig
+from asyncrl.config.trainer_config import TrainerConfig as TrainerConfig

@@ -10,18 +10,21 @@ from typing import ClassVar, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.checkpoint_journal_supervision_observe import (
-    CheckpointConfig,
-    JournalConfig,
-    ObserveConfig,
-    SupervisionConfig,
-)
+from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
+from asyncrl.config.checkpoint_config import CheckpointConfig
+from asyncrl.config.eval_config import EvalConfig, Evals
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.config.generator_gateway import GatewayConfig, GeneratorConfig
-from asyncrl.config.model_task_eval import EvalConfig, Evals, ModelConfig, TaskConfig, Tasks
+from asyncrl.config.gateway_config import GatewayConfig
+from asyncrl.config.generator_config import GeneratorConfig
+from asyncrl.config.journal_config import JournalConfig
+from asyncrl.config.model_config import ModelConfig
+from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.config.placement_sync import NodesConfig, PlacementConfig, WeightSyncConfig, is_cpu
 from asyncrl.config.rollout_buffer import BufferConfig, RolloutConfig
-from asyncrl.config.trainer_algorithm import GROUP_ADVANTAGES, AlgorithmConfig, TeacherConfig, TrainerConfig
+from asyncrl.config.supervision_config import SupervisionConfig
+from asyncrl.config.task_config import TaskConfig, Tasks
+from asyncrl.config.teacher_config import TeacherConfig
+from asyncrl.config.trainer_config import TrainerConfig
 from asyncrl.messages.engine_api import Interrupt
 
 T = TypeVar("T", TaskConfig, EvalConfig)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.base.errors import RoomError, WeightsLost
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.config.model_task_eval import EVAL_SEED
+from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts, special_tokens
 from asyncrl.job.check import check_everything, find_teacher

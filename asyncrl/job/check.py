@@ -19,7 +19,7 @@ from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import RolloutConfig, RunConfig, TaskConfig
-from asyncrl.config.model_task_eval import EVAL_SEED
+from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.job.servers import TEACHER_KEY

@@ -22,7 +22,7 @@ from asyncrl.base.http import VLLM_KEY_ENV, Caller
 from asyncrl.base.waits import within
 from asyncrl.config import RunConfig
 from asyncrl.config.placement_sync import fetches_files
-from asyncrl.config.trainer_algorithm import TEACHER_SLOTS
+from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer, Teacher
 from asyncrl.engines.pool import EnginePool

@@ -19,7 +19,8 @@ from asyncrl.base.files import shared_memory_root
 from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.placement_sync import choose_transport
 from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
-from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS, TEACHER_SLOTS
+from asyncrl.config.teacher_config import TEACHER_SLOTS
+from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS
 from asyncrl.launch.machine import Node, find_python
 from asyncrl.launch.mps import why_time_slices
 from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, Side, cuda_devices, place, vllm_sizes
