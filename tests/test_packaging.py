@@ -71,8 +71,12 @@ def install(venv: Path, *what: str) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=240)
     pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin/python"), "install", "--quiet", *what]
     # without PYTHONPATH, which may lead to this checkout: then pip has asyncrl already
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run(pip, check=True, timeout=840, env=env)
+    subprocess.run(pip, check=True, timeout=840, env=os.environ | {"PYTHONPATH": ""})
+
+
+def run_python(*arguments: str, **environ: str) -> None:
+    command = [sys.executable, *arguments]
+    subprocess.run(command, cwd=ROOT, env=os.environ | environ, timeout=500, check=True)
 
 
 @pytest.mark.rotated
@@ -125,8 +129,7 @@ def test_worker_and_harnesses_import_nothing_of_the_train_extra() -> None:
     hide = f"import sys; sys.modules.update(dict.fromkeys({sorted(OF_TRAIN)}))"
     modules = ", ".join(f"asyncrl.agents.{name}" for name in WORKER_MODULES)
     for code in (f"import {modules}", "from asyncrl.cli import app; app(['work', '--help'])"):
-        command = [sys.executable, "-c", f"{hide}; {code}"]
-        subprocess.run(command, cwd=ROOT, timeout=500, check=True)
+        run_python("-c", f"{hide}; {code}")
 
 
 def test_fastapi_is_imported_only_where_it_serves() -> None:
@@ -134,7 +137,7 @@ def test_fastapi_is_imported_only_where_it_serves() -> None:
         "import sys, asyncrl.cli, asyncrl.job.loop, asyncrl.job.serve, asyncrl.agents.worker; "
         "assert not {'fastapi', 'uvicorn'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=500)
+    run_python("-c", code)
 
 
 def test_train_extra_brings_the_documented_packages() -> None:
@@ -162,8 +165,7 @@ def test_names_are_unique_across_folders() -> None:
 
 
 def test_setup_writes_the_bytecode_of_a_run() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    subprocess.run([sys.executable, "scripts/import_run.py"], cwd=ROOT, env=environ, timeout=500, check=True)
+    run_python("scripts/import_run.py", PYTHONDONTWRITEBYTECODE="")
     code = """
 import importlib, sys
 from pathlib import Path
@@ -176,5 +178,4 @@ caches = [getattr(spec, "cached", None) for spec in specs]
 missing = [path for path in caches if isinstance(path, str) and not Path(path).exists()]
 assert not missing, missing
 """
-    environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, timeout=500, check=True)
+    run_python("-c", code, PYTHONDONTWRITEBYTECODE="1")
