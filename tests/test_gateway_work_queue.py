@@ -236,7 +236,7 @@ async def test_silent_worker_loses_its_items() -> None:
         await asyncio.sleep(50.0)
         assert await desk.alive(item.item_id, worker="lively") == []
         assert silent.done() == (number > 0)
-    with pytest.raises(RolloutFailure, match=r"silent gave no sign of life for gateway.lease_timeout_s=60.0"):
+    with pytest.raises(RolloutFailure, match=r"silent sent no heartbeat for gateway.lease_timeout_s=60.0"):
         await silent
     assert [desk.queue.gauges()[f"harness/{name}"] for name in ("workers", "lost", "unseen_s")] == [1, 1, 0.0]
     assert await desk.result(item.item_id, "lively", outcome=Outcome(1.0)) == (200, {})
@@ -254,7 +254,7 @@ async def test_stopped_gateway_keeps_the_leases() -> None:
         stand_still(3600.0)
         await asyncio.sleep(0.3)  # what came meanwhile is read
         assert await desk.alive(item.item_id) == []
-    with pytest.raises(RolloutFailure, match="worker w gave no sign of life"):
+    with pytest.raises(RolloutFailure, match="worker w sent no heartbeat"):
         await running
     await desk.queue.aclose()
 

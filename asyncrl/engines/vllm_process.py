@@ -262,7 +262,7 @@ class VllmProcess(CallScope):
         await self.tell("/abort_requests", {"request_ids": [_WIRE_ID.format(name) for name in request_ids]})
 
     async def reset_cache(self) -> None:
-        """Clear the KV cache; running requests compute theirs anew. Raises EngineError."""
+        """Clear the KV cache; running requests recompute theirs. Raises EngineError."""
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not (await self.post(path, None, Json)).root.get("success"):
             rule = "no token is sampled from new weights over an old KV cache"

@@ -189,7 +189,7 @@ class AgentRuntime:
         self.gateway.sessions.end_all_nowait("it has ended")
         await self.queue.aclose()
         if self.queue.is_over and not self.workers:
-            with contextlib.suppress(TimeoutError), waiting("their goodbye", on="workers elsewhere"):
+            with contextlib.suppress(TimeoutError), waiting("remote workers to disconnect", on="the workers"):
                 async with asyncio.timeout(GOODBYE_S):
                     await self.queue.wait_no_workers()
         for worker in self.workers:

@@ -228,7 +228,7 @@ def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
 
 
 def num_trained(config: RunConfig, shape: ModelShape) -> int:
-    """Adapters are on seven matrices per layer."""
+    """Return the number of trained parameters, assuming adapters on seven matrices per layer."""
     lora = config.trainer.lora
     if lora is None:
         return shape.num_parameters

@@ -443,7 +443,7 @@ class HarnessGenerator:
             return Outcome(), True
         if session.overflow is not None and self.on_overflow == "fail":
             way_out = "raise it, or set generator.on_overflow to truncate."
-            raise RolloutFailure(f"{work.rollout_id} has met a limit: {session.overflow}", way_out=way_out)
+            raise RolloutFailure(f"{work.rollout_id} reached a limit: {session.overflow}", way_out=way_out)
         return outcome, False
 
 

@@ -41,7 +41,7 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
     is_wrong |= arrays.loss_mask & (arrays.versions > header.version)
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
-        what = f"{is_wrong.sum()} tokens of batch {header.version} cannot be, like id {ids[first]} with "
+        what = f"batch {header.version} has {is_wrong.sum()} invalid tokens, like id {ids[first]} with "
         what += f"logprob {arrays.behaviour_logprobs[first]} of version {arrays.versions[first]}"
         rule = f"ids are below {vocab_size}, logprobs finite, and versions at most the batch's"
         raise Refused(422, what, rule=rule, way_out="use engines that serve this model; start the run again.")
