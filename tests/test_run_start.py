@@ -15,7 +15,6 @@ from fakes import FakeTrainer
 from launch_cases import make_python
 from rollout_cases import virtual
 
-from asyncrl.base.http import VLLM_KEY_ENV
 from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
@@ -163,7 +162,7 @@ def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
 async def test_rollout_urls_use_the_environment_key_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VLLM_KEY_ENV, "their key")
+    monkeypatch.setenv("ASYNCRL_VLLM_KEY", "their key")
     urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000']"]
     (engine,) = maker(tmp_path, VLLM, *urls).engines()
     assert type(engine.child) is Process

@@ -193,8 +193,8 @@ def choose_transport(
     by_file: TransportName = "shm" if num_nodes == 1 else "stream"
     if not rollout.facts.receives_transfers:
         return by_file, f"rollout.engine={rollout.engine} takes part in no transfer between devices"
-    if rollout.urls is not None:
-        return by_file, "the run does not start the servers of rollout.urls"
+    if rollout.external_urls is not None:
+        return by_file, "the run does not start the engines itself"
     if "cpu" in (*ranks, *engines):
         return by_file, "a side is on the CPU"
     if is_turns:
@@ -252,12 +252,13 @@ def _refuse_engine(config: RunConfig, name: str) -> None:
     if facts.sends_adapters and (lora is None or not rollout.facts.has_model):
         what = f"{name} sends adapters, with trainer.lora={lora} and rollout.engine={rollout.engine}"
         raise ConfigError(what, way_out="set trainer.lora={rank: 16}, and an engine with a model.")
-    if rollout.urls is None or facts.is_file_shared:
+    if rollout.external_urls is None or facts.is_file_shared:
         return
+    key = f"rollout.{rollout.facts.urls_key}"
     if facts.is_transfer or facts.sends_adapters:
-        what = f"{name} needs engines that the run itself starts, and rollout.urls names others"
-        raise ConfigError(what, way_out=f"{TO_SHM} (disk on other machines), or remove rollout.urls.")
-    for url in rollout.urls:
+        what = f"{name} needs engines that the run itself starts, and {key} names others"
+        raise ConfigError(what, way_out=f"{TO_SHM} (disk on other machines), or remove {key}.")
+    for url in rollout.external_urls:
         if urlsplit(url).hostname not in LOOPBACK:
             what = f"{name} is in the memory of this machine, which {url} cannot read"
             way_out = "set weight_sync.transport=disk with a shared disk_dir (this machine is 127.0.0.1)."

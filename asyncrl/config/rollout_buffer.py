@@ -24,6 +24,16 @@ class EngineCapabilities:
     free_settings: tuple[str, ...] = ()
     package: str | None = None
     """Package in the servers' own Python: rollout.{package}_python."""
+    split_key: str | None = None
+    """Key of `rollout` with the devices that one engine spans; None: always one."""
+    urls_key: str | None = None
+    """Key of `rollout` with servers that others have started; None: the run starts all."""
+    arguments_key: str | None = None
+    """Key of `rollout` with the server's own arguments by name."""
+    memory_arguments: tuple[str, ...] = ()
+    """Of these arguments, the ones that fix how much memory an engine takes."""
+    key_env: str = ""
+    """Environment variable with the key of servers that others have started."""
     receives_transfers: bool = False
     """Weights may be sent from device to device."""
     opens_chunks: bool = True
@@ -66,6 +76,11 @@ ENGINES: dict[EngineKind, EngineCapabilities] = {
         settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
         free_settings=("vllm_python", "urls", "tensor_parallel"),
         package="vllm",
+        split_key="tensor_parallel",
+        urls_key="urls",
+        arguments_key="vllm",
+        memory_arguments=("gpu_memory_utilization", "num_gpu_blocks_override"),
+        key_env="ASYNCRL_VLLM_KEY",
         pins_length=True,
         returns_routing=True,
         receives_transfers=True,
@@ -165,6 +180,30 @@ class RolloutConfig(FrozenConfig):
     @property
     def facts(self) -> EngineCapabilities:
         return ENGINES[self.engine]
+
+    @property
+    def devices_per_engine(self) -> int:
+        return self._of_kind(self.facts.split_key, default=1)
+
+    @property
+    def external_urls(self) -> list[str] | None:
+        """Return the URLs of servers that others have started; None: the run starts its own."""
+        return self._of_kind(self.facts.urls_key, default=None)
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        return self._of_kind(self.facts.arguments_key, default={})
+
+    @property
+    def memory_keys(self) -> list[str]:
+        """Return the written keys that fix how much memory an engine takes."""
+        key = self.facts.arguments_key
+        plain = {name: name.lstrip("-").replace("-", "_") for name in self.engine_arguments}
+        return [f"rollout.{key}.{name}" for name in plain if plain[name] in self.facts.memory_arguments]
+
+    def _of_kind(self, key: str | None, *, default: Any) -> Any:
+        """Read a key that belongs to the engine's kind."""
+        return default if key is None else getattr(self, key)
 
     @property
     def engine_range(self) -> EngineRange:

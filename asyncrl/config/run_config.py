@@ -161,8 +161,9 @@ class RunConfig(FrozenConfig):
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
-        if self.rollout.urls is not None and self.model.path is None:
-            yield "model.scratch is made at the start of the run; give model.path for rollout.urls"
+        if self.rollout.external_urls is not None and self.model.path is None:
+            key = self.rollout.facts.urls_key
+            yield f"model.scratch is made at the start of the run; give model.path for rollout.{key}"
         if self.trainer.cpu_offload and is_cpu(self.placement.trainer):
             yield f"trainer.cpu_offload needs a CUDA device; placement.trainer={self.placement.trainer}"
         for key, written in (("trainer", self.placement.trainer), ("rollout", self.placement.rollout)):

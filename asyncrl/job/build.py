@@ -308,7 +308,7 @@ def _make_scheduler(
         interrupt=config.interrupt,
         is_held=sync.facts.holds_exports(is_turns=False),
         spawn=life.spawn,
-        are_ours=config.rollout.urls is None,
+        are_ours=config.rollout.external_urls is None,
     )
     if fleet.placement.mode == "colocated":
         make = partial(

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from asyncrl.base.errors import EngineLost, RoomError
 from asyncrl.base.files import LOCK
-from asyncrl.base.http import VLLM_KEY_ENV, Caller
+from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
 from asyncrl.config import RunConfig
 from asyncrl.config.placement_sync import fetches_files
@@ -166,14 +166,14 @@ class Servers:
 
     def engines(self) -> list[Server]:
         """Return the run's engines, or those in rollout.urls."""
-        urls = self.config.rollout.urls
+        urls = self.config.rollout.external_urls
         if urls is None:
             fraction_of = self.placement.memory_fraction_of
             return [
                 self._engine(f"engine-{number}", devices, fraction_of(number))
                 for number, devices in enumerate(self.placement.engines)
             ]
-        key = os.environ.get(VLLM_KEY_ENV, "")
+        key = os.environ.get(self.rollout.facts.key_env, "")
         servers = list[Server]()
         for number, url in enumerate(urls):
             child = Process(f"engine-{number}", f"the log of {url}", url.rstrip("/"))
@@ -233,7 +233,7 @@ class Servers:
         RoomError.
         """
         placement = self.placement
-        has_engines = self.config.rollout.urls is None
+        has_engines = self.config.rollout.external_urls is None
         parts = placement.parts(has_engines=has_engines, serves_only=staging_dir is None)
         await self.launcher.hold(parts, await asyncio.to_thread(self._shared_files, staging_dir))
         if staging_dir is None:

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import RunConfig
 from asyncrl.config.placement_sync import Devices, NodesConfig, device_numbers, refuse_transport
+from asyncrl.config.rollout_buffer import ENGINES
 from asyncrl.launch.machine import CudaDevice, Node
 
-SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
 NO_DEVICE = "none"
 """Device of simulated and external engines."""
 
@@ -114,7 +114,7 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
     _refuse_sharing(config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns)
     _refuse_counts(config, trainer, rollout)
     size = config.trainer.world_size
-    split = config.rollout.tensor_parallel
+    split = config.rollout.devices_per_engine
     dealt = tuple(rollout[index % len(rollout)] for index in range(config.rollout.max_engines * split))
     engines = tuple(dealt[start : start + split] for start in range(0, len(dealt), split))
     if takes_no_device(config):
@@ -140,11 +140,7 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
 
 
 def takes_no_device(config: RunConfig) -> bool:
-    return not config.rollout.facts.has_model or config.rollout.urls is not None
-
-
-def vllm_sizes(config: RunConfig) -> list[str]:
-    return [name for name in config.rollout.vllm if name.lstrip("-").replace("-", "_") in SIZES]
+    return not config.rollout.facts.has_model or config.rollout.external_urls is not None
 
 
 def chunk_devices(config: RunConfig, placement: Placement) -> Side:
@@ -178,12 +174,17 @@ def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
         )
     engine = config.rollout
     kind = rollout[0].name.partition(":")[0]
-    if engine.deterministic is True and (engine.urls is not None or kind != engine.facts.exact_on):
+    if engine.deterministic is True and (engine.external_urls is not None or kind != engine.facts.exact_on):
         raise ConfigError(
             f"rollout.deterministic=true, and rollout.engine={engine.engine} on {kind} cannot promise it",
-            rule="the embedded engine can on a CPU, and a vLLM that the run starts can on CUDA",
+            rule=f"engines that the run starts can: {_exact_kinds()}",
             way_out="set rollout.deterministic=auto.",
         )
+
+
+def _exact_kinds() -> str:
+    kinds = {kind: facts.exact_on for kind, facts in ENGINES.items() if facts.exact_on != "nothing"}
+    return ", ".join(f"{kind} on {device}" for kind, device in kinds.items())
 
 
 def _written(config: RunConfig) -> str:
@@ -201,10 +202,10 @@ def _refuse_sharing(config: RunConfig, device: str, *, is_shared: bool, takes_tu
             way_out=f"set buffer.max_staleness=0 and rollout.num_engines={rollout.max_engines}, or give "
             "placement.rollout its own devices; on CUDA, placement.share=0.4 lets both sides work at once.",
         )
-    if takes_turns and (rollout.urls or (device == "cpu" and not rollout.facts.sleeps_on_cpu)):
+    if takes_turns and (rollout.external_urls or (device == "cpu" and not rollout.facts.sleeps_on_cpu)):
         raise ConfigError(
             f"placement.rollout={config.placement.rollout}, and rollout.engine={rollout.engine} on the CPU, "
-            "or behind rollout.urls, cannot free its memory for the trainer's turn",
+            "or not started by the run, cannot free its memory for the trainer's turn",
             way_out="set placement.rollout=cpu, or rollout.engine=embedded.",
         )
     if isinstance(share, float) and (not is_shared or takes_no_device(config)):
@@ -212,10 +213,10 @@ def _refuse_sharing(config: RunConfig, device: str, *, is_shared: bool, takes_tu
             f"placement.share={share}, and trainer and engines share no CUDA device",
             way_out="set placement.share=auto.",
         )
-    if isinstance(share, float) and (sized := vllm_sizes(config)):
+    if isinstance(share, float) and (sized := rollout.memory_keys):
         raise ConfigError(
-            f"placement.share={share}, and rollout.vllm has {sized[0]}, which sets the same",
-            way_out=f"remove rollout.vllm.{sized[0]}.",
+            f"placement.share={share}, and {sized[0]} sets the same",
+            way_out=f"remove {sized[0]}.",
         )
 
 
@@ -229,16 +230,18 @@ def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
             way_out=f"set trainer.world_size={len(trainer)}, or change placement.trainer.",
         )
     num = config.rollout.max_engines
-    split = config.rollout.tensor_parallel
+    split = config.rollout.devices_per_engine
     counts = Counter(device.node for device in rollout).values()
     is_uneven = any(count % split for count in counts) or len(rollout) > num * split
     if is_uneven and not takes_no_device(config):
+        key = config.rollout.facts.split_key
+        splits = f" or rollout.{key}={math.gcd(*counts)}" if key else ""
         raise ConfigError(
             f"placement.rollout={config.placement.rollout} is {' + '.join(map(str, counts))} devices for "
-            f"rollout.num_engines={num} with rollout.tensor_parallel={split}",
-            rule="an engine has tensor_parallel CUDA devices of one node or a CPU, none idle",
-            way_out=f"set rollout.num_engines={max(1, len(rollout) // split)} or rollout.tensor_parallel="
-            f"{math.gcd(*counts)}, or change placement.rollout.",
+            f"rollout.num_engines={num} with {split} each",
+            rule="an engine has CUDA devices of one node or a CPU, and no device is idle",
+            way_out=f"set rollout.num_engines={max(1, len(rollout) // split)}{splits}, or change "
+            "placement.rollout.",
         )
 
 
@@ -248,7 +251,7 @@ def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
 def _select_sides(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]:
     """The side with the more definite form chooses first."""
     written = config.placement
-    split = config.rollout.tensor_parallel
+    split = config.rollout.devices_per_engine
     num_ranks = config.trainer.world_size
     num_parts = config.rollout.max_engines * split
     forms = {"trainer": written.trainer, "rollout": written.rollout}

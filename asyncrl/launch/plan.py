@@ -22,7 +22,7 @@ from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS, TEACHER_SLOTS
 from asyncrl.launch.machine import Node, find_python
 from asyncrl.launch.mps import why_time_slices
-from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, Side, cuda_devices, place, vllm_sizes
+from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, Side, cuda_devices, place
 
 EVAL_ENGINE = "engine-eval"
 TEACHER = "teacher"
@@ -372,7 +372,7 @@ def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str,
 
 def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
     """Keep both colocated sides in memory if they fit; the engines get what the trainer leaves."""
-    if config.placement.share is None or vllm_sizes(config) or not plan.shape.num_parameters:
+    if config.placement.share is None or config.rollout.memory_keys or not plan.shape.num_parameters:
         return plan
     resident = replace(plan.placement, resident=True)
     processes = lay_out(config, plan.shape, resident)
@@ -396,7 +396,7 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     """Raises ConfigError."""
     placement = plan.placement
     is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
-    if is_local and config.rollout.facts.package and config.rollout.urls is None:
+    if is_local and config.rollout.facts.package and config.rollout.external_urls is None:
         find_python(config.rollout)
     for device, (free, _) in plan.memory.items():
         if free is not None and (needed := plan.needed_bytes(device)) > free:
