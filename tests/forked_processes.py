@@ -60,7 +60,11 @@ def popen(command: list[str], env: Mapping[str, str], **options: Any) -> subproc
 
 
 def _read_early(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in _READ_WHEN_ASKED and not SECRETS.fullmatch(name)}
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _READ_WHEN_ASKED and not SECRETS.fullmatch(name)
+    }
 
 
 class _Forked(subprocess.Popen[Any]):

@@ -27,7 +27,6 @@ from job_runs import (
 )
 from vllm_process import vllm_python
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 CONFIG = ROOT / "configs" / "quickstart-vllm.yaml"
 ENGINE = "asyncrl_servers.vllm"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -13,6 +13,7 @@ from asyncrl.messages.sampling import SamplingParameters
 
 OnOverdue = Literal["wait", "mask", "drop"]
 EngineKind = Literal["embedded", "vllm", "simulated"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +184,16 @@ class RolloutConfig(FrozenConfig):
 
     @property
     def devices_per_engine(self) -> int:
-        return self._of_kind(self.facts.split_key, default=1)
+        return self._of_kind(self.facts.split_key, 1)
 
     @property
     def external_urls(self) -> list[str] | None:
         """Return the URLs of servers that others have started; None: the run starts its own."""
-        return self._of_kind(self.facts.urls_key, default=None)
+        return self._of_kind(self.facts.urls_key, None)
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
-        return self._of_kind(self.facts.arguments_key, default={})
+        return self._of_kind(self.facts.arguments_key, {})
 
     @property
     def memory_keys(self) -> list[str]:
@@ -201,9 +202,10 @@ class RolloutConfig(FrozenConfig):
         plain = {name: name.lstrip("-").replace("-", "_") for name in self.engine_arguments}
         return [f"rollout.{key}.{name}" for name in plain if plain[name] in self.facts.memory_arguments]
 
-    def _of_kind(self, key: str | None, *, default: Any) -> Any:
+    def _of_kind(self, key: str | None, default: T) -> T:
         """Read a key that belongs to the engine's kind."""
-        return default if key is None else getattr(self, key)
+        value: T = default if key is None else getattr(self, key)
+        return value
 
     @property
     def engine_range(self) -> EngineRange:

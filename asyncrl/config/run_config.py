@@ -21,7 +21,8 @@ from asyncrl.config.generator_gateway import GatewayConfig, GeneratorConfig
 from asyncrl.config.model_task_eval import EvalConfig, Evals, ModelConfig, TaskConfig, Tasks
 from asyncrl.config.placement_sync import NodesConfig, PlacementConfig, WeightSyncConfig, is_cpu
 from asyncrl.config.rollout_buffer import BufferConfig, RolloutConfig
-from asyncrl.config.trainer_algorithm import GROUP_ADVANTAGES, AlgorithmConfig, TeacherConfig, TrainerConfig
+from asyncrl.config.teacher import TeacherConfig
+from asyncrl.config.trainer_algorithm import GROUP_ADVANTAGES, AlgorithmConfig, TrainerConfig
 from asyncrl.messages.engine_api import Interrupt
 
 T = TypeVar("T", TaskConfig, EvalConfig)

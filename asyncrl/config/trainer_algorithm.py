@@ -1,4 +1,4 @@
-"""Sections `trainer`, `teacher` and `algorithm`."""
+"""Sections `trainer` and `algorithm`."""
 
 from __future__ import annotations
 
@@ -105,19 +105,6 @@ class TrainerConfig(FrozenConfig):
         """Return whether the weights are float32 FSDP2 shards, which also save memory on one CUDA device."""
         casts_all = device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
         return self.world_size > 1 or self.cpu_offload or casts_all
-
-
-TEACHER_SLOTS = 16
-"""Sequences that a teacher reads at once."""
-
-
-class TeacherConfig(FrozenConfig):
-    """A second model for on-policy distillation (docs/algorithms.md), in a separate engine server."""
-
-    path: str
-    """Hugging Face folder or hub id of a model with the vocabulary of `model`."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run resolves it again."""
 
 
 GROUP_ADVANTAGES = (

@@ -1,4 +1,4 @@
-"""Assign devices to ranks, engines, eval engine and teacher. Imports no torch.
+"""Assign devices to ranks, engines and extra servers. Imports no torch.
 
 Sides on the same CUDA devices time-share them, or work concurrently if placement.share is a number. Each
 rank has its own CUDA device; no engine spans two nodes.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import RunConfig
+from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.config.placement_sync import Devices, NodesConfig, device_numbers, refuse_transport
-from asyncrl.config.rollout_buffer import ENGINES
+from asyncrl.config.rollout_buffer import ENGINES, EngineKind
 from asyncrl.launch.machine import CudaDevice, Node
 
 NO_DEVICE = "none"
@@ -37,16 +37,37 @@ CPU = NodeDevice(0, "cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """None: not in the run."""
+class ExtraServer:
+    """What a server beside trainer and rollout engines asks of the placement, and holds in memory."""
 
+    key: str
+    """placement.KEY has its device."""
+    written: Devices = "auto"
+    """The value of that key."""
+    is_optional: bool = False
+    """Without a free device there is no such server; else it shares an engine's."""
+    engine: EngineKind | None = None
+    """Kind of engine that holds its model; None: its memory is not counted."""
+    model: ModelConfig | None = None
+    """None: the run's model."""
+    slots: int = 0
+    """Sequences in its KV cache."""
+    takes_weights: bool = False
+    """The trainer's weights are sent to it."""
+    way_out: str = ""
+    """A setting without this server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
     nodes: tuple[Node, ...]
     """The controller's is first."""
     trainer: Side
     engines: tuple[Side, ...]
     mode: Literal["apart", "colocated"]
-    evaluation: NodeDevice | None = None
-    teacher: NodeDevice | None = None
+    extra: Mapping[str, NodeDevice] = field(default_factory=dict)
+    """Devices of extra servers, by name."""
+    extra_servers: Mapping[str, ExtraServer] = field(default_factory=dict)
     memory_fraction: float | None = None
     """Engines' fraction of shared devices; None: no limit."""
     resident: bool = False
@@ -72,8 +93,14 @@ class Placement:
 
     @property
     def num_nodes(self) -> int:
-        used = [*self.trainer, *self.engine_devices, *([self.evaluation] if self.evaluation else [])]
+        used = [*self.trainer, *self.engine_devices, *self.weight_readers.values()]
         return len({0, *(device.node for device in used if device.name != NO_DEVICE)})
+
+    @property
+    def weight_readers(self) -> dict[str, NodeDevice]:
+        """Return the devices of extra servers that get the trainer's weights."""
+        servers = self.extra_servers
+        return {name: device for name, device in self.extra.items() if servers[name].takes_weights}
 
     def label(self, device: NodeDevice) -> str:
         is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
@@ -96,14 +123,16 @@ class Placement:
         parts = defaultdict[int, list[str]](list, {0: []})
         used = [device for devices in self.engines for device in devices] if has_engines else []
         if not serves_only:
-            used += [*self.trainer, *filter(None, (self.evaluation, self.teacher))]
+            used += [*self.trainer, *self.extra.values()]
         for node, name in used:
             parts[node].append(name)
         return parts
 
 
-def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
-    """The controller's node is first. Raises ConfigError."""
+def place(
+    config: RunConfig, nodes: Sequence[Node], extra_servers: Mapping[str, ExtraServer] | None = None
+) -> Placement:
+    """The controller's node is first. Extra servers choose in their order. Raises ConfigError."""
     trainer, rollout = _select_sides(config, nodes)
     share = config.placement.share
     fraction = share if isinstance(share, float) else None
@@ -127,14 +156,16 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
         memory_fraction=fraction,
         resident=takes_turns and fraction is not None,
     )
-    if config.eval_engine != "rollout":
-        is_optional = config.eval_engine == "auto"
-        evaluation = _extra_device("eval", config.placement.eval, placement, is_optional=is_optional)
-        if not config.rollout.facts.has_model:
-            evaluation = NodeDevice(0, NO_DEVICE)
-        placement = replace(placement, evaluation=evaluation)
-    if config.teacher is not None:
-        placement = replace(placement, teacher=_extra_device("teacher", config.placement.teacher, placement))
+    for name, server in (extra_servers or {}).items():
+        device = _extra_device(server, placement)
+        if server.engine is not None and not ENGINES[server.engine].has_model:
+            device = NodeDevice(0, NO_DEVICE)
+        if device is not None:
+            placement = replace(
+                placement,
+                extra={**placement.extra, name: device},
+                extra_servers={**placement.extra_servers, name: server},
+            )
     refuse_transport(config, *placement.names, is_turns=takes_turns, num_nodes=placement.num_nodes)
     return placement
 
@@ -334,26 +365,25 @@ def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
     return tuple(NodeDevice(0, f"cuda:{number}") for number in numbers)
 
 
-def _extra_device(
-    name: str, form: Devices, placement: Placement, *, is_optional: bool = False
-) -> NodeDevice | None:
-    """Never the trainer's CUDA device. `is_optional`: None instead of an engine's."""
+def _extra_device(server: ExtraServer, placement: Placement) -> NodeDevice | None:
+    """Choose a device, never the trainer's CUDA device."""
+    form = server.written
     engines = [device for device in placement.engine_devices if device.name != NO_DEVICE]
     cuda = [device for devices in cuda_devices(placement.nodes) for device in devices]
     if form == "cpu" or (form == "auto" and (not cuda or any(one.name == "cpu" for one in engines))):
         return CPU
     if form == "auto":
-        used = (*placement.trainer, *engines, placement.evaluation)
+        used = (*placement.trainer, *engines, *placement.extra.values())
         free = [device for device in cuda if device not in used]
-        if is_optional and not free:
+        if server.is_optional and not free:
             return None
         device = [*free, *reversed(engines), CPU][0]
     else:
-        (device,) = _numbered(name, form, placement.nodes)
+        (device,) = _numbered(server.key, form, placement.nodes)
     if device != CPU and device in placement.trainer:
         raise ConfigError(
-            f"placement.{name}={form} is {placement.label(device)}, which the trainer uses",
-            way_out=f"set placement.{name}=cpu or another CUDA device"
-            + (", or eval.engine=rollout." if name == "eval" else "."),
+            f"placement.{server.key}={form} is {placement.label(device)}, which the trainer uses",
+            way_out=f"set placement.{server.key}=cpu or another CUDA device"
+            + (f", or {server.way_out}." if server.way_out else "."),
         )
     return device
