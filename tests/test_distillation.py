@@ -63,7 +63,7 @@ def test_teachers_logprobs_are_those_of_a_plain_forward(tiny_model_dir: Path, tm
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        teacher = Teacher(caller, temperature=temperature, places=4, timeout_s=60.0, on_lost=None)
+        teacher = Teacher(caller, temperature=temperature, on_lost=None)
         found = await asyncio.gather(*(teacher.judge(rollout) for rollout in [*ROLLOUTS, *ROLLOUTS]))
         await caller.aclose()
         return found

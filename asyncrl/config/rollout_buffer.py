@@ -192,15 +192,12 @@ class RolloutConfig(FrozenConfig):
         return self._of_kind(self.facts.urls_key, None)
 
     @property
-    def engine_arguments(self) -> dict[str, Any]:
-        return self._of_kind(self.facts.arguments_key, {})
-
-    @property
     def memory_keys(self) -> list[str]:
         """Return the written keys that fix how much memory an engine takes."""
         key = self.facts.arguments_key
-        plain = {name: name.lstrip("-").replace("-", "_") for name in self.engine_arguments}
-        return [f"rollout.{key}.{name}" for name in plain if plain[name] in self.facts.memory_arguments]
+        names = self._of_kind(key, dict[str, Any]())
+        plain = {name: name.lstrip("-").replace("-", "_") for name in names}
+        return [f"rollout.{key}.{name}" for name in names if plain[name] in self.facts.memory_arguments]
 
     def _of_kind(self, key: str | None, default: T) -> T:
         """Read a key that belongs to the engine's kind."""

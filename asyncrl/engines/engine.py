@@ -107,7 +107,7 @@ def reading(manifest: ExportResponse) -> Iterator[None]:
 
 
 class ServerClient(ABC):
-    """Client of one server that a run starts, whatever its role.
+    """Client of one server that a run starts, in any role.
 
     A supervisor calls disconnect_nowait() when a process is lost, reset_nowait() before the next one starts,
     and up_nowait() once that serves.

@@ -1,4 +1,4 @@
-"""Client of a server with a role of its own, such as a teacher."""
+"""Client of a server that is neither trainer nor engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from asyncrl.engines.engine import CallScope, ServerClient
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Rollout
 
+CALL_TIMEOUT_S = 120.0
+
 
 class RoleClient(ServerClient):
     """Calls one server. A call that is lost with its process is repeated in the next process.
 
     Life: up -> disconnect_nowait(): open calls restart later -> reset_nowait(): a new process -> up_nowait().
-    Waits: call() sleeps until the server is up, for one of `places`, then for the answer, at most timeout_s.
+    Waits: call() sleeps until the server is up, for one of `places`, then for the answer, at most
+        CALL_TIMEOUT_S.
 
     `on_lost` gets every EngineLost and must take the client down; without it the error reaches the caller.
     """
@@ -29,13 +32,11 @@ class RoleClient(ServerClient):
         caller: Caller,
         *,
         places: int = 1,
-        timeout_s: float = 120.0,
         on_lost: Callable[[EngineLost], None] | None = None,
     ) -> None:
         self.name = caller.name
         self._caller = caller
         self._on_lost = on_lost
-        self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(places)
         self._scope = CallScope(caller)
         self._up = asyncio.Event()
@@ -69,7 +70,7 @@ class RoleClient(ServerClient):
             try:
                 with waiting(f"an answer to {path}", on=self.name, who="rollouts"):
                     async with self._places, self._scope.calls():
-                        return await self._caller.post(path, body, answer, timeout_s=self._timeout_s)
+                        return await self._caller.post(path, body, answer, timeout_s=CALL_TIMEOUT_S)
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise

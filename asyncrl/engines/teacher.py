@@ -9,6 +9,7 @@ import numpy as np
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.http import Caller
+from asyncrl.config.teacher import TEACHER_SLOTS
 from asyncrl.engines.link import LOGPROB_SLACK
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse
@@ -17,15 +18,10 @@ from asyncrl.messages.records import Rollout, Trajectory
 
 class Teacher(RoleClient):
     def __init__(
-        self,
-        caller: Caller,
-        *,
-        temperature: float,
-        places: int,
-        timeout_s: float,
-        on_lost: Callable[[EngineLost], None] | None,
+        self, caller: Caller, *, temperature: float, on_lost: Callable[[EngineLost], None] | None
     ) -> None:
-        super().__init__(caller, places=places, timeout_s=timeout_s, on_lost=on_lost)
+        # Twice the server's slots: the next requests arrive early.
+        super().__init__(caller, places=2 * TEACHER_SLOTS, on_lost=on_lost)
         self._temperature = temperature
         self._num_scored = 0
 

@@ -23,7 +23,7 @@ from asyncrl.job.check import check_everything, find_models
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.lifecycle import Lifecycle, run_id
-from asyncrl.job.live_settings import ENGINES, read_wanted
+from asyncrl.job.live_settings import read_wanted
 from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
 from asyncrl.job.servers import Fleet, Servers, start_mps
@@ -122,7 +122,7 @@ async def build(
     await servers.hold(staging_dir)
     checkpoints = Checkpoints(life.run_dir, config.checkpoint)
     fleet = Fleet(life, servers, staging_dir, journal, checkpoints, wait_for_devices)
-    num_engines = read_wanted(life.run_dir, ENGINES, rollout.engine_range.numbers) or rollout.engine_range.min
+    num_engines = read_wanted(life.run_dir, rollout.engine_range.numbers) or rollout.engine_range.min
     hash_model = asyncio.to_thread(model_pin.read, model_path)
     if point is None:
         await asyncio.gather(fleet.start(num_engines), hash_model)

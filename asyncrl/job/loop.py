@@ -225,7 +225,9 @@ class Job:
         self.life.spawn(run.producers.run(), name="producers")
         if not run.scale.is_fixed:
             self.life.spawn(run.scale.follow(), name="scale")
-        self.life.spawn(follow_live(self.life.run_dir, self.life.config, run), name="live settings")
+        numbers = self.life.config.rollout.engine_range.numbers
+        following = follow_live(self.life.run_dir, numbers, run.scale.want_nowait)
+        self.life.spawn(following, name="live settings")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
         await self.life.stop.wait()

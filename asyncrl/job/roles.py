@@ -1,4 +1,4 @@
-"""The servers of a run beside its trainer: one row per role.
+"""The servers of a run, except its trainer: one row per role.
 
 A server is always in one of these states:
 
@@ -37,7 +37,6 @@ from asyncrl.launch.placement import ExtraServer
 
 ENGINE = "engine"
 EVAL_ENGINE = "engine-eval"
-TEACHER_TIMEOUT_S = 120.0
 
 
 class Loss(Enum):
@@ -62,9 +61,9 @@ class Launch:
 class Role:
     """A role of servers. `name`: of its process; rollout engines add their number.
 
-    `placement` returns what the role asks of the placement; None: the run has no such server. `order` changes
-    a rollout engine's order into one of this role. `launch` and `client` make the process, and the client,
-    which also asks its health. If it is a RoleClient, its judge() gets every rollout.
+    `placement` returns what the role asks of the placement; None: the run has no such server. `order` turns
+    a rollout engine's order into an order of this role. `launch` and `client` make the process and the
+    client, which also asks its health. If that is a RoleClient, its judge() gets every rollout.
     """
 
     name: str
@@ -132,13 +131,7 @@ def _teacher_launch(order: ServerOrder) -> Launch:
 
 
 def _teacher_client(order: ServerOrder, caller: Caller) -> Teacher:
-    return Teacher(
-        caller,
-        temperature=order.config.rollout.temperature,
-        places=2 * TEACHER_SLOTS,  # the next requests arrive early
-        timeout_s=TEACHER_TIMEOUT_S,
-        on_lost=order.on_lost,
-    )
+    return Teacher(caller, temperature=order.config.rollout.temperature, on_lost=order.on_lost)
 
 
 _ROWS = (

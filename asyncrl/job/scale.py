@@ -16,7 +16,7 @@ from asyncrl.config.rollout_buffer import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
-from asyncrl.job.live_settings import ENGINES, LOOK_PERIOD_S, write_wanted
+from asyncrl.job.live_settings import LOOK_PERIOD_S, write_wanted
 from asyncrl.launch.supervise import NO_LOSS, Server, Supervision, Supervisor, summary_of
 from asyncrl.observe.console import RunLog
 from asyncrl.rollouts.producers import Spawn
@@ -171,7 +171,7 @@ class EngineScale:
             num = self.engines.index(engine)
             if num < self.wanted:
                 self.log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
-                write_wanted(self.run_dir, ENGINES, num)
+                write_wanted(self.run_dir, num)
                 self.wanted = num
             await engine.park()
             self._watching.pop(engine.name, None)

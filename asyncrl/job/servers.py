@@ -46,7 +46,7 @@ MEET_FRACTION = 0.8
 @dataclass(slots=True)
 class RoleServer:
     """A server of a role, with its client. `supervisor`: of roles that restart; a rollout engine's is in
-    job/scale.py. `on_gone` is told of a loss that the run survives without the server.
+    job/scale.py. `on_gone` gets a loss that the run survives without the server.
     """
 
     role: Role
@@ -100,6 +100,8 @@ class Servers:
     """Of the devices that both sides use at once."""
     group: BroadcastGroup | None = field(default=None, init=False)
     """Trainer and rollout engines, for transport nccl."""
+    on_lost: Callable[[EngineLost], None] | None = field(default=None, init=False)
+    """Gets every loss that a client meets."""
     rank_store: str = field(default="", init=False)
     """Where ranks meet, unless in the staging folder."""
     weights_store: str = field(default="", init=False)
@@ -176,12 +178,11 @@ class Servers:
         name: str = "",
         url: str = "",
         share: float | None = None,
-        on_lost: Callable[[EngineLost], None] | None = None,
     ) -> RoleServer:
-        """Make a server on its devices, not started, or one that others have started at `url`. `share`: the
-        fraction of its devices' memory.
+        """Make a server on its devices, not started. `url`: others have started it. `share`: the fraction of
+        its devices' memory.
         """
-        order = self.order(role, name or role.name, devices[0], share=share, on_lost=on_lost)
+        order = self.order(role, name or role.name, devices[0], share=share)
         launch = role.launch(order)
         if url:
             secret = os.environ.get(self.config.rollout.facts.key_env, "")
@@ -195,16 +196,8 @@ class Servers:
         ready = partial(client.ready, self._start_s(order.model_path, launch.start_factor))
         return RoleServer(role, Server(child, caller, client.health, start_s, ready), client)
 
-    def order(
-        self,
-        role: Role,
-        name: str,
-        device: NodeDevice,
-        *,
-        share: float | None = None,
-        on_lost: Callable[[EngineLost], None] | None = None,
-    ) -> ServerOrder:
-        """Describe a server to its role and kind of engine. `device` is the first of its own."""
+    def order(self, role: Role, name: str, device: NodeDevice, *, share: float | None = None) -> ServerOrder:
+        """Describe a server to its role and kind of engine. `device` is the first of its devices."""
         config = self.config
         placement = self.placement
         if config.rollout.facts.package is None:  # others count CUDA's memory themselves
@@ -221,7 +214,7 @@ class Servers:
             moves=placement.moves,
             share=share,
             group=self.group,
-            on_lost=on_lost,
+            on_lost=self.on_lost,
         )
         return role.order(order)
 
@@ -354,6 +347,7 @@ class Fleet:
                 wait_up=self.trainer.wait_up,
                 store=lambda: servers.weights_store,
             )
+        servers.on_lost = self.on_lost
         engines = servers.engines()
         self.engine_servers = [engine.server for engine in engines]
         self.clients = [as_engine(engine.client) for engine in engines]
@@ -361,7 +355,7 @@ class Fleet:
         self.node_files = _node_files(life, servers.placement, self.ranks[0])
         self.servers = [*self.ranks, *self.engine_servers]
         self.extra = {
-            name: self._extra(servers.make(ROLES[name], [device], on_lost=self.on_lost))
+            name: self._extra(servers.make(ROLES[name], [device]))
             for name, device in servers.placement.extra.items()
         }
 

@@ -38,7 +38,7 @@ CPU = NodeDevice(0, "cpu")
 
 @dataclass(frozen=True, slots=True)
 class ExtraServer:
-    """What a server beside trainer and rollout engines asks of the placement, and holds in memory."""
+    """What a server other than trainer and rollout engines asks of the placement, and holds in memory."""
 
     key: str
     """placement.KEY has its device."""
@@ -156,16 +156,14 @@ def place(
         memory_fraction=fraction,
         resident=takes_turns and fraction is not None,
     )
+    extra = dict[str, NodeDevice]()
     for name, server in (extra_servers or {}).items():
-        device = _extra_device(server, placement)
+        device = _extra_device(server, placement, [*extra.values()])
         if server.engine is not None and not ENGINES[server.engine].has_model:
             device = NodeDevice(0, NO_DEVICE)
         if device is not None:
-            placement = replace(
-                placement,
-                extra={**placement.extra, name: device},
-                extra_servers={**placement.extra_servers, name: server},
-            )
+            extra[name] = device
+    placement = replace(placement, extra=extra, extra_servers=extra_servers or {})
     refuse_transport(config, *placement.names, is_turns=takes_turns, num_nodes=placement.num_nodes)
     return placement
 
@@ -208,14 +206,9 @@ def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
     if engine.deterministic is True and (engine.external_urls is not None or kind != engine.facts.exact_on):
         raise ConfigError(
             f"rollout.deterministic=true, and rollout.engine={engine.engine} on {kind} cannot promise it",
-            rule=f"engines that the run starts can: {_exact_kinds()}",
+            rule=f"such an engine can on {engine.facts.exact_on}, if the run starts it",
             way_out="set rollout.deterministic=auto.",
         )
-
-
-def _exact_kinds() -> str:
-    kinds = {kind: facts.exact_on for kind, facts in ENGINES.items() if facts.exact_on != "nothing"}
-    return ", ".join(f"{kind} on {device}" for kind, device in kinds.items())
 
 
 def _written(config: RunConfig) -> str:
@@ -365,15 +358,17 @@ def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
     return tuple(NodeDevice(0, f"cuda:{number}") for number in numbers)
 
 
-def _extra_device(server: ExtraServer, placement: Placement) -> NodeDevice | None:
-    """Choose a device, never the trainer's CUDA device."""
+def _extra_device(
+    server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
+) -> NodeDevice | None:
+    """Choose a device, never the trainer's CUDA device. A device is free if it is not `taken`."""
     form = server.written
     engines = [device for device in placement.engine_devices if device.name != NO_DEVICE]
     cuda = [device for devices in cuda_devices(placement.nodes) for device in devices]
     if form == "cpu" or (form == "auto" and (not cuda or any(one.name == "cpu" for one in engines))):
         return CPU
     if form == "auto":
-        used = (*placement.trainer, *engines, *placement.extra.values())
+        used = (*placement.trainer, *engines, *taken)
         free = [device for device in cuda if device not in used]
         if server.is_optional and not free:
             return None

@@ -49,7 +49,7 @@ class AskHealth(Protocol):
 
 
 def health_over(caller: Caller, answer: type[Health]) -> AskHealth:
-    """Return a call of GET /health, which every server of ours answers."""
+    """Return a call of GET /health, which all servers of a run answer."""
     return partial(caller.get, "/health", answer)
 
 

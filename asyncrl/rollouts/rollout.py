@@ -454,7 +454,7 @@ def own_reward(outcome: Outcome) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class JudgedGenerator:
-    """Let a server add to each finished rollout, such as a teacher its logprobs.
+    """Let a server add to each finished rollout, such as another model's logprobs.
 
     The clock of rollout.timeout_s stops: the server's answers have their own limit.
     """
