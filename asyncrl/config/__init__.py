@@ -1,5 +1,6 @@
 """The settings of a run."""
 
+from asyncrl.config.buffer_config import BufferConfig as BufferConfig
 from asyncrl.config.checkpoint_journal_supervision_observe import CheckpointConfig as CheckpointConfig
 from asyncrl.config.checkpoint_journal_supervision_observe import ObserveConfig as ObserveConfig
 from asyncrl.config.checkpoint_journal_supervision_observe import SupervisionConfig as SupervisionConfig
@@ -13,9 +14,8 @@ from asyncrl.config.model_task_eval import EvalConfig as EvalConfig
 from asyncrl.config.model_task_eval import ModelConfig as ModelConfig
 from asyncrl.config.model_task_eval import ScratchConfig as ScratchConfig
 from asyncrl.config.model_task_eval import TaskConfig as TaskConfig
-from asyncrl.config.placement_sync import PlacementConfig as PlacementConfig
-from asyncrl.config.rollout_buffer import BufferConfig as BufferConfig
-from asyncrl.config.rollout_buffer import RolloutConfig as RolloutConfig
+from asyncrl.config.placement_config import PlacementConfig as PlacementConfig
+from asyncrl.config.rollout_config import RolloutConfig as RolloutConfig
 from asyncrl.config.run_config import RunConfig as RunConfig
 from asyncrl.config.trainer_algorithm import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.trainer_algorithm import LoraConfig as LoraConfig

@@ -10,6 +10,7 @@ from typing import ClassVar, Self, TypeVar
 
 from pydantic import Field, model_validator
 
+from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_journal_supervision_observe import (
     CheckpointConfig,
     JournalConfig,
@@ -19,10 +20,11 @@ from asyncrl.config.checkpoint_journal_supervision_observe import (
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.generator_gateway import GatewayConfig, GeneratorConfig
 from asyncrl.config.model_task_eval import EvalConfig, Evals, ModelConfig, TaskConfig, Tasks
-from asyncrl.config.placement_sync import NodesConfig, PlacementConfig, WeightSyncConfig, is_cpu
-from asyncrl.config.rollout_buffer import BufferConfig, RolloutConfig
-from asyncrl.config.teacher import TeacherConfig
+from asyncrl.config.placement_config import NodesConfig, PlacementConfig, is_cpu
+from asyncrl.config.rollout_config import RolloutConfig
+from asyncrl.config.teacher_config import TeacherConfig
 from asyncrl.config.trainer_algorithm import GROUP_ADVANTAGES, AlgorithmConfig, TrainerConfig
+from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
 
 T = TypeVar("T", TaskConfig, EvalConfig)

@@ -1,4 +1,4 @@
-"""Make engine servers of every kind: start arguments and client. ENGINES (config/rollout_buffer.py) has the
+"""Make engine servers of every kind: start arguments and client. ENGINES (config/engine_kinds.py) has the
 settings, devices and memory of each kind.
 
 A new kind is a row in ENGINES, a row in KINDS, its client beside vllm_server.py, and its server in
@@ -18,7 +18,7 @@ from typing import Any
 from asyncrl.base.errors import EngineLost
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig
-from asyncrl.config.rollout_buffer import EngineKind
+from asyncrl.config.engine_kinds import EngineKind
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import START_FACTOR, VllmRequirements

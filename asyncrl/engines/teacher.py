@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncrl.base.errors import EngineError, EngineLost
 from asyncrl.base.http import Caller
-from asyncrl.config.teacher import TEACHER_SLOTS
+from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.link import LOGPROB_SLACK
 from asyncrl.engines.role_client import RoleClient
 from asyncrl.messages.engine_api import ScoreRequest, ScoreResponse

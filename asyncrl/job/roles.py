@@ -28,7 +28,7 @@ from pathlib import Path
 
 from asyncrl.base.http import Caller
 from asyncrl.config import ModelConfig, RunConfig
-from asyncrl.config.teacher import TEACHER_SLOTS
+from asyncrl.config.teacher_config import TEACHER_SLOTS
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, Body, ServerOrder, embedded_spec
 from asyncrl.engines.teacher import Teacher

@@ -12,7 +12,7 @@ from typing import Literal
 
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.waits import waiting
-from asyncrl.config.rollout_buffer import EngineRange
+from asyncrl.config.rollout_config import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler

@@ -16,7 +16,7 @@ from asyncrl.base.files import LOCK
 from asyncrl.base.http import Caller
 from asyncrl.base.waits import within
 from asyncrl.config import RunConfig
-from asyncrl.config.placement_sync import fetches_files
+from asyncrl.config.transports import fetches_files
 from asyncrl.engines.broadcast import BroadcastGroup
 from asyncrl.engines.engine import EngineClient, ServerClient
 from asyncrl.engines.kinds import KINDS, ServerOrder

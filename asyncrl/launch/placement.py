@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import ModelConfig, RunConfig
-from asyncrl.config.placement_sync import Devices, NodesConfig, device_numbers, refuse_transport
-from asyncrl.config.rollout_buffer import ENGINES, EngineKind
+from asyncrl.config.engine_kinds import ENGINES, EngineKind
+from asyncrl.config.placement_config import Devices, NodesConfig, device_numbers
+from asyncrl.config.transports import refuse_transport
 from asyncrl.launch.machine import CudaDevice, Node
 
 NO_DEVICE = "none"

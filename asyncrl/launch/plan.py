@@ -17,9 +17,9 @@ from typing import Any, Literal
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import shared_memory_root
 from asyncrl.config import ModelConfig, RunConfig
-from asyncrl.config.placement_sync import choose_transport
-from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
+from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities
 from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS
+from asyncrl.config.transports import choose_transport
 from asyncrl.launch.machine import Node, find_python
 from asyncrl.launch.mps import why_time_slices
 from asyncrl.launch.placement import (
