@@ -92,8 +92,10 @@ class House(EngineRooms):
     @property
     def states(self) -> list[str]:
         down = self.pool.down
+        states = [self.scale.states[fake.name] for fake in self.fakes]
         return [
-            self.scale.states[fake.name] or ("down" if fake.name in down else "up") for fake in self.fakes
+            state if state != "working" else "down" if fake.name in down else "up"
+            for fake, state in zip(self.fakes, states, strict=True)
         ]
 
     def happened(self) -> list[str]:

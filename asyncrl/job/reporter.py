@@ -378,14 +378,19 @@ def reported(run: Components) -> Reported:
     return Reported(marks, tuple(run.producers.oldest()), any(one.is_starting for one in supervisors))
 
 
+def _engine_state(run: Components, name: str, version: int) -> str:
+    state = run.scale.states[name]
+    if state != "working":
+        return state
+    return "down" if name in run.engines.down else f"policy_version {version}"
+
+
 def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the components' section of status.json."""
     buffer = ("ready", "running", "look_ahead", "served")
     rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
     engines = {
-        server.name: run.scale.states[server.name]
-        or ("down" if server.name in run.engines.down else f"policy_version {server.policy_version}")
-        for server in run.engines.servers
+        server.name: _engine_state(run, server.name, server.policy_version) for server in run.engines.servers
     }
     return {
         "buffer": {name: now[f"buffer/{name}"] for name in buffer},

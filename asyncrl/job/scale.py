@@ -22,10 +22,13 @@ from asyncrl.observe.console import RunLog
 from asyncrl.rollouts.producers import Spawn
 
 
+EngineState = Literal["parked", "starting", "working", "leaving"]
+
+
 class EngineSupervisor(Supervisor):
     """Supervise one engine, or keep it parked.
 
-    Life: parked, without a process -> starting -> "": works or restarts -> leaving -> parked.
+    Life: parked, without a process -> starting -> working, also while it restarts -> leaving -> parked.
     Waits: park() waits for its requests to move, and for a push.
     Invariant: the pool sends it work only while it serves the announced version, or a newer one. Parking is
         no restart.
@@ -45,7 +48,7 @@ class EngineSupervisor(Supervisor):
         self._client = client
         self._pool = pool
         self._scheduler = scheduler
-        self.state: Literal["parked", "starting", "", "leaving"] = ""
+        self.state: EngineState = "working"
 
     def park_nowait(self) -> None:
         """Mark the engine as parked. It has no process."""
@@ -89,8 +92,8 @@ class EngineSupervisor(Supervisor):
 
     async def _works_again(self) -> None:
         self._pool.up_nowait(self.name)
-        if self.state:
-            self.state = ""
+        if self.state != "working":
+            self.state = "working"
             self._on_event("engine unparked", {"name": self.name})
 
 
@@ -120,12 +123,12 @@ class EngineScale:
             engine.park_nowait()
 
     @property
-    def states(self) -> dict[str, str]:
+    def states(self) -> dict[str, EngineState]:
         return {engine.name: engine.state for engine in self.engines}
 
     @property
     def num_working(self) -> int:
-        return list(self.states.values()).count("")
+        return list(self.states.values()).count("working")
 
     def gauges(self) -> dict[str, float]:
         return {} if self.is_fixed else {"engine/up": sum(engine.is_up for engine in self.engines)}
@@ -134,7 +137,8 @@ class EngineScale:
         """Supervise each wanted engine, in a task of its own."""
         for engine in self.engines[: self.wanted]:
             if engine.name not in self._watching:
-                engine.state = "starting" if engine.state else ""
+                if engine.state != "working":
+                    engine.state = "starting"
                 self._watching[engine.name] = self.spawn(self._watch(engine), name=f"watch {engine.name}")
 
     def want_nowait(self, num: int) -> None:
@@ -166,7 +170,7 @@ class EngineScale:
         try:
             await engine.run()
         except (RoomError, ConfigError) as error:
-            if not engine.state or isinstance(error, NO_LOSS):
+            if engine.state == "working" or isinstance(error, NO_LOSS):
                 raise
             num = self.engines.index(engine)
             if num < self.wanted:
