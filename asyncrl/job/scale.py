@@ -21,7 +21,6 @@ from asyncrl.launch.supervise import NO_LOSS, Server, Supervision, Supervisor, s
 from asyncrl.observe.console import RunLog
 from asyncrl.rollouts.producers import Spawn
 
-
 EngineState = Literal["parked", "starting", "working", "leaving"]
 
 
