@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from asyncrl.base.errors import ErrorBody, NodeLost, RoomError
 from asyncrl.base.http import Answer, Caller, CallLost, CallRefused
 from asyncrl.launch.processes import Process
-from asyncrl.launch.supervise import Server
+from asyncrl.launch.supervise import Server, health_over
 from asyncrl.messages.trainer_api import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
 
 Work = Callable[[], Awaitable[Any]]
@@ -134,7 +134,7 @@ class FakeProcess(Server):
 
     def __init__(self, server: FakeServer, *, start_s: float = 5.0) -> None:
         caller: Any = server
-        super().__init__(FakeChild(server), caller, type(server.health()), start_s)
+        super().__init__(FakeChild(server), caller, health_over(caller, type(server.health())), start_s)
         self.server = server
         self.fails_to_start = 0
         self.started_at: list[float] = []

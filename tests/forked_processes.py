@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import held_task
 
-from asyncrl.base.http import NEVER_INHERITED
+from asyncrl.base.http import SECRETS
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import PRELOADED, ForkServer, run, set_title
 
@@ -41,7 +41,6 @@ _READ_WHEN_ASKED = {
     "OMP_NUM_THREADS",
     "HF_HUB_OFFLINE",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it itself, when it is imported
-    *NEVER_INHERITED,
     held_task.RUN_DIR,
 }
 """Variables that no library reads when it is imported, or that all tests have at the same value."""
@@ -61,7 +60,11 @@ def popen(command: list[str], env: Mapping[str, str], **options: Any) -> subproc
 
 
 def _read_early(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in _READ_WHEN_ASKED}
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _READ_WHEN_ASKED and not SECRETS.fullmatch(name)
+    }
 
 
 class _Forked(subprocess.Popen[Any]):

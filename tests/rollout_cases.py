@@ -12,7 +12,7 @@ from fakes import FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
 
 from asyncrl.base.errors import WouldWait
 from asyncrl.config import EvalConfig
-from asyncrl.config.rollout_buffer import RolloutConfig
+from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.messages.records import (
     Completion,
     Finished,

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.config.placement_sync import refuse_transport
+from asyncrl.config.transports import refuse_transport
 from asyncrl.launch.machine import Machine, single_node
 from asyncrl.launch.placement import place
 

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, ScratchConfig
-from asyncrl.engines.engine import Teacher
-from asyncrl.job.check import find_teacher
+from asyncrl.engines.teacher import Teacher
+from asyncrl.job.check import find_models
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.objective import BatchNumbers
@@ -63,7 +63,7 @@ def test_teachers_logprobs_are_those_of_a_plain_forward(tiny_model_dir: Path, tm
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        teacher = Teacher(caller, temperature=temperature, places=4, timeout_s=60.0, on_lost=None)
+        teacher = Teacher(caller, temperature=temperature, on_lost=None)
         found = await asyncio.gather(*(teacher.judge(rollout) for rollout in [*ROLLOUTS, *ROLLOUTS]))
         await caller.aclose()
         return found
@@ -111,7 +111,7 @@ def test_teacher_of_other_tokens_is_refused(tiny_model_dir: Path, tmp_path: Path
     config |= {"algorithm": {"distill_weight": 1}, "teacher": {"path": str(other)}}
     ours = HFChatTokenizer(tiny_model_dir)
     with pytest.raises(ConfigError, match=r"teacher.path=.*: id \d+ is 'b' in the teacher, 'a' in"):
-        find_teacher(RunConfig.model_validate(config), ours)
+        find_models(RunConfig.model_validate(config), ours)
 
 
 # ---- runs

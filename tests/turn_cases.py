@@ -20,7 +20,7 @@ from asyncrl.base.errors import EngineLost, ErrorBody, RoomError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.waits import TimedSpan, listen_to_spans
 from asyncrl.config import SupervisionConfig
-from asyncrl.config.rollout_buffer import EngineRange
+from asyncrl.config.rollout_config import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Colocated

@@ -1,6 +1,7 @@
 """The settings of a run."""
 
 from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
+from asyncrl.config.buffer_config import BufferConfig as BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig as CheckpointConfig
 from asyncrl.config.eval_config import EvalConfig as EvalConfig
 from asyncrl.config.gateway_config import GatewayConfig as GatewayConfig
@@ -12,9 +13,8 @@ from asyncrl.config.load import run_config_yaml as run_config_yaml
 from asyncrl.config.model_config import ModelConfig as ModelConfig
 from asyncrl.config.model_config import ScratchConfig as ScratchConfig
 from asyncrl.config.observe_config import ObserveConfig as ObserveConfig
-from asyncrl.config.placement_sync import PlacementConfig as PlacementConfig
-from asyncrl.config.rollout_buffer import BufferConfig as BufferConfig
-from asyncrl.config.rollout_buffer import RolloutConfig as RolloutConfig
+from asyncrl.config.placement_config import PlacementConfig as PlacementConfig
+from asyncrl.config.rollout_config import RolloutConfig as RolloutConfig
 from asyncrl.config.run_config import RunConfig as RunConfig
 from asyncrl.config.supervision_config import SupervisionConfig as SupervisionConfig
 from asyncrl.config.task_config import TaskConfig as TaskConfig

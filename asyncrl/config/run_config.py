@@ -11,6 +11,7 @@ from typing import ClassVar, Self, TypeVar
 from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
+from asyncrl.config.buffer_config import BufferConfig
 from asyncrl.config.checkpoint_config import CheckpointConfig
 from asyncrl.config.eval_config import EvalConfig, Evals
 from asyncrl.config.fields import FrozenConfig
@@ -19,12 +20,13 @@ from asyncrl.config.generator_config import GeneratorConfig
 from asyncrl.config.journal_config import JournalConfig
 from asyncrl.config.model_config import ModelConfig
 from asyncrl.config.observe_config import ObserveConfig
-from asyncrl.config.placement_sync import NodesConfig, PlacementConfig, WeightSyncConfig, is_cpu
-from asyncrl.config.rollout_buffer import BufferConfig, RolloutConfig
+from asyncrl.config.placement_config import NodesConfig, PlacementConfig, is_cpu
+from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.config.supervision_config import SupervisionConfig
 from asyncrl.config.task_config import TaskConfig, Tasks
 from asyncrl.config.teacher_config import TeacherConfig
 from asyncrl.config.trainer_config import TrainerConfig
+from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
 
 T = TypeVar("T", TaskConfig, EvalConfig)
@@ -164,8 +166,9 @@ class RunConfig(FrozenConfig):
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
-        if self.rollout.urls is not None and self.model.path is None:
-            yield "model.scratch is made at the start of the run; give model.path for rollout.urls"
+        if self.rollout.external_urls is not None and self.model.path is None:
+            key = self.rollout.facts.urls_key
+            yield f"model.scratch is made at the start of the run; give model.path for rollout.{key}"
         if self.trainer.cpu_offload and is_cpu(self.placement.trainer):
             yield f"trainer.cpu_offload needs a CUDA device; placement.trainer={self.placement.trainer}"
         for key, written in (("trainer", self.placement.trainer), ("rollout", self.placement.rollout)):

@@ -39,6 +39,8 @@ _MIN_KEEP_ALIVE_S = 60
 _ASK_AGAIN_S = 0.1
 """Retry period: an abort that overtook its request has no effect."""
 _HEALTH_LIMIT_S = 5.0
+START_FACTOR = 3
+"""Multiple of supervision.start_timeout_s: vLLM first compiles kernels."""
 _COUNTS = {
     "num_running": ("num_requests_running",),
     "num_queued": ("num_requests_waiting",),

@@ -18,7 +18,6 @@ import numpy as np
 from asyncrl.base.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.config import OnOverflow
-from asyncrl.engines.engine import Teacher
 from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
@@ -454,14 +453,14 @@ def own_reward(outcome: Outcome) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class DistillingGenerator:
-    """Add a teacher's logprobs to rollouts.
+class JudgedGenerator:
+    """Let a server add to each finished rollout, such as another model's logprobs.
 
-    The clock of rollout.timeout_s stops: teacher answers have their own limit.
+    The clock of rollout.timeout_s stops: the server's answers have their own limit.
     """
 
     generator: Generator
-    teacher: Teacher
+    judge: Callable[[Rollout], Awaitable[Rollout]]
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         score = await self.generator.sample(attempt)
@@ -469,7 +468,7 @@ class DistillingGenerator:
         async def score_and_judge() -> Rollout:
             rollout = await score()
             attempt.clock.hold()
-            return await self.teacher.judge(rollout)
+            return await self.judge(rollout)
 
         return score_and_judge
 
