@@ -65,7 +65,8 @@ def refuse_transport(
     sync = config.weight_sync
     facts = sync.facts
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
-    places = f"{name} from {', '.join(ranks)} to {', '.join(engines)}, {'in turns' if is_turns else 'apart'}"
+    how = "colocated" if is_turns else "on separate devices"
+    places = f"{name} from {', '.join(ranks)} to {', '.join(engines)}, {how}"
     is_apart = not _used_twice([*ranks, *engines]) and ("cpu" in ranks) == ("cpu" in engines)
     _refuse_engine(config, name)
     if num_nodes > 1 and facts.bound and sync.transport != "auto":
@@ -77,7 +78,7 @@ def refuse_transport(
         raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}.")
     if facts.is_collective and (is_turns or not is_apart):
         rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
-        raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}. In turns: weight_sync.transport=ipc.")
+        raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}. When colocated, set weight_sync.transport=ipc.")
     if facts.shares_device and not (is_turns or _share_one(ranks, engines)):
         rule = "engines that work at the same time as the trainer open memory of its only device"
         raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}, or placement.rollout=trainer.")
