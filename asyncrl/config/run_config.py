@@ -183,7 +183,7 @@ class RunConfig(FrozenConfig):
         saved = self.checkpoint.every
         if best is not None and best not in self.evals:
             known = ", ".join(filter(None, self.evals)) or "there are none"
-            yield f"checkpoint.keep_best={best}: this run has no such evaluation; give true, or a name: {known}"
+            yield f"checkpoint.keep_best={best}: there is no such evaluation; give true or a name: {known}"
             return
         every = None if best is None else self.evals[best].every
         if self.checkpoint.keep_best and (not every or not saved or every % saved):

@@ -78,7 +78,8 @@ def refuse_transport(
         raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}.")
     if facts.is_collective and (is_turns or not is_apart):
         rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
-        raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}. When colocated, set weight_sync.transport=ipc.")
+        way_out = f"{TO_SHM}. When colocated, set weight_sync.transport=ipc."
+        raise ConfigError(places, rule=rule, way_out=way_out)
     if facts.shares_device and not (is_turns or _share_one(ranks, engines)):
         rule = "engines that work at the same time as the trainer open memory of its only device"
         raise ConfigError(places, rule=rule, way_out=f"{TO_SHM}, or placement.rollout=trainer.")
