@@ -162,8 +162,8 @@ def flip_last_bit(path: Path) -> None:
 
 
 def check_whole(answer: GenerateResponse, server: Server) -> None:
-    """One logprob a token, ids that exist, and version spans that cover every token once, in order of
-    versions.
+    """Check one logprob per token, existing ids, and version spans that cover every token once, in order
+    of versions.
     """
     assert len(answer.logprobs) == len(answer.token_ids)
     assert all(0 <= token < VOCAB_SIZE for token in answer.token_ids)

@@ -1,5 +1,5 @@
-"""Starts processes of a run for tests, as forks of one that has imported all of them. The fork server of such
-a run is a fork of the run.
+"""Starts processes of a run for tests, as forks of a process that has imported all of their modules. The
+fork server of such a run is a fork of the run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _READ_WHEN_ASKED = {
 
 
 def popen(command: list[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    """subprocess.Popen of `python -m MODULE` in a new session; forked where MODULE is one of MODULES.
+    """subprocess.Popen of `python -m MODULE` in a new session; forked if MODULE is in MODULES.
 
     A fork has its libraries from a process that had the environment of the tests when they were collected:
     AssertionError for an `env` that differs from it, so that no run costs the imports without being seen to.
@@ -112,7 +112,7 @@ def warm_parent() -> ForkServer:
 
 
 PATIENCE_S = 500.0
-"""Seconds for the imports of that process, whatever else the machine does."""
+"""Seconds for the imports of that process on a busy machine."""
 IS_PARENT = "ASYNCRL_TEST_IS_PARENT"
 _spawn = util.spawnv_passfds
 

@@ -28,7 +28,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.messages.engine_api import GenerateResponse, Interrupt
 
 pytest_plugins = ["engine_under_test"]
-pytestmark = pytest.mark.xdist_group("forks")  # one process imports what they fork
+pytestmark = pytest.mark.xdist_group("forks")  # one process imports the modules that they fork
 
 
 @contract

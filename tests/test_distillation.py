@@ -28,7 +28,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.objective import BatchNumbers
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
-pytestmark = pytest.mark.xdist_group("forks")  # one process imports what they fork
+pytestmark = pytest.mark.xdist_group("forks")  # one process imports the modules that they fork
 VOCABULARY = 52
 
 

@@ -62,7 +62,7 @@ class Recorded(DecodeGraphs):
 
 
 def answers(engine: Engine, halfway: Callable[[], None] = lambda: None) -> list[GenerateResponse]:
-    """Of requests that come and go: more than there are slots, short and long ones, some of one prompt."""
+    """Compare requests that come and go: more than there are slots, short and long, some with one prompt."""
     ends, futures = [40, 9, 25, 60, 33, 12, 50, 21, 44, 30, 18, 27, 36, 55], []
     for seed, end in enumerate(ends):
         prompt = tuple(2 + at % 48 for at in range(3 if seed % 3 else 90))

@@ -1,4 +1,4 @@
-"""The wheel holds what it should, under the names it should; a host of workers installs a small part."""
+"""The wheel contains its packages under unique names; a host of workers installs a small part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.val
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"  # a copy: a build writes beside the sources
+    source = folder / "source"  # a copy: a build writes next to the sources
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--wheel-dir", str(folder), str(source)], check=True, timeout=600)
@@ -153,7 +153,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     declared |= {"mlflow", "yaml", "IPython", "requests"}  # of mlflow-skinny, pyyaml, ipython, wandb
     imports = re.findall(r"^ *(?:import (\w+)|from (\w+)[\w.]* import )", SOURCE, re.M)
     tops = {"".join(either) for either in imports} - sys.stdlib_module_names
-    # torch for CUDA brings its own Triton, and the CPU has none
+    # torch for CUDA brings its own Triton, and the CPU build does not
     assert tops - declared <= {"asyncrl", "asyncrl_servers", "triton"}
 
 

@@ -1,4 +1,4 @@
-"""What people and hosts read around the code names things that exist."""
+"""Pages and files around the code name functions, files and commands that exist."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_new_engine_that_fails_to_start_ends_no_run(tmp_path: Path) -> None:
         await asyncio.sleep(1e4)
 
     error = fails(story, folder=tmp_path, **THREE, max_restarts=2)
-    assert error.room == "engine-1", "one that has worked is needed"
+    assert error.room == "engine-1", "an engine that has worked is needed"
 
 
 MOVE = st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort", "scale"])
@@ -297,4 +297,4 @@ def test_scale_command_asks_or_refuses(tmp_path: Path, asked: str, num_engines: 
     if "--allow-change" in says:
         *_, override, _, allowed = shlex.split(said.split("`")[1])
         changed = changed_keys(load_config(saved), load_config(saved, [override]))
-        assert list(changed) == [allowed], "what it says to write would be accepted"
+        assert list(changed) == [allowed], "its way out would be accepted"
