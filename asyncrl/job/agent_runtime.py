@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
-from asyncrl.base.errors import RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.base.waits import waiting
@@ -137,11 +136,12 @@ class AgentRuntime:
 
     def _supervised(self, worker: Server, supervision: Supervision) -> Supervisor:
         """Keep a worker running. Its lost rollouts are retried."""
-
-        def forget_worker(lost: RoomError) -> None:
-            self.queue.worker_gone_nowait(worker.name, summary_of(lost))
-
-        return Supervisor([worker], supervision, kind="worker", on_down=forget_worker)
+        return Supervisor(
+            [worker],
+            supervision,
+            kind="worker",
+            on_down=lambda lost: self.queue.worker_gone_nowait(worker.name, summary_of(lost)),
+        )
 
     def _worker(self, job: Lifecycle, number: int) -> Server:
         """Create a worker whose secret differs from the run's."""

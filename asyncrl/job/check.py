@@ -339,24 +339,21 @@ def find_models(
     """Return the model folders of roles with a model of their own. Raises ConfigError if one has tokens that
     differ from the trained model's. Blocks.
     """
+    ours = {number: token for token, number in tokenizer.vocabulary.items()}
     found = dict[str, Path]()
     for role, model in extra_models(config).items():
         folder = find(model.path, key=f"{role}.path", revision=model.revision)
-        if folder is not None:
-            _refuse_other_tokens(role, f"{role}.path={model.path}", folder, tokenizer)
-            found[role] = folder
+        if folder is None:
+            continue
+        found[role] = folder
+        theirs = {number: token for token, number in read_vocabulary(folder).items()}
+        differing = [number for number in {*theirs, *ours} if theirs.get(number) != ours.get(number)]
+        if differing:
+            first = min(differing)
+            raise ConfigError(
+                f"{role}.path={model.path} has {len(theirs)} tokens, the model {len(ours)}: id {first} is "
+                f"{theirs.get(first)!r} in the {role}, {ours.get(first)!r} in the model",
+                rule=f"the {role} scores the sampled token ids, so both vocabularies must be equal",
+                way_out=f"use a {role} with the model's tokenizer, for example from the same family.",
+            )
     return found
-
-
-def _refuse_other_tokens(role: str, source: str, folder: Path, tokenizer: HFChatTokenizer) -> None:
-    theirs = {number: token for token, number in read_vocabulary(folder).items()}
-    ours = {number: token for token, number in tokenizer.vocabulary.items()}
-    if theirs == ours:
-        return
-    first = min(number for number in {*theirs, *ours} if theirs.get(number) != ours.get(number))
-    raise ConfigError(
-        f"{source} has {len(theirs)} tokens, the model {len(ours)}: id {first} is "
-        f"{theirs.get(first)!r} in the {role}, {ours.get(first)!r} in the model",
-        rule=f"the {role} scores the sampled token ids, so both vocabularies must be equal",
-        way_out=f"use a {role} with the model's tokenizer, for example from the same family.",
-    )

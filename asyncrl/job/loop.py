@@ -208,16 +208,16 @@ class Job:
     async def _start_services(self, run: Components, unfinished: Sequence[UnfinishedGroup]) -> None:
         version = run.trainer.policy_version
         evaluation = run.evaluation
-        shares_engines = evaluation is not None and run.fleet.eval_client is None
+        on_rollout_engines = evaluation if run.fleet.eval_client is None else None
         if evaluation is not None:
             self.life.spawn(evaluation.run(), name="evaluation")
-        if evaluation is not None and shares_engines:
-            self.life.spawn(self._stop_evaluation(evaluation), name="evaluation stop")
+        if on_rollout_engines is not None:
+            self.life.spawn(self._stop_evaluation(on_rollout_engines), name="evaluation stop")
         if version > 0:
             self.life.log.activity("bringing the weights to the engines")
         await run.scheduler.start(version)
-        if evaluation is not None and shares_engines and version == 0:
-            evaluation.served_nowait(version)
+        if on_rollout_engines is not None and version == 0:
+            on_rollout_engines.served_nowait(version)
         self.life.log.activity("training")
         for group in unfinished:
             run.producers.resume_nowait(group)

@@ -358,6 +358,7 @@ class Fleet:
             name: self._extra(servers.make(ROLES[name], [device]))
             for name, device in servers.placement.extra.items()
         }
+        self.side_servers = [extra.server for extra in self.extra.values()]
 
     def _extra(self, extra: RoleServer) -> RoleServer:
         """Give a server its supervisor, or its way out of the run."""
@@ -378,10 +379,6 @@ class Fleet:
 
     def _continue_without(self, lost: RoomError) -> None:
         self._life.log.warn(f"the run continues without {lost.room}: {lost}")
-
-    @property
-    def side_servers(self) -> list[Server]:
-        return [extra.server for extra in self.extra.values()]
 
     @property
     def judges(self) -> list[RoleClient]:
