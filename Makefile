@@ -1,26 +1,26 @@
 # make quickstart    install asyncrl[train], then train a small model from random weights (RUN: options of asyncrl run)
 # make test          install asyncrl[test], then run the tests that need no real runs and no extras (minutes on 2 cores)
 # make test-slow     the rest: real runs, killed and resumed, extras, and a real vLLM if there is one (about 12 minutes)
-# make test-all      all tests but the long ones at once (about 20 minutes)
-# make test-long     those: lost hosts, a step beside TRL's, starts that fail (about 15 minutes)
-# make check         install asyncrl[dev], then lint, types and the plan of the house
-# make setup         install asyncrl[dev]; no work when nothing changed, as in all other commands
+# make test-all      all tests except the long ones (about 20 minutes)
+# make test-long     the long ones: lost hosts, a step compared with TRL's, starts that fail (about 15 minutes)
+# make check         install asyncrl[dev], then lint, types, import contracts and budgets
+# make setup         install asyncrl[dev]; like all commands it does nothing if nothing has changed
 # make setup-vllm    install vLLM's CPU build into .venv-vllm, for rollout.engine=vllm without a GPU (about 2 minutes)
 # make setup-frameworks  install agent frameworks into .venv-frameworks, for the tests that run them unmodified (about a minute)
 # make bench         every benchmark, a short table each
-# make gpu           on a machine with a CUDA device: what it computes against a CPU, and how fast; results in benchmarks/results
-# make fuzz          kill real runs some 300 times, resume them, and check what they did (an hour)
+# make gpu           compare a CUDA device with the CPU and measure its speed; results in benchmarks/results
+# make fuzz          kill real runs about 300 times, resume them, and check the results (an hour)
 # make faults        the tests that kill hosts of a network, ROUNDS times (20; some minutes each); needs root
-# make docs          write docs/configuration.md anew from the settings
-# make site          install, then build the site of docs/ into build/site; a warning ends it
+# make docs          regenerate docs/configuration.md and docs/metrics.md
+# make site          build the site of docs/ into build/site; a warning fails it
 .PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all test-long check bench gpu fuzz faults docs
 
 BIN := .venv/bin
 # The tests of `make test`; test-slow runs all others.
 QUICK := not slow and not vllm and not gpu and not extras and not long
-# A file's tests share what they start, and wait more than they compute; conftest.py has the order of the files.
+# The tests of a file share processes, and wait more than they compute; conftest.py has the order of the files.
 BY_FILE := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10
-# Only files with such tests are imported to collect them.
+# Collecting imports only the files that have such tests.
 OF_RUNS := $(shell grep -lE 'mark\.(slow|extras|gpu)' tests/test_*.py)
 OF_VLLM := $(shell grep -lE 'mark\.vllm|contract_servers' tests/test_*.py)
 
@@ -41,7 +41,7 @@ test:
 	@bash scripts/setup.sh test
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup -m "$(QUICK)"
 
-# The two parts at once: each waits more than it works.
+# Both parts run in parallel: each waits more than it computes.
 test-slow: setup
 	$(MAKE) -j2 test-runs test-vllm
 
@@ -51,11 +51,11 @@ test-runs:
 test-vllm:
 	$(BIN)/python -m pytest -q -m "vllm and not long" --durations=10 $(OF_VLLM)
 
-# vLLM's beside all others: its tests wait for one server after the other.
+# The tests of vLLM run in parallel with all others: they wait for one server after the other.
 test-all: setup
 	$(MAKE) -j2 test-others test-vllm
 
-# In one go: what a worker imports to collect tests, and the process that real runs are forked from, are there once.
+# In one pytest: workers import the tests once, and real runs are forked from one process.
 test-others:
 	$(BY_FILE) -m "not vllm and not long"
 
@@ -73,7 +73,7 @@ check: setup
 bench: setup
 	for name in engine publish buffer async_vs_sync interrupt trainer in_flight run_efficiency checkpoint gateway colocation startup; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-# One part after the other, each less than 9 minutes; what needs a device that is not here is not run.
+# Parts of less than 9 minutes each; tests of devices that this machine lacks are skipped.
 gpu: setup
 	failed=0; for part in 1 2 3 4 5; do $(BIN)/python scripts/gpu_acceptance.py --part $$part || failed=1; done; exit $$failed
 
@@ -83,7 +83,7 @@ fuzz: setup
 ROUNDS := 20
 FAULTS := tests/test_several_hosts.py tests/test_job_vllm.py
 
-# It ends at the first failure, whose output has its seed: repeat it with ASYNCRL_TEST_SEED=.
+# Ends at the first failure, whose output has its seed: repeat it with ASYNCRL_TEST_SEED=.
 faults: setup
 	for round in $$(seq $(ROUNDS)); do echo "round $$round"; \
 	    $(BIN)/python -m pytest -q -x -p no:cacheprovider -m "slow and (long or not vllm)" $(FAULTS) || exit 1; done

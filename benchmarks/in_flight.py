@@ -42,7 +42,7 @@ from asyncrl.base.http import Caller
 from asyncrl.base.waits import computed
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
-from asyncrl.config.rollout_buffer import RolloutConfig
+from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool

@@ -22,7 +22,9 @@ from pathlib import Path
 from engine_replies import ask
 
 from asyncrl.config import RunConfig, load_config
+from asyncrl.engines.kinds import embedded_spec
 from asyncrl.job.agent_runtime import special_tokens
+from asyncrl.job.roles import ENGINE, ROLES
 from asyncrl.job.servers import Servers
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
@@ -59,13 +61,15 @@ class SyncRun:
         model_path = asyncio.run(make_model_folder(config, run_dir, run_module))
         self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
         placement = place(config, single_node())
-        servers = Servers(config, placement, model_path, run_dir, LocalLauncher())
+        self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
+        servers = Servers(config, placement, model_path, self.tokenizer, run_dir, LocalLauncher())
         self.trainer = TrainerRank(servers.trainer_spec(0, Path(self._staging.name)))
         self.engine: Engine = build_engine(
-            EmbeddedSpec.model_validate(servers.engine_spec("engine-0", placement.engines[0][0]))
+            EmbeddedSpec.model_validate(
+                embedded_spec(servers.order(ROLES[ENGINE], "engine-0", placement.engines[0][0]))
+            )
         )
         self.engine.start()
-        self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
         self.special_tokens = special_tokens(config, self.tokenizer)
         self.task = build_task(config.task, config.seed)
         self.feed = PromptSource(

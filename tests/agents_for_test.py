@@ -69,7 +69,7 @@ async def environment(task: Task, session: Session) -> Outcome:
 
 
 class UnspeakableError(Exception):
-    """Its text cannot be made."""
+    """An exception whose text cannot be built."""
 
     def __str__(self) -> str:
         raise GeneratorExit
@@ -113,7 +113,7 @@ _begun = itertools.count()
 
 async def loses_two_workers(task: Task, session: Session, *, marks: str) -> Outcome:
     """The lookup agent; the first to come while `blocks` is in this folder takes it away, and holds its
-    worker's loop for ever; of those that come later the first does so with `dies`, and kills its worker.
+    worker's loop for ever; a later agent takes `dies` away, and kills its worker.
     """
     for mark in (Path(marks) / "blocks", Path(marks) / "dies"):
         if mark.exists():

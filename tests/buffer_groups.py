@@ -14,7 +14,7 @@ from asyncrl.messages.records import Batch, Group, GroupId, Prompt, VersionSpan
 
 
 def make_group(group_id: int, *rollouts: Sequence[int], rewards: Sequence[float] = ()) -> Group:
-    """One trajectory for each sequence of versions: two prompt tokens, then one token sampled under each
+    """Return a trajectory for each sequence of versions: two prompt tokens, then one token sampled under each
     version. Rewards default to 0.
     """
     given = rewards or [0.0] * len(rollouts)
@@ -38,7 +38,7 @@ def versions_of(group: Group) -> list[int]:
 
 
 def oldest_trained_age(batch: Batch) -> int:
-    """Age of the oldest token with a loss weight, from the recorded spans alone."""
+    """Age of the oldest token with a loss weight, from the recorded spans only."""
     ages = [batch.version - version for group in batch.groups for version in versions_of(group)]
     return max(age for age in ages if not batch.mask_older or batch.version - age >= batch.min_version)
 
@@ -53,7 +53,7 @@ class HandedBackLog(list[tuple[int, bool, str]]):
 def make_buffer(
     num_groups: int = 2, num_batches: int = 10, log: HandedBackLog | None = None, **config: Any
 ) -> Buffer:
-    """A buffer with look_ahead = max_staleness unless told otherwise."""
+    """A buffer with look_ahead = max_staleness by default."""
     values = {"max_staleness": 1, "on_overdue": "wait", **config}
     return Buffer(
         BufferConfig.model_validate({"look_ahead": values["max_staleness"], **values}),

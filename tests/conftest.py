@@ -22,9 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "RAY_CLIENT_MODE": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
 os.environ |= {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}  # scikit-learn
 
-settings.register_profile("whatever the machine does", deadline=None)
-# In a CI the same examples each time: it tells what a change breaks, and not what chance finds.
-settings.load_profile("ci" if os.environ.get("CI") else "whatever the machine does")
+settings.register_profile("on a machine of any speed", deadline=None)
+# In CI the same examples each time, so a failure comes from the change, not from chance.
+settings.load_profile("ci" if os.environ.get("CI") else "on a machine of any speed")
 
 IMPORTED = {
     "ray": ["test_several_hosts.py"],
@@ -41,8 +41,8 @@ LONGEST = ["test_several_hosts.py", "test_job_resume.py", "test_frameworks.py", 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests first, the longest before the others, so that no worker is left with a long one
-    at the end. Tests marked gpu are skipped where torch sees no CUDA device. Those marked vllm see to it
+    """Files with slow tests first, the longest before the others, so that no worker starts a long one at
+    the end. Tests marked gpu are skipped where torch sees no CUDA device. Those marked vllm see to it
     themselves: vllm_process.vllm_python.
     """
     if THIRD:
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a test printed goes from process to process as UTF-8, which has no lone surrogates."""
+    """Replace lone surrogates in printed text: it goes from process to process as UTF-8, which has none."""
     report = yield
     report.sections = [(name, text.encode(errors="replace").decode()) for name, text in report.sections]
     return report
@@ -84,7 +84,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_step(tiny_model_dir: Path, tmp_path: Path) -> Iterator[MakeStep]:
-    """Makes trainers without a process, of the tiny model unless told otherwise, all with their files in
+    """Makes trainers without a process, of the tiny model by default, all with their files in
     tmp_path.
     """
     from trainer_cases import make_spec
@@ -116,7 +116,7 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(on_policy: Path) -> Path:
-    """The directory of that run with two engines, never killed; what it said is in said.txt beside it."""
+    """The directory of that run with two engines, never killed; its output is in said.txt next to it."""
     from crash_fuzz import never_killed
     from job_runs import variant
 
@@ -128,7 +128,7 @@ def whole(on_policy: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """The one vLLM of all tests that need no settings of their own (vllm_house.py). At its end it is asked to
+    """The vLLM server of all tests that need no special settings (vllm_house.py). At its end it is asked to
     end, and must leave nothing behind.
     """
     from vllm_house import faulty_vllm_house

@@ -82,7 +82,7 @@ class Server:
     weights: dict[str, np.ndarray]
     folder: Path
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
-    """Its loop runs the stories."""
+    """The test loop of the stories."""
     client: EngineClient | None = None
     """The one client of all stories, of a server that leaves it to its client to know which weights it
     holds.

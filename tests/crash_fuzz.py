@@ -25,19 +25,19 @@ from resume_checker import Evidence, Promise, changes, effective, read_evidence,
 from safetensors.numpy import load_file
 
 CHILDREN = {"trainer": "asyncrl.trainer.rank_process", "engine": "asyncrl_servers.embedded"}
-"""What is started again by the run itself, and what its command line holds."""
+"""Processes that the run itself restarts, and a part of their command lines."""
 VICTIMS = {"tree": 0.45, "controller": 0.15, "trainer": 0.2, "engine": 0.2}
-"""Victim -> its share of the kills. `controller`: it alone, and its children end by themselves."""
+"""Victim -> its share of the kills. `controller`: only the controller; its children end by themselves."""
 PATIENCE_S = 240.0
 FREE_METRICS = tuple(
     "perf/ time_s buffer/ rollout/ engine/ weight_sync/ publish/ trainer/restarts sample/interrupted "
     "policy/logprob_gap_mean/ policy/logprob_gap_max/ eval/ evaluation/ gateway/ harness/".split()
 )
-"""Metrics that say how a run went, not what it computed: they may differ after a kill."""
+"""Metrics about the course of a run, not its results: they may differ after a kill."""
 
 
 def fuzz_config(folder: Path, **sections: Mapping[str, Any]) -> Path:
-    """A run that crosses an epoch, makes many checkpoints, and starts what was killed at once."""
+    """A run that crosses an epoch, makes many checkpoints, and restarts killed processes at once."""
     given = {
         "task": {"python": "held_task:HeldLetters", "size": 50, "reward_timeout_s": 600},
         "trainer": {"num_steps": 40},
@@ -59,7 +59,7 @@ def new_seed() -> int:
 
 
 def promise_of(config: Path) -> Promise:
-    """What the checker has to know of it."""
+    """Facts about the run that the checker needs."""
     read = yaml.safe_load(config.read_text())
     return Promise(
         seed=read["seed"],
@@ -70,7 +70,7 @@ def promise_of(config: Path) -> Promise:
 
 
 class Crashes:
-    """One run directory, the kills that it gets, and what was looked at in between.
+    """One run directory, its kills, and the looks in between.
 
     `victims`: who is killed, in random order; drawn by VICTIMS if not given. "stop" is no kill: SIGTERM, and
     SIGINT at once after it.
@@ -102,7 +102,7 @@ class Crashes:
         return self.kills
 
     def _one_life(self) -> bool:
-        """Whether it was killed, and so has to be started again."""
+        """Return whether it was killed and has to be restarted."""
         process = start(self.config, self.run_dir)
         self.num_starts += 1
         try:
@@ -132,7 +132,7 @@ class Crashes:
                 process.kill()
 
     def _reaches(self, process: subprocess.Popen[str], step: int) -> bool:
-        """Sleep until so many steps are recorded; False if the run ends before."""
+        """Sleep until this number of steps is recorded; return False if the run ends before."""
         path = self.run_dir / "metrics.jsonl"
         wait_until(lambda: process.poll() is not None or len(read_lines(path)) >= step, process, PATIENCE_S)
         return process.poll() is None
@@ -169,8 +169,8 @@ class Crashes:
         assert process.returncode in (0, 130, 143, -signal.SIGTERM), stderr
 
     def _look(self, *, is_done: bool = False) -> None:
-        """Have the checker judge, alone and against the look before. A run killed before its journal was made
-        has nothing to show.
+        """Have the checker judge the files by themselves and against the previous look. A run killed before
+        its journal was made has nothing to show.
         """
         if not (self.run_dir / "journal.sqlite").exists():
             return
@@ -185,7 +185,7 @@ class Crashes:
 def kill_tree(
     process: subprocess.Popen[str], chance: random.Random | None = None, *, with_children: bool = True
 ) -> None:
-    """SIGKILL to the controller, and to its children in any order; in either case nothing of them is left."""
+    """SIGKILL to the controller, and to its children in any order; afterwards none of them exists."""
     with contextlib.suppress(psutil.NoSuchProcess):
         controller = psutil.Process(process.pid)
         family = [controller, *controller.children(recursive=True)]
@@ -200,8 +200,8 @@ def kill_tree(
 def killed_on_the_way(
     begin: Callable[[], subprocess.Popen[str]], is_there: Callable[[], Any], run_dir: Path
 ) -> None:
-    """Kill a run with its children once it is there; where it was done by then, for the one who looks got no
-    core, another one is begun in its place.
+    """Kill a run with its children once it has started. If it was done before the kill, because this process
+    got no core, begin another run in its place.
     """
     for _ in range(5):
         process = begin()
@@ -234,8 +234,8 @@ def samples_in(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def differences(one: Path, other: Path, *, of_metrics: bool = True) -> list[str]:
-    """Where two runs differ in what they computed: each step's tokens, rewards and loss, its metrics and
-    samples, the final weights.
+    """Return the differences between the results of two runs: each step's tokens, rewards and loss, its
+    metrics and samples, the final weights.
     """
     found = []
     samples = [samples_in(folder) for folder in (one, other)]

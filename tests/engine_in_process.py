@@ -69,7 +69,7 @@ def publish(engine: Engine, request: PrepareRequest, interrupt: str = "abort") -
 
 
 def stage_file(source: Path | dict[str, torch.Tensor], version: int, folder: Path) -> PrepareRequest:
-    """Write weights, or those of a model, as the trainer does and say what they are."""
+    """Write weights, or a model's weights, as the trainer does, and return their manifest."""
     from safetensors.torch import save_file
 
     weights = weights_of(source) if isinstance(source, Path) else source

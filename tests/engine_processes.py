@@ -22,7 +22,7 @@ SECRET = "a secret for tests"
 
 @dataclass
 class EngineProcess:
-    """A running engine server. `process.stdin` is the pipe whose end tells it that its parent is gone."""
+    """A running engine server. `process.stdin` is the pipe whose end means that its parent is gone."""
 
     process: subprocess.Popen[bytes]
     url: str

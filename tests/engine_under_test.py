@@ -10,8 +10,8 @@ from contract_servers import KINDS, Server, contract_server, contract_vllm
 
 @pytest.fixture(scope="session", params=KINDS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Shared: a start takes seconds. pytest tells all stories of one kind, whatever module they are in, one
-    after the other.
+    """Shared: a start takes seconds. pytest runs all stories of one kind, from all modules, one after
+    the other.
     """
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     if kind != "vllm":

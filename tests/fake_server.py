@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from asyncrl.base.errors import ErrorBody, NodeLost, RoomError
 from asyncrl.base.http import Answer, Caller, CallLost, CallRefused
 from asyncrl.launch.processes import Process
-from asyncrl.launch.supervise import Server
+from asyncrl.launch.supervise import Server, health_over
 from asyncrl.messages.trainer_api import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
 
 Work = Callable[[], Awaitable[Any]]
@@ -32,7 +32,7 @@ class FakeServer(Caller):
         super().__init__(name, f"fake://{name}", "secret")
         self.is_frozen = False
         self.has_ended = asyncio.Event()
-        """Of the process: each one has its own."""
+        """The process's own key."""
 
     def die(self) -> None:
         self.has_ended.set()
@@ -49,11 +49,11 @@ class FakeServer(Caller):
         """Nothing is held."""
 
     def health(self) -> BaseModel:
-        """What it answers to /health."""
+        """Return the answer to /health."""
         raise NotImplementedError
 
     async def _handle(self, path: str, body: Any) -> BaseModel | dict[str, Any]:
-        """What it answers to a POST."""
+        """Return the answer to a POST."""
         raise NotImplementedError
 
     async def _health(self) -> BaseModel:
@@ -76,7 +76,7 @@ class FakeServer(Caller):
         return answer.model_validate(result if isinstance(result, dict) else result.model_dump())
 
     async def unless_dead(self, path: str, work: Work) -> Any:
-        """What `work` returns, or CallLost as soon as this process has ended."""
+        """Return what `work` returns; raise CallLost as soon as this process has ended."""
         process = self.has_ended
         ended = asyncio.ensure_future(process.wait())
         working = asyncio.ensure_future(self._thawed(work))
@@ -127,14 +127,14 @@ class FakeProcess(Server):
     """A Server over a fake one; a new process answers `start_s` seconds after it was started.
 
     `fails_to_start`: number of next processes that end instead of starting. `child.is_node_gone`: its end,
-    and that of all that would start, is the loss of its node.
+    and the end of all that would start, is the loss of its node.
     """
 
     child: FakeChild
 
     def __init__(self, server: FakeServer, *, start_s: float = 5.0) -> None:
         caller: Any = server
-        super().__init__(FakeChild(server), caller, type(server.health()), start_s)
+        super().__init__(FakeChild(server), caller, health_over(caller, type(server.health())), start_s)
         self.server = server
         self.fails_to_start = 0
         self.started_at: list[float] = []
@@ -165,7 +165,7 @@ class FakeProcess(Server):
 class FakeTrainerServer(FakeServer):
     """Rank 0 of a trainer: one call at a time, and a step takes `train_s`.
 
-    Its weights are the list `weights` of what it was trained on: a name for each batch. Saved states are kept
+    Its weights are the list `weights` of the batches' names. Saved states are kept
     in `states` by path, as a disk would. `dies_at` (a path): the process ends when that call comes;
     `dies_after`: when it is done, before the answer. `refuse` (a reason): the next call of a kind is refused,
     with `refuse_status`.

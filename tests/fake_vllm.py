@@ -55,20 +55,22 @@ class Run:
 
 
 class FakeVllm(FakeServer):
-    """One vLLM server, as VllmServer calls it. Requests decode in their own calls, DECODE_S a token."""
+    """A vLLM server with the routes that VllmServer calls. Requests decode in their own calls, at DECODE_S
+    per token.
+    """
 
     def __init__(self) -> None:
         super().__init__("engine-0")
         self.calls: list[str] = []
         self.hooks: dict[str, Callable[[], Awaitable[None]]] = {}
-        """By route: awaited once, after the route took effect and before it answers."""
+        """Awaited once per route, after the route took effect and before it answers."""
         self.refused_routes: dict[str, tuple[int, str]] = {}
-        """By route: a status and vLLM's words."""
+        """A status and vLLM's text per route."""
         self.wrong_loads: list[float] = []
         """Weights that the next loads bring instead of the right ones."""
         self.transit_s = TRANSIT_S
         self.rejects_paused = False
-        """As vLLM 0.33; vLLM 0.32 holds a request that arrives in a pause."""
+        """Behave like vLLM 0.33; vLLM 0.32 holds a request that arrives during a pause."""
         self.staged: dict[str, Any] = {}
         self._boot()
 
@@ -114,7 +116,7 @@ class FakeVllm(FakeServer):
                 *_, run = [step async for step in steps]
             answer = self._generated(run)
             if "prompt_logprobs" in sent["sampling_params"]:
-                told = {"logprob": -(1 + self.weights) / 100}  # a prompt that is scored is computed anew
+                told = {"logprob": -(1 + self.weights) / 100}  # a prompt that is scored is computed again
                 answer["prompt_logprobs"] = [None, *({str(token): told} for token in sent["token_ids"][1:])]
             return answer
         query = {name: values[-1] for name, values in parse_qs(urlsplit(path).query).items()}
@@ -179,7 +181,7 @@ class FakeVllm(FakeServer):
             await self._changed.wait()
 
     async def _sample(self, body: dict[str, Any]) -> AsyncGenerator[Run, None]:
-        """One yield a token, and one for the end."""
+        """Yield each token, then the end."""
         process = self.has_ended
         await asyncio.sleep(self.transit_s)
         self._check(GENERATE, GENERATE)

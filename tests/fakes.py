@@ -81,7 +81,7 @@ class FakeTokenizer:
     end_ids = frozenset({END_TOKEN})
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Characters, END_TOKEN left out."""
+        """Decode characters, without END_TOKEN."""
         return "".join(chr(token) for token in token_ids if token != END_TOKEN)
 
 
@@ -110,7 +110,7 @@ class FakeSource:
 
 
 class FakeScorer:
-    """In place of Scorers, one that answers `reward(prompt, completion)` after `latency_s`; a text
+    """Replaces Scorers: answers `reward(prompt, completion)` after `latency_s`; a text
     instead of a number is a failure.
     """
 
@@ -137,7 +137,7 @@ class FakeScorer:
 
 
 class FakeTrainer:
-    """What weight sync and the train loop need of a trainer: a step takes `train_s`, an export `export_s`.
+    """The trainer as weight sync and the train loop see it: a step takes `train_s`, an export `export_s`.
 
     Like the worker it does one thing at a time: an export waits for the step that runs. The digest of a
     version is `w{version}`, or always `w0` if `is_frozen` (a publish of the same weights).
@@ -152,7 +152,7 @@ class FakeTrainer:
         self._changed = asyncio.Event()
 
     async def train(self, batch: Batch) -> TrainResponse:
-        """One optimizer step: the version goes up by one."""
+        """Take an optimizer step: the version rises by one."""
         async with self._worker:
             await asyncio.sleep(self.train_s)
             self.step()
@@ -171,7 +171,7 @@ class FakeTrainer:
         return self.policy_version
 
     async def wait_up(self) -> None:
-        """Sleep while `is_up` is false; whatever sets it to true sets `went_up` too."""
+        """Sleep while `is_up` is false; code that sets it to true also sets `went_up`."""
         while not self.is_up:
             await self.went_up.wait()
 

@@ -1,5 +1,5 @@
-"""Starts processes of a run for tests, as forks of one that has imported all of them. The fork server of such
-a run is a fork of the run.
+"""Starts processes of a run for tests, as forks of a process that has imported all of their modules. The
+fork server of such a run is a fork of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import held_task
 
-from asyncrl.base.http import NEVER_INHERITED
+from asyncrl.base.http import SECRETS
 from asyncrl.launch import fork_server
 from asyncrl.launch.fork_server import PRELOADED, ForkServer, run, set_title
 
@@ -41,14 +41,13 @@ _READ_WHEN_ASKED = {
     "OMP_NUM_THREADS",
     "HF_HUB_OFFLINE",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it itself, when it is imported
-    *NEVER_INHERITED,
     held_task.RUN_DIR,
 }
 """Variables that no library reads when it is imported, or that all tests have at the same value."""
 
 
 def popen(command: list[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    """subprocess.Popen of `python -m MODULE` in a new session; forked where MODULE is one of MODULES.
+    """subprocess.Popen of `python -m MODULE` in a new session; forked if MODULE is in MODULES.
 
     A fork has its libraries from a process that had the environment of the tests when they were collected:
     AssertionError for an `env` that differs from it, so that no run costs the imports without being seen to.
@@ -61,7 +60,11 @@ def popen(command: list[str], env: Mapping[str, str], **options: Any) -> subproc
 
 
 def _read_early(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in _READ_WHEN_ASKED}
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _READ_WHEN_ASKED and not SECRETS.fullmatch(name)
+    }
 
 
 class _Forked(subprocess.Popen[Any]):
@@ -109,7 +112,7 @@ def warm_parent() -> ForkServer:
 
 
 PATIENCE_S = 500.0
-"""Seconds for the imports of that process, whatever else the machine does."""
+"""Seconds for the imports of that process on a busy machine."""
 IS_PARENT = "ASYNCRL_TEST_IS_PARENT"
 _spawn = util.spawnv_passfds
 

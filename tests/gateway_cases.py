@@ -47,7 +47,7 @@ in_loop, in_virtual_time = _run_by(asyncio.run), _run_by(run_virtual)
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8, plus two special tokens. Template: <|start|>ROLE\\nCONTENT<|end|>."""
+    """Has a token per byte of UTF-8, plus two special tokens. Template: <|start|>ROLE\\nCONTENT<|end|>."""
 
     end_ids = frozenset({END})
     text_ids = frozenset(range(256))

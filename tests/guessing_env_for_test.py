@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 __all__ = ["ChatHarness", "GuessingEnv", "GuessingTaskset"]
 
 started: list[str] = []
-"""What start() and stop() of the environment were called for."""
+"""Calls of the environment's start() and stop()."""
 
 
 class GuessingData(vf.TaskData):

@@ -79,7 +79,7 @@ def processes_of(token: str) -> list[int]:
 
 
 def need_bubblewrap() -> None:
-    """Skip the test where it does not work; fail it with ASYNCRL_REQUIRE_SANDBOX=1."""
+    """Skip the test if bubblewrap does not work; fail it with ASYNCRL_REQUIRE_SANDBOX=1."""
     try:
         command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
         subprocess.run(command, capture_output=True, check=True)

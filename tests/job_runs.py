@@ -1,4 +1,4 @@
-"""Starts real `asyncrl run` processes on a tiny model and reads what they leave."""
+"""Starts real `asyncrl run` processes on a tiny model and reads their files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def popen(
 
 
 def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """What it has said when it has ended."""
+    """Return its output once it has ended."""
     with process:
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
@@ -103,7 +103,7 @@ def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]
 
 
 def roomy(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
-    """What it says is read at the end alone: in 64 KiB the lines of a minute's steps find no room."""
+    """Enlarge the pipes: output is read only at the end, and 64 KiB do not hold a minute's lines."""
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
@@ -158,7 +158,7 @@ def children_of(process: subprocess.Popen[str], name: str = "") -> list[psutil.P
     direct = psutil.Process(process.pid).children()
     forked = [grandchild for child in direct if is_fork_server(child) for grandchild in child.children()]
     for child in direct + forked:
-        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile; a zombie too
+        with contextlib.suppress(psutil.NoSuchProcess):  # has ended, also as a zombie
             commands[child] = " ".join(child.cmdline())
     return [child for child, command in commands.items() if name in command and STDLIB not in command]
 
@@ -174,11 +174,11 @@ def is_fork_server(process: psutil.Process) -> bool:
 
 
 def all_gone(children: list[psutil.Process], timeout_s: float = 60) -> bool:
-    """Whether all of these processes end in time."""
+    """Return whether all of these processes end in time."""
     _, alive = psutil.wait_procs(children, timeout=timeout_s)
     return not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def staging_of(pid: int) -> list[Path]:
-    """What a run's controller has left in shared memory."""
+    """Return the files of a run's controller in shared memory."""
     return list(shared_memory_root().glob(f"asyncrl-{pid}-*"))

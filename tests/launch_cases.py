@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from asyncrl.config import RunConfig, load_config
+from asyncrl.job.roles import extra_servers
 from asyncrl.launch.machine import CudaDevice, Machine, Node
 from asyncrl.launch.placement import Placement, place
 
@@ -23,6 +26,8 @@ SIZES = [
     *("model.scratch.architecture.num_hidden_layers=4", "algorithm.kl_coefficient=0"),
     *("rollout.slots=64", "rollout.group_size=8", "rollout.max_tokens=48"),
 ]
+NO_TOKENS: Any = SimpleNamespace(special_ids=frozenset(), end_ids=frozenset(), decode=str)
+"""A tokenizer for servers that are not started."""
 URLS = [VLLM, "model.scratch=none", "model.path=m", "rollout.urls=['http://127.0.0.1:8000']"]
 
 
@@ -48,7 +53,8 @@ def nodes(*num_cuda: int) -> tuple[Node, ...]:
 def placed(num_cuda: int | Sequence[int], *overrides: str) -> Placement:
     each = (num_cuda,) if isinstance(num_cuda, int) else num_cuda
     launcher = [RAY] if len(each) > 1 else []
-    return place(load(*launcher, *overrides), nodes(*each))
+    config = load(*launcher, *overrides)
+    return place(config, nodes(*each), extra_servers(config))
 
 
 def make_python(path: Path, exit_code: int = 0) -> Path:

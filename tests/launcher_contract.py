@@ -85,7 +85,7 @@ def log_of(process: Process) -> str:
 
 async def until_logged(process: Process, words: str) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while words not in log_of(process):  # noqa: ASYNC110  nothing tells
+        while words not in log_of(process):  # noqa: ASYNC110  no event exists
             await asyncio.sleep(0.05)
 
 
@@ -197,7 +197,7 @@ RAY_STORIES = [
 
 
 def killed(controller: subprocess.Popen[str], folder: Path) -> dict[str, str]:
-    """Kill the controller once it has a process; return the stories that it told."""
+    """Kill the controller once it has a process; return the stories that it reported."""
     with controller:
         seen = json.loads(next(line for line in controller.stdout if line.startswith("{")))
         processes = [psutil.Process(pid) for pid in seen["processes"] if pid != controller.pid]
@@ -218,7 +218,7 @@ async def outcome(story: Story, stage: Stage) -> str:
 
 
 async def control(launcher: Launcher, folder: Path) -> None:
-    """Be the controller of one process, on Ray after all stories on a second node; print what came of it."""
+    """Be the controller of one process, on Ray after all stories on a second node; print the result."""
     nodes = launcher.nodes
     parts = [["cpu"], ["cpu", "cuda:2", "cuda:3"]][: len(nodes)]
     await launcher.hold(dict(enumerate(parts)), {__file__: "Be the controller"})

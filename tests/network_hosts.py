@@ -1,5 +1,5 @@
-"""Hosts of a network on this one machine: network namespaces with veth pairs on a bridge, each with a
-/dev/shm and a temporary folder of its own. What runs on one sees its own address, its own loopback and its
+"""Hosts of a network on this one machine: network namespaces with veth pairs on a bridge, each with its
+own /dev/shm and temporary folder. What runs on one sees its own address, its own loopback and its
 own shared memory; all other files are shared, as on a cluster's file system.
 
 Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and iproute2; `reason_for_none` says why there are none here.
@@ -45,7 +45,7 @@ def reason_for_none() -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace. `address`: under which the others reach it."""
+    """A namespace. `address`: the others reach it there."""
 
     name: str
     address: str
@@ -59,13 +59,13 @@ class Host:
         return ["ip", "netns", "exec", self.name, "sh", "-c", script, self.name, *command]
 
     def run(self, command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[Any]:
-        """As subprocess.run, here."""
+        """Call subprocess.run on this host."""
         return subprocess.run(self.command(command), **{"capture_output": True, "text": True, **how})
 
     def start(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, **how: Any
     ) -> subprocess.Popen[Any]:
-        """As subprocess.Popen, here; ended with the network."""
+        """Call subprocess.Popen on this host; the process ends with the network."""
         environ = {**os.environ, "TMPDIR": str(self.folder / "tmp"), **(env or {})}
         process = subprocess.Popen(self.command(command), env=environ, start_new_session=True, **how)
         self.started.append(process)
@@ -82,12 +82,12 @@ class Host:
         """Their command lines."""
         found = list[str]()
         for pid in self.pids():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # it has ended
                 found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
         return found
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes, until none is left."""
+        """Send SIGKILL to all of its processes until none exists."""
         while pids := self.pids():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -95,13 +95,13 @@ class Host:
             time.sleep(0.01)
 
     def sent_bytes(self) -> int:
-        """What has left it over its wire so far."""
+        """Return the bytes that it has sent so far."""
         return int(Path(f"/sys/class/net/{self.name}-w/statistics/rx_bytes").read_text())
 
 
 @contextlib.contextmanager
 def network(num: int) -> Iterator[list[Host]]:
-    """So many hosts on one bridge; everything that runs on them is killed at the end."""
+    """Yield hosts on one bridge; everything that runs on them is killed at the end."""
     tag = f"ar{os.getpid():x}{next(_networks):x}"
     second, third = 64 + os.getpid() // 250 % 64, os.getpid() % 250
     folder = Path(tempfile.mkdtemp(prefix="hosts-"))

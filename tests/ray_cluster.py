@@ -81,7 +81,7 @@ def start_run(
 
 
 def wait_for(host: Host, command: Sequence[str], **env: str) -> None:
-    """Until the command succeeds there."""
+    """Wait until the command succeeds there."""
     until_s = time.monotonic() + START_S
     while True:
         done = host.run(["env", *(f"{name}={value}" for name, value in env.items()), *command])

@@ -1,4 +1,4 @@
-"""Proves from journal.sqlite and trained.jsonl alone that a run lost nothing, did nothing twice, and kept its
+"""Proves from only journal.sqlite and trained.jsonl that a run lost nothing, did nothing twice, and kept its
 bound. On-policy, the order of prompts is judged by comparing with a run that was never killed.
 
 Independent of what it judges: its own SQL, its own parser, its own order of prompts; it imports nothing of
@@ -25,7 +25,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Promise:
-    """What the config of the run says."""
+    """The settings of the run that matter here."""
 
     seed: int
     num_prompts: int
@@ -36,8 +36,8 @@ class Promise:
 
 @dataclass(frozen=True)
 class JournalGroup:
-    """One row of `groups`, with its place in a batch and what is left of it: (sample, branch) -> (reward,
-    tokens, oldest, digest).
+    """A row of `groups`, with its place in a batch and its stored rest: (sample, branch) -> (reward, tokens,
+    oldest, digest).
 
     `requeued`: how often its prompt has come back, if it comes again.
     """
@@ -82,7 +82,7 @@ class Record:
 
 
 def read_evidence(run_dir: Path) -> Evidence:
-    """Both files as they lie there; the journal is read from a copy, so that looking changes nothing."""
+    """Read both files, the journal from a copy, so that looking changes nothing."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("journal.sqlite", "journal.sqlite-wal"):
             if (run_dir / name).exists():
@@ -150,7 +150,7 @@ def violations(evidence: Evidence, promise: Promise, *, num_steps: int | None = 
 
 
 def effective(lines: Sequence[dict[str, Any]]) -> Record:
-    """{"restored": v} takes back what was trained from version v on; nothing else may."""
+    """{"restored": v} takes back the steps from version v on; nothing else may."""
     record, newest = Record(), -1
     for number, line in enumerate(lines, 1):
         if "restored" in line:
@@ -238,7 +238,7 @@ def _trained_once(record: Record) -> Iterator[str]:
 
 
 def _staleness(record: Record, promise: Promise) -> Iterator[str]:
-    """Of every token with a loss, and the numbers of them add up."""
+    """Check every token with a loss, and that the counts add up."""
     for version, line in record.lines.items():
         for entry in line["trajectories"]:
             name, num = f"batch {version}: g{entry['group_id']}/r{entry['sample_index']}", 0
@@ -251,7 +251,7 @@ def _staleness(record: Record, promise: Promise) -> Iterator[str]:
 
 
 def _both_agree(evidence: Evidence, record: Record) -> Iterator[str]:
-    """What the journal gave out is what was trained on: groups, order, tokens, rewards; at most the newest
+    """Check that the journal's batches were trained: groups, order, tokens, rewards; at most the newest
     batch is not trained yet, or, in a replay that was killed, more.
     """
     num_behind = len(evidence.batches) - len(record.lines)
@@ -274,8 +274,8 @@ def _both_agree(evidence: Evidence, record: Record) -> Iterator[str]:
 
 
 def changes(before: Evidence, after: Evidence) -> Iterator[str]:
-    """What a later look may not show: a group or batch that is gone, or has become what it cannot become; a
-    line of the record changed.
+    """Return what a later look must not show: a lost group or batch, a state that cannot follow the earlier
+    one, a changed line of the record.
     """
     later = {group.group_id: group for group in after.groups}
     for group in before.groups:

@@ -11,7 +11,7 @@ from asyncrl.tasks.toy import Letters
 
 
 class JudgeThatNeverGivesUp(Letters):
-    """The tenth call asks its judge again for ever, whatever happens."""
+    """The tenth call asks its judge again for ever."""
 
     _numbers = itertools.count(1)
 
@@ -24,7 +24,7 @@ class JudgeThatNeverGivesUp(Letters):
 
 
 class BeginsWithALetter(Letters):
-    """1 or 0, by the first character alone: with random weights all rollouts of a group often earn the
+    """1 or 0, by the first character only: with random weights all rollouts of a group often earn the
     same.
     """
 
@@ -38,7 +38,7 @@ def begins_with(prompt: Prompt, completion: str, answer: str) -> float:
 
 
 class Unhurried(Letters):
-    """Its judge takes a while: a run of it waits more than it works, so that others can go on beside it."""
+    """Score with a slow judge: such a run waits more than it works, so that others can run in parallel."""
 
     async def score(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
         await asyncio.sleep(6.0)  # no wait for anything: it is what this judge takes

@@ -13,7 +13,7 @@ from token_cases import completion_of
 
 from asyncrl.base.errors import WouldWait
 from asyncrl.config import EvalConfig
-from asyncrl.config.rollout_buffer import RolloutConfig
+from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.messages.records import (
     Finished,
     Group,
@@ -46,7 +46,7 @@ def one_token(sample_index: int, version: int = 0, reward: float = 0.5) -> Any:
 
 
 class FakeSink:
-    """In place of a Buffer, one that gives `allow(n)` tickets and keeps what it is told."""
+    """Replaces a Buffer: gives `allow(n)` tickets and records its calls."""
 
     def __init__(self, num_tickets: int = 0, *, start_version: int = 0) -> None:
         self.start_version = start_version
@@ -56,7 +56,7 @@ class FakeSink:
         self._tickets, self._changed = num_tickets, asyncio.Event()
 
     def allow(self, num_tickets: int) -> None:
-        """Give leave for so many groups more."""
+        """Allow this number of further groups."""
         self._tickets += num_tickets
         self._changed.set()
 

@@ -16,7 +16,7 @@ PERSON: dict[str, Any] = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
-"""Its answers are short."""
+"""A gateway with short answers."""
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": PERSON, "strict": True}}
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
 FORMAT: Any = {

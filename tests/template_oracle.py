@@ -98,7 +98,7 @@ def base_tokenizer(base: str) -> Tokenizer:
 # ---- the oracle
 
 
-class Refused(Exception):  # noqa: N818  no error of ours
+class Refused(Exception):  # noqa: N818  not one of our errors
     """The template refuses the chat, or leaves out the answer."""
 
 
@@ -179,8 +179,8 @@ class Oracle:
         self.last = last or self.closing
         last_call, self.call = self._closings(called(["97"]), result("97"), TOOLS)
         self.writes_end = {False: bool(last), True: bool(last_call)}
-        """By whether an answer calls. GLM writes nothing after the last answer: the model ends with the mark
-        of the next message.
+        """Marks by whether an answer calls tools. GLM writes nothing after the last answer: the model ends
+        with the mark of the next message.
         """
         marks = [end.group() for text in (self.last, self.call, self.closing) if (end := END.search(text))]
         self.ends = list(dict.fromkeys(marks[:2] if self.call else marks[:1])) or [EOS]

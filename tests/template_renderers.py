@@ -1,4 +1,4 @@
-"""One tokenizer for all chat templates of trl, and some more."""
+"""A tokenizer for all chat templates of trl, and some more."""
 
 from __future__ import annotations
 

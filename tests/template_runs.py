@@ -111,7 +111,7 @@ class Told:
 
 
 def tell(template: str, kind: Kind) -> tuple[dict[str, Told], dict[str, str]]:
-    """Return the stories that a template can write, and what is wrong with others."""
+    """Return the stories that a template can write, and the faults of the others."""
     if "▁" in template:  # sentencepiece would read it as a space
         kind = kind._replace(base="bytes")
     with tempfile.TemporaryDirectory() as folder:

@@ -52,7 +52,7 @@ AROUND_BEHAVIOUR = {
     "KL of stale data": ({"kl_coefficient": 0.3}, {"loss_type": "bnpo", "beta": 0.3}),
     "SAPO": ({"loss": "test_algorithms_functions:sapo", "aggregate": "sequence"}, {"loss_type": "sapo"}),
 }
-"""One algorithm in both languages; TRL's old policy is the sampling policy here."""
+"""An algorithm with the names of both sides; TRL's old policy is the sampling policy here."""
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **AROUND_BEHAVIOUR,
     "GRPO": (
@@ -253,7 +253,7 @@ def test_advantages_match_trl() -> None:
         _, _, ours_B = our_loss(sampled, advantage=name)
         _, _, theirs_B = trl_loss(sampled, scale_rewards=scale_rewards)
         assert_close(ours_B, theirs_B)
-    # grpo divides by the deviation of the population, grpo_sample and TRL by that of a sample.
+    # grpo divides by the deviation of the population, grpo_sample and TRL by the deviation of a sample.
     ratio_B = our_loss(sampled, advantage="grpo_sample")[2] / our_loss(sampled, advantage="grpo")[2]
     assert_close(ratio_B, torch.full_like(ratio_B, ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5), 1e-3)
 

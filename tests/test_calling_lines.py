@@ -18,7 +18,7 @@ WHOLE = b"".join(line + b"\n" for line in LINES)
 
 
 async def read(parts: list[bytes], *, status: str = "200 OK", breaks_off: bool = False) -> list[bytes]:
-    """From a server that answers with these bytes, part by part."""
+    """Return the lines of a server that answers with these bytes, part by part."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -104,7 +104,7 @@ def test_what_was_done_is_on_disk_before_it(tmp_path: Path, monkeypatch: pytest.
         "asyncrl.base.files.sync", lambda path: sync(path) if path.name == "checkpoints" else None
     )
     make(tmp_path, 10)
-    assert synced[0] == "manifest.json", "of what was made: all its files are on disk"
+    assert synced[0] == "manifest.json", "all files of a checkpoint are on disk"
     assert synced[2:] == [*RECORDS, tmp_path.name, "checkpoints"]
 
 
@@ -115,7 +115,7 @@ def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:
         write(checkpoints, version)
         checkpoints.evaluated(version, 1.0 if version == 2 else version / 100)
     assert checkpoints.versions() == [2, 4, 8, 9, 10]
-    assert checkpoints.oldest_version() == 9, "the journal need not reach back to those that stay for ever"
+    assert checkpoints.oldest_version() == 9, "the journal need not reach back to permanent checkpoints"
 
 
 def test_full_disk_is_an_error_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:

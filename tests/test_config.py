@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.config.placement_sync import refuse_transport
+from asyncrl.config.transports import refuse_transport
 from asyncrl.launch.machine import Machine, single_node
 from asyncrl.launch.placement import place
 
@@ -140,7 +140,7 @@ TWO task.0.share=0.123456 task.c.share=1 -> repeat after 17554 prompts, 10000 at
 TWO task.c.name=B -> two of `task` are called B; give each a different task.name
 eval=[{task: {python: 'a:B'}}, {engine: own, task: {python: 'c:D'}}] -> set it to auto in each
 eval.task.python=a:b eval.name=task -> an evaluation cannot be called task
-eval.task.python=a:b checkpoint.keep_best=x -> checkpoint.keep_best=x is no evaluation of this run
+eval.task.python=a:b checkpoint.keep_best=x -> checkpoint.keep_best=x: there is no such evaluation
 EVALS checkpoint.keep_best=often checkpoint.every=6 -> checkpoint.every=6 must divide eval.every=5
 OWN generator.verifiers=x eval.task.verifiers=true -> cannot be evaluated
 trainer.mini_batches=3 -> trainer.mini_batches=3 must divide trainer.num_groups=8

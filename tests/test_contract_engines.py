@@ -30,7 +30,7 @@ from asyncrl.messages.engine_api import Interrupt
 from asyncrl.messages.tokens import SegmentPart
 
 pytest_plugins = ["engine_under_test"]
-pytestmark = pytest.mark.xdist_group("forks")  # one process imports what they fork
+pytestmark = pytest.mark.xdist_group("forks")  # one process imports the modules that they fork
 
 
 @contract

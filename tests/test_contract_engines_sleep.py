@@ -28,7 +28,7 @@ from engine_contract import (
 from asyncrl.engines.engine import EngineClient
 
 pytest_plugins = ["engine_under_test"]
-pytestmark = pytest.mark.xdist_group("forks")  # one process imports what they fork
+pytestmark = pytest.mark.xdist_group("forks")  # one process imports the modules that they fork
 
 
 @contract
@@ -85,7 +85,7 @@ async def test_sleep_aborts_what_runs_and_keeps_what_queues(server: Server, engi
 @contract
 async def test_only_a_whole_push_in_order_is_served(server: Server, engine: EngineClient) -> None:
     if not server.traits.has_weights:
-        pytest.skip("it believes what is announced")
+        pytest.skip("it believes the announcement")
     old = await be_awake(engine, server) + 1
     await engine.commit(old, await prepare(engine, server, old, scale=1.5), "abort")
     expected = await engine.generate_segment(server.request(max_tokens=60))

@@ -17,7 +17,7 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.messages import codec
 from asyncrl.messages.engine_api import EngineHealth
 
-pytestmark = pytest.mark.xdist_group("forks")  # one process imports what they fork
+pytestmark = pytest.mark.xdist_group("forks")  # one process imports the modules that they fork
 
 
 @pytest.mark.parametrize("kind", OURS)

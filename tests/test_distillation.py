@@ -22,13 +22,14 @@ from transformers import AutoModelForCausalLM
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.http import Caller
 from asyncrl.config import RunConfig, ScratchConfig
-from asyncrl.engines.engine import Teacher
-from asyncrl.job.check import find_teacher
+from asyncrl.engines.teacher import Teacher
+from asyncrl.job.check import find_models
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
+from asyncrl.messages.tokens import TEACHER, Tokens
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.random_init import ScratchSpec, make_scratch_model
 
-pytestmark = pytest.mark.xdist_group("forks")  # one process imports what they fork
+pytestmark = pytest.mark.xdist_group("forks")  # one process imports the modules that they fork
 VOCABULARY = 52
 
 
@@ -49,6 +50,11 @@ ROLLOUTS: list[Rollout] = [
 ]
 
 
+def taught(tokens: Tokens) -> np.ndarray:
+    values: np.ndarray = tokens.columns[TEACHER]
+    return values
+
+
 def plain_logprobs(model: Any, branch: Trajectory, temperature: float) -> np.ndarray:
     """Return the logprobs of all tokens but the first by one forward."""
     ids = torch.from_numpy(branch.token_ids.astype(np.int64))
@@ -63,7 +69,7 @@ def test_teachers_logprobs_are_those_of_a_plain_forward(tiny_model_dir: Path, tm
 
     async def story(url: str) -> list[Rollout]:
         caller = Caller("teacher", url, SECRET)
-        teacher = Teacher(caller, temperature=temperature, places=4, timeout_s=60.0, on_lost=None)
+        teacher = Teacher(caller, temperature=temperature, on_lost=None)
         found = await asyncio.gather(*(teacher.judge(rollout) for rollout in [*ROLLOUTS, *ROLLOUTS]))
         await caller.aclose()
         return found
@@ -72,11 +78,10 @@ def test_teachers_logprobs_are_those_of_a_plain_forward(tiny_model_dir: Path, tm
         found = asyncio.run(story(server.url))
     for rollout, again in zip(found[: len(ROLLOUTS)], found[len(ROLLOUTS) :], strict=True):
         for branch, same in zip(rollout, again, strict=True):
-            assert branch.teacher_logprobs is not None
-            assert np.array_equal(branch.teacher_logprobs, same.teacher_logprobs), "in every batch"
+            assert np.array_equal(taught(branch.tokens), taught(same.tokens)), "in every batch"
             expected = np.concatenate([[0.0], plain_logprobs(model, branch, temperature)])
             expected[~branch.loss_mask] = 0.0
-            np.testing.assert_allclose(branch.teacher_logprobs, expected, atol=2e-5)
+            np.testing.assert_allclose(taught(branch.tokens), expected, atol=2e-5)
 
 
 def test_gradient_follows_reward_and_reverse_kl(make_step: MakeStep, tiny_model_dir: Path) -> None:
@@ -85,8 +90,7 @@ def test_gradient_follows_reward_and_reverse_kl(make_step: MakeStep, tiny_model_
     draw = np.random.default_rng(1).normal(-3.0, 2.0, len(sampled)).clip(max=0)
     arrays = changed(arrays, teacher_logprobs=np.where(sampled, draw, 0).astype(np.float32))
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    assert arrays.teacher_logprobs is not None
-    distance = arrays.behaviour_logprobs - arrays.teacher_logprobs
+    distance = arrays.behaviour_logprobs - taught(arrays)
     advantages = 0.5 * plain_advantages(header, len(sampled)) - 0.3 * distance
     loss = plain_loss(model, header, arrays, advantages, aggregate="token")
     loss.backward()
@@ -97,7 +101,7 @@ def test_gradient_follows_reward_and_reverse_kl(make_step: MakeStep, tiny_model_
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(step.masters.named[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
     current = naive_logprobs(model, header, arrays, 1.0)
-    divergence = float((current - arrays.teacher_logprobs)[sampled].mean())
+    divergence = float((current - taught(arrays))[sampled].mean())
     assert again.train(header, arrays)["policy/kl_teacher"] == pytest.approx(divergence, abs=1e-5)
 
 
@@ -111,7 +115,7 @@ def test_teacher_of_other_tokens_is_refused(tiny_model_dir: Path, tmp_path: Path
     config |= {"algorithm": {"distill_weight": 1}, "teacher": {"path": str(other)}}
     ours = HFChatTokenizer(tiny_model_dir)
     with pytest.raises(ConfigError, match=r"teacher.path=.*: id \d+ is 'b' in the teacher, 'a' in"):
-        find_teacher(RunConfig.model_validate(config), ours)
+        find_models(RunConfig.model_validate(config), ours)
 
 
 # ---- runs

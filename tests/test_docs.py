@@ -39,7 +39,7 @@ QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 PLACEHOLDERS = {"CONFIG": QUICKSTART, "config.yaml": QUICKSTART, "N": "1", "URL": "http://127.0.0.1:8700"}
 PLACEHOLDERS |= dict.fromkeys(("my_task.yaml", "my_agent.yaml"), QUICKSTART)
 NO_SETTINGS = {"rollout.oversample"}
-"""Keys of other frameworks whose section has a name of ours."""
+"""Keys of other frameworks in a section whose name we also use."""
 
 
 def name_of(page: Path) -> str:
@@ -52,7 +52,7 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Yield the lines of shell blocks and of indented blocks that start with one of our programs."""
+    """Yield the lines of shell blocks and of indented blocks that start with our programs."""
     text = page.read_text(encoding="utf-8")
     lines = [line for block in blocks(page, "sh", "bash", "console") for line in block.splitlines()]
     lines += re.findall(r"^ {4,}((?:\.venv/bin/)?(?:asyncrl|make|python) .*)$", text, flags=re.M)

@@ -36,8 +36,8 @@ REFUSED = {
     "inkling_text": "position_bias",
     "deepseek_v4": "its attention reads",
 }
-"""A part of each reason. RecurrentGemma, RWKV and xLSTM keep states in modules or arguments, MiniMax in a
-cache of its own; Falcon computes attention without transformers' interface."""
+"""A part of each reason. RecurrentGemma, RWKV and xLSTM keep states in modules or arguments, MiniMax in
+its own cache; Falcon computes attention without transformers' interface."""
 MOST_NATS = 1e-4
 LENGTHS = (1, 7, 12, 13, 30, 45)
 """Prompts on both sides of the zoo's windows, 12, and chunks, 16."""

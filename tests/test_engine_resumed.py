@@ -75,7 +75,7 @@ def commit(engine: Engine, weights: Weights, interrupt: str = "abort") -> int:
 
 
 def sleep_and_wake(engine: Engine, weights: Weights) -> None:
-    """What served serves again: weights that slept are brought once more."""
+    """The served weights serve again: weights that slept are pushed once more."""
     turn_until(engine, engine.sleep(), engine.wake(WakeRequest(parts=["kv", "weights"])))
     version = engine.weights.version
     digest = engine.weights.prepare(weights.staged(version)).digest

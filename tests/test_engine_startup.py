@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 from engine_in_process import answered, make_qwen3, make_spec, running_engine
-from launch_cases import EVAL, OWN, load, machine
+from launch_cases import EVAL, NO_TOKENS, OWN, load, machine
 from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_moe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.base.errors import ErrorBody, find_fatal
-from asyncrl.job.servers import KINDS
+from asyncrl.job.roles import ENGINE, EVAL_ENGINE, ROLES, extra_servers
+from asyncrl.job.servers import Servers
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import single_node
-from asyncrl.launch.plan import EVAL_ENGINE, make_plan
+from asyncrl.launch.plan import make_plan
 from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import build_engine, check_same_model
 from asyncrl_servers.embedded.kv_attention import LayerShape
@@ -64,9 +65,11 @@ def test_the_plan_counts_the_cache_and_weights_of_the_server(
     folder = make_qwen3(tmp_path / "model")
     of_model = ["model.scratch=none", f"model.path={folder}", "rollout.max_tokens=50"]
     config = load(*of_model, *overrides, name=of)
-    plan = make_plan(config, single_node(machine(0)))
-    kind = KINDS[config.rollout.engine](config, plan.placement, folder, folder, LocalLauncher())
-    spec = EmbeddedSpec(**{**kind.engine_spec(name, plan.placement.engines[0][0]), "deterministic": False})
+    plan = make_plan(config, single_node(machine(0)), extra_servers(config))
+    servers = Servers(config, plan.placement, folder, NO_TOKENS, folder, LocalLauncher())
+    role = ROLES.get(name, ROLES[ENGINE])
+    order = servers.order(role, name, plan.placement.engines[0][0])
+    spec = EmbeddedSpec(**{**role.launch(order).spec, "deterministic": False})
     engine = build_engine(spec)
     counted = next(process.memory for process in plan.processes if process.name == name)
     assert counted.kv == pytest.approx(engine.runner.cache.num_bytes, rel=0.1)

@@ -80,7 +80,7 @@ class Apart(EngineRooms):
         self.evaluation.served_nowait(0)
 
     async def whole(self) -> None:
-        """What the train loop does; a batch needs a version that is not too old."""
+        """Act as the train loop; a batch needs a version that is not too old."""
         for version in range(self.last):
             await self.publisher.wait_announced(version - self.max_staleness)
             await self.trainer.train(Batch(version, (), 0))

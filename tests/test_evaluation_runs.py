@@ -27,7 +27,7 @@ from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 
 KEPT_EXPORTS = 2
-"""As the trainer worker does: an older file is gone."""
+"""Export like the trainer: an older file is gone."""
 PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
 
 

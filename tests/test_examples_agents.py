@@ -143,7 +143,7 @@ def test_shipped_configs_load_and_their_prompts_fit(name: str) -> None:
         build_harness(GeneratorConfig(python=python, args=config.generator.args))
         path = (ROOT / python.partition(":")[0].replace(".", "/")).with_suffix(".py")
         is_read = "task.answer" in path.read_text(encoding="utf-8")
-        assert config.generator.give_answer == is_read, "it is given what it reads, and no more"
+        assert config.generator.give_answer == is_read, "only an agent that reads the answer gets it"
 
 
 @pytest.mark.slow

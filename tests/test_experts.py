@@ -156,7 +156,7 @@ def read_by(tokens: Tokens) -> Tensor:
 
 @pytest.mark.parametrize("num_experts", [4, 384])
 def test_engine_tells_which_experts_read_each_token(tmp_path: Path, num_experts: int) -> None:
-    """Also prompts that share the start of a slot, and as many experts as Kimi-K2 has."""
+    """Also prompts that share the start of a slot, and the number of experts of Kimi-K2."""
     model = make_tiny_moe(tmp_path / "model", **MOE | {"num_experts": num_experts})
     folder, head = model, tuple(range(6, 46))
     prompts = [(7, 8, 9), head, head, (*head[:35], 9, 9), (14,)]
@@ -272,7 +272,7 @@ def batch_from(answers: Sequence[SegmentPart], version: int = 0) -> tuple[BatchH
 
 
 def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Path) -> None:
-    """The noise stands for rounding: near a tie another expert wins."""
+    """The noise simulates rounding: near a tie another expert wins."""
     folder, gaps, weights = make_tiny_moe(tmp_path / "model"), [], []
     with running_engine(folder, deterministic=False, returns_routing=True) as engine:
         header, arrays = routed_batch(engine)
@@ -347,7 +347,9 @@ def test_agent_trains_with_the_experts_that_sampled(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def check_replay(model: Any) -> None:
-    """Its own experts change nothing; others change the logits. Raises ConfigError or ValueError."""
+    """Check that its own experts change nothing and that others change the logits. Raises ConfigError or
+    ValueError.
+    """
 
     def logits() -> tuple[Tensor, Tensor]:
         found = model(torch.arange(12)[None] * 4, use_cache=False).logits
@@ -403,7 +405,7 @@ WIDE |= {"moe_intermediate_size": 32}
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_vllm_tells_the_experts_of_each_token_and_loads_pushed_ones(tmp_path: Path) -> None:
-    """One layer has no experts, and two prompts hit the prefix cache."""
+    """A model with a layer without experts, and two prompts that hit the prefix cache."""
     shape = WIDE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 300}
     folder = make_tiny_moe(tmp_path / "model", **MOE | shape)
     replay: dict[str, Any] = {"algorithm": {"router_replay": True}}

@@ -1,4 +1,4 @@
-"""A node downloads each exported file once, whatever happens to the connection."""
+"""A node downloads each exported file once, also over a bad connection."""
 # ruff: noqa: ASYNC240  small files of a test
 
 from __future__ import annotations

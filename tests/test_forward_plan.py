@@ -55,7 +55,7 @@ def test_recurrences_and_convolutions_run_on_rows(name: str) -> None:
 
 
 def test_small_multipliers_hide_no_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Falcon-H1's own multipliers make its recurrence small beside its attention."""
+    """Falcon-H1's own multipliers make its recurrence small compared to its attention."""
     config = make_config("falcon_h1")
     config.ssm_out_multiplier = 1e-4
     assert find_structure(probe_model(config, CPU)).mixers

@@ -63,7 +63,7 @@ def frameworks_python(name: str) -> Path:
 
 
 class Framework:
-    """One script of tests/frameworks, imported once; each scenario runs in a fork."""
+    """A script of tests/frameworks, imported once; each scenario runs in a fork."""
 
     def __init__(self, name: str, home: Path) -> None:
         self.reader = ThreadPoolExecutor(1)  # the gateway needs the threads of the loop

@@ -316,7 +316,7 @@ async def test_message_that_the_template_omits_gets_400(renderer_for: Renderers)
         chat = [user("In 2018?"), called("{}"), {**RESULT, "content": "18"}]
         status, answer = await world.post({"messages": chat})
         assert (status, answer["error"]["param"]) == (400, "messages")
-        assert "the chat template leaves out what messages[2] says" in answer["error"]["message"]
+        assert "the chat template drops messages[2]" in answer["error"]["message"]
 
 
 def test_developer_is_the_system_where_the_template_knows_none(renderer_for: Renderers) -> None:

@@ -159,7 +159,7 @@ async def test_coding_agent_loop_is_one_branch_trained_once(streamed: bool) -> N
         assert "tool\n3<|end|><|start|>tool\nError: no such file<|end|><|start|>user\ngo on" in prompt
         assert "billing" not in prompt
         assert talk.is_one_branch_of(*answers)
-        assert talk.world.gateway.stats().calls == 3, "what is counted is no call"
+        assert talk.world.gateway.stats().calls == 3, "counting is not a call"
 
 
 @streams
@@ -176,7 +176,7 @@ async def test_stop_reason_names_the_stop_sequence(streamed: bool) -> None:
 
 
 class Switching(ByteTokenizer):
-    """Its template reads enable_thinking."""
+    """A model whose template reads enable_thinking."""
 
     template = "{% if enable_thinking is false %}"
 

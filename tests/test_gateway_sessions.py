@@ -36,7 +36,7 @@ async def test_key_opens_its_session_until_its_end() -> None:
 
 def num_objects_of_sessions() -> int:
     kinds = (GatewaySession, GatewayCall, Answer, ChatNode, PromptMatch, SamplingRequest)
-    # isinstance() would read attributes of the objects, some of which warn
+    # isinstance() would read attributes of the objects, and some warn
     return sum(issubclass(type(each), kinds) for each in gc.get_objects())
 
 
@@ -132,7 +132,7 @@ async def test_retry_of_an_only_call_gets_its_answer(is_streamed: bool) -> None:
         first, again, *others = [await ask(number) for number in (0, 1, 0, 1)]
         others.append(await ask(1, max_tokens=5))
         assert again == first, "nobody else can have asked for it"
-        assert len({first, *others}) == 4, "one of two equal answers may be another call's"
+        assert len({first, *others}) == 4, "of two equal answers, each may belong to another call"
         assert world.session.num_completions == 4
 
 

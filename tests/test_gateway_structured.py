@@ -70,7 +70,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
 
 
 def accepted(tokenizer: HFChatTokenizer, grammar: str, text: str) -> bool:
-    """Whether this may be a whole answer; raises if it cannot even be the beginning of one."""
+    """Return whether this is a whole answer. Raises if it cannot even begin an answer."""
     matcher = TokenGrammars(tokenizer._tokenizer, 440).begin(grammar, tokenizer.encode(text))
     return bool(matcher.allowed()[1])
 

@@ -34,7 +34,7 @@ def test_leading_thought_is_split_from_the_text(text: str, is_open: bool, though
 
 
 class Opening(ByteTokenizer):
-    """Its template opens the thought."""
+    """A model whose template opens the thought."""
 
     def render(self, messages: Any, *, is_open: bool = True, **options: Any) -> str:
         return super().render(messages, is_open=is_open, **options) + "<think>\n" * is_open

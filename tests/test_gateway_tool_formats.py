@@ -69,7 +69,7 @@ def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
 
 
 def written(renderer: HFChatTokenizer, calls: Calls, content: str) -> str:
-    """What the template writes for an answer with these calls, without the end of the turn."""
+    """Return the template's text of an answer with these calls, without the end of the turn."""
     functions = [{"name": called, "arguments": arguments} for called, arguments in calls]
     sent = [{"type": "function", "id": "call12345", "function": function} for function in functions]
     chat = [user("Question?"), assistant(content, tool_calls=sent)]
@@ -101,11 +101,11 @@ CASES: dict[str, Calls] = {
 }
 ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}
 SILENT = {*ONE_CALL, "muse_glimmer"}
-"""They leave out what is said beside a call, or make a thought of it (gpt-oss)."""
+"""They omit text next to a call, or make a thought of it (gpt-oss)."""
 
 
 UNESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}
-"""They write text as it is, but their models write Python."""
+"""They write text unchanged, but their models write Python."""
 
 
 @pytest.mark.parametrize("name", WRITING)

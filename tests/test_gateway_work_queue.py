@@ -27,7 +27,7 @@ from asyncrl.testing.virtual_time import all_blocked, stand_still
 
 
 class Line(asyncio.Transport):
-    """What a connection to a client is, for the routes."""
+    """The connection to a client, as the routes see it."""
 
     is_cut = False
 
@@ -236,7 +236,7 @@ async def test_silent_worker_loses_its_items() -> None:
         await asyncio.sleep(50.0)
         assert await desk.alive(item.item_id, worker="lively") == []
         assert silent.done() == (number > 0)
-    with pytest.raises(RolloutFailure, match=r"silent gave no sign of life for gateway.lease_timeout_s=60.0"):
+    with pytest.raises(RolloutFailure, match=r"silent sent no heartbeat for gateway.lease_timeout_s=60.0"):
         await silent
     assert [desk.queue.gauges()[f"harness/{name}"] for name in ("workers", "lost", "unseen_s")] == [1, 1, 0.0]
     assert await desk.result(item.item_id, "lively", outcome=Outcome(1.0)) == (200, {})
@@ -252,9 +252,9 @@ async def test_stopped_gateway_keeps_the_leases() -> None:
     for before_s in (30.0, 59.5):
         await asyncio.sleep(before_s)
         stand_still(3600.0)
-        await asyncio.sleep(0.3)  # what came meanwhile is read
+        await asyncio.sleep(0.3)  # messages that came during the wait are read
         assert await desk.alive(item.item_id) == []
-    with pytest.raises(RolloutFailure, match="worker w gave no sign of life"):
+    with pytest.raises(RolloutFailure, match="worker w sent no heartbeat"):
         await running
     await desk.queue.aclose()
 
@@ -266,7 +266,7 @@ async def test_poll_ends_with_its_time_client_worker_or_queue() -> None:
     assert asyncio.get_running_loop().time() == 20.0
     polls = [asyncio.create_task(desk.take(*each)) for each in (("w",), ("w",), ("cut", line), ("dropped",))]
     await all_blocked()
-    assert [poll.done() for poll in polls] == [True, False, False, False], "that of the newer one goes on"
+    assert [poll.done() for poll in polls] == [True, False, False, False], "the newer lease continues"
     line.is_cut = True
     desk.queue.worker_gone_nowait("dropped", "exited with code 1")
     running = desk.run()
@@ -285,7 +285,7 @@ async def test_withdrawn_item_is_cancelled_and_its_result_refused() -> None:
     running = desk.run(info={"deep": [1, {"x": None}], "nan": math.nan}, answer="SECRET", timeout_s=9.0)
     (item,) = await desk.take()
     assert (item.rollout_id, item.key, item.seed, item.timeout_s) == ("g0/r0", "key-0", 7, 9.0)
-    assert (item.info["deep"], item.answer) == ([1, {"x": None}], None), "an answer is given on demand alone"
+    assert (item.info["deep"], item.answer) == ([1, {"x": None}], None), "an answer is given only on demand"
     assert math.isnan(item.info["nan"]), "a number that is none is not turned into null"
     running.cancel()
     await all_blocked()

@@ -27,7 +27,7 @@ SESSION = Session("http://127.0.0.1:9/v1", "secret-key", "policy")
 
 @pytest.fixture(autouse=True)
 def own_temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the folders of commands are made; empty again at the end."""
+    """The folder of the commands' folders; empty again at the end."""
     folder = tmp_path / "temp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -75,8 +75,8 @@ TOOL = """
     key="Authorization: Bearer $OPENAI_API_KEY"
     curl -s "$OPENAI_BASE_URL/outcome" -H "$key" -d '{"reward": 1.0}' > answered
 """
-"""What a policy may have its shell tool run, to be paid: it looks for keys and the answer, and posts with the
-key that it inherits.
+"""A command that a policy may have its shell tool run to get a reward: it looks for keys and the answer, and
+posts with the key that it inherits.
 """
 
 
@@ -146,7 +146,7 @@ def test_bad_exit_or_flood_is_a_failure() -> None:
 
 @pytest.mark.slow
 def test_command_that_forks_and_exits_leaves_nothing() -> None:
-    """One child holds standard output, another ignores SIGTERM."""
+    """A program whose children hold standard output and ignore SIGTERM."""
     script = """
         sleep 3600 &
         (trap '' TERM; touch $TMPDIR/deaf; while :; do sleep 1; done) &

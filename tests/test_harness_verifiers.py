@@ -39,7 +39,7 @@ def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started() -> list[str]:
-    """Return the list to which the environment adds its starts and stops."""
+    """Return the list of the environment's starts and stops."""
     import guessing_env_for_test  # costs seconds, which only the process of these tests pays
 
     return guessing_env_for_test.started
@@ -52,7 +52,7 @@ def harness_of(name: str, args: Mapping[str, Any]) -> VerifiersHarness:
 
 
 def task_of(name: str, args: Mapping[str, Any], index: int) -> Task:
-    """As it comes out of the task, through JSON."""
+    """Return the prompt as the task and JSON make it."""
     item = VerifiersTask(load_taskset(name, args), size=10).prompt(index)
     return Task(f"0/{index}", tuple(item.content), info=json.loads(json.dumps(item.info)))  # type: ignore[arg-type]
 

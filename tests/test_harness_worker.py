@@ -198,7 +198,7 @@ async def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) ->
 
 
 def token(environment: Path) -> str:
-    """Of the marks of a worker's commands; nonsense while the command has not written its environment."""
+    """Return the marks of a worker's commands; invalid until the command has written its environment."""
     lines = environment.read_text().splitlines() if environment.exists() else []
     marks = [line.partition("=")[2] for line in lines if line.startswith("ASYNCRL_COMMAND=")]
     return marks[0] if marks else "nothing"

@@ -27,8 +27,6 @@ from job_runs import (
 )
 from vllm_process import vllm_python
 
-from asyncrl.base.http import VLLM_KEY_ENV
-
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
 CONFIG = ROOT / "configs" / "quickstart-vllm.yaml"
 ENGINE = "asyncrl_servers.vllm"
@@ -121,13 +119,13 @@ def test_foreign_server_gets_weights_first_and_outlives_the_run(
     url, key, engine = served
     foreign = ["model.scratch=none", f"model.path={whole / 'model'}", f"rollout.urls=['{url}']"]
     disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path / 'disk'}"]
-    monkeypatch.setenv(VLLM_KEY_ENV, "another key")
+    monkeypatch.setenv("ASYNCRL_VLLM_KEY", "another key")
     refused = run(CONFIG, tmp_path / "refused", *small(*foreign), timeout_s=PATIENCE_S)
     assert refused.returncode == 2
     assert "engine-0: the vLLM server there refuses /health" in refused.stderr
-    assert VLLM_KEY_ENV in refused.stderr
+    assert "ASYNCRL_VLLM_KEY" in refused.stderr
 
-    monkeypatch.setenv(VLLM_KEY_ENV, key)
+    monkeypatch.setenv("ASYNCRL_VLLM_KEY", key)
     run_dir = tmp_path / "run"
     process = start(CONFIG, run_dir, *small(*foreign, *disk, "observe.heartbeat_s=30"))
     wait_for_steps(run_dir, 2, process, PATIENCE_S)

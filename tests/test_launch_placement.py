@@ -19,6 +19,7 @@ from launch_cases import EVAL, OWN, RAY, TAUGHT, TURNS, VLLM, ZERO, load, nodes,
 from asyncrl.base import host
 from asyncrl.base.errors import ConfigError
 from asyncrl.config import PlacementConfig
+from asyncrl.job.roles import EVAL_ENGINE, extra_servers
 from asyncrl.launch import machine
 from asyncrl.launch.machine import CudaDevice, child_environ, described_nodes, find_cuda_devices
 from asyncrl.launch.placement import NO_DEVICE, NodeDevice, place
@@ -118,7 +119,8 @@ def test_eval_engine_and_teacher_take_free_devices_first(
     num_cuda: tuple[int, ...], overrides: list[str], evaluation: str, teacher: str
 ) -> None:
     placement = placed(num_cuda, *overrides)
-    found = [where([device] if device else []) for device in (placement.evaluation, placement.teacher)]
+    devices = [placement.extra.get(name) for name in (EVAL_ENGINE, "teacher")]
+    found = [where([device] if device else []) for device in devices]
     assert found == [evaluation, teacher]
 
 
@@ -158,7 +160,7 @@ def test_accepted_placement_keeps_the_rules(
     }
     config = base.model_copy(update=changes)
     try:
-        placement = place(config, there)
+        placement = place(config, there, extra_servers(config))
     except ConfigError:
         return
     ranks = placement.trainer
@@ -174,8 +176,8 @@ def test_accepted_placement_keeps_the_rules(
         assert len({device.node for device in devices}) == 1, "an engine spans nodes"
     assert on_cuda & used == (on_cuda if placement.mode == "colocated" else set())
     assert placement.mode == "apart" or (bound == 0 and {*ranks} == used)
-    assert not {placement.evaluation, placement.teacher} & on_cuda
-    plan = make_plan(config, there)
+    assert not {*placement.extra.values()} & on_cuda
+    plan = make_plan(config, there, extra_servers(config))
     assert {process.device for process in plan.processes} <= {*plan.memory, NO_DEVICE}
 
 

@@ -1,4 +1,4 @@
-"""Tasks and reward functions by name: found from the working directory, refused with what is missing."""
+"""Tasks and reward functions by name: found from the working directory, refused with the missing name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model folder says and what its weights are: ties, text parts, quantised weights, tokenizers."""
+"""The config of a model folder against its weights: ties, text parts, quantised weights, tokenizers."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ BLOCK = 8
 
 
 def quantise(folder: Path) -> dict[str, torch.Tensor]:
-    """Store projections as fp8 with scales of blocks, and return what they stand for."""
+    """Store projections as fp8 with scales of blocks, and return their values."""
     plain = load_file(folder / "model.safetensors")
     stored = dict(plain)
     for name, tensor in plain.items():

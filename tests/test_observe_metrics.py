@@ -132,7 +132,7 @@ def test_totals_survive_resumes_and_restarted_sources() -> None:
     assert totals.add({"tokens": 40, "new": 2}) == {"tokens": 140, "new": 2}
     assert totals.add({"tokens": 5}) == {"tokens": 145}
     totals.starts_from({"tokens": 10})
-    assert totals.add({"tokens": 5}) == {"tokens": 145}, "what is higher stays"
+    assert totals.add({"tokens": 5}) == {"tokens": 145}, "higher values stay"
     decode = [{"engine-0": 4.0, "engine-1": 6.0}, {"engine-1": 7.0}, {"engine-0": 1.0, "engine-1": 8.0}]
     summed = [totals.add({"decode_s": each})["decode_s"] for each in decode]
     assert summed == [10.0, 11.0, 13.0], "engine-0 was started again"

@@ -32,7 +32,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 def steps(text: str, num: int = 20) -> list[dict[str, float]]:
-    """Steps of 1 s each, with metrics like `train_s=0.4 engine/busy_slots=64`; perf/ is left out."""
+    """Steps of 1 s each, with metrics like `train_s=0.4 engine/busy_slots=64`; perf/ is omitted."""
     parts = dict(part.split("=") for part in f"step_s=1 {text}".split())
     metrics = {name if "/" in name else f"perf/{name}": float(value) for name, value in parts.items()}
     return [{"step": n, "time_s": 10.0 + n, "reward/mean": n / num, **metrics} for n in range(1, num + 1)]

@@ -25,7 +25,7 @@ SCRIPT, READING = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 def ran(arguments: list[str], folder: Path) -> str:
-    """What a script printed."""
+    """The output of a script."""
     done = subprocess.run(
         arguments, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240
     )

@@ -7,7 +7,6 @@ import contextlib
 import shlex
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from asyncrl.config import SupervisionConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.live_settings import ENGINES, WANTED_FILE, follow_live, read_wanted, scale_run, write_wanted
+from asyncrl.job.live_settings import WANTED_FILE, follow_live, read_wanted, scale_run, write_wanted
 from asyncrl.job.resume import changed_keys
 from asyncrl.messages.records import Completion
 from asyncrl.messages.sampling import SamplingRequest
@@ -85,16 +84,18 @@ class House(EngineRooms):
         self.folder = folder
         self.spawn(self.publisher.run(), name="publisher")
         if start is not None:
-            config: Any = SimpleNamespace(rollout=SimpleNamespace(engine_range=self.scale.range))
-            run: Any = SimpleNamespace(scale=self.scale)
             self.spawn(self.scale.follow(), name="scale")
-            self.spawn(follow_live(folder, config, run), name="live settings")
+            self.spawn(
+                follow_live(folder, self.scale.range.numbers, self.scale.want_nowait), name="live settings"
+            )
 
     @property
     def states(self) -> list[str]:
         down = self.pool.down
+        states = [self.scale.states[fake.name] for fake in self.fakes]
         return [
-            self.scale.states[fake.name] or ("down" if fake.name in down else "up") for fake in self.fakes
+            state if state != "working" else "down" if fake.name in down else "up"
+            for fake, state in zip(self.fakes, states, strict=True)
         ]
 
     def happened(self) -> list[str]:
@@ -161,7 +162,7 @@ def test_scaling_keeps_versions_and_requests(tmp_path: Path) -> None:
         await asyncio.sleep(1.0)
         requests = [make_request(f"r{index}", max_tokens=2000, seed=index) for index in range(6)]
         running = [house.ask(one) for one in requests[:4]]
-        write_wanted(house.folder, ENGINES, 3)
+        write_wanted(house.folder, 3)
         await asyncio.sleep(1.5)
         assert house.states == ["up", "starting", "starting"]
         assert house.pool.load["engine-0"] == 4
@@ -171,7 +172,7 @@ def test_scaling_keeps_versions_and_requests(tmp_path: Path) -> None:
         running += [house.ask(one) for one in requests[4:]]
         await asyncio.sleep(1.0)
         assert [fake.num_running for fake in house.fakes] == [4, 1, 1]
-        write_wanted(house.folder, ENGINES, 1)
+        write_wanted(house.folder, 1)
         await asyncio.sleep(1.5)
         assert house.states == ["up", "parked", "parked"]
         assert [fake.has_ended.is_set() for fake in house.fakes] == [False, True, True]
@@ -193,13 +194,13 @@ def test_scaling_keeps_versions_and_requests(tmp_path: Path) -> None:
 def test_new_engine_that_fails_to_start_ends_no_run(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         house.processes[1].fails_to_start = 99
-        write_wanted(house.folder, ENGINES, 2)
+        write_wanted(house.folder, 2)
         await asyncio.sleep(10 * START_S)
         assert house.states == ["up", "parked", "parked"]
         assert "the run continues with 1 of 2 engines" in house.lines[-1]
-        assert read_wanted(house.folder, ENGINES, house.scale.range.numbers) == 1
+        assert read_wanted(house.folder, house.scale.range.numbers) == 1
         house.processes[1].fails_to_start = 1
-        write_wanted(house.folder, ENGINES, 2)
+        write_wanted(house.folder, 2)
         await asyncio.sleep(10 * START_S)
         assert house.states == ["up", "up", "parked"], "asked for again, it is tried again"
         house.processes[1].fails_to_start = 99
@@ -207,7 +208,7 @@ def test_new_engine_that_fails_to_start_ends_no_run(tmp_path: Path) -> None:
         await asyncio.sleep(1e4)
 
     error = fails(story, folder=tmp_path, **THREE, max_restarts=2)
-    assert error.room == "engine-1", "one that has worked is needed"
+    assert error.room == "engine-1", "an engine that has worked is needed"
 
 
 MOVE = st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort", "scale"])
@@ -266,12 +267,12 @@ def test_deaths_and_scaling_lose_or_double_no_token_and_serve_none_old(
 
 def test_run_resumes_with_the_wanted_number_if_it_is_valid(tmp_path: Path) -> None:
     limits = range(1, 4)
-    assert read_wanted(tmp_path, ENGINES, limits) is None
+    assert read_wanted(tmp_path, limits) is None
     for text in ("4 engines", '{"engines": 9}', '{"engines": "2"}', "[1]"):
         (tmp_path / WANTED_FILE).write_text(text)
-        assert read_wanted(tmp_path, ENGINES, limits) is None
-    write_wanted(tmp_path, ENGINES, 2)
-    assert read_wanted(tmp_path, ENGINES, limits) == 2
+        assert read_wanted(tmp_path, limits) is None
+    write_wanted(tmp_path, 2)
+    assert read_wanted(tmp_path, limits) == 2
 
 
 @pytest.mark.parametrize(
@@ -296,4 +297,4 @@ def test_scale_command_asks_or_refuses(tmp_path: Path, asked: str, num_engines: 
     if "--allow-change" in says:
         *_, override, _, allowed = shlex.split(said.split("`")[1])
         changed = changed_keys(load_config(saved), load_config(saved, [override]))
-        assert list(changed) == [allowed], "what it says to write would be accepted"
+        assert list(changed) == [allowed], "its way out would be accepted"

@@ -49,7 +49,7 @@ class MadeRun:
         pin.write()
 
     def checkpoint(self, step: TrainerRank) -> Path:
-        """What the trainer has now, as whole as finish() makes it."""
+        """Save the trainer's present state, as complete as finish() makes it."""
         folder = self.path / "checkpoints" / f"step_{step.policy_version}"
         folder.mkdir(parents=True)
         step.begin_save_state(folder / "trainer").result()
@@ -58,7 +58,7 @@ class MadeRun:
         return folder
 
     def end(self, step: TrainerRank) -> None:
-        """As a run that is done leaves it."""
+        """A run directory after the end of a run."""
         step.save(self.path / "final")
         summary = {"state": "done", "num_steps": step.policy_version}
         (self.path / "summary.json").write_text(json.dumps(summary))

@@ -32,7 +32,7 @@ BATCHES = [
 
 
 class Life:
-    """One life of a run: real buffer, producers and feed. All of it follows from the seed of its
+    """One process of a run: real buffer, producers and feed. Everything follows from the seed of its
     latencies.
     """
 
@@ -46,7 +46,7 @@ class Life:
         self.returning: list[tuple[int, Prompt]] = []
 
     async def play(self, *, version: int = 0, until_s: float = 1e9) -> None:
-        """From batch `version` to the end of the run, or of this life."""
+        """Train from batch `version` to the end of the run or of this process."""
         scorer = FakeScorer(
             lambda prompt, _: "no" if prompt.num_requeued < TRIES.get(prompt.prompt_id, 0) else 1.0
         )

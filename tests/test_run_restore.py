@@ -47,8 +47,8 @@ def make_feed(seed: int = 0) -> PromptSource:
 
 
 class Life:
-    """One life of a run: its rooms, reporter and journal. `restored` counts calls of the reporter after a
-    resume.
+    """One process of a run: its components, reporter and journal. `restored` counts calls of the reporter
+    after a resume.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,7 +121,7 @@ class Life:
 
 
 def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
-    """One life after the other over one journal; each is cut off, not ended."""
+    """Processes of a run, one after the other over one journal; each is cut off, not ended."""
 
     async def play(story: Callable[[Life], Awaitable[None]]) -> None:
         life = Life(path)
@@ -232,9 +232,7 @@ def test_too_old_groups_return_their_prompts_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refusal", ["order", "task", "state", "tokens"])
 def test_refused_resume_changes_nothing(tmp_path: Path, refusal: str) -> None:
-    """What the killed run had reported (metrics.jsonl) is cut by the reporter, and the journal then knows of
-    another start.
-    """
+    """The reporter cuts the killed run's lines (metrics.jsonl), and the journal then has another start."""
     whole = Whole(2, tmp_path / "step_2", {})
 
     async def first(life: Life) -> None:
@@ -355,7 +353,7 @@ class House:
         self.checkpointer = Checkpointer(self.checkpoints, trainer, self.journal, controller_state, life)
 
     async def step(self, *, is_written: bool = True) -> None:
-        """One optimizer step and what follows it; with `is_written`, until the disk is quiet."""
+        """Take an optimizer step with its checkpoint; with `is_written`, wait until it is on disk."""
         self.trainer.version += 1
         await self.checkpointer.after_step(self.trainer.version)
         if is_written and self.tasks:

@@ -113,7 +113,7 @@ async def test_evaluation_calls_use_their_own_engine() -> None:
 
 def test_local_worker_key_stays_out_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def key(**generator: Any) -> str:
-        """As a start of the run makes it; nothing is started."""
+        """Return the objects that a start of the run makes, without starting them."""
         task = {"files": ["x.jsonl"], "reward": "math"}
         sections = {"model": {"path": "x"}, "task": task, "generator": generator}
         config, nothing = agent_runtime.RunConfig.model_validate(sections), cast("Any", None)

@@ -12,14 +12,14 @@ from unittest.mock import AsyncMock
 import pytest
 from fake_engine import FakeEngineServer
 from fakes import FakeTrainer
-from launch_cases import make_python
+from launch_cases import NO_TOKENS, make_python
 from rollout_cases import virtual
 
-from asyncrl.base.http import VLLM_KEY_ENV
 from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.job.colocate import Disaggregated
-from asyncrl.job.servers import KINDS, Servers
+from asyncrl.job.roles import ENGINE, EVAL_ENGINE, ROLES, extra_servers
+from asyncrl.job.servers import Servers
 from asyncrl.launch import launchers
 from asyncrl.launch.launchers import LocalLauncher
 from asyncrl.launch.machine import CudaDevice, Machine, Node, single_node
@@ -39,17 +39,19 @@ def load(*overrides: str) -> RunConfig:
 
 def maker(folder: Path, *overrides: str, cuda: tuple[CudaDevice, ...] = ()) -> Servers:
     config = load(*overrides)
-    placement = place(config, single_node(Machine(cuda, 8, 2**34, has_bfloat16=False)))
-    return KINDS[config.rollout.engine](config, placement, folder / "model", folder, LocalLauncher())
+    nodes = single_node(Machine(cuda, 8, 2**34, has_bfloat16=False))
+    placement = place(config, nodes, extra_servers(config))
+    return Servers(config, placement, folder / "model", NO_TOKENS, folder, LocalLauncher())
 
 
 def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
-    def spec(*overrides: str, name: str = "engine-0", mode: str = "apart") -> VllmSpec:
+    def spec(*overrides: str, role: str = ENGINE, mode: str = "apart") -> VllmSpec:
         nodes = single_node(Machine((), 8, 2**34, has_bfloat16=False))
-        placement: Any = SimpleNamespace(mode=mode, resident=False, nodes=nodes)
+        placement: Any = SimpleNamespace(moves=mode == "colocated", resident=False, nodes=nodes)
         folder = Path("/model")
-        servers = KINDS["vllm"](load(VLLM, *overrides), placement, folder, folder, LocalLauncher())
-        return VllmSpec.model_validate(servers.engine_spec(name, NodeDevice(0, "cuda:0")))
+        servers = Servers(load(VLLM, *overrides), placement, folder, NO_TOKENS, folder, LocalLauncher())
+        order = servers.order(ROLES[role], "engine-0", NodeDevice(0, "cuda:0"))
+        return VllmSpec.model_validate(ROLES[role].launch(order).spec)
 
     lora = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
     assert (lora.has_adapters, lora.lora_rank, lora.device) == (True, 24, "cuda")
@@ -58,7 +60,7 @@ def test_vllm_spec_holds_adapters_turns_and_devices() -> None:
     assert own.args == {"enable-sleep-mode": False}, "unless the user says otherwise"
     split = ["rollout.tensor_parallel=2", "eval.task.python=asyncrl.tasks.toy:Letters", "eval.slots=7"]
     assert (spec(*split).slots, spec(*split).tensor_parallel) == (64, 2)
-    held_out = spec(*split, name="engine-eval")
+    held_out = spec(*split, role=EVAL_ENGINE)
     assert (held_out.slots, held_out.tensor_parallel) == (7, 1)
 
 
@@ -70,7 +72,7 @@ def test_process_sees_only_its_devices(
     monkeypatch.setattr(launchers, "find_cuda_devices", lambda: devices)
     anywhere = ["placement.trainer=auto", "placement.rollout=auto", "trainer.world_size=2"]
     launch = maker(tmp_path, *anywhere, cuda=devices)
-    servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
+    servers = [*launch.trainers(tmp_path / "staging"), *(engine.server for engine in launch.engines())]
     for server, names in zip(servers, ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
         assert isinstance(server.child, ChildProcess)
         assert json.loads(server.child.spec.spec)["device"] == ("cuda" if num_cuda else "cpu")
@@ -89,7 +91,8 @@ def test_processes_share_a_device(
     settings += [f"rollout.engine={kind}", f"buffer.max_staleness={staleness}"]
     settings += [f"rollout.vllm_python={python}"] if kind == "vllm" else []
     launch, own = maker(tmp_path, *settings, cuda=cuda), 0.5 / 80
-    (trainer,), engines = launch.trainers(tmp_path / "staging"), launch.engines()
+    (trainer,) = launch.trainers(tmp_path / "staging")
+    engines = [engine.server for engine in launch.engines()]
     specs = [json.loads(server.child.spec.spec) for server in (trainer, *engines)]  # type: ignore[union-attr]
     assert specs[0]["share"] == pytest.approx(0.6 - own)
     for spec in specs[1:]:
@@ -109,11 +112,11 @@ def test_only_processes_of_the_shared_device_use_mps(tmp_path: Path, monkeypatch
     settings = ["placement={trainer: 0, rollout: 0, share: 0.4, eval: 1}", "buffer.max_staleness=2"]
     settings += ["eval={task: {python: 'asyncrl.tasks.toy:Letters'}, slots: 4, engine: own}"]
     launch = maker(tmp_path, *settings, cuda=cuda)
-    device = launch.placement.evaluation
-    assert device is not None
+    device = launch.placement.extra[EVAL_ENGINE]
 
     def environs() -> list[Any]:
-        servers = [*launch.trainers(tmp_path / "staging"), *launch.engines(), launch.eval_engine(device)]
+        engines = [*launch.engines(), launch.make(ROLES[EVAL_ENGINE], [device])]
+        servers = [*launch.trainers(tmp_path / "staging"), *(engine.server for engine in engines)]
         children: list[Any] = [server.child for server in servers]
         return [dict(child.spec.env) for child in children]
 
@@ -140,7 +143,7 @@ def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
     config = load(*TWO_NODES)
     launcher: Any = SimpleNamespace(nodes=nodes, hold=AsyncMock(), free_port=AsyncMock(return_value=4000))
     launcher.process = lambda node, spec: SimpleNamespace(name=spec.name, node=node, spec=spec)
-    made = Servers(config, place(config, nodes), tmp_path, tmp_path, launcher)
+    made = Servers(config, place(config, nodes), tmp_path, NO_TOKENS, tmp_path, launcher)
     for name in ("config.json", "run.id"):
         (tmp_path / name).write_text(name)
     asyncio.run(made.hold(tmp_path / "staging"))
@@ -155,7 +158,7 @@ def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
     assert [spec["local_rank"] for spec in specs] == [0, 1, 0, 1]
     assert [spec["address"] for spec in specs] == ["10.0.0.0"] * 2 + ["10.0.0.1"] * 2
     assert {spec["store"] for spec in specs} == {"10.0.0.0:4000"}
-    engines: Any = [server.child for server in made.engines()]
+    engines: Any = [engine.server.child for engine in made.engines()]
     assert [engine.node for engine in engines] == [0, 1]
 
 
@@ -163,9 +166,10 @@ def test_nodes_hold_parts_and_ranks_know_their_store(tmp_path: Path) -> None:
 async def test_rollout_urls_use_the_environment_key_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VLLM_KEY_ENV, "their key")
+    monkeypatch.setenv("ASYNCRL_VLLM_KEY", "their key")
     urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000']"]
-    (engine,) = maker(tmp_path, VLLM, *urls).engines()
+    (made,) = maker(tmp_path, VLLM, *urls).engines()
+    engine = made.server
     assert type(engine.child) is Process
     assert engine.caller.secret == "their key"
     engine.ready = AsyncMock()

@@ -86,7 +86,7 @@ def test_agent_tried_by_hand_is_recorded(tmp_path: Path, serve: Serve) -> None:
             messages += [answer.choices[0].message, {"role": "user", "content": "a 1"}]
         assert answer.id == "chatcmpl-2"
         assert shell(outcome.replace("1.0", "0.5"), exports) == {}
-        assert shell(chat, exports)["id"] == "chatcmpl-0", "the key goes on, in a session of its own"
+        assert shell(chat, exports)["id"] == "chatcmpl-0", "the key continues, in its own session"
         assert shell(outcome, exports) == {}
         assert "not one sampled token" in shell(outcome, exports)["error"]["message"]
         assert shell(chat, exports)["id"] == "chatcmpl-0"

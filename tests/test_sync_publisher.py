@@ -83,7 +83,7 @@ async def publishing(*swaps_s: float, **knobs: Any) -> AsyncIterator[Sync]:
 
 async def failure(begin: Callable[[Sync], None], *swaps_s: float, **knobs: Any) -> str:
     """Return what the publisher of a first version ended with; nothing was announced."""
-    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  the block fails where it sleeps
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  the block fails as it sleeps
         async with publishing(*swaps_s, **knobs) as sync:
             sync.trainer.step()
             begin(sync)

@@ -1,4 +1,4 @@
-"""What docs/tasks.md, docs/rewards.md, examples/ and configs/ show is what runs."""
+"""The code that docs/tasks.md, docs/rewards.md, examples/ and configs/ show runs."""
 
 from __future__ import annotations
 

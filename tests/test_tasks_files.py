@@ -159,7 +159,7 @@ BAD_MESSAGE = {"role": "user", "content": 3}
 @pytest.mark.parametrize("prompt", [7, "", [], [{"role": "x"}], [BAD_MESSAGE]])
 def test_prompt_without_text_is_named_by_its_place(tmp_path: Path, prompt: object) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [ROWS[0], {"prompt": prompt, "answer": "1"}])
-    with pytest.raises(ConfigError, match=f"a.jsonl line 2, column prompt is no prompt{WAY_OUT}"):
+    with pytest.raises(ConfigError, match=f"a.jsonl line 2, column prompt is not a valid prompt{WAY_OUT}"):
         task_of(file)
 
 

@@ -58,7 +58,7 @@ AT = r"prompt 0 of .*Numbers.*: making it raised KeyError: 0 .test_tasks_prompt_
     [
         (lambda _: TWO_MESSAGES, "already begins with a system message"),
         (lambda index: {}[index], AT),
-        (lambda _: 5, "prompt 0 of .*Numbers.* is no prompt: 5"),
+        (lambda _: 5, "prompt 0 of .*Numbers.* is not a valid prompt: 5"),
     ],
 )
 def test_task_that_raises_is_named_with_the_index(prompt: Any, said: str) -> None:

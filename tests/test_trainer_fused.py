@@ -257,7 +257,7 @@ def test_plan_counts_the_tensors_that_autograd_saves(
     plan = find_plan(model)
     assert plan.is_packed
     assert why_not_compiled(model, torch.device("cpu")) == ""
-    # The plan counts layers with windows as uncompiled, twice what they save compiled.
+    # The plan counts layers with windows as uncompiled, twice their compiled size.
     is_compiled = model_type != "gemma3_text"
     policy = Policy(model, plan, is_compiled=is_compiled)
     micro = pack_texts([np.arange(length) % 99 for length in (113, 400)], torch.device("cpu"))
@@ -271,7 +271,7 @@ def test_plan_counts_the_tensors_that_autograd_saves(
     inputs = count_saved_bytes(policy, micro)
     recomputed = (counted - inputs) / shape.layers
     assert planned(0.0) == pytest.approx(inputs + recomputed, rel=0.02)
-    if model_type == "llama":  # a budget keeps whole tensors, as many as fit
+    if model_type == "llama":  # a budget keeps the whole tensors that fit
         torch._dynamo.reset()
         fused.compiled.cache_clear()
         model.eval()  # without checkpointing

@@ -44,7 +44,7 @@ def test_tutorial_commands_run_on_the_files_it_shows(tmp_path: Path) -> None:
     commands = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
     said = dict[str, str]()
     for command in commands:
-        is_killed = commands.count(command) > 1 and command not in said  # section 5: the same command goes on
+        is_killed = commands.count(command) > 1 and command not in said  # section 5: the same command resumes
         num_done = num_steps(tmp_path / "runs/agent") if command in said else 0
         num = None if command == WHOLE_RUN else num_done + NUM_STEPS
         said[command] = run(command, tmp_path, num, is_killed=is_killed)
@@ -78,8 +78,8 @@ def num_steps(run_dir: Path) -> int:
 
 
 def run(command: str, folder: Path, num_steps: int | None, *, is_killed: bool) -> str:
-    """Return the command's output. A run takes `num_steps` (None: as many as its config says); a run that is
-    to be killed never ends.
+    """Return the command's output. A run takes `num_steps` (None: the number in its config); a run
+    that is to be killed never ends.
     """
     words = shlex.split(command)
     if words[1] == "run" and num_steps is not None:

@@ -1,4 +1,4 @@
-"""Waits that say what they are for, and time limits with errors of their own."""
+"""Waits that say their purpose, and timeouts with their own errors."""
 
 import asyncio
 

@@ -122,7 +122,7 @@ def test_export_is_written_beside_the_forward_pass(make_step: MakeStep, tmp_path
         change()
 
     def write_late(*arguments: Any) -> dict[str, bytes]:
-        assert forward_ran.wait(60), "the export held up what it was to run beside"
+        assert forward_ran.wait(60), "the export blocked parallel work"
         return write_tensors(*arguments)
 
     step.policy.register_forward_hook(lambda *_: forward_ran.set())

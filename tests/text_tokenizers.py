@@ -44,8 +44,8 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Pieces with a mark for the space before a word; what is in none becomes bytes, which are text only as a
-    whole run.
+    """Pieces with a mark for the space before a word; text in no piece becomes bytes, which are
+    text only as a whole run.
     """
     merges = [("t", "h"), ("th", "e"), ("▁", "the")]
     single_bytes = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -1,4 +1,4 @@
-"""A user's trackers: one that writes down its calls, and some that misbehave."""
+"""A user's trackers: a tracker that records its calls, and some that misbehave."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from asyncrl.base.errors import EngineLost, ErrorBody, RoomError
 from asyncrl.base.http import CallRefused
 from asyncrl.base.waits import TimedSpan, listen_to_spans
 from asyncrl.config import SupervisionConfig
-from asyncrl.config.rollout_buffer import EngineRange
+from asyncrl.config.rollout_config import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import Colocated
@@ -62,7 +62,7 @@ class TurnEngine(FakeEngineServer):
 
 
 class TurnTrainer(FakeTrainerServer):
-    """A trainer that refuses what it has no memory for. Its weights are the list of what it was trained on; a
+    """A trainer that refuses to load more than its memory holds. Its weights are the list of its batches; a
     chunk's digest says so.
     """
 
@@ -170,7 +170,7 @@ class EngineRooms:
         """As a run starts."""
 
     def check(self) -> None:
-        """What holds between two steps."""
+        """Check the invariants between two steps."""
 
     def on_served(self, version: int) -> None:
         down = self.pool.down
@@ -185,7 +185,7 @@ class EngineRooms:
 
 
 class House(EngineRooms):
-    """Those whose engines take turns with a trainer, and the trainer."""
+    """Stories whose engines time-share devices with a trainer."""
 
     publisher: Colocated
 
@@ -240,7 +240,7 @@ class House(EngineRooms):
         await self.publisher.start(0)
 
     async def step(self) -> Any:
-        """What the train loop does with a batch."""
+        """Train a batch like the train loop."""
         batch = make_batch(len(self.batches))
         self.batches.append(batch)
         await self.publisher.to_trainer()
@@ -250,7 +250,7 @@ class House(EngineRooms):
         return report
 
     def check(self) -> None:
-        """Between two handovers one side alone has memory on the device, in a handover both have their
+        """Between two handovers only one side has memory on the device, in a handover both have their
         weights at most. Where both stay, the trainer never moves.
         """
         if self.stays:
@@ -261,7 +261,7 @@ class House(EngineRooms):
         if lease.state == "idle" or lease.phase.startswith(
             ("trainer: offload", "engines: wake", "publisher")
         ):
-            return  # what dies in there recovers beside the weights of the others
+            return  # a process that dies there recovers in parallel with the others' weights
         if lease.state == "handover":
             engines, trainer = engines if trainer - {"weights"} else engines & {"kv"}, trainer
         assert not (trainer and engines), f"the trainer has {trainer}, the engines {engines} ({lease!r})"
@@ -283,7 +283,7 @@ Rooms = TypeVar("Rooms", bound=EngineRooms)
 
 
 def play(make: Callable[..., Rooms], story: Callable[[Rooms], Any], **knobs: Any) -> Rooms:
-    """Play a story in virtual time, and return what is left of its rooms."""
+    """Play a story in virtual time, and return its components."""
 
     async def story_of_a_run() -> Rooms:
         async with asyncio.TaskGroup() as tasks:
@@ -306,7 +306,7 @@ def play_to_its_error(make: Callable[..., Rooms], story: Callable[[Rooms], Any],
 
 
 def make_batch(version: int) -> Batch:
-    """One group of one trajectory of one token."""
+    """Return a group of one trajectory of one token."""
     trajectory = trajectory_of(0, [1, 2], [False, True], [0.0, -1.0], [VersionSpan(1, 2, version)], 1.0)
     return Batch(version, (Group(GroupId(version), Prompt(f"p{version}", ()), (trajectory,)),), version)
 

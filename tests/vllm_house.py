@@ -140,7 +140,7 @@ class House:
 
 @contextmanager
 def vllm_house(folder: Path, **spec: Any) -> Iterator[House]:
-    """One server for many stories."""
+    """A server for many stories."""
     torch.set_num_threads(1)
     tokenizer = make_character_tokenizer(LETTERS)
     # Deep for its size: a request of 700 tokens must outlive a client that is slow to read, on a busy machine
@@ -160,6 +160,6 @@ def vllm_house(folder: Path, **spec: Any) -> Iterator[House]:
 
 @contextmanager
 def faulty_vllm_house(folder: Path) -> Iterator[House]:
-    """One in which faults can be planted (faulty_vllm_worker.py)."""
+    """A server in which faults can be planted (faulty_vllm_worker.py)."""
     with vllm_house(folder, worker_extension="faulty_vllm_worker.FaultyWeightLoader") as house:
         yield house

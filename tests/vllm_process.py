@@ -61,7 +61,7 @@ class VllmProcess(EngineProcess):
         return answer.json() if answer.content else None
 
     def rpc(self, method: str, **request: Any) -> dict[str, Any]:
-        """What the first worker answers to a method of the extension."""
+        """Return the first worker's answer to a method of the extension."""
         answer = self.ask("POST", "/collective_rpc", {"method": method, "args": [json.dumps(request)]})
         result: dict[str, Any] = answer["results"][0]
         return result
@@ -81,7 +81,7 @@ class VllmProcess(EngineProcess):
         return self
 
     def group(self) -> list[int]:
-        """Living processes of the server's group."""
+        """Running processes of the server's group."""
         leader = [self.process.pid] if self.process.poll() is None else []
         return leader + [member.pid for member in group_members(self.process.pid)]
 
@@ -97,7 +97,7 @@ class VllmProcess(EngineProcess):
         return Path(scratch.decode())
 
     def assert_leaves_nothing(self, end: Callable[[], object], code: int) -> None:
-        """After `end` it ends with this code, and neither processes nor shared memory nor files are left."""
+        """After `end` it ends with this code, and leaves no processes, shared memory or files."""
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.group())
         shared, scratch = set(re.findall(r"/dev/shm/[^\s]+", maps)), self.scratch()
         assert any("psm_" in name for name in shared)

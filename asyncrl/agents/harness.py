@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from asyncrl.base.errors import AsyncrlError, ConfigError, ErrorBody, RolloutFailure, RolloutTimeout
 from asyncrl.base.user_code import UserCalls, load_function, message_of, shown
 from asyncrl.config import GeneratorConfig
-from asyncrl.config.generator_gateway import kind_of
+from asyncrl.config.generator_config import kind_of
 from asyncrl.messages.records import Outcome, task_of
 from asyncrl.messages.work import WorkItem
 

@@ -258,7 +258,7 @@ class RolloutQueue:
         if self._loop.time() - due_s >= LATE_S:
             self._await_sign(worker_id, worker)
             return
-        what = f"gave no sign of life for gateway.lease_timeout_s={self.lease_timeout_s}"
+        what = f"sent no heartbeat for gateway.lease_timeout_s={self.lease_timeout_s}"
         self._drop(worker_id, what, "read its log; run blocking calls in asyncio.to_thread, or raise it.")
 
     def _drop(self, worker_id: WorkerId, what: str, way_out: str) -> None:

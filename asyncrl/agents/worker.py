@@ -48,7 +48,7 @@ from asyncrl.base.http import (
 )
 from asyncrl.base.user_code import run_loop
 from asyncrl.config import GeneratorConfig
-from asyncrl.config.generator_gateway import HARNESSES
+from asyncrl.config.generator_config import HARNESSES
 from asyncrl.messages import work as wire
 from asyncrl.messages.records import Outcome
 

@@ -16,6 +16,7 @@ import hmac
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -36,9 +37,8 @@ log = logging.getLogger("asyncrl.base.http")
 SECRET_ENV = "ASYNCRL_SECRET"
 WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
 """Environment variable with the worker key, since command lines are public."""
-VLLM_KEY_ENV = "ASYNCRL_VLLM_KEY"
-NEVER_INHERITED = (VLLM_KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
-"""Secrets, which children get through standard input: /proc shows environments."""
+SECRETS = re.compile(r"ASYNCRL_(SECRET|\w+_KEY)|RAY_AUTH_TOKEN")
+"""Environment variables that children get through standard input: /proc shows environments."""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 

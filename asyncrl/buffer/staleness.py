@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 from asyncrl.base.errors import WouldWait
-from asyncrl.config.rollout_buffer import OnOverdue
+from asyncrl.config.buffer_config import OnOverdue
 from asyncrl.messages.records import GroupId, Ticket
 
 WaitCause = Literal["generation", "stragglers", "publishing"]

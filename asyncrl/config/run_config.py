@@ -10,18 +10,23 @@ from typing import ClassVar, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.checkpoint_journal_supervision_observe import (
-    CheckpointConfig,
-    JournalConfig,
-    ObserveConfig,
-    SupervisionConfig,
-)
+from asyncrl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
+from asyncrl.config.buffer_config import BufferConfig
+from asyncrl.config.checkpoint_config import CheckpointConfig
+from asyncrl.config.eval_config import EvalConfig, Evals
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.config.generator_gateway import GatewayConfig, GeneratorConfig
-from asyncrl.config.model_task_eval import EvalConfig, Evals, ModelConfig, TaskConfig, Tasks
-from asyncrl.config.placement_sync import NodesConfig, PlacementConfig, WeightSyncConfig, is_cpu
-from asyncrl.config.rollout_buffer import BufferConfig, RolloutConfig
-from asyncrl.config.trainer_algorithm import GROUP_ADVANTAGES, AlgorithmConfig, TeacherConfig, TrainerConfig
+from asyncrl.config.gateway_config import GatewayConfig
+from asyncrl.config.generator_config import GeneratorConfig
+from asyncrl.config.journal_config import JournalConfig
+from asyncrl.config.model_config import ModelConfig
+from asyncrl.config.observe_config import ObserveConfig
+from asyncrl.config.placement_config import NodesConfig, PlacementConfig, is_cpu
+from asyncrl.config.rollout_config import RolloutConfig
+from asyncrl.config.supervision_config import SupervisionConfig
+from asyncrl.config.task_config import TaskConfig, Tasks
+from asyncrl.config.teacher_config import TeacherConfig
+from asyncrl.config.trainer_config import TrainerConfig
+from asyncrl.config.weight_sync_config import WeightSyncConfig
 from asyncrl.messages.engine_api import Interrupt
 
 T = TypeVar("T", TaskConfig, EvalConfig)
@@ -161,8 +166,9 @@ class RunConfig(FrozenConfig):
 
     def _engine_conflicts(self) -> Iterator[str]:
         engine = self.rollout.engine
-        if self.rollout.urls is not None and self.model.path is None:
-            yield "model.scratch is made at the start of the run; give model.path for rollout.urls"
+        if self.rollout.external_urls is not None and self.model.path is None:
+            key = self.rollout.facts.urls_key
+            yield f"model.scratch is made at the start of the run; give model.path for rollout.{key}"
         if self.trainer.cpu_offload and is_cpu(self.placement.trainer):
             yield f"trainer.cpu_offload needs a CUDA device; placement.trainer={self.placement.trainer}"
         for key, written in (("trainer", self.placement.trainer), ("rollout", self.placement.rollout)):
@@ -177,7 +183,7 @@ class RunConfig(FrozenConfig):
         saved = self.checkpoint.every
         if best is not None and best not in self.evals:
             known = ", ".join(filter(None, self.evals)) or "there are none"
-            yield f"checkpoint.keep_best={best} is no evaluation of this run; give true, or a name: {known}"
+            yield f"checkpoint.keep_best={best}: there is no such evaluation; give true or a name: {known}"
             return
         every = None if best is None else self.evals[best].every
         if self.checkpoint.keep_best and (not every or not saved or every % saved):

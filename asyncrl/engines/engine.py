@@ -1,25 +1,21 @@
-"""Shared by all engine clients, and the clients of our own servers: EngineServer and Teacher."""
+"""Shared by all engine clients, and the client of our own engines: EngineServer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
 
-import numpy as np
 from pydantic import BaseModel
 
 from asyncrl.base.errors import EngineError, EngineLost, RequestRefused, WeightsLost
 from asyncrl.base.http import Answer, Caller, CallGarbled, CallLost, CallRefused
-from asyncrl.base.waits import waiting
 from asyncrl.engines.broadcast import BroadcastGroup
-from asyncrl.engines.link import LOGPROB_SLACK, Link, OnChunk, OnInterrupted, OpenRequest, SegmentCheck
+from asyncrl.engines.link import Link, OnChunk, OnInterrupted, OpenRequest, SegmentCheck
 from asyncrl.messages import engine_api as api
-from asyncrl.messages.records import Rollout, Trajectory
 from asyncrl.messages.sampling import SamplingRequest
-from asyncrl.messages.tokens import TEACHER, SegmentPart
+from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 
@@ -111,14 +107,43 @@ def reading(manifest: ExportResponse) -> Iterator[None]:
         raise WeightsLost(error.room, error.fault, rule=error.rule, way_out=error.way_out) from error
 
 
-class EngineClient(Protocol):
+class ServerClient(ABC):
+    """Client of one server that a run starts, in any role.
+
+    A supervisor calls disconnect_nowait() when a process is lost, reset_nowait() before the next one starts,
+    and up_nowait() once that serves.
+    """
+
+    name: str
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+    @abstractmethod
+    def disconnect_nowait(self) -> None:
+        """Give the process up; all calls raise EngineLost. Idempotent."""
+
+    @abstractmethod
+    def reset_nowait(self) -> None:
+        """Use a new process. Idempotent."""
+
+    def up_nowait(self) -> None:  # noqa: B027  most clients need no notice
+        """Send calls to the new process."""
+
+    @abstractmethod
+    async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth: ...
+
+    async def ready(self, timeout_s: float) -> api.EngineHealth:
+        """Wait until a new process serves. Raises ConfigError, EngineError or EngineLost."""
+        return await self.health(timeout_s=timeout_s)
+
+
+class EngineClient(ServerClient):
     """Client of an engine server: EngineServer (ours) or VllmServer.
 
     Calls raise EngineError, EngineLost if the process is gone or given up, and RequestRefused.
-    `policy_version` is the last confirmed version.
+    `policy_version` is the last confirmed version. A new process has the initial weights.
 
-    - disconnect_nowait: give the process up; all calls raise EngineLost. Idempotent.
-    - reset_nowait: use a new process with the initial weights. Idempotent.
     - generate_segment: sample until the end, the budget or an interruption. `on_chunk` gets tokens early;
       the answer is the rest. A server that can hold an interrupted request passes its tokens to
       `on_interrupted` and continues if that returns true. Cancelling the call ends the request.
@@ -130,11 +155,7 @@ class EngineClient(Protocol):
     `broadcast_group`: for transport nccl.
     """
 
-    name: str
-    _caller: Caller
-    _group: BroadcastGroup | None
     _line: CallScope
-    _start_version: int
 
     def __init__(
         self, caller: Caller, *, policy_version: int = 0, broadcast_group: BroadcastGroup | None = None
@@ -161,16 +182,25 @@ class EngineClient(Protocol):
     def policy_version(self) -> int:
         return self._line.version
 
-    def _begin_nowait(self) -> None: ...
+    @abstractmethod
+    def _begin_nowait(self) -> None:
+        """Set `_line` and the rest of a new process's state."""
+
+    @abstractmethod
     async def generate_segment(
         self, request: SamplingRequest, *, on_chunk: OnChunk = None, on_interrupted: OnInterrupted = None
     ) -> SegmentPart: ...
+    @abstractmethod
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]: ...
-    async def health(self, *, timeout_s: float | None = 10.0) -> api.EngineHealth: ...
+    @abstractmethod
     async def prepare(self, manifest: ExportResponse) -> str: ...
+    @abstractmethod
     async def commit(self, version: int, digest: str, interrupt: api.Interrupt) -> api.CommitResponse: ...
+    @abstractmethod
     async def sleep(self) -> api.TransferStats: ...
+    @abstractmethod
     async def wake(self, parts: Sequence[api.EnginePart]) -> api.TransferStats: ...
+    @abstractmethod
     async def load_chunk(self, chunk: ExportChunkResponse) -> str: ...
 
 
@@ -279,94 +309,3 @@ class EngineServer(EngineClient):
     async def _post(self, path: str, body: BaseModel | None, answer: type[Answer]) -> Answer:
         async with self._line.calls():
             return await self._caller.post(path, body, answer, timeout_s=None)
-
-
-class Teacher:
-    """Client of one teacher process.
-
-    Life: up -> down_nowait(): open calls restart later -> reset_nowait() -> up_nowait().
-    Waits: judge sleeps until the teacher is up, for a place, then for the answer, at most timeout_s.
-
-    `on_lost` gets every EngineLost and must take the teacher down; without it the error reaches the
-    caller.
-    """
-
-    def __init__(
-        self,
-        caller: Caller,
-        *,
-        temperature: float,
-        places: int,
-        timeout_s: float,
-        on_lost: Callable[[EngineLost], None] | None,
-    ) -> None:
-        self._caller = caller
-        self.name = caller.name
-        self._on_lost = on_lost
-        self._temperature = temperature
-        self._timeout_s = timeout_s
-        self._places = asyncio.Semaphore(places)
-        self._line = CallScope(caller)
-        self._up = asyncio.Event()
-        self._up.set()
-        self._num_scored = 0
-
-    def gauges(self) -> dict[str, float]:
-        return {"teacher/tokens": self._num_scored}
-
-    def down_nowait(self) -> None:
-        """Idempotent."""
-        self._up.clear()
-        self._line.disconnect_nowait()
-
-    def reset_nowait(self) -> None:
-        self.down_nowait()
-        self._line = CallScope(self._caller)
-
-    def up_nowait(self) -> None:
-        self._up.set()
-
-    async def judge(self, rollout: Rollout) -> Rollout:
-        """Return the rollout with teacher_logprobs in each branch. Raises RequestRefused (data) or
-        EngineError.
-        """
-        return tuple([await self._judge(branch) for branch in rollout])
-
-    async def _judge(self, branch: Trajectory) -> Trajectory:
-        (places,) = np.nonzero(branch.loss_mask)
-        start, end = int(places[0]), int(places[-1]) + 1
-        request = api.ScoreRequest(
-            token_ids=branch.token_ids[:end].tolist(), start=start, temperature=self._temperature
-        )
-        found = np.array((await self._score(request)).logprobs, np.float32)
-        if len(found) != end - start or not (found <= LOGPROB_SLACK).all() or not np.isfinite(found).all():
-            what = f"answered {len(found)} logprobs for {end - start} tokens: {found[:8].tolist()}"
-            rule = "one finite logprob a token, none above 0"
-            raise EngineError(self.name, what, rule=rule, way_out=f"read {self.name}'s log.")
-        logprobs = np.zeros(len(branch.token_ids), np.float32)
-        logprobs[start:end] = found
-        logprobs[~branch.loss_mask] = 0.0
-        # Under a grammar the teacher would have sampled from other tokens: no term.
-        for span in branch.tokens.grammars:
-            logprobs[span.start : span.end] = branch.tokens.behaviour_logprobs[span.start : span.end]
-        self._num_scored += len(places)
-        return replace(branch, tokens=branch.tokens.with_columns({TEACHER: logprobs}))
-
-    async def _score(self, request: api.ScoreRequest) -> api.ScoreResponse:
-        while True:
-            with waiting("a teacher that is up", on="supervisor", who="rollouts"):
-                await self._up.wait()
-            try:
-                with waiting("teacher logprobs", on=self.name, who="rollouts"):
-                    async with self._places, self._line.calls():
-                        post = self._caller.post
-                        return await post("/score", request, api.ScoreResponse, timeout_s=self._timeout_s)
-            except EngineLost as lost:
-                if self._on_lost is None:
-                    raise
-                self._on_lost(lost)
-            except EngineError as error:
-                refusal = error.__cause__
-                if not isinstance(refusal, CallRefused) or refusal.status != 400:
-                    raise
-                raise RequestRefused(error.what, rule=error.rule, way_out=error.way_out) from refusal

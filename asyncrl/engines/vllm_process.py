@@ -39,6 +39,8 @@ _MIN_KEEP_ALIVE_S = 60
 _ASK_AGAIN_S = 0.1
 """Retry period: an abort that overtook its request has no effect."""
 _HEALTH_LIMIT_S = 5.0
+START_FACTOR = 3
+"""Multiple of supervision.start_timeout_s: vLLM first compiles kernels."""
 _COUNTS = {
     "num_running": ("num_requests_running",),
     "num_queued": ("num_requests_waiting",),
@@ -262,7 +264,7 @@ class VllmProcess(CallScope):
         await self.tell("/abort_requests", {"request_ids": [_WIRE_ID.format(name) for name in request_ids]})
 
     async def reset_cache(self) -> None:
-        """Clear the KV cache; running requests compute theirs anew. Raises EngineError."""
+        """Clear the KV cache; running requests recompute theirs. Raises EngineError."""
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not (await self.post(path, None, Json)).root.get("success"):
             rule = "no token is sampled from new weights over an old KV cache"

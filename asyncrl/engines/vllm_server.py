@@ -32,6 +32,10 @@ from asyncrl.messages.tokens import SegmentPart
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
 
 ADAPTER = "policy-adapter"
+CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
+"""weight_sync.canary_limit=auto, in nats. vLLM with correct weights: 6e-6 in float32, 0.09 in bfloat16."""
+CANARY_TOKENS = 160
+"""Longer than vLLM's CPU block, so that its prefix cache takes part."""
 RESUME_LIMIT_S = 10.0
 _ASK_AGAIN_S = 0.01
 _ASK_AGAIN_MAX_S = 0.5

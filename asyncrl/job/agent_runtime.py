@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_formats import find_tool_format
-from asyncrl.base.errors import RoomError
 from asyncrl.base.files import write_whole
 from asyncrl.base.http import WORKER_KEY_ENV, Caller
 from asyncrl.base.waits import waiting
@@ -20,7 +19,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.lifecycle import Lifecycle
 from asyncrl.launch.processes import ChildProcess, ProcessSpec
-from asyncrl.launch.supervise import Server, Supervision, Supervisor, start_all, summary_of
+from asyncrl.launch.supervise import Server, Supervision, Supervisor, health_over, start_all, summary_of
 from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import SpecialTokens
@@ -109,20 +108,6 @@ def make_gateway(
     return gateway, queue
 
 
-class WorkerSupervisor(Supervisor):
-    """Keeps one agent worker running. Its lost rollouts are retried."""
-
-    kind = "worker"
-
-    def __init__(self, process: Server, supervision: Supervision, queue: RolloutQueue) -> None:
-        super().__init__([process], supervision)
-        self._queue = queue
-
-    def _down(self, lost: RoomError) -> None:
-        self.is_up = False
-        self._queue.worker_gone_nowait(self.name, summary_of(lost))
-
-
 class AgentRuntime:
     """Gateway, work queue, and the run's own `workers` (empty with generator.remote).
 
@@ -147,7 +132,16 @@ class AgentRuntime:
         write_whole(path, json.dumps(address) + "\n", is_private=True)
         num_workers = 0 if is_remote else job.config.generator.workers
         self.workers = tuple(self._worker(job, number) for number in range(num_workers))
-        self.supervisors = [WorkerSupervisor(worker, supervision, self.queue) for worker in self.workers]
+        self.supervisors = [self._supervised(worker, supervision) for worker in self.workers]
+
+    def _supervised(self, worker: Server, supervision: Supervision) -> Supervisor:
+        """Keep a worker running. Its lost rollouts are retried."""
+        return Supervisor(
+            [worker],
+            supervision,
+            kind="worker",
+            on_down=lambda lost: self.queue.worker_gone_nowait(worker.name, summary_of(lost)),
+        )
 
     def _worker(self, job: Lifecycle, number: int) -> Server:
         """Create a worker whose secret differs from the run's."""
@@ -164,7 +158,8 @@ class AgentRuntime:
         keys = {WORKER_KEY_ENV: self.worker_key}
         module = "asyncrl.agents.worker"
         child = ChildProcess(ProcessSpec(name, module, json.dumps(spec), job.run_dir, secret, secrets=keys))
-        return Server(child, Caller(name, "", secret), WorkerHealth, config.supervision.start_timeout_s)
+        caller = Caller(name, "", secret)
+        return Server(child, caller, health_over(caller, WorkerHealth), config.supervision.start_timeout_s)
 
     async def open(self, job: Lifecycle) -> None:
         """Open the gateway and start the workers."""
@@ -189,7 +184,7 @@ class AgentRuntime:
         self.gateway.sessions.end_all_nowait("it has ended")
         await self.queue.aclose()
         if self.queue.is_over and not self.workers:
-            with contextlib.suppress(TimeoutError), waiting("their goodbye", on="workers elsewhere"):
+            with contextlib.suppress(TimeoutError), waiting("remote workers to disconnect", on="the workers"):
                 async with asyncio.timeout(GOODBYE_S):
                     await self.queue.wait_no_workers()
         for worker in self.workers:

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.base.errors import RoomError, WeightsLost
 from asyncrl.base.files import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.config.model_task_eval import EVAL_SEED
+from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.agent_runtime import AgentRuntime, make_generator, num_rollouts, special_tokens
-from asyncrl.job.check import check_everything, find_teacher
+from asyncrl.job.check import check_everything, find_models
 from asyncrl.job.checkpointer import Checkpointer
 from asyncrl.job.colocate import Colocated, Disaggregated, WeightScheduler
 from asyncrl.job.lifecycle import Lifecycle, run_id
-from asyncrl.job.live_settings import ENGINES, read_wanted
+from asyncrl.job.live_settings import read_wanted
+from asyncrl.job.roles import EVAL_ENGINE
 from asyncrl.job.scale import EngineScale, EngineSupervisor
-from asyncrl.job.servers import KINDS, Fleet, start_mps
+from asyncrl.job.servers import Fleet, Servers, start_mps
 from asyncrl.job.trainer_recovery import SupervisedTrainer
 from asyncrl.journal.checkpoint_folders import Checkpoints
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.placement import Placement
-from asyncrl.launch.plan import EVAL_ENGINE
 from asyncrl.launch.processes import run_module
 from asyncrl.messages.sampling import SamplingParameters
 from asyncrl.messages.trainer_api import ExportResponse
@@ -40,9 +40,9 @@ from asyncrl.observe.run_numbers import by_evaluation
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, HeldOut
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import (
-    DistillingGenerator,
     Generator,
     HarnessGenerator,
+    JudgedGenerator,
     RolloutRunner,
     derive_seed,
 )
@@ -107,15 +107,22 @@ async def build(
     async def wait_for_devices() -> None:
         await scheduler.wait_room_for_trainer()
 
-    teacher_path = await asyncio.to_thread(find_teacher, config, tokenizer)
+    role_models = await asyncio.to_thread(find_models, config, tokenizer)
     mps = await start_mps(life, placement)
-    servers = KINDS[rollout.engine](
-        config, placement, model_path, life.run_dir, life.launcher, teacher_path, mps
+    servers = Servers(
+        config,
+        placement,
+        model_path,
+        tokenizer,
+        life.run_dir,
+        life.launcher,
+        role_models=role_models,
+        mps=mps,
     )
     await servers.hold(staging_dir)
     checkpoints = Checkpoints(life.run_dir, config.checkpoint)
-    fleet = Fleet(life, servers, tokenizer, staging_dir, journal, checkpoints, wait_for_devices)
-    num_engines = read_wanted(life.run_dir, ENGINES, rollout.engine_range.numbers) or rollout.engine_range.min
+    fleet = Fleet(life, servers, staging_dir, journal, checkpoints, wait_for_devices)
+    num_engines = read_wanted(life.run_dir, rollout.engine_range.numbers) or rollout.engine_range.min
     hash_model = asyncio.to_thread(model_pin.read, model_path)
     if point is None:
         await asyncio.gather(fleet.start(num_engines), hash_model)
@@ -136,8 +143,8 @@ async def build(
     if config.generator.is_harness:
         harnessing = AgentRuntime(life, fleet.engines, tokenizer, fleet.supervision)
     generator = make_generator(config, fleet.engines, tokenizer, scorer, harnessing)
-    if fleet.teacher is not None:
-        generator = DistillingGenerator(generator, fleet.teacher)
+    for client in fleet.judges:
+        generator = JudgedGenerator(generator, client.judge)
     producers = Producers(
         sink=buffer,
         source=feed,
@@ -264,9 +271,12 @@ def _make_evaluation(
         reporter.evaluated(result)
 
     is_fetched = fleet.node_files is not None
-    return Evaluation(
+    evaluation = Evaluation(
         sets, target, fleet.staging_dir, on_result=evaluated, on_trouble=life.log.warn, is_fetched=is_fetched
     )
+    if target is not None:
+        fleet.extra[EVAL_ENGINE].on_gone = evaluation.give_up
+    return evaluation
 
 
 def _make_scheduler(
@@ -308,7 +318,7 @@ def _make_scheduler(
         interrupt=config.interrupt,
         is_held=sync.facts.holds_exports(is_turns=False),
         spawn=life.spawn,
-        are_ours=config.rollout.urls is None,
+        are_ours=config.rollout.external_urls is None,
     )
     if fleet.placement.mode == "colocated":
         make = partial(

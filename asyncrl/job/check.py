@@ -19,10 +19,10 @@ from asyncrl.algorithms.registry import resolve
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.user_code import load_advantage, load_loss
 from asyncrl.config import RolloutConfig, RunConfig, TaskConfig
-from asyncrl.config.model_task_eval import EVAL_SEED
+from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.job.lifecycle import Lifecycle
-from asyncrl.job.servers import TEACHER_KEY
+from asyncrl.job.roles import extra_models, extra_servers
 from asyncrl.launch.machine import Node
 from asyncrl.launch.plan import (
     DISK,
@@ -74,8 +74,9 @@ class Found:
 
 
 def check_lines(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
-    config, resolved = resolve_auto(config, nodes)
-    fetch_architectures(config)
+    extra = extra_servers(config)
+    config, resolved = resolve_auto(config, nodes, extra)
+    fetch_architectures(config.model, *extra_models(config).values())
     is_here = nodes[0].machine.is_here
     found = validate(config, needs_weights=is_here)
     check_trackers(config.observe)
@@ -85,7 +86,7 @@ def check_lines(config: RunConfig, nodes: Sequence[Node]) -> Iterator[str]:
     for name, prompt in found.prompts.items():
         yield from _try_prompt(config, found, name, prompt)
     yield from _try_model(config)
-    plan, messages = plan_run(config, nodes)
+    plan, messages = plan_run(config, nodes, extra)
     yield plan_text(plan, config)
     yield from messages
     if not plan.shape.num_parameters:
@@ -178,7 +179,7 @@ def validate(config: RunConfig, *, reads_all: bool = False, needs_weights: bool 
     elif ":" in config.gateway.tool_format:
         find_tool_format(config.gateway.tool_format, "")
     if tokenizer is not None:
-        find_teacher(config, tokenizer, find_on_disk)
+        find_models(config, tokenizer, find_on_disk)
     for setting, load in ((config.algorithm.loss, load_loss), (config.algorithm.advantage, load_advantage)):
         if ":" in setting:
             load(setting)
@@ -333,24 +334,27 @@ def _check_lengths(
     raise ConfigError(note, rule="prompts are never truncated; their rollouts fail", way_out=way_out)
 
 
-def find_teacher(
+def find_models(
     config: RunConfig, tokenizer: HFChatTokenizer, find: Callable[..., Path | None] = find_model
-) -> Path | None:
-    """Return the folder of the teacher's model, if any. Raises ConfigError for other tokens. Blocks."""
-    if config.teacher is None:
-        return None
-    path = config.teacher.path
-    folder = find(path, key=TEACHER_KEY, revision=config.teacher.revision)
-    if folder is None:
-        return None
-    theirs = {number: token for token, number in read_vocabulary(folder).items()}
+) -> dict[str, Path]:
+    """Return the model folders of roles with a model of their own. Raises ConfigError if one has tokens that
+    differ from the trained model's. Blocks.
+    """
     ours = {number: token for token, number in tokenizer.vocabulary.items()}
-    if theirs != ours:
-        first = min(number for number in {*theirs, *ours} if theirs.get(number) != ours.get(number))
-        raise ConfigError(
-            f"{TEACHER_KEY}={path} has {len(theirs)} tokens, the model {len(ours)}: id {first} is "
-            f"{theirs.get(first)!r} in the teacher, {ours.get(first)!r} in the model",
-            rule="the teacher scores the sampled token ids, so both vocabularies must be equal",
-            way_out="use a teacher with the model's tokenizer, for example from the same family.",
-        )
-    return folder
+    found = dict[str, Path]()
+    for role, model in extra_models(config).items():
+        folder = find(model.path, key=f"{role}.path", revision=model.revision)
+        if folder is None:
+            continue
+        found[role] = folder
+        theirs = {number: token for token, number in read_vocabulary(folder).items()}
+        differing = [number for number in {*theirs, *ours} if theirs.get(number) != ours.get(number)]
+        if differing:
+            first = min(differing)
+            raise ConfigError(
+                f"{role}.path={model.path} has {len(theirs)} tokens, the model {len(ours)}: id {first} is "
+                f"{theirs.get(first)!r} in the {role}, {ours.get(first)!r} in the model",
+                rule=f"the {role} scores the sampled token ids, so both vocabularies must be equal",
+                way_out=f"use a {role} with the model's tokenizer, for example from the same family.",
+            )
+    return found

@@ -243,7 +243,7 @@ def new_run_dir(name: str) -> Path:
 
 @contextlib.contextmanager
 def locked_run_dir(folder: Path, mode: int) -> Iterator[None]:
-    """Make and lock the directory. One with files keeps its permissions."""
+    """Make and lock the directory. Permissions of a non-empty directory are not changed."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not any(folder.iterdir()):

@@ -31,10 +31,11 @@ from asyncrl.job.lifecycle import (
 from asyncrl.job.live_settings import follow_live
 from asyncrl.job.reporter import Reporter, processes, reported
 from asyncrl.job.resume import ResumePoint, find_resume, restore, settle_saved
+from asyncrl.job.roles import extra_models, extra_servers
 from asyncrl.journal.checkpoint_folders import set_aside
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import Placement
-from asyncrl.launch.plan import TEACHER, plan_run, refuse_over_capacity, resolve_auto
+from asyncrl.launch.plan import plan_run, refuse_over_capacity, resolve_auto
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.console import logging_to
 from asyncrl.observe.metrics import batch_metrics
@@ -72,9 +73,10 @@ def run_job(
     check_trackers(config.observe)  # refuse before creating anything
     refuse_few_files(config)
     with opened(config.launcher) as launcher:
-        config, resolved = resolve_auto(config, launcher.nodes)
-        fetch_architectures(config)
-        plan, messages = plan_run(config, launcher.nodes)
+        extra = extra_servers(config)
+        config, resolved = resolve_auto(config, launcher.nodes, extra)
+        fetch_architectures(config.model, *extra_models(config).values())
+        plan, messages = plan_run(config, launcher.nodes, extra)
         refuse_over_capacity(plan, config)
         with _opened_run_dir(config, run_dir or new_run_dir(name), resume, allow_change) as (folder, point):
             for text in (*resolved, *messages):
@@ -153,8 +155,8 @@ class Job:
         self.life.spawn(run.journal.wait_failed(), name="watch journal")
         self.life.spawn(run.trainer.run(), name="watch trainer")
         run.scale.watch_nowait()
-        if (teacher := run.fleet.supervisors.get(TEACHER)) is not None:
-            self.life.spawn(teacher.run(), name="watch teacher")
+        for name, extra in run.fleet.extra.items():
+            self.life.spawn(extra.watch(self.life.config.observe.heartbeat_s), name=f"watch {name}")
 
     def _make_watchdog(self, run: Components) -> Watchdog:
         log_path = self.life.run_dir / LOG_FILE
@@ -206,19 +208,16 @@ class Job:
     async def _start_services(self, run: Components, unfinished: Sequence[UnfinishedGroup]) -> None:
         version = run.trainer.policy_version
         evaluation = run.evaluation
-        server = run.fleet.eval_server
+        on_rollout_engines = evaluation if run.fleet.eval_client is None else None
         if evaluation is not None:
             self.life.spawn(evaluation.run(), name="evaluation")
-            if server is None:
-                self.life.spawn(self._stop_evaluation(evaluation), name="evaluation stop")
-            else:
-                watch = server.watch(self.life.config.observe.heartbeat_s)
-                self.life.spawn(evaluation.guard(watch), name=f"watch {server.name}")
+        if on_rollout_engines is not None:
+            self.life.spawn(self._stop_evaluation(on_rollout_engines), name="evaluation stop")
         if version > 0:
             self.life.log.activity("bringing the weights to the engines")
         await run.scheduler.start(version)
-        if evaluation is not None and server is None and version == 0:
-            evaluation.served_nowait(version)
+        if on_rollout_engines is not None and version == 0:
+            on_rollout_engines.served_nowait(version)
         self.life.log.activity("training")
         for group in unfinished:
             run.producers.resume_nowait(group)
@@ -226,7 +225,9 @@ class Job:
         self.life.spawn(run.producers.run(), name="producers")
         if not run.scale.is_fixed:
             self.life.spawn(run.scale.follow(), name="scale")
-        self.life.spawn(follow_live(self.life.run_dir, self.life.config, run), name="live settings")
+        numbers = self.life.config.rollout.engine_range.numbers
+        following = follow_live(self.life.run_dir, numbers, run.scale.want_nowait)
+        self.life.spawn(following, name="live settings")
 
     async def _stop_evaluation(self, evaluation: Evaluation) -> None:
         await self.life.stop.wait()
@@ -282,7 +283,7 @@ class Job:
             await run.trainer.save(self.life.run_dir / "final")
         if run.evaluation is not None:
             self.life.log.activity("evaluating the last weights")
-            if run.fleet.eval_server is None:
+            if run.fleet.eval_client is None:
                 await run.scheduler.to_engines(run.trainer.policy_version, is_for_evaluation=True)
             await run.evaluation.wait_last()
         if run.harnessing is not None:

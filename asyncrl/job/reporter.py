@@ -18,7 +18,6 @@ from asyncrl.base.waits import TimedSpan, listen_to_spans, note_span
 from asyncrl.config import RunConfig
 from asyncrl.job.lifecycle import run_again, run_id
 from asyncrl.journal.checkpoint_folders import sync_records
-from asyncrl.launch.plan import TEACHER
 from asyncrl.launch.supervise import Server
 from asyncrl.messages.engine_api import EngineHealth
 from asyncrl.messages.records import Batch, GroupId, Prompt
@@ -346,7 +345,7 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
     """Return all numbers by name, and by source if a new process restarts them."""
     harnessing = run.harnessing
     sources: list[Any] = [run.buffer, run.producers, run.engines, run.scheduler, run.scorer, run.trainer]
-    sources += [run.checkpointer, run.scale, run.evaluation, run.fleet.teacher]
+    sources += [run.checkpointer, run.scale, run.evaluation, *run.fleet.extra.values()]
     if harnessing is not None:
         sources += [harnessing.gateway, harnessing.queue]
     found = dict[str, float | Mapping[str, float]]()
@@ -361,8 +360,6 @@ def gauges(run: Components) -> dict[str, float | Mapping[str, float]]:
         "engine/restarts": sum(engine.num_restarts for engine in run.scale.engines),
         "trainer/version": sum(h.policy_version for h in healths.values() if isinstance(h, TrainerHealth)),
     }
-    if (teacher := run.fleet.supervisors.get(TEACHER)) is not None:
-        found["teacher/restarts"] = teacher.num_restarts
     if harnessing is not None:
         found["harness/restarts"] = sum(one.num_restarts for one in harnessing.supervisors)
         workers = {name: health for name, health in healths.items() if isinstance(health, WorkerHealth)}
@@ -375,10 +372,17 @@ def reported(run: Components) -> Reported:
     marks = {
         name: value
         for name, value in gauges(run).items()
-        if name in PROGRESS and not isinstance(value, Mapping)
+        if (name in PROGRESS or name.partition("/")[0] in run.fleet.extra) and not isinstance(value, Mapping)
     }
     supervisors = (run.trainer, *run.fleet.supervisors.values())
     return Reported(marks, tuple(run.producers.oldest()), any(one.is_starting for one in supervisors))
+
+
+def _engine_state(run: Components, name: str, version: int) -> str:
+    state = run.scale.states[name]
+    if state != "working":
+        return state
+    return "down" if name in run.engines.down else f"policy_version {version}"
 
 
 def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,15 +390,14 @@ def status_of(run: Components, now: Mapping[str, Any]) -> dict[str, Any]:
     buffer = ("ready", "running", "look_ahead", "served")
     rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
     engines = {
-        server.name: run.scale.states[server.name]
-        or ("down" if server.name in run.engines.down else f"policy_version {server.policy_version}")
-        for server in run.engines.servers
+        server.name: _engine_state(run, server.name, server.policy_version) for server in run.engines.servers
     }
     return {
         "buffer": {name: now[f"buffer/{name}"] for name in buffer},
         "rollouts": {name: now[f"rollout/{name}"] for name in rollouts},
         "weight_sync": {"version": now["publish/version"], "skipped": now["weight_sync/skipped"]},
         "engines": engines,
+        "servers": {name: extra.state for name, extra in run.fleet.extra.items()} or None,
         "engines_wanted": None if run.scale.is_fixed else run.scale.wanted,
         "turns": run.scheduler.status() or None,
         "evaluation": run.evaluation and asdict(run.evaluation.stats),

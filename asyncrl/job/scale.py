@@ -12,20 +12,22 @@ from typing import Literal
 
 from asyncrl.base.errors import ConfigError, RoomError
 from asyncrl.base.waits import waiting
-from asyncrl.config.rollout_buffer import EngineRange
+from asyncrl.config.rollout_config import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.job.colocate import WeightScheduler
-from asyncrl.job.live_settings import ENGINES, LOOK_PERIOD_S, write_wanted
+from asyncrl.job.live_settings import LOOK_PERIOD_S, write_wanted
 from asyncrl.launch.supervise import NO_LOSS, Server, Supervision, Supervisor, summary_of
 from asyncrl.observe.console import RunLog
 from asyncrl.rollouts.producers import Spawn
+
+EngineState = Literal["parked", "starting", "working", "leaving"]
 
 
 class EngineSupervisor(Supervisor):
     """Supervise one engine, or keep it parked.
 
-    Life: parked, without a process -> starting -> "": works or restarts -> leaving -> parked.
+    Life: parked, without a process -> starting -> working, also while it restarts -> leaving -> parked.
     Waits: park() waits for its requests to move, and for a push.
     Invariant: the pool sends it work only while it serves the announced version, or a newer one. Parking is
         no restart.
@@ -45,7 +47,7 @@ class EngineSupervisor(Supervisor):
         self._client = client
         self._pool = pool
         self._scheduler = scheduler
-        self.state: Literal["parked", "starting", "", "leaving"] = ""
+        self.state: EngineState = "working"
 
     def park_nowait(self) -> None:
         """Mark the engine as parked. It has no process."""
@@ -89,8 +91,8 @@ class EngineSupervisor(Supervisor):
 
     async def _works_again(self) -> None:
         self._pool.up_nowait(self.name)
-        if self.state:
-            self.state = ""
+        if self.state != "working":
+            self.state = "working"
             self._on_event("engine unparked", {"name": self.name})
 
 
@@ -120,12 +122,12 @@ class EngineScale:
             engine.park_nowait()
 
     @property
-    def states(self) -> dict[str, str]:
+    def states(self) -> dict[str, EngineState]:
         return {engine.name: engine.state for engine in self.engines}
 
     @property
     def num_working(self) -> int:
-        return list(self.states.values()).count("")
+        return list(self.states.values()).count("working")
 
     def gauges(self) -> dict[str, float]:
         return {} if self.is_fixed else {"engine/up": sum(engine.is_up for engine in self.engines)}
@@ -134,7 +136,8 @@ class EngineScale:
         """Supervise each wanted engine, in a task of its own."""
         for engine in self.engines[: self.wanted]:
             if engine.name not in self._watching:
-                engine.state = "starting" if engine.state else ""
+                if engine.state != "working":
+                    engine.state = "starting"
                 self._watching[engine.name] = self.spawn(self._watch(engine), name=f"watch {engine.name}")
 
     def want_nowait(self, num: int) -> None:
@@ -166,12 +169,12 @@ class EngineScale:
         try:
             await engine.run()
         except (RoomError, ConfigError) as error:
-            if not engine.state or isinstance(error, NO_LOSS):
+            if engine.state == "working" or isinstance(error, NO_LOSS):
                 raise
             num = self.engines.index(engine)
             if num < self.wanted:
                 self.log.warn(f"{summary_of(error)}; the run continues with {num} of {self.wanted} engines")
-                write_wanted(self.run_dir, ENGINES, num)
+                write_wanted(self.run_dir, num)
                 self.wanted = num
             await engine.park()
             self._watching.pop(engine.name, None)

@@ -25,7 +25,7 @@ from asyncrl.job.agent_runtime import AgentRuntime, make_gateway, make_generator
 from asyncrl.job.build import prepare_model
 from asyncrl.job.check import check_everything
 from asyncrl.job.lifecycle import Lifecycle, locked_run_dir, new_run_dir, refuse_few_files
-from asyncrl.job.servers import KINDS, Servers
+from asyncrl.job.servers import Servers, as_engine
 from asyncrl.launch.launchers import opened
 from asyncrl.launch.placement import place
 from asyncrl.launch.plan import resolve_auto
@@ -101,10 +101,11 @@ async def _start_engines(
     config = life.config
     model_path, tokenizer = await prepare_model(life)
     placement = place(config, life.launcher.nodes)
-    servers = KINDS[config.rollout.engine](config, placement, model_path, life.run_dir, life.launcher)
+    servers = Servers(config, placement, model_path, tokenizer, life.run_dir, life.launcher)
     await servers.hold()
-    engines = servers.engines()[:num_engines]
-    clients = [servers.client(engine, tokenizer) for engine in engines]
+    made = servers.engines()[:num_engines]
+    engines = [engine.server for engine in made]
+    clients = [as_engine(engine.client) for engine in made]
     life.log.activity(f"loading the model in {', '.join(engine.name for engine in engines)}")
     life.servers = engines
     for engine in engines:

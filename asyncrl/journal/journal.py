@@ -303,7 +303,7 @@ class Journal:
     async def read_resume(self, checkpoint_version: int) -> ResumeState:
         """Return the state for a resume from this checkpoint (0: the initial weights)."""
         await self.flush()
-        with waiting("what the journal says of the run", on="the journal's file"):
+        with waiting("the state to resume from", on="the journal's file"):
             return await asyncio.to_thread(read_resume, self.path, checkpoint_version)
 
     async def compact(self, before_version: int) -> None:

@@ -20,7 +20,7 @@ from multiprocessing import connection, context, forkserver, resource_tracker
 from pathlib import Path
 
 from asyncrl.base.errors import without_train
-from asyncrl.base.http import NEVER_INHERITED
+from asyncrl.base.http import SECRETS
 from asyncrl.base.waits import uncut
 
 PRELOADED = (
@@ -108,7 +108,8 @@ class ForkServer(forkserver.ForkServer):
         self.modules = {name.removesuffix(".__main__"): name for name in modules}
         self.set_forkserver_preload([*modules])
         environ = dict(os.environ)
-        os.environ.update(IMPORT_ENV | environ | dict.fromkeys(NEVER_INHERITED, ""))
+        hidden = dict.fromkeys(filter(SECRETS.fullmatch, environ), "")
+        os.environ.update(IMPORT_ENV | environ | hidden)
         try:
             super().ensure_running()
         finally:

@@ -157,7 +157,7 @@ def _bytes_of(text: str) -> int:
     return 0
 
 
-# ---- the Python of separately installed engines (vLLM)
+# ---- the Python of separately installed engines
 
 CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
 ASK = "import importlib.metadata, sys; importlib.metadata.version(sys.argv[1])"
@@ -165,7 +165,9 @@ ASK_TIMEOUT_S = 30.0
 
 
 def find_python(rollout: RolloutConfig) -> Path:
-    """Return rollout.vllm_python, ours, or the Python in .venv-vllm or $VENV_VLLM. Raises ConfigError."""
+    """Return the Python that has the engine's package: the one in rollout.{package}_python; for auto, ours or
+    the one in .venv-{package} or $VENV_{PACKAGE}. Raises ConfigError.
+    """
     package = rollout.facts.package or ""
     given = getattr(rollout, f"{package}_python")
     named = Path(shutil.which(Path(given).expanduser()) or given)

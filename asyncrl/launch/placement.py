@@ -1,4 +1,4 @@
-"""Assign devices to ranks, engines, eval engine and teacher. Imports no torch.
+"""Assign devices to ranks, engines and extra servers. Imports no torch.
 
 Sides on the same CUDA devices time-share them, or work concurrently if placement.share is a number. Each
 rank has its own CUDA device; no engine spans two nodes.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from asyncrl.base.errors import ConfigError
-from asyncrl.config import RunConfig
-from asyncrl.config.placement_sync import Devices, NodesConfig, device_numbers, refuse_transport
+from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config.engine_kinds import ENGINES, EngineKind
+from asyncrl.config.placement_config import Devices, NodesConfig, device_numbers
+from asyncrl.config.transports import refuse_transport
 from asyncrl.launch.machine import CudaDevice, Node
 
-SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
 NO_DEVICE = "none"
 """Device of simulated and external engines."""
 
@@ -37,16 +38,37 @@ CPU = NodeDevice(0, "cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """None: not in the run."""
+class ExtraServer:
+    """What a server other than trainer and rollout engines asks of the placement, and holds in memory."""
 
+    key: str
+    """placement.KEY has its device."""
+    written: Devices = "auto"
+    """The value of that key."""
+    is_optional: bool = False
+    """Without a free device there is no such server; else it shares an engine's."""
+    engine: EngineKind | None = None
+    """Kind of engine that holds its model; None: its memory is not counted."""
+    model: ModelConfig | None = None
+    """None: the run's model."""
+    slots: int = 0
+    """Sequences in its KV cache."""
+    takes_weights: bool = False
+    """The trainer's weights are sent to it."""
+    way_out: str = ""
+    """A setting without this server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
     nodes: tuple[Node, ...]
     """The controller's is first."""
     trainer: Side
     engines: tuple[Side, ...]
     mode: Literal["apart", "colocated"]
-    evaluation: NodeDevice | None = None
-    teacher: NodeDevice | None = None
+    extra: Mapping[str, NodeDevice] = field(default_factory=dict)
+    """Devices of extra servers, by name."""
+    extra_servers: Mapping[str, ExtraServer] = field(default_factory=dict)
     memory_fraction: float | None = None
     """Engines' fraction of shared devices; None: no limit."""
     resident: bool = False
@@ -72,8 +94,14 @@ class Placement:
 
     @property
     def num_nodes(self) -> int:
-        used = [*self.trainer, *self.engine_devices, *([self.evaluation] if self.evaluation else [])]
+        used = [*self.trainer, *self.engine_devices, *self.weight_readers.values()]
         return len({0, *(device.node for device in used if device.name != NO_DEVICE)})
+
+    @property
+    def weight_readers(self) -> dict[str, NodeDevice]:
+        """Return the devices of extra servers that get the trainer's weights."""
+        servers = self.extra_servers
+        return {name: device for name, device in self.extra.items() if servers[name].takes_weights}
 
     def label(self, device: NodeDevice) -> str:
         is_plain = len(self.nodes) == 1 or device.name == NO_DEVICE
@@ -96,14 +124,16 @@ class Placement:
         parts = defaultdict[int, list[str]](list, {0: []})
         used = [device for devices in self.engines for device in devices] if has_engines else []
         if not serves_only:
-            used += [*self.trainer, *filter(None, (self.evaluation, self.teacher))]
+            used += [*self.trainer, *self.extra.values()]
         for node, name in used:
             parts[node].append(name)
         return parts
 
 
-def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
-    """The controller's node is first. Raises ConfigError."""
+def place(
+    config: RunConfig, nodes: Sequence[Node], extra_servers: Mapping[str, ExtraServer] | None = None
+) -> Placement:
+    """The controller's node is first. Extra servers choose in their order. Raises ConfigError."""
     trainer, rollout = _select_sides(config, nodes)
     share = config.placement.share
     fraction = share if isinstance(share, float) else None
@@ -114,7 +144,7 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
     _refuse_sharing(config, rollout[0].name, is_shared=is_shared, takes_turns=takes_turns)
     _refuse_counts(config, trainer, rollout)
     size = config.trainer.world_size
-    split = config.rollout.tensor_parallel
+    split = config.rollout.devices_per_engine
     dealt = tuple(rollout[index % len(rollout)] for index in range(config.rollout.max_engines * split))
     engines = tuple(dealt[start : start + split] for start in range(0, len(dealt), split))
     if takes_no_device(config):
@@ -127,24 +157,20 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> Placement:
         memory_fraction=fraction,
         resident=takes_turns and fraction is not None,
     )
-    if config.eval_engine != "rollout":
-        is_optional = config.eval_engine == "auto"
-        evaluation = _extra_device("eval", config.placement.eval, placement, is_optional=is_optional)
-        if not config.rollout.facts.has_model:
-            evaluation = NodeDevice(0, NO_DEVICE)
-        placement = replace(placement, evaluation=evaluation)
-    if config.teacher is not None:
-        placement = replace(placement, teacher=_extra_device("teacher", config.placement.teacher, placement))
+    extra = dict[str, NodeDevice]()
+    for name, server in (extra_servers or {}).items():
+        device = _extra_device(server, placement, [*extra.values()])
+        if server.engine is not None and not ENGINES[server.engine].has_model:
+            device = NodeDevice(0, NO_DEVICE)
+        if device is not None:
+            extra[name] = device
+    placement = replace(placement, extra=extra, extra_servers=extra_servers or {})
     refuse_transport(config, *placement.names, is_turns=takes_turns, num_nodes=placement.num_nodes)
     return placement
 
 
 def takes_no_device(config: RunConfig) -> bool:
-    return not config.rollout.facts.has_model or config.rollout.urls is not None
-
-
-def vllm_sizes(config: RunConfig) -> list[str]:
-    return [name for name in config.rollout.vllm if name.lstrip("-").replace("-", "_") in SIZES]
+    return not config.rollout.facts.has_model or config.rollout.external_urls is not None
 
 
 def chunk_devices(config: RunConfig, placement: Placement) -> Side:
@@ -178,10 +204,10 @@ def _refuse_sides(config: RunConfig, trainer: Side, rollout: Side) -> None:
         )
     engine = config.rollout
     kind = rollout[0].name.partition(":")[0]
-    if engine.deterministic is True and (engine.urls is not None or kind != engine.facts.exact_on):
+    if engine.deterministic is True and (engine.external_urls is not None or kind != engine.facts.exact_on):
         raise ConfigError(
             f"rollout.deterministic=true, and rollout.engine={engine.engine} on {kind} cannot promise it",
-            rule="the embedded engine can on a CPU, and a vLLM that the run starts can on CUDA",
+            rule=f"such an engine can on {engine.facts.exact_on}, if the run starts it",
             way_out="set rollout.deterministic=auto.",
         )
 
@@ -201,10 +227,10 @@ def _refuse_sharing(config: RunConfig, device: str, *, is_shared: bool, takes_tu
             way_out=f"set buffer.max_staleness=0 and rollout.num_engines={rollout.max_engines}, or give "
             "placement.rollout its own devices; on CUDA, placement.share=0.4 lets both sides work at once.",
         )
-    if takes_turns and (rollout.urls or (device == "cpu" and not rollout.facts.sleeps_on_cpu)):
+    if takes_turns and (rollout.external_urls or (device == "cpu" and not rollout.facts.sleeps_on_cpu)):
         raise ConfigError(
             f"placement.rollout={config.placement.rollout}, and rollout.engine={rollout.engine} on the CPU, "
-            "or behind rollout.urls, cannot free its memory for the trainer's turn",
+            "or not started by the run, cannot free its memory for the trainer's turn",
             way_out="set placement.rollout=cpu, or rollout.engine=embedded.",
         )
     if isinstance(share, float) and (not is_shared or takes_no_device(config)):
@@ -212,10 +238,10 @@ def _refuse_sharing(config: RunConfig, device: str, *, is_shared: bool, takes_tu
             f"placement.share={share}, and trainer and engines share no CUDA device",
             way_out="set placement.share=auto.",
         )
-    if isinstance(share, float) and (sized := vllm_sizes(config)):
+    if isinstance(share, float) and (sized := rollout.memory_keys):
         raise ConfigError(
-            f"placement.share={share}, and rollout.vllm has {sized[0]}, which sets the same",
-            way_out=f"remove rollout.vllm.{sized[0]}.",
+            f"placement.share={share}, and {sized[0]} sets the same",
+            way_out=f"remove {sized[0]}.",
         )
 
 
@@ -229,16 +255,18 @@ def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
             way_out=f"set trainer.world_size={len(trainer)}, or change placement.trainer.",
         )
     num = config.rollout.max_engines
-    split = config.rollout.tensor_parallel
+    split = config.rollout.devices_per_engine
     counts = Counter(device.node for device in rollout).values()
     is_uneven = any(count % split for count in counts) or len(rollout) > num * split
     if is_uneven and not takes_no_device(config):
+        key = config.rollout.facts.split_key
+        splits = f" or rollout.{key}={math.gcd(*counts)}" if key else ""
         raise ConfigError(
             f"placement.rollout={config.placement.rollout} is {' + '.join(map(str, counts))} devices for "
-            f"rollout.num_engines={num} with rollout.tensor_parallel={split}",
-            rule="an engine has tensor_parallel CUDA devices of one node or a CPU, none idle",
-            way_out=f"set rollout.num_engines={max(1, len(rollout) // split)} or rollout.tensor_parallel="
-            f"{math.gcd(*counts)}, or change placement.rollout.",
+            f"rollout.num_engines={num} with {split} each",
+            rule="an engine has CUDA devices of one node or a CPU, and no device is idle",
+            way_out=f"set rollout.num_engines={max(1, len(rollout) // split)}{splits}, or change "
+            "placement.rollout.",
         )
 
 
@@ -248,7 +276,7 @@ def _refuse_counts(config: RunConfig, trainer: Side, rollout: Side) -> None:
 def _select_sides(config: RunConfig, nodes: Sequence[Node]) -> tuple[Side, Side]:
     """The side with the more definite form chooses first."""
     written = config.placement
-    split = config.rollout.tensor_parallel
+    split = config.rollout.devices_per_engine
     num_ranks = config.trainer.world_size
     num_parts = config.rollout.max_engines * split
     forms = {"trainer": written.trainer, "rollout": written.rollout}
@@ -332,25 +360,26 @@ def _numbered(side: str, form: Devices, nodes: Sequence[Node]) -> Side:
 
 
 def _extra_device(
-    name: str, form: Devices, placement: Placement, *, is_optional: bool = False
+    server: ExtraServer, placement: Placement, taken: Sequence[NodeDevice]
 ) -> NodeDevice | None:
-    """Never the trainer's CUDA device. `is_optional`: None instead of an engine's."""
+    """Choose a device, never the trainer's CUDA device. A device is free if it is not `taken`."""
+    form = server.written
     engines = [device for device in placement.engine_devices if device.name != NO_DEVICE]
     cuda = [device for devices in cuda_devices(placement.nodes) for device in devices]
     if form == "cpu" or (form == "auto" and (not cuda or any(one.name == "cpu" for one in engines))):
         return CPU
     if form == "auto":
-        used = (*placement.trainer, *engines, placement.evaluation)
+        used = (*placement.trainer, *engines, *taken)
         free = [device for device in cuda if device not in used]
-        if is_optional and not free:
+        if server.is_optional and not free:
             return None
         device = [*free, *reversed(engines), CPU][0]
     else:
-        (device,) = _numbered(name, form, placement.nodes)
+        (device,) = _numbered(server.key, form, placement.nodes)
     if device != CPU and device in placement.trainer:
         raise ConfigError(
-            f"placement.{name}={form} is {placement.label(device)}, which the trainer uses",
-            way_out=f"set placement.{name}=cpu or another CUDA device"
-            + (", or eval.engine=rollout." if name == "eval" else "."),
+            f"placement.{server.key}={form} is {placement.label(device)}, which the trainer uses",
+            way_out=f"set placement.{server.key}=cpu or another CUDA device"
+            + (f", or {server.way_out}." if server.way_out else "."),
         )
     return device

@@ -17,15 +17,21 @@ from typing import Any, Literal
 from asyncrl.base.errors import ConfigError
 from asyncrl.base.files import shared_memory_root
 from asyncrl.config import ModelConfig, RunConfig
-from asyncrl.config.placement_sync import choose_transport
-from asyncrl.config.rollout_buffer import ENGINES, EngineCapabilities
-from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS, TEACHER_SLOTS
+from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities
+from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS
+from asyncrl.config.transports import choose_transport
 from asyncrl.launch.machine import Node, find_python
 from asyncrl.launch.mps import why_time_slices
-from asyncrl.launch.placement import NO_DEVICE, NodeDevice, Placement, Side, cuda_devices, place, vllm_sizes
+from asyncrl.launch.placement import (
+    NO_DEVICE,
+    ExtraServer,
+    NodeDevice,
+    Placement,
+    Side,
+    cuda_devices,
+    place,
+)
 
-EVAL_ENGINE = "engine-eval"
-TEACHER = "teacher"
 OWN_BYTES = 2**29
 """Uncounted: CUDA's on a device, Python's on the host."""
 DETERMINISTIC_BYTES = 132 * 128 * 4
@@ -124,10 +130,12 @@ def threads_on(config: RunConfig, placement: Placement, node: int) -> tuple[int,
     return of_engine, max(1, (cores - num_engines * of_engine) // max(1, num_ranks))
 
 
-def make_plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
+def make_plan(
+    config: RunConfig, nodes: Sequence[Node], extra: Mapping[str, ExtraServer] | None = None
+) -> Plan:
     """Raises ConfigError."""
     shape = model_shape(config.model)
-    placement = place(config, nodes)
+    placement = place(config, nodes, extra)
     memory = dict[str, tuple[int | None, int | None]]()
     for number, (node, devices) in enumerate(zip(nodes, cuda_devices(nodes), strict=True)):
         memory[placement.label(NodeDevice(number, "cpu"))] = node.machine.memory, node.machine.memory
@@ -169,22 +177,24 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
         limit = config.rollout.cache_tokens
         memory = engine_memory(config, shape, engine, slots, devices, stages=stages, cache_tokens=limit)
         add(f"engine-{number}", "engine", devices, memory)
-    if placement.evaluation is not None:
-        devices = (placement.evaluation,)
-        memory = engine_memory(config, shape, engine, caches * config.eval_slots, devices, stages=True)
-        add(EVAL_ENGINE, "eval", devices, memory)
-    if (teacher := config.teacher) is not None and placement.teacher is not None:
-        devices = (placement.teacher,)
-        shape = model_shape(ModelConfig(path=teacher.path, revision=teacher.revision))
-        memory = engine_memory(config, shape, ENGINES["embedded"], TEACHER_SLOTS + 1, devices, stages=False)
-        add(TEACHER, "eval", devices, memory)
+    for name, device in placement.extra.items():
+        add(name, "eval", (device,), _extra_memory(config, shape, placement.extra_servers[name], device))
     return (*plans, *held_besides(config, shape, placement))
+
+
+def _extra_memory(config: RunConfig, shape: ModelShape, server: ExtraServer, device: NodeDevice) -> Memory:
+    if server.engine is None:
+        return Memory()
+    if server.model is not None:
+        shape = model_shape(server.model)
+    facts = ENGINES[server.engine]
+    return engine_memory(config, shape, facts, server.slots, (device,), stages=server.takes_weights)
 
 
 def held_besides(config: RunConfig, shape: ModelShape, placement: Placement) -> Iterator[ProcessPlan]:
     """Yield what hosts, /dev/shm and the run directory hold besides the processes' own rows."""
     first, *others = placement.trainer
-    servers = [*placement.engine_devices, *filter(None, (placement.evaluation, placement.teacher))]
+    servers = [*placement.engine_devices, *placement.extra.values()]
     item = item_bytes(config.model.dtype, first.name)
     whole = shape.num_parameters * item
     saved = CHECKPOINT_BYTES * num_trained(config, shape)
@@ -227,7 +237,7 @@ def disk_sizes(config: RunConfig, checkpoint_bytes: int) -> dict[str, int]:
 
 
 def num_trained(config: RunConfig, shape: ModelShape) -> int:
-    """Adapters are on seven matrices per layer."""
+    """Return the number of trained parameters, assuming adapters on seven matrices per layer."""
     lora = config.trainer.lora
     if lora is None:
         return shape.num_parameters
@@ -325,11 +335,13 @@ def _row(name: str, device: str, threads: str, sizes: Sequence[str]) -> str:
     return f"{name:<14} {device:<14} {threads:>7} {''.join(f'{size:>12}' for size in sizes)}"
 
 
-def resolve_auto(config: RunConfig, nodes: Sequence[Node]) -> tuple[RunConfig, tuple[str, ...]]:
+def resolve_auto(
+    config: RunConfig, nodes: Sequence[Node], extra: Mapping[str, ExtraServer] | None = None
+) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the config without `auto` in model.dtype and weight_sync.transport, and messages. Raises
     ConfigError.
     """
-    placement = place(config, nodes)
+    placement = place(config, nodes, extra)
     messages = list[str]()
     if config.model.dtype == "auto":
         used = [*placement.trainer, *placement.engine_devices]
@@ -347,8 +359,10 @@ def resolve_auto(config: RunConfig, nodes: Sequence[Node]) -> tuple[RunConfig, t
     return config, tuple(messages)
 
 
-def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str, ...]]:
-    plan = make_plan(config, nodes)
+def plan_run(
+    config: RunConfig, nodes: Sequence[Node], extra: Mapping[str, ExtraServer] | None = None
+) -> tuple[Plan, tuple[str, ...]]:
+    plan = make_plan(config, nodes, extra)
     share = config.placement.share
     messages = list[str]()
     if shared := plan.placement.shared_at_once:
@@ -372,7 +386,7 @@ def plan_run(config: RunConfig, nodes: Sequence[Node]) -> tuple[Plan, tuple[str,
 
 def _with_resident_sides(plan: Plan, config: RunConfig) -> Plan:
     """Keep both colocated sides in memory if they fit; the engines get what the trainer leaves."""
-    if config.placement.share is None or vllm_sizes(config) or not plan.shape.num_parameters:
+    if config.placement.share is None or config.rollout.memory_keys or not plan.shape.num_parameters:
         return plan
     resident = replace(plan.placement, resident=True)
     processes = lay_out(config, plan.shape, resident)
@@ -396,7 +410,7 @@ def refuse_over_capacity(plan: Plan, config: RunConfig) -> None:
     """Raises ConfigError."""
     placement = plan.placement
     is_local = len(placement.nodes) == 1 and placement.nodes[0].machine.is_here
-    if is_local and config.rollout.facts.package and config.rollout.urls is None:
+    if is_local and config.rollout.facts.package and config.rollout.external_urls is None:
         find_python(config.rollout)
     for device, (free, _) in plan.memory.items():
         if free is not None and (needed := plan.needed_bytes(device)) > free:

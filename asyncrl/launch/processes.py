@@ -22,7 +22,7 @@ import psutil
 
 from asyncrl.base.errors import RoomError, find_fatal
 from asyncrl.base.files import keep_private
-from asyncrl.base.http import NEVER_INHERITED, SECRET_ENV
+from asyncrl.base.http import SECRET_ENV, SECRETS
 from asyncrl.base.waits import uncut
 from asyncrl.launch import fork_server
 from asyncrl.launch.machine import LOOPBACK, Node
@@ -32,7 +32,7 @@ logger = logging.getLogger("asyncrl.launch.processes")
 
 LOG_TAIL_LINES = 12
 GROUP_TIMEOUT_S = 12.0
-"""Longer than a vLLM server's guard takes to end its group."""
+"""Longer than an engine server's guard takes to end its group."""
 TERM_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
 """SIGKILL limit, for processes held by a driver or network file system."""
@@ -297,7 +297,7 @@ async def start_process(
     The first three `files` become standard streams; `env` is added to ours.
     """
     environ = {**({} if python else fork_server.ONE_THREAD), **os.environ, **(env or {})}
-    environ = {name: value for name, value in environ.items() if name not in NEVER_INHERITED}
+    environ = {name: value for name, value in environ.items() if not SECRETS.fullmatch(name)}
     server = fork_server.current
     if python is None and server is not None and module in server.modules:
         child = ForkServerProcess(

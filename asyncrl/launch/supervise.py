@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from asyncrl.base import errors
 from asyncrl.base.errors import NodeLost, RoomError
@@ -43,6 +44,15 @@ Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
 T = TypeVar("T")
 
 
+class AskHealth(Protocol):
+    def __call__(self, *, timeout_s: float) -> Awaitable[Health]: ...
+
+
+def health_over(caller: Caller, answer: type[Health]) -> AskHealth:
+    """Return a call of GET /health, which all servers of a run answer."""
+    return partial(caller.get, "/health", answer)
+
+
 @dataclass(frozen=True, slots=True)
 class Supervision:
     config: SupervisionConfig
@@ -69,7 +79,23 @@ class Supervisor:
 
     kind = ""
 
-    def __init__(self, processes: Sequence[Server], supervision: Supervision) -> None:
+    def __init__(
+        self,
+        processes: Sequence[Server],
+        supervision: Supervision,
+        *,
+        kind: str | None = None,
+        on_down: Callable[[RoomError], None] | None = None,
+        on_start: Callable[[], None] | None = None,
+        on_up: Callable[[], None] | None = None,
+    ) -> None:
+        """`kind` names the processes in events. `on_down` gets each loss, perhaps twice; `on_start` is called
+        before new processes start, and `on_up` once they serve.
+        """
+        self.kind = kind or self.kind
+        self._on_down = on_down
+        self._on_start = on_start
+        self._on_up = on_up
         self._processes = tuple(processes)
         self.config = supervision.config
         self.heartbeat_s = supervision.heartbeat_s
@@ -223,20 +249,25 @@ class Supervisor:
         return False
 
     def _down(self, lost: RoomError) -> None:
-        """Idempotent."""
+        """Stop sending calls to the processes. Idempotent."""
         self.is_up = False
+        if self._on_down is not None:
+            self._on_down(lost)
 
     def _room(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
     async def _before_start(self) -> None:
         """Forget the old processes' state."""
+        if self._on_start is not None:
+            self._on_start()
 
     async def _bring_back(self) -> None:
         """Restore the old processes' state."""
 
     async def _works_again(self) -> None:
-        pass
+        if self._on_up is not None:
+            self._on_up()
 
 
 class FirstStart(Supervisor):
@@ -276,33 +307,27 @@ def summary_of(lost: errors.AsyncrlError) -> str:
 class Server:
     """A child process and its HTTP caller.
 
-    `answers`: type of /health. `start_s`: limit for the first answer. `client_health` replaces /health.
+    `ask` returns its health, and raises CallLost, CallRefused or EngineError. `start_s`: limit for the first
+    answer. `ready` waits until a new process serves; None: until `ask` is answered.
     """
 
     child: Process
     caller: Caller
-    answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth]
+    ask: AskHealth
     start_s: float
-    health: Health | None = None
-    client_health: Callable[[float], Awaitable[Health]] | None = None
     ready: Callable[[], Awaitable[Health]] | None = None
+    health: Health | None = None
 
     @property
     def name(self) -> str:
         return self.child.name
-
-    async def ask(self, timeout_s: float) -> Health:
-        """Raises CallLost, CallRefused or EngineError."""
-        if self.client_health is not None:
-            return await self.client_health(timeout_s)
-        return await self.caller.get("/health", self.answers, timeout_s=timeout_s)
 
     async def state(self) -> tuple[str, bool]:
         """Return (health as text, was it answered)."""
         if self.child.returncode is not None:
             return "not queried", False
         try:
-            health = await self.ask(STATE_TIMEOUT_S)
+            health = await self.ask(timeout_s=STATE_TIMEOUT_S)
         except UNANSWERED as error:
             return _reason(error), False
         return "answers: " + ", ".join(f"{key} {value}" for key, value in health.model_dump().items()), True
@@ -322,7 +347,7 @@ class Server:
 
     async def _beat(self, limit_s: float) -> None:
         while True:
-            self.health = await self.ask(limit_s)
+            self.health = await self.ask(timeout_s=limit_s)
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     async def come_up(self) -> None:
@@ -330,7 +355,7 @@ class Server:
         await self.child.start()
         self.caller.url = self.child.url
         try:
-            first = self.ask(self.start_s) if self.ready is None else self.ready()
+            first = self.ask(timeout_s=self.start_s) if self.ready is None else self.ready()
             self.health = await self._while_alive(first)
         except UNANSWERED as error:
             way_out = f"read {self.child.log_path}; raise supervision.start_timeout_s if it needs more time."

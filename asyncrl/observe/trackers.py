@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from asyncrl.base.errors import CallbackError, ConfigError, install_extra
 from asyncrl.base.user_code import check_call, load_object
-from asyncrl.config.checkpoint_journal_supervision_observe import ObserveConfig
+from asyncrl.config.observe_config import ObserveConfig
 from asyncrl.observe.run_dir import read_object, replace_text
 from asyncrl.observe.samples import ShownRollout, sample_text
 

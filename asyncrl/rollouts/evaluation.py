@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -266,6 +266,7 @@ class Evaluation:
                 await self._changed.wait()
 
     def give_up(self, error: RoomError) -> None:
+        """End evaluation, not the run."""
         if not self.is_off:
             self.stop_nowait()
             self.on_trouble(f"the run continues without evaluation: {error}")
@@ -275,13 +276,6 @@ class Evaluation:
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
         self._drop()
-
-    async def guard(self, watching: Awaitable[None]) -> None:
-        """Await `watching`; its RoomError ends evaluation, not the run."""
-        try:
-            await watching
-        except RoomError as error:
-            self.give_up(error)
 
     async def _evaluate(self, pending: DueVersion) -> None:
         start_s = asyncio.get_running_loop().time()

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from asyncrl.base.errors import TaskError, WouldWait
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.config.rollout_buffer import RolloutConfig
+from asyncrl.config.rollout_config import RolloutConfig
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Group, GroupId, Prompt, Rollout, Ticket, UnfinishedGroup, by_task
 from asyncrl.rollouts.rollout import (

@@ -16,7 +16,6 @@ from typing import Literal, Protocol
 from asyncrl.base.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.base.waits import waiting
 from asyncrl.config import OnOverflow
-from asyncrl.engines.engine import Teacher
 from asyncrl.engines.pool import EnginePool
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import (
@@ -425,7 +424,7 @@ class HarnessGenerator:
             return Outcome(), True
         if session.overflow is not None and self.on_overflow == "fail":
             way_out = "raise it, or set generator.on_overflow to truncate."
-            raise RolloutFailure(f"{work.rollout_id} has met a limit: {session.overflow}", way_out=way_out)
+            raise RolloutFailure(f"{work.rollout_id} reached a limit: {session.overflow}", way_out=way_out)
         return outcome, False
 
 
@@ -436,14 +435,14 @@ def own_reward(outcome: Outcome) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class DistillingGenerator:
-    """Add a teacher's logprobs to rollouts.
+class JudgedGenerator:
+    """Let a server add to each finished rollout, such as another model's logprobs.
 
-    The clock of rollout.timeout_s stops: teacher answers have their own limit.
+    The clock of rollout.timeout_s stops: the server's answers have their own limit.
     """
 
     generator: Generator
-    teacher: Teacher
+    judge: Callable[[Rollout], Awaitable[Rollout]]
 
     async def sample(self, attempt: RolloutAttempt) -> Score:
         score = await self.generator.sample(attempt)
@@ -451,7 +450,7 @@ class DistillingGenerator:
         async def score_and_judge() -> Rollout:
             rollout = await score()
             attempt.clock.hold()
-            return await self.teacher.judge(rollout)
+            return await self.judge(rollout)
 
         return score_and_judge
 

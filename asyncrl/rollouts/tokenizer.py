@@ -229,7 +229,7 @@ class HFChatTokenizer:
         try:
             (encoded,) = backend.encode_batch_fast([text], add_special_tokens=adds_special)
         except TypeError as error:
-            raise ValueError("the text is no Unicode: it has a lone surrogate") from error
+            raise ValueError("the text is not valid Unicode: it has a lone surrogate") from error
         return tuple(encoded.ids)
 
     def _closing(self, answer: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from asyncrl.base.errors import ConfigError, install_extra
 from asyncrl.base.files import write_whole
 from asyncrl.base.user_code import check_call, load_object, message_of
 from asyncrl.config import EvalConfig, RunConfig, TaskConfig
-from asyncrl.config.model_task_eval import EVAL_SEED
+from asyncrl.config.eval_config import EVAL_SEED
 from asyncrl.config.run_config import key_of
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.tokens import NO_COMPLETION

@@ -70,8 +70,9 @@ def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
         return tuple(message.model_dump() for message in _CHAT.validate_python(chat))
     except ValidationError as error:
         first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{where} is no prompt: {content!r:.160} ({'.'.join(map(str, first['loc']))} {first['msg']})",
+            f"{where} is not a valid prompt: {content!r:.160} ({place} {first['msg']})",
             rule="a prompt is a text, or a list of chat messages with `role` and `content`, not empty",
             way_out="correct it, or name the right column as task.prompt_column.",
         ) from error

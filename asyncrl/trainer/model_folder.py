@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncrl.base.errors import ConfigError, find_fatal
 from asyncrl.base.files import settle_folder, write_whole
-from asyncrl.config import RunConfig
+from asyncrl.config import ModelConfig, RunConfig
 from asyncrl.models.loading import check_quantization, quantization_of
 
 MAKE_TIMEOUT_S = 300.0
@@ -99,17 +99,16 @@ def find_on_disk(
     return folder if any(folder.glob("tokenizer*")) else None
 
 
-def fetch_architectures(config: RunConfig) -> None:
+def fetch_architectures(*models: ModelConfig) -> None:
     """Fetch config.json of hub models for memory plans, if the hub answers one call. Ignores failures."""
-    sources: list[Any] = [config.model, config.teacher]
     with contextlib.suppress(Exception):  # of any HTTP library
-        wanted = [one for one in filter(None, sources) if one.path and _is_on_hub(one.path)]
-        if wanted:
+        paths = {model.path: model.revision for model in models if model.path and _is_on_hub(model.path)}
+        if paths:
             from huggingface_hub import constants, get_session, hf_hub_download
 
             get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)  # downloads repeat failed calls
-        for source in wanted:
-            hf_hub_download(source.path, "config.json", revision=source.revision)
+        for path, revision in paths.items():
+            hf_hub_download(path, "config.json", revision=revision)
 
 
 def _is_on_hub(path: str) -> bool:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.config.trainer_algorithm import CPU_MICRO_BATCH_TOKENS
+from asyncrl.config.trainer_config import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.tokens import ROUTING, Tokens
 from asyncrl.messages.trainer_api import BatchHeader

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.config.trainer_algorithm import MIN_SLICE, MOST_LOGITS
+from asyncrl.config.trainer_config import MIN_SLICE, MOST_LOGITS
 from asyncrl.models.rope_lengths import LengthBorder, forget_lengths
 from asyncrl.models.rows import MixerRows, RowCall, row_calls
 from asyncrl.models.structure import backbone_of

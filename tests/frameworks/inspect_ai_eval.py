@@ -1,9 +1,9 @@
-"""inspect-ai: an evaluation with a tool, and one with a response schema."""
+"""inspect-ai: an evaluation with a tool, and another with a response schema."""
 
 import json
 import tempfile
 
-import acp  # noqa: F401  imported here, it is not imported anew in each play
+import acp  # noqa: F401  imported here, not again in each play
 import anthropic  # noqa: F401
 import openai  # noqa: F401
 from framework_tasks import QUESTION, City

@@ -36,7 +36,7 @@ def responses_tools():
 def overflow():
     try:
         return calculator(is_long=True)
-    except ContextOverflowError:  # of which langchain's middleware makes a summary
+    except ContextOverflowError:  # which langchain's middleware summarizes
         return ["ContextOverflowError"]
 
 

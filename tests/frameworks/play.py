@@ -1,5 +1,5 @@
-"""Plays scenarios of one framework script: imports it once, then runs each scenario in a fork of its own, so
-that clients, caches and event loops are never those of another session.
+"""Plays scenarios of one framework script: imports it once, then runs each scenario in its own fork, so
+that clients, caches and event loops never belong to another session.
 
 One JSON line in: {"scenario": NAME, "env": {...}}; one out: {"result": ...} or {"error": TRACEBACK}.
 """

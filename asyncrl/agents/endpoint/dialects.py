@@ -165,7 +165,7 @@ def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
 
 
 def model_body(model: str, name: str | None) -> dict[str, Any]:
-    """None: the list. Raises ApiError."""
+    """Return the model `name`, or the list of models if None. Raises ApiError (404) for another model."""
     if name not in (None, model):
         why = f"This server has one model, {model}."
         raise ApiError(404, why, code="model_not_found", param="model")

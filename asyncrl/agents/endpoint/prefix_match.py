@@ -298,8 +298,8 @@ class ChatMatcher:
         found = joined or extended or self._match("edited", None, at + 1, text, **fields)
         if found is None:
             index = left_out(self.render, self.messages, text, at + 1)
-            what = f"the chat template leaves out what messages[{index}] says"
-            rule = f"it has no place there for role {self.messages[index or 0]['role']}"
+            what = f"the chat template drops messages[{index}]"
+            rule = f"it does not support role {self.messages[index or 0]['role']} at that position"
             raise ValueError(f"{what}: {rule}; send no such message, or set another model.chat_template")
         return found
 

@@ -311,7 +311,9 @@ def check_determinism(runner: Runner, name: str) -> None:
     first = total - min(3, total - 1)
 
     def logits(n: int) -> list[Tensor]:
-        """Of the last tokens in slot n - 1: decoded, then the last one read with all tokens and with half."""
+        """Return the logits of the last tokens in slot n - 1: of each one decoded, then of the last one
+        after a prefill of all tokens, and after a prefill of the second half.
+        """
         slot = n - 1
         others = [(other, ids[: 1 + other % min(4, total)], 0) for other in range(slot)]
         found = [runner.step([*others, (slot, ids[:first], 0)])[-1]]

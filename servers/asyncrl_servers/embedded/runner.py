@@ -330,7 +330,7 @@ class ScoredText(NamedTuple):
 
 
 class Scorer(Runner):
-    """Logprobs of given tokens, for a teacher: up to score_slots texts at once, in the engine loop."""
+    """Logprobs of given tokens, for distillation: up to score_slots texts at once, in the engine loop."""
 
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec, *, is_exact: bool) -> None:
         super().__init__(loaded, spec.score_slots, spec.max_length, is_exact=is_exact)

@@ -1,63 +1,12 @@
-"""Sections `checkpoint`, `journal`, `supervision` and `observe`."""
+"""Section `observe`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from asyncrl.config.fields import FrozenConfig
-
-
-class CheckpointConfig(FrozenConfig):
-    """Checkpoints of the run."""
-
-    free_keys: ClassVar = "*"
-
-    every: PositiveInt | None = 50
-    """Batches between two checkpoints (none = none; a resumed run then trains the journaled batches again).
-    """
-    keep_last: int = Field(default=2, ge=1)
-    """Number of newest checkpoints to keep."""
-    keep_every: PositiveInt | None = None
-    """Keep checkpoints at multiples of this number of batches forever (none = off)."""
-    keep_best: bool | str = False
-    """Also keep the checkpoint with the best eval/reward_mean: true for the first evaluation, or a name
-    (needs `eval` with the same `every` or a multiple of it)."""
-
-    @model_validator(mode="after")
-    def _multiples_exist(self) -> Self:
-        if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
-            raise ValueError(f"keep_every={self.keep_every} is not a multiple of every={self.every}")
-        return self
-
-
-class JournalConfig(FrozenConfig):
-    """The journal, journal.sqlite."""
-
-    free_keys: ClassVar = ("keep",)
-
-    keep: Literal["checkpoint", "all"] = "checkpoint"
-    """Keep tokens of trained batches since the oldest checkpoint, or always."""
-
-
-class SupervisionConfig(FrozenConfig):
-    """Restarts of processes, and reports of hangs."""
-
-    free_keys: ClassVar = "*"
-
-    max_restarts: int = Field(default=3, ge=0)
-    """Restarts of each engine, trainer or worker within an hour of work (0 = the run ends at once)."""
-    backoff_s: float = Field(default=1.0, ge=0)
-    """Delay of a process's first restart, in seconds; doubled each time, 30 at most."""
-    start_timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout for a process's first answer, in seconds, after reading its model (vLLM: three times
-    longer)."""
-    watchdog_s: float = Field(default=900.0, gt=0)
-    """Seconds without progress until the run reports who waits for whom, with stacks in the log."""
-    on_stuck: Literal["warn", "restart", "fail"] = "warn"
-    """Reaction to that: keep waiting, restart the engines, or end the run (which can be resumed)."""
-
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 

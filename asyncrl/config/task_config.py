@@ -1,4 +1,4 @@
-"""Sections `model`, `task` and `eval`."""
+"""Section `task`."""
 
 from __future__ import annotations
 
@@ -6,61 +6,9 @@ import re
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from asyncrl.config.fields import DType, FrozenConfig, Name, tag_of
-from asyncrl.messages.sampling import SamplingParameters
-
-
-class ScratchConfig(FrozenConfig):
-    """A small model with random weights, seeded by `seed`."""
-
-    architecture: dict[str, Any]
-    """Keys of a transformers config, `model_type` included, without vocab_size and token ids."""
-    characters: str = Field(min_length=2)
-    """Alphabet of the character-level tokenizer, one token per character."""
-    has_tool_role: bool = False
-    """The chat template knows messages of the role `tool`."""
-
-    @field_validator("characters")
-    @classmethod
-    def _once_each(cls, characters: str) -> str:
-        twice = sorted({one for one in characters if characters.count(one) > 1})
-        if twice:
-            raise ValueError(f"characters names {''.join(twice)!r} twice; remove one of each")
-        return characters
-
-
-class ModelConfig(FrozenConfig):
-    """The trained model: `path` or `scratch`."""
-
-    free_keys: ClassVar = ("path", "revision")  # its files must match the ModelPin
-
-    path: str | None = None
-    """Hugging Face folder or hub id of a causal language model with a chat template."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id (none = main). A resumed run keeps its first commit."""
-    scratch: ScratchConfig | None = None
-    """Architecture and alphabet of a random model, instead of `path`."""
-    dtype: DType = "auto"
-    """Dtype of the weights (auto = bfloat16 on CUDA and on a CPU with avx512_bf16 or amx_bf16, else
-    float32)."""
-    chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template, such as enable_thinking: false; calls may override them."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.path is None) == (self.scratch is None):
-            raise ValueError("give one of model.path (a folder or hub id) and model.scratch (random weights)")
-        if self.revision is not None and self.path is None:
-            raise ValueError(f"model.revision={self.revision} is of a hub id, and model.scratch has none")
-        return self
-
-    @property
-    def source(self) -> str | None:
-        return self.path if self.revision is None else f"{self.path}@{self.revision}"
+from asyncrl.config.fields import FrozenConfig, Name, tag_of
 
 
 class TaskConfig(FrozenConfig):
@@ -154,60 +102,5 @@ class TaskConfig(FrozenConfig):
 
 Tasks = Annotated[
     Annotated[TaskConfig, Tag("[one]")] | Annotated[list[TaskConfig], Field(min_length=1), Tag("[several]")],
-    Discriminator(tag_of),
-]
-
-
-EVAL_SEED = 2**30
-"""Seed of evaluations, unlike the run's seed."""
-
-
-class EvalConfig(FrozenConfig):
-    """A held-out task, sampled at one version. A list of sections gives several evaluations."""
-
-    name: Name | None = None
-    """Name in metrics, and task.name of a harness (none = from its task's source)."""
-    task: TaskConfig
-    """Prompts and rewards, like the section `task`, in file order."""
-    every: int = Field(default=20, ge=1)
-    """Evaluate after multiples of this number of steps, and the last version."""
-    at_start: bool = True
-    """Also evaluate the initial weights."""
-    engine: Literal["auto", "own", "rollout"] = "auto"
-    """own: a separate engine server. rollout: the rollout engines, which get no new weights until the
-    evaluation ends. auto = own on placement.eval, a free CUDA device, or the CPU if the rollout engines use
-    it or the machine has no CUDA device; else rollout."""
-    num_prompts: int = Field(default=64, ge=1)
-    """Prompts per evaluation, from the task's first."""
-    samples: int = Field(default=1, ge=1)
-    """Completions per prompt."""
-    temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature (0 = greedy)."""
-    slots: int = Field(default=32, ge=1)
-    """Samples that are decoded at once."""
-    timeout_s: float = Field(default=1800.0, gt=0)
-    """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported."""
-
-    @property
-    def sampling(self) -> SamplingParameters:
-        return SamplingParameters(temperature=self.temperature)
-
-    @property
-    def called(self) -> str:
-        return self.name or self.task.called
-
-    @model_validator(mode="after")
-    def _can_be_evaluated(self) -> Self:
-        if given := self.task.given("name", "share", "sampling"):
-            raise ValueError(f"task.{given[0]} is not for evaluations; remove it")
-        if self.called == "task":  # a task reports eval/task/NAME
-            raise ValueError("an evaluation cannot be called task; set eval.name to another one")
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError(f"samples={self.samples} are all the same at temperature=0; set either to 1")
-        return self
-
-
-Evals = Annotated[
-    Annotated[EvalConfig, Tag("[one]")] | Annotated[list[EvalConfig], Field(min_length=1), Tag("[several]")],
     Discriminator(tag_of),
 ]

@@ -1,86 +1,17 @@
-"""Sections `rollout` and `buffer`."""
+"""Section `rollout`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
+from asyncrl.config.engine_kinds import ENGINES, EngineCapabilities, EngineKind
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.messages.engine_api import LatencyModel
 from asyncrl.messages.sampling import SamplingParameters
 
-OnOverdue = Literal["wait", "mask", "drop"]
-EngineKind = Literal["embedded", "vllm", "simulated"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCapabilities:
-    """Facts about an engine kind. `settings`: keys of `rollout` that only this kind reads."""
-
-    settings: tuple[str, ...] = ()
-    has_model: bool = True
-    free_settings: tuple[str, ...] = ()
-    package: str | None = None
-    """Package in the servers' own Python: rollout.{package}_python."""
-    receives_transfers: bool = False
-    """Weights may be sent from device to device."""
-    opens_chunks: bool = True
-    stages_weights: bool = True
-    """On separate devices, it holds two sets of weights."""
-    sleeps_on_cpu: bool = True
-    """When colocated, it can free its memory on a CPU."""
-    pins_length: bool = False
-    """Its maximum length decides length-dependent rotary frequencies, not each sequence's."""
-    keeps_turns: bool = False
-    """A second KV cache for agent conversations is available."""
-    returns_routing: bool = False
-    exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
-    """Kind of device that supports rollout.deterministic."""
-    pages_kv: bool = False
-    """On CUDA, sequences wait for a full KV cache."""
-    kv_block: int = 1
-    forward_tokens: int = 0
-    logit_copies: int = 0
-    """Float32 arrays of vocabulary size per slot in a step."""
-
-    def kv_length(self, length: int) -> int:
-        return -(-length // self.kv_block) * self.kv_block
-
-
-ENGINES: dict[EngineKind, EngineCapabilities] = {
-    "embedded": EngineCapabilities(
-        settings=("fused_decode", "cache_tokens"),
-        free_settings=("fused_decode", "cache_tokens"),
-        receives_transfers=True,
-        keeps_turns=True,
-        returns_routing=True,
-        exact_on="cpu",
-        kv_block=32,
-        forward_tokens=1024,
-        logit_copies=7,
-    ),
-    "simulated": EngineCapabilities(settings=("simulated",), has_model=False),
-    "vllm": EngineCapabilities(
-        settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
-        free_settings=("vllm_python", "urls", "tensor_parallel"),
-        package="vllm",
-        pins_length=True,
-        returns_routing=True,
-        receives_transfers=True,
-        opens_chunks=False,
-        stages_weights=False,
-        sleeps_on_cpu=False,
-        exact_on="cuda",
-        pages_kv=True,
-        kv_block=128,
-        forward_tokens=8192,
-        logit_copies=3,
-    ),
-}
-
-
+T = TypeVar("T")
 MOST_ENGINES = 10_000
 
 
@@ -167,6 +98,28 @@ class RolloutConfig(FrozenConfig):
         return ENGINES[self.engine]
 
     @property
+    def devices_per_engine(self) -> int:
+        return self._of_kind(self.facts.split_key, 1)
+
+    @property
+    def external_urls(self) -> list[str] | None:
+        """Return the URLs of servers that others have started; None: the run starts its own."""
+        return self._of_kind(self.facts.urls_key, None)
+
+    @property
+    def memory_keys(self) -> list[str]:
+        """Return the written keys that fix how much memory an engine takes."""
+        key = self.facts.arguments_key
+        names = self._of_kind(key, dict[str, Any]())
+        plain = {name: name.lstrip("-").replace("-", "_") for name in names}
+        return [f"rollout.{key}.{name}" for name in names if plain[name] in self.facts.memory_arguments]
+
+    def _of_kind(self, key: str | None, default: T) -> T:
+        """Read a key that belongs to the engine's kind."""
+        value: T = default if key is None else getattr(self, key)
+        return value
+
+    @property
     def engine_range(self) -> EngineRange:
         num = self.num_engines
         return num if isinstance(num, EngineRange) else EngineRange(min=num, max=num)
@@ -205,27 +158,4 @@ class RolloutConfig(FrozenConfig):
             raise ValueError(f"urls={self.urls}: name each server once, and set rollout.num_engines={num}")
         if given := self.given("vllm", "tensor_parallel"):
             raise ValueError(f"{given[0]} is for servers that the run starts; remove it or rollout.urls")
-        return self
-
-
-class BufferConfig(FrozenConfig):
-    """The staleness bound, and how far generation runs ahead."""
-
-    max_staleness: int = Field(default=1, ge=0)
-    """Hard bound, in policy versions, on the age of every token with a loss weight (0 = on-policy)."""
-    look_ahead: Literal["auto"] | NonNegativeInt = "auto"
-    """Batches that generation may run ahead, at most max_staleness (auto = the fewest that keep the trainer
-    busy)."""
-    on_overdue: OnOverdue = "mask"
-    """Overdue stragglers: train and mask old tokens, wait, or drop and regenerate."""
-    filter: Literal["none", "equal_rewards"] = "none"
-    """equal_rewards: replace groups whose rewards are all equal (DAPO's dynamic sampling)."""
-
-    @model_validator(mode="after")
-    def _look_ahead_fits(self) -> Self:
-        if self.look_ahead != "auto" and self.look_ahead > self.max_staleness:
-            raise ValueError(
-                f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}; "
-                f"set it to auto or 0..{self.max_staleness}"
-            )
         return self

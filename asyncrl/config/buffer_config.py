@@ -1,0 +1,34 @@
+"""Section `buffer`."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, model_validator
+
+from asyncrl.config.fields import FrozenConfig
+
+OnOverdue = Literal["wait", "mask", "drop"]
+
+
+class BufferConfig(FrozenConfig):
+    """The staleness bound, and how far generation runs ahead."""
+
+    max_staleness: int = Field(default=1, ge=0)
+    """Hard bound, in policy versions, on the age of every token with a loss weight (0 = on-policy)."""
+    look_ahead: Literal["auto"] | NonNegativeInt = "auto"
+    """Batches that generation may run ahead, at most max_staleness (auto = the fewest that keep the trainer
+    busy)."""
+    on_overdue: OnOverdue = "mask"
+    """Overdue stragglers: train and mask old tokens, wait, or drop and regenerate."""
+    filter: Literal["none", "equal_rewards"] = "none"
+    """equal_rewards: replace groups whose rewards are all equal (DAPO's dynamic sampling)."""
+
+    @model_validator(mode="after")
+    def _look_ahead_fits(self) -> Self:
+        if self.look_ahead != "auto" and self.look_ahead > self.max_staleness:
+            raise ValueError(
+                f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}; "
+                f"set it to auto or 0..{self.max_staleness}"
+            )
+        return self

@@ -1,0 +1,89 @@
+"""Facts about each kind of engine, and the settings that belong to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EngineKind = Literal["embedded", "vllm", "simulated"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapabilities:
+    """Facts about an engine kind. `settings`: keys of `rollout` that only this kind reads."""
+
+    settings: tuple[str, ...] = ()
+    has_model: bool = True
+    free_settings: tuple[str, ...] = ()
+    package: str | None = None
+    """Package in the servers' own Python: rollout.{package}_python."""
+    split_key: str | None = None
+    """Key of `rollout` with the devices that one engine spans; None: always one."""
+    urls_key: str | None = None
+    """Key of `rollout` with servers that others have started; None: the run starts all."""
+    arguments_key: str | None = None
+    """Key of `rollout` with the server's own arguments by name."""
+    memory_arguments: tuple[str, ...] = ()
+    """Of these arguments, the ones that fix how much memory an engine takes."""
+    key_env: str = ""
+    """Environment variable with the key of servers that others have started."""
+    receives_transfers: bool = False
+    """Weights may be sent from device to device."""
+    opens_chunks: bool = True
+    stages_weights: bool = True
+    """On separate devices, it holds two sets of weights."""
+    sleeps_on_cpu: bool = True
+    """When colocated, it can free its memory on a CPU."""
+    pins_length: bool = False
+    """Its maximum length decides length-dependent rotary frequencies, not each sequence's."""
+    keeps_turns: bool = False
+    """A second KV cache for agent conversations is available."""
+    returns_routing: bool = False
+    exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
+    """Kind of device that supports rollout.deterministic."""
+    pages_kv: bool = False
+    """On CUDA, sequences wait for a full KV cache."""
+    kv_block: int = 1
+    forward_tokens: int = 0
+    logit_copies: int = 0
+    """Float32 arrays of vocabulary size per slot in a step."""
+
+    def kv_length(self, length: int) -> int:
+        return -(-length // self.kv_block) * self.kv_block
+
+
+ENGINES: dict[EngineKind, EngineCapabilities] = {
+    "embedded": EngineCapabilities(
+        settings=("fused_decode", "cache_tokens"),
+        free_settings=("fused_decode", "cache_tokens"),
+        receives_transfers=True,
+        keeps_turns=True,
+        returns_routing=True,
+        exact_on="cpu",
+        kv_block=32,
+        forward_tokens=1024,
+        logit_copies=7,
+    ),
+    "simulated": EngineCapabilities(settings=("simulated",), has_model=False),
+    "vllm": EngineCapabilities(
+        settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
+        free_settings=("vllm_python", "urls", "tensor_parallel"),
+        package="vllm",
+        split_key="tensor_parallel",
+        urls_key="urls",
+        arguments_key="vllm",
+        memory_arguments=("gpu_memory_utilization", "num_gpu_blocks_override"),
+        key_env="ASYNCRL_VLLM_KEY",
+        pins_length=True,
+        returns_routing=True,
+        receives_transfers=True,
+        opens_chunks=False,
+        stages_weights=False,
+        sleeps_on_cpu=False,
+        exact_on="cuda",
+        pages_kv=True,
+        kv_block=128,
+        forward_tokens=8192,
+        logit_copies=3,
+    ),
+}

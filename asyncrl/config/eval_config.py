@@ -1,0 +1,65 @@
+"""Section `eval`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from asyncrl.config.fields import FrozenConfig, Name, tag_of
+from asyncrl.config.task_config import TaskConfig
+from asyncrl.messages.sampling import SamplingParameters
+
+EVAL_SEED = 2**30
+"""Seed of evaluations, unlike the run's seed."""
+
+
+class EvalConfig(FrozenConfig):
+    """A held-out task, sampled at one version. A list of sections gives several evaluations."""
+
+    name: Name | None = None
+    """Name in metrics, and task.name of a harness (none = from its task's source)."""
+    task: TaskConfig
+    """Prompts and rewards, like the section `task`, in file order."""
+    every: int = Field(default=20, ge=1)
+    """Evaluate after multiples of this number of steps, and the last version."""
+    at_start: bool = True
+    """Also evaluate the initial weights."""
+    engine: Literal["auto", "own", "rollout"] = "auto"
+    """own: a separate engine server. rollout: the rollout engines, which get no new weights until the
+    evaluation ends. auto = own on placement.eval, a free CUDA device, or the CPU if the rollout engines use
+    it or the machine has no CUDA device; else rollout."""
+    num_prompts: int = Field(default=64, ge=1)
+    """Prompts per evaluation, from the task's first."""
+    samples: int = Field(default=1, ge=1)
+    """Completions per prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature (0 = greedy)."""
+    slots: int = Field(default=32, ge=1)
+    """Samples that are decoded at once."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Timeout for one evaluation, in seconds. On expiry it is abandoned and reported."""
+
+    @property
+    def sampling(self) -> SamplingParameters:
+        return SamplingParameters(temperature=self.temperature)
+
+    @property
+    def called(self) -> str:
+        return self.name or self.task.called
+
+    @model_validator(mode="after")
+    def _can_be_evaluated(self) -> Self:
+        if given := self.task.given("name", "share", "sampling"):
+            raise ValueError(f"task.{given[0]} is not for evaluations; remove it")
+        if self.called == "task":  # a task reports eval/task/NAME
+            raise ValueError("an evaluation cannot be called task; set eval.name to another one")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"samples={self.samples} are all the same at temperature=0; set either to 1")
+        return self
+
+
+Evals = Annotated[
+    Annotated[EvalConfig, Tag("[one]")] | Annotated[list[EvalConfig], Field(min_length=1), Tag("[several]")],
+    Discriminator(tag_of),
+]

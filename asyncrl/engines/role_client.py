@@ -1,0 +1,82 @@
+"""Client of a server that is neither trainer nor engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pydantic import BaseModel
+
+from asyncrl.base.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.base.http import Answer, Caller, CallRefused
+from asyncrl.base.waits import waiting
+from asyncrl.engines.engine import CallScope, ServerClient
+from asyncrl.messages.engine_api import EngineHealth
+from asyncrl.messages.records import Rollout
+
+CALL_TIMEOUT_S = 120.0
+
+
+class RoleClient(ServerClient):
+    """Calls one server. A call that is lost with its process is repeated in the next process.
+
+    Life: up -> disconnect_nowait(): open calls restart later -> reset_nowait(): a new process -> up_nowait().
+    Waits: call() sleeps until the server is up, for one of `places`, then for the answer, at most
+        CALL_TIMEOUT_S.
+
+    `on_lost` gets every EngineLost and must take the client down; without it the error reaches the caller.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        *,
+        places: int = 1,
+        on_lost: Callable[[EngineLost], None] | None = None,
+    ) -> None:
+        self.name = caller.name
+        self._caller = caller
+        self._on_lost = on_lost
+        self._places = asyncio.Semaphore(places)
+        self._scope = CallScope(caller)
+        self._up = asyncio.Event()
+        self._up.set()
+
+    def disconnect_nowait(self) -> None:
+        self._up.clear()
+        self._scope.disconnect_nowait()
+
+    def reset_nowait(self) -> None:
+        self.disconnect_nowait()
+        self._scope = CallScope(self._caller)
+
+    def up_nowait(self) -> None:
+        self._up.set()
+
+    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
+        return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
+
+    async def judge(self, rollout: Rollout) -> Rollout:
+        """Return a finished rollout with what this server adds to it: by default, nothing. Raises
+        RequestRefused (data) or EngineError.
+        """
+        return rollout
+
+    async def call(self, path: str, body: BaseModel, answer: type[Answer]) -> Answer:
+        """POST a message. Raises RequestRefused (data) or EngineError."""
+        while True:
+            with waiting(f"{self.name} to be up", on="supervisor", who="rollouts"):
+                await self._up.wait()
+            try:
+                with waiting(f"an answer to {path}", on=self.name, who="rollouts"):
+                    async with self._places, self._scope.calls():
+                        return await self._caller.post(path, body, answer, timeout_s=CALL_TIMEOUT_S)
+            except EngineLost as lost:
+                if self._on_lost is None:
+                    raise
+                self._on_lost(lost)
+            except EngineError as error:
+                refusal = error.__cause__
+                if not isinstance(refusal, CallRefused) or refusal.status != 400:
+                    raise
+                raise RequestRefused(error.what, rule=error.rule, way_out=error.way_out) from refusal

@@ -1,0 +1,169 @@
+"""The servers of a run, except its trainer: one row per role.
+
+A server is always in one of these states:
+
+    starting --serves--> up --loss--> ill --process ended--> restarting --serves--> up
+        |                 |            |                         |
+        +---- refused ----+------------+------ no restart -------+----> gone
+
+    starting    FirstStart waits for the first answer, and the run waits for FirstStart.
+    up          Rollouts, pushes and evaluations call it. Its supervisor waits for a loss: the process ends,
+                is silent for observe.heartbeat_s, or breaks a call.
+    ill         Calls end with EngineLost. Rollouts wait for another engine, or until this server is up.
+    restarting  Its supervisor waits for the backoff, for free devices, for the start, and for the state of
+                the old process, such as the served weights.
+    gone        Nothing waits for it: it is parked, or the run continues without it, or the run ends.
+
+A new role is a row here, its server, and a subclass of RoleClient. Placement, `asyncrl check`, supervision,
+status and metrics follow from the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+from asyncrl.base.http import Caller
+from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config.teacher_config import TEACHER_SLOTS
+from asyncrl.engines.engine import EngineClient, ServerClient
+from asyncrl.engines.kinds import KINDS, Body, ServerOrder, embedded_spec
+from asyncrl.engines.teacher import Teacher
+from asyncrl.launch.machine import find_python
+from asyncrl.launch.placement import ExtraServer
+
+ENGINE = "engine"
+EVAL_ENGINE = "engine-eval"
+
+
+class Loss(Enum):
+    """What the loss of a server means for the run."""
+
+    RESTART = "it restarts, within supervision.max_restarts"
+    CONTINUE = "the run continues without it"
+    END = "the run ends"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a process starts. `start_factor`: multiple of supervision.start_timeout_s until it serves."""
+
+    module: str
+    spec: Body
+    python: Callable[[], Path] | None = None
+    start_factor: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A role of servers. `name`: of its process; rollout engines add their number.
+
+    `placement` returns what the role asks of the placement; None: the run has no such server. `order` turns
+    a rollout engine's order into an order of this role. `launch` and `client` make the process and the
+    client, which also asks its health. If that is a RoleClient, its judge() gets every rollout.
+    """
+
+    name: str
+    on_loss: Loss
+    launch: Callable[[ServerOrder], Launch]
+    client: Callable[[ServerOrder, Caller], ServerClient]
+    placement: Callable[[RunConfig], ExtraServer | None] = lambda _: None
+    order: Callable[[ServerOrder], ServerOrder] = lambda order: order
+
+
+# ---- rollout engines
+
+
+def _engine_launch(order: ServerOrder) -> Launch:
+    rollout = order.config.rollout
+    maker = KINDS[rollout.engine]
+    python = None if rollout.facts.package is None else partial(find_python, rollout)
+    return Launch(f"asyncrl_servers.{rollout.engine}", maker.spec(order), python, maker.start_factor)
+
+
+def _engine_client(order: ServerOrder, caller: Caller) -> EngineClient:
+    return KINDS[order.config.rollout.engine].client(order, caller)
+
+
+# ---- the eval engine
+
+
+def _eval_placement(config: RunConfig) -> ExtraServer | None:
+    if config.eval_engine == "rollout":
+        return None
+    caches = 2 if config.keeps_turns else 1
+    return ExtraServer(
+        key="eval",
+        written=config.placement.eval,
+        is_optional=config.eval_engine == "auto",
+        engine=config.rollout.engine,
+        slots=caches * config.eval_slots,
+        takes_weights=True,
+        way_out="eval.engine=rollout",
+    )
+
+
+def _eval_order(order: ServerOrder) -> ServerOrder:
+    return replace(order, is_rollout=False, slots=order.config.eval_slots, group=None)
+
+
+# ---- the teacher
+
+
+def _teacher_placement(config: RunConfig) -> ExtraServer | None:
+    if config.teacher is None:
+        return None
+    return ExtraServer(
+        key="teacher",
+        written=config.placement.teacher,
+        engine="embedded",
+        slots=TEACHER_SLOTS + 1,
+        model=ModelConfig(path=config.teacher.path, revision=config.teacher.revision),
+    )
+
+
+def _teacher_launch(order: ServerOrder) -> Launch:
+    spec = embedded_spec(order) | {"num_kept": 0, "score_slots": TEACHER_SLOTS}
+    return Launch("asyncrl_servers.embedded", spec)
+
+
+def _teacher_client(order: ServerOrder, caller: Caller) -> Teacher:
+    return Teacher(caller, temperature=order.config.rollout.temperature, on_lost=order.on_lost)
+
+
+_ROWS = (
+    Role(name=ENGINE, on_loss=Loss.RESTART, launch=_engine_launch, client=_engine_client),
+    Role(
+        name=EVAL_ENGINE,
+        on_loss=Loss.CONTINUE,
+        launch=_engine_launch,
+        client=_engine_client,
+        placement=_eval_placement,
+        order=_eval_order,
+    ),
+    Role(
+        name="teacher",
+        on_loss=Loss.RESTART,
+        launch=_teacher_launch,
+        client=_teacher_client,
+        placement=_teacher_placement,
+        order=lambda order: replace(order, is_rollout=False, slots=1, group=None),
+    ),
+)
+ROLES = {role.name: role for role in _ROWS}
+"""In the order in which they choose devices."""
+
+
+def extra_servers(config: RunConfig) -> dict[str, ExtraServer]:
+    """Return what the placement must find a device for, besides trainer and rollout engines."""
+    wanted = {name: role.placement(config) for name, role in ROLES.items()}
+    return {name: server for name, server in wanted.items() if server is not None}
+
+
+def extra_models(config: RunConfig) -> dict[str, ModelConfig]:
+    """Return the models of roles that do not serve the trained one."""
+    servers = extra_servers(config)
+    return {name: server.model for name, server in servers.items() if server.model is not None}

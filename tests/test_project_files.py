@@ -1,0 +1,43 @@
+"""Pages and files around the code name functions, files and commands that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from asyncrl import __version__
+
+ROOT = Path(__file__).parents[1]
+ROOTS = (ROOT, ROOT / "asyncrl", ROOT / "servers/asyncrl_servers")
+
+
+def text_of(name: str) -> str:
+    """Return the text of a file, "" if it does not exist."""
+    return next((path.read_text() for root in ROOTS if (path := root / name).is_file()), "")
+
+
+def test_architecture_names_functions_that_exist() -> None:
+    stops = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`\)", text_of("docs/architecture.md"))
+    assert len(stops) > 40
+    defined = r"^ *(class|def|async def) {0}\b|^    {0} = "
+    for name, file in stops:
+        for part in name.split("."):
+            assert re.search(defined.format(part), text_of(file), re.M), f"{file} has no {name}"
+
+
+def test_contributing_names_files_that_exist() -> None:
+    page = text_of("CONTRIBUTING.md")
+    files = re.findall(r"`((?:\w+/)+\w+\.py)`", page)
+    assert len(files) > 30
+    assert [file for file in files if not text_of(file)] == []
+    assert [line for line in page.splitlines() if len(line) > 120] == []
+
+
+def test_files_of_the_host_name_version_and_commands() -> None:
+    assert "- run: .ci/run\n" in text_of(".github/workflows/ci.yml")
+    assert "`asyncrl report RUN_DIR`" in text_of(".github/ISSUE_TEMPLATE/bug.yml")
+    version, date = re.findall(r"## \[(\d.*)\] - (.*)", text_of("CHANGELOG.md"))[0]
+    assert version == __version__
+    assert f"version: {version}\ndate-released: {date}\n" in text_of("CITATION.cff")
+    for entry in re.findall("entry: .venv/bin(.*)", text_of(".pre-commit-config.yaml")):
+        assert f"$(BIN){entry}" in text_of("Makefile")
