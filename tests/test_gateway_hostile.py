@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gateway_cases import ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, until
+from gateway_cases import AtOnce, ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, until
 
-from asyncrl.agents.endpoint.engine_route import LONG_TEXT
+from asyncrl.agents.endpoint.engine_route import LONG_BODY, LONG_TEXT, NUM_ENCODING
+from asyncrl.agents.endpoint.gateway import MAX_HEAD
 from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.messages.records import Outcome
 
@@ -50,9 +53,10 @@ async def test_wrong_requests_get_errors_without_the_key(monkeypatch: pytest.Mon
             ("POST", chat, basic, b"{}", 401, "invalid_api_key"),
             ("POST", chat, key, b" " * 2**12, 413, None),
             ("POST", chat, key, chunks(), 413, None),
+            ("POST", "/v1/messages/count_tokens", key, b" " * 2**12, 413, None),
         ):
             async with world.http.request(method, world.url + path, headers=headers, data=data) as response:
-                assert (response.status, (await response.json())["error"]["code"]) == (status, code)
+                assert (response.status, (await response.json())["error"].get("code")) == (status, code)
                 assert world.session.key not in await response.text()
 
 
@@ -89,6 +93,15 @@ async def test_malformed_and_slow_requests_are_closed(monkeypatch: pytest.Monkey
         assert [await all_of(*each) for each in silent] == [b"", b"", b""]
         answer = await all_of(*await raw(world, head(key, 500) + b'{"messages":'))
         assert answer.startswith(b"HTTP/1.1 408")
+
+
+@in_loop
+async def test_endless_head_is_refused() -> None:
+    async with gateway_world() as world:
+        line = f"X-More: {'x' * 1000}\r\n".encode()
+        head_without_end = b"POST /v1/chat/completions HTTP/1.1\r\n" + line * (MAX_HEAD // len(line) + 1)
+        answer = await all_of(*await raw(world, head_without_end))
+        assert (answer[:12], b"head is too long" in answer) == (b"HTTP/1.1 400", True)
 
 
 @in_loop
@@ -138,6 +151,30 @@ async def test_long_chats_are_rendered_and_tokenized_in_a_thread(messages: list[
         assert (await world.ask_other())[0] == 200
         tokenizer.may_end.set()
         assert (await asking)[0] == 200
+
+
+@in_loop
+async def test_few_long_texts_are_tokenized_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = AtOnce()
+    monkeypatch.setattr(asyncio, "to_thread", at_once.run)
+    async with gateway_world() as world:
+        asked: Any = SimpleNamespace(param="prompt")
+        encode = partial(world.gateway._route._encode, "x" * LONG_TEXT, asked)
+        await asyncio.gather(*(encode() for _ in range(12)))
+    assert at_once.most == NUM_ENCODING
+
+
+@pytest.mark.parametrize(("size", "num_threads"), [(100, 0), (LONG_BODY, 1)])
+@in_loop
+async def test_long_bodies_are_parsed_in_a_thread(
+    size: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = AtOnce()
+    async with gateway_world() as world:
+        monkeypatch.setattr(asyncio, "to_thread", at_once.run)
+        body = {"prompt": "Hi", "metadata": {"x": "y" * size}}
+        assert (await world.post(body, path="/v1/completions"))[0] == 200
+        assert at_once.num_all == num_threads
 
 
 @in_loop

@@ -15,7 +15,15 @@ from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, mak
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import ChatNode
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
-from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewayCall, GatewaySession
+from asyncrl.agents.endpoint.sessions import (
+    MAX_REMEMBERED,
+    NUM_RETRIED,
+    OPEN_SHARE,
+    GatewayCall,
+    GatewaySession,
+    Retries,
+    Written,
+)
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
@@ -186,6 +194,20 @@ async def test_answer_that_its_client_did_not_read_is_given_again(is_streamed: b
         assert [b'"chatcmpl-1"' in await each.read() for each in (lost, new)] == [True, False]
         assert lost.content_type == ("text/event-stream" if is_streamed else "application/json")
         assert world.session.num_completions == 3
+
+
+def test_session_remembers_few_and_short_answers() -> None:
+    retries = Retries()
+    lost = [Written(b"x" * size, is_stream=False, is_lost=True) for size in (MAX_REMEMBERED, MAX_REMEMBERED + 1)]
+    for name, written in zip((b"short", b"long"), lost, strict=True):
+        retries.answered_nowait(name, written)
+    assert [retries.begin(name, is_retry=True) for name in (b"short", b"long")] == [lost[0], None]
+    for number in range(NUM_RETRIED):
+        assert retries.begin(b"short", is_retry=False) is None
+        retries.answered_nowait(b"%d" % number, Written(b"", is_stream=False, is_lost=True))
+    assert retries.begin(b"0", is_retry=True) is not None
+    lost[0].is_lost = True
+    assert retries.begin(b"short", is_retry=True) is None, "newer answers have replaced it"
 
 
 class CountingEngine(ScriptedEngine):

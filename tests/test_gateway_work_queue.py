@@ -315,3 +315,23 @@ async def test_last_posted_outcome_counts() -> None:
     assert await running == Outcome(0.5, {"turns": 3.0})
     assert await desk.post({"reward": 1}, key) == (401, "invalid_api_key")
     await desk.queue.aclose()
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [
+        ("/work/take", shapes.MAX_MESSAGE_BYTES),
+        ("/work/result", shapes.MAX_MESSAGE_BYTES),
+        ("/v1/outcome", shapes.MAX_OUTCOME_BYTES),
+    ],
+)
+@in_virtual_time
+async def test_larger_messages_are_refused_unread(path: str, most: int) -> None:
+    desk = Desk(outcomes="posted")
+    running = desk.run()
+    (item,) = await desk.take()
+    key = item.outcome_key or "" if path == "/v1/outcome" else "k"
+    statuses = [(await desk.call(path, b" " * size, key))[0] for size in (most, most + 1)]
+    assert statuses in ([422, 413], [400, 413]), "the first is read, and is not JSON"
+    running.cancel()
+    await desk.queue.aclose()

@@ -17,7 +17,7 @@ from journal_cases import make_batch
 from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.launch.supervise import FirstStart, Supervision
+from asyncrl.launch.supervise import MAX_BACKOFF_S, RESTART_WINDOW_S, FirstStart, Supervision
 from asyncrl.messages.records import Batch
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
@@ -129,6 +129,34 @@ def test_processes_that_always_die_at_start_end_the_run_soon() -> None:
     with pytest.raises(RoomError, match="3 starts in a row have failed"):
         run_virtual(start())
     assert len(process.started_at) == 3
+
+
+def test_restarts_are_counted_for_an_hour_of_work() -> None:
+    async def story(house: House) -> None:
+        for _ in range(8):  # two in each hour
+            await asyncio.sleep(RESTART_WINDOW_S / 2)
+            house.server.die()
+            await asyncio.sleep(60.0)
+        assert house.trainer.num_restarts == 8
+        for _ in range(2):
+            house.server.die()
+            await asyncio.sleep(60.0)
+        await asyncio.sleep(600.0)
+
+    with pytest.raises(RoomError, match="max_restarts=3 is used up within 3600 s of work"):
+        live(story)
+
+
+def test_restarts_wait_twice_as_long_up_to_a_limit() -> None:
+    async def story(house: House) -> None:
+        for _ in range(8):
+            house.server.die()
+            await asyncio.sleep(60.0)
+        starts = house.ranks[0].started_at
+        waits = [start % 60.0 for start in starts]
+        assert waits == pytest.approx([1.0, 2.0, 4.0, 8.0, 16.0, *[MAX_BACKOFF_S] * 3])
+
+    live(story, max_restarts=99)
 
 
 def test_rank_that_has_lost_the_others_is_a_loss() -> None:
