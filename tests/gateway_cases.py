@@ -177,21 +177,6 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-class AtOnce:
-    """Replacement of asyncio.to_thread that counts the calls under way. Each one takes 50 rounds of the loop."""
-
-    num_now = num_all = most = 0
-
-    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        self.num_all += 1
-        self.num_now += 1
-        self.most = max(self.most, self.num_now)
-        for _ in range(50):
-            await asyncio.sleep(0)
-        self.num_now -= 1
-        return function(*args)
-
-
 def num_forked(world: World) -> int:
     """Count calls with a history that continue no recorded answer."""
     stats = world.gateway.stats()

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gateway_cases import AtOnce, ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, until
+from gateway_cases import ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, until
 
-from asyncrl.agents.endpoint.engine_route import LONG_BODY, LONG_TEXT, NUM_ENCODING
+from asyncrl.agents.endpoint.engine_route import LONG_TEXT
 from asyncrl.agents.endpoint.gateway import MAX_HEAD
 from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.messages.records import Outcome
@@ -151,30 +149,6 @@ async def test_long_chats_are_rendered_and_tokenized_in_a_thread(messages: list[
         assert (await world.ask_other())[0] == 200
         tokenizer.may_end.set()
         assert (await asking)[0] == 200
-
-
-@in_loop
-async def test_few_long_texts_are_tokenized_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = AtOnce()
-    monkeypatch.setattr(asyncio, "to_thread", at_once.run)
-    async with gateway_world() as world:
-        asked: Any = SimpleNamespace(param="prompt")
-        encode = partial(world.gateway._route._encode, "x" * LONG_TEXT, asked)
-        await asyncio.gather(*(encode() for _ in range(12)))
-    assert at_once.most == NUM_ENCODING
-
-
-@pytest.mark.parametrize(("size", "num_threads"), [(100, 0), (LONG_BODY, 1)])
-@in_loop
-async def test_long_bodies_are_parsed_in_a_thread(
-    size: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_once = AtOnce()
-    async with gateway_world() as world:
-        monkeypatch.setattr(asyncio, "to_thread", at_once.run)
-        body = {"prompt": "Hi", "metadata": {"x": "y" * size}}
-        assert (await world.post(body, path="/v1/completions"))[0] == 200
-        assert at_once.num_all == num_threads
 
 
 @in_loop

@@ -198,7 +198,9 @@ async def test_answer_that_its_client_did_not_read_is_given_again(is_streamed: b
 
 def test_session_remembers_few_and_short_answers() -> None:
     retries = Retries()
-    lost = [Written(b"x" * size, is_stream=False, is_lost=True) for size in (MAX_REMEMBERED, MAX_REMEMBERED + 1)]
+    lost = [
+        Written(b"x" * size, is_stream=False, is_lost=True) for size in (MAX_REMEMBERED, MAX_REMEMBERED + 1)
+    ]
     for name, written in zip((b"short", b"long"), lost, strict=True):
         retries.answered_nowait(name, written)
     assert [retries.begin(name, is_retry=True) for name in (b"short", b"long")] == [lost[0], None]

@@ -335,3 +335,14 @@ async def test_larger_messages_are_refused_unread(path: str, most: int) -> None:
     assert statuses in ([422, 413], [400, 413]), "the first is read, and is not JSON"
     running.cancel()
     await desk.queue.aclose()
+
+
+@pytest.mark.parametrize(("is_given", "answer"), [(False, None), (True, "42")])
+@in_virtual_time
+async def test_answer_goes_to_workers_that_may_have_it(is_given: bool, answer: str | None) -> None:
+    desk = Desk(give_answer=is_given)
+    running = desk.run()
+    (item,) = await desk.take()
+    assert (item.answer, item.has_answer) == (answer, is_given)
+    running.cancel()
+    await desk.queue.aclose()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from gateway_cases import HI, AtOnce, gateway_world, in_loop, in_virtual_time
+from gateway_cases import HI, gateway_world, in_loop
 
 from asyncrl.agents.endpoint import grammars
 from asyncrl.messages import token_grammars
@@ -72,21 +71,12 @@ async def test_hostile_schema_costs_only_its_own_call(schema: dict[str, Any], wh
 
 
 def test_check_is_bounded_in_time_and_memory() -> None:
-    told = "lambda _: print(*(resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS)))"
-    names = "resource, sys; from asyncrl.messages import token_grammars"
-    code = f"import {names}; token_grammars._check = {told}; token_grammars.main()"
+    limits = "*map(resource.getrlimit, (resource.RLIMIT_CPU, resource.RLIMIT_AS))"
+    names = "resource; from asyncrl.messages import token_grammars"
+    code = f"import {names}; token_grammars._check = lambda _: print({limits}); token_grammars.main()"
     done = subprocess.run([sys.executable, "-c", code], input="", capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(token_grammars.CHECK_CPU_S), str(token_grammars.MEMORY_BYTES)]
-
-
-@in_virtual_time
-async def test_few_grammars_are_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = AtOnce()
-    monkeypatch.setattr(asyncio, "to_thread", at_once.run)
-    monkeypatch.setattr(grammars, "check_grammar", len)
-    checks = grammars.GrammarChecks()
-    await asyncio.gather(*(checks.wait_checked(f"start: {number}", "tools") for number in range(12)))
-    assert at_once.most == grammars.NUM_CHECKING
+    seconds, size = token_grammars.CHECK_CPU_S, token_grammars.MEMORY_BYTES
+    assert done.stdout == f"{(seconds, seconds)} {(size, size)}\n"
 
 
 def test_pattern_that_takes_too_long_is_refused() -> None:

@@ -17,7 +17,7 @@ from journal_cases import make_batch
 from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.launch.supervise import MAX_BACKOFF_S, RESTART_WINDOW_S, FirstStart, Supervision
+from asyncrl.launch.supervise import FirstStart, Supervision
 from asyncrl.messages.records import Batch
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
@@ -131,32 +131,21 @@ def test_processes_that_always_die_at_start_end_the_run_soon() -> None:
     assert len(process.started_at) == 3
 
 
-def test_restarts_are_counted_for_an_hour_of_work() -> None:
-    async def story(house: House) -> None:
-        for _ in range(8):  # two in each hour
-            await asyncio.sleep(RESTART_WINDOW_S / 2)
-            house.server.die()
-            await asyncio.sleep(60.0)
-        assert house.trainer.num_restarts == 8
-        for _ in range(2):
-            house.server.die()
-            await asyncio.sleep(60.0)
-        await asyncio.sleep(600.0)
+def test_restarts_are_forgotten_after_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.launch.supervise.RESTART_WINDOW_S", 120.0)
 
-    with pytest.raises(RoomError, match="max_restarts=3 is used up within 3600 s of work"):
+    async def story(house: House) -> None:
+        for gap_s in [60.0] * 8 + [20.0] * 4:
+            house.server.die()
+            gaps_s.append(gap_s)
+            await asyncio.sleep(gap_s)
+
+    gaps_s: list[float] = []
+
+    with pytest.raises(ExceptionGroup) as caught:
         live(story)
-
-
-def test_restarts_wait_twice_as_long_up_to_a_limit() -> None:
-    async def story(house: House) -> None:
-        for _ in range(8):
-            house.server.die()
-            await asyncio.sleep(60.0)
-        starts = house.ranks[0].started_at
-        waits = [start % 60.0 for start in starts]
-        assert waits == pytest.approx([1.0, 2.0, 4.0, 8.0, 16.0, *[MAX_BACKOFF_S] * 3])
-
-    live(story, max_restarts=99)
+    assert "max_restarts=3 is used up within 120 s of work" in str(caught.value.exceptions[0])
+    assert gaps_s.count(60.0) == 8, "it ends for the deaths that follow each other"
 
 
 def test_rank_that_has_lost_the_others_is_a_loss() -> None:
