@@ -35,7 +35,7 @@ collect_ignore = [file for package, files in IMPORTED.items() if find_spec(packa
 
 
 THIRD = int(os.environ.get("ASYNCRL_THIRD", "0"))
-"""1, 2 or 3 runs that third of the tests marked rotated, as CI does by the day; 0 runs all."""
+"""1, 2 or 3 runs that third of the tests marked rotated, as CI does by the commit; 0 runs all."""
 
 LONGEST = ["test_several_hosts.py", "test_job_resume.py", "test_frameworks.py", "test_tutorial.py"]
 

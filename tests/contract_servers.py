@@ -37,7 +37,7 @@ KINDS = [*OURS, pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])
 class Traits:
     """Natural differences between kinds of servers. Everything else is the same for all."""
 
-    waited: int = 600
+    waited: int = 3000
     """Tokens that take it longer than a story takes to begin a commit that waits for them."""
     kept: int = LONG
     """Tokens that outlast the beginning of any commit, and are sampled to their end after it."""

@@ -29,7 +29,7 @@ from asyncrl.launch.machine import Node
 from asyncrl.launch.processes import Launcher, Process, ProcessSpec
 
 SECRET, OTHER = "the s3cret of its server", "an0ther s3cret"
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)

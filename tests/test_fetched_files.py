@@ -88,7 +88,7 @@ def test_engines_of_a_node_share_one_download(tmp_path: Path) -> None:
 def test_broken_download_is_repeated_and_a_lost_one_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "SILENT_S", 0.5)
+    monkeypatch.setattr(download, "SILENT_S", 2.0)
     monkeypatch.setattr(download, "RETRY_S", 0.01)
 
     async def story() -> None:

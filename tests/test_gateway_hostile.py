@@ -82,7 +82,7 @@ async def all_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 @in_loop
 async def test_malformed_and_slow_requests_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{GATEWAY}.READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(f"{GATEWAY}.READ_TIMEOUT_S", 1.5)
     async with gateway_world() as world:
         key = world.session.key
         answer = await all_of(*await raw(world, head(key + "\0", 2) + b"{}"))
@@ -154,7 +154,7 @@ async def test_long_chats_are_rendered_and_tokenized_in_a_thread(messages: list[
 @in_loop
 async def test_connections_above_the_limit_get_503(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = asyncio.Event()
-    monkeypatch.setattr(f"{GATEWAY}.READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(f"{GATEWAY}.READ_TIMEOUT_S", 1.5)
     monkeypatch.setattr(f"{GATEWAY}.MAX_CONNECTIONS", 2)
     async with gateway_world(ScriptedEngine(gate=gate)) as world:
         busy = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(2)]

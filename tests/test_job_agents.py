@@ -39,11 +39,11 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "args": {"marks": str(folder)},
             "workers": 1,
         },
-        gateway={"lease_timeout_s": 6},
+        gateway={"lease_timeout_s": 8},
         rollout={"slots": 16, "threads": 1, "retries": 8},
         trainer={"num_steps": NUM_STEPS, "num_groups": 2, "threads": 1},
         journal={"keep": "all"},
-        observe={"console": "plain", "trackers": [], "heartbeat_s": 10},
+        observe={"console": "plain", "trackers": [], "heartbeat_s": 15},
     )
     ended = run(config, run_dir)
     assert ended.returncode == 0, ended.stderr
@@ -95,7 +95,7 @@ def test_hostile_agent_costs_only_its_rollouts(tmp_path: Path) -> None:
         task={"python": "rewards_for_test:JudgeThatNeverGivesUp"},
         generator={"python": "agents_for_test:misbehaves", "args": {"log": str(log)}},
         gateway={"max_calls": 8},
-        rollout={"timeout_s": 4, "retries": 4, "max_tokens": 8, "max_prompt_tokens": 40},
+        rollout={"timeout_s": 6, "retries": 4, "max_tokens": 8, "max_prompt_tokens": 40},
         trainer={"num_steps": 3},
     )
     ended = run(config, run_dir)

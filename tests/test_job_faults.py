@@ -49,7 +49,7 @@ def test_run_survives_scaling_and_losses_until_restarts_are_used_up(tmp_path: Pa
         rollout={"num_engines": {"min": 1, "max": 2}, "max_tokens": 100},
         buffer={"max_staleness": 2, "look_ahead": 2, "on_overdue": "drop"},
         trainer={"num_groups": 2},
-        observe={"heartbeat_s": 12},
+        observe={"heartbeat_s": 16},
         supervision={"backoff_s": 0.1, "max_restarts": 1},
     )
     run_dir = tmp_path / "run"

@@ -162,6 +162,7 @@ SIGNALLED = """
     from asyncrl.job import lifecycle
 
     lifecycle.MAX_DEAF_S = 1.0
+    lifecycle.SAME_SIGNAL_S = 60.0
     ends, keeps = socket.socketpair()
     def sleeps(): time.sleep(1000)
     def computes():
@@ -175,7 +176,7 @@ SIGNALLED = """
         if sys.argv[2] == "waits":
             life.can_stop = True
             await life.stop.wait()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(2)
             return 128 + life.signal
         globals()[sys.argv[2]]()
     sys.exit(run_loop(life.run(live)))

@@ -242,12 +242,15 @@ def test_killed_run_ends_the_same_and_evaluates_each_version_once(
 
 
 def test_inspect_judges_each_batch_by_its_own_bound(tmp_path: Path) -> None:
-    config = write_config(tmp_path, buffer={"max_staleness": 2}, trainer={"num_steps": 8})
+    task = {"python": "held_task:HeldLetters", "size": 200}
+    config = write_config(tmp_path, task=task, buffer={"max_staleness": 2}, trainer={"num_steps": 8})
     run_dir = tmp_path / "run"
+    hold(run_dir, 5)
     process = start(config, run_dir)
     wait_for_steps(run_dir, 5, process)
     process.kill()
     process.communicate()
+    release(run_dir)
     changed = ("buffer.max_staleness=0", "--allow-change", "buffer.max_staleness")
     assert run(config, run_dir, *changed).returncode == 0
     found = json.loads(render_inspect(run_dir, as_json=True))

@@ -129,7 +129,7 @@ def test_foreign_server_gets_weights_first_and_outlives_the_run(
 
     monkeypatch.setenv(VLLM_KEY_ENV, key)
     run_dir = tmp_path / "run"
-    process = start(CONFIG, run_dir, *small(*foreign, *disk, "observe.heartbeat_s=15"))
+    process = start(CONFIG, run_dir, *small(*foreign, *disk, "observe.heartbeat_s=30"))
     wait_for_steps(run_dir, 2, process, PATIENCE_S)
     family = [engine, *engine.children(recursive=True)]
     for child in family:

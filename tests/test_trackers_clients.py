@@ -141,7 +141,7 @@ def test_a_client_keeps_one_run_over_a_resume(
     own = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path), "WANDB_SILENT": "true"}
     process = subprocess.run(
         [sys.executable, __file__, name, tmp_path, *settings],
-        env=os.environ | own,
+        env={name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | own,
         cwd=tmp_path,
         capture_output=True,
         text=True,

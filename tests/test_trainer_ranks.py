@@ -170,7 +170,7 @@ def test_several_ranks_do_what_one_does(tiny_model_dir: Path, tmp_path: Path, na
 
 @pytest.mark.slow
 def test_ranks_survive_a_refusal_and_end_with_the_parent(tiny_model_dir: Path, tmp_path: Path) -> None:
-    with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 15}) as group:
+    with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 30}) as group:
         with pytest.raises(CallRefused, match="batch 7 came while the trainer is at policy_version 0"):
             group.train(*make_batch(version=7))
         assert group.train(*make_batch(num_groups=1, group_size=2)).policy_version == 1
