@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_engine import FakeEngineServer
 from hypothesis import given
@@ -17,8 +16,8 @@ from asyncrl.base.errors import EngineError, EngineLost, ErrorBody
 from asyncrl.engines.engine import EngineServer, Teacher
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages import codec
-from asyncrl.messages.engine_api import Interrupt
-from asyncrl.messages.records import Completion, Trajectory, VersionSpan
+from asyncrl.messages.engine_api import Interrupt, ScoreRequest
+from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse
 from asyncrl.testing.virtual_time import all_blocked
@@ -202,10 +201,8 @@ class SilentTeacher(FakeEngineServer):
 
 @virtual
 async def test_silent_teacher_is_lost_after_its_limit() -> None:
-    ids, mask = np.arange(4, dtype=np.int32), np.array([False, True, True, True])
-    branch = Trajectory(0, ids, mask, np.zeros(4, np.float32), (VersionSpan(1, 4, 0),), reward=0.0)
     fake: Any = SilentTeacher("teacher")
     teacher = Teacher(fake, temperature=1.0, places=1, timeout_s=120.0, on_lost=None)
     with pytest.raises(EngineLost, match="no answer within 120.0 s"):
-        await teacher.judge((branch,))
+        await teacher._score(ScoreRequest(token_ids=[1, 2], start=1, temperature=1.0))
     assert asyncio.get_running_loop().time() == 120.0

@@ -153,21 +153,3 @@ async def test_clients_that_leave_a_stream_are_not_logged(caplog: pytest.LogCapt
     await until(lambda: not server.connections)
     await server.aclose()
     assert caplog.text == ""
-
-
-@in_loop
-async def test_closing_server_ends_requests_that_never_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{GATEWAY}.CLOSE_S", 0.01)
-    begun = asyncio.Event()
-
-    async def app(*_: Any) -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
-    server, listening = AppServer(app, max_connections=9, idle_s=9.0), socket.create_server(("127.0.0.1", 0))
-    await server.listen(listening)
-    reader, writer = await asyncio.open_connection(*listening.getsockname())
-    writer.write(head("key", 0))
-    await begun.wait()
-    await asyncio.wait_for(server.aclose(), 20.0)
-    assert await all_of(reader, writer) == b""

@@ -154,24 +154,14 @@ async def test_lost_weights_are_exported_again_once(num_losses: int) -> None:
     assert caught is None or caught.value.exceptions == (gone,)
 
 
-@pytest.mark.parametrize("path", ["/prepare", "/commit"])
 @virtual
-async def test_engine_that_is_late_is_lost(path: str) -> None:
+async def test_engine_that_is_late_is_lost() -> None:
     async with publishing(0.5, 0.5) as sync:
-        fake = sync.fakes[1]
-        handle = fake._handle
-
-        async def hang(asked: str, body: Any) -> Any:
-            if asked == path:
-                await asyncio.Event().wait()
-            return await handle(asked, body)
-
-        fake._handle = hang  # type: ignore[method-assign]
+        sync.fakes[1].freeze()
         sync.trainer.step()
         await asyncio.sleep(200.0)
         assert sync.lost == ["engine-1"]
-        ((version, at_s),) = sync.served
-        assert (version, 60.0 < at_s < 70.0) == (1, True)
+        assert [version for version, _ in sync.served] == [1]
 
 
 @virtual

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import FakeProcess, FakeTrainerServer
+from fake_server import FakeChild, FakeProcess, FakeTrainerServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_cases import make_batch
@@ -17,8 +17,9 @@ from journal_cases import make_batch
 from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.launch.supervise import FirstStart, Supervision
+from asyncrl.launch.supervise import GRACE_S, FirstStart, Server, Supervision
 from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
 
@@ -129,6 +130,19 @@ def test_processes_that_always_die_at_start_end_the_run_soon() -> None:
     with pytest.raises(RoomError, match="3 starts in a row have failed"):
         run_virtual(start())
     assert len(process.started_at) == 3
+
+
+def test_process_without_a_first_answer_is_late() -> None:
+    async def story() -> None:
+        fake = FakeTrainerServer()
+        fake.freeze()
+        child: Any = FakeChild(fake)
+        child.start = partial(asyncio.sleep, 0)
+        with pytest.raises(RoomError, match="did not start: .*no answer within 5.0 s"):
+            await Server(child, fake, TrainerHealth, start_s=5.0).come_up()
+        assert asyncio.get_running_loop().time() <= 5.0 + GRACE_S, "it may just have died"
+
+    run_virtual(story())
 
 
 def test_restarts_are_forgotten_after_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
