@@ -159,7 +159,6 @@ async def test_late_evaluation_is_abandoned(late: str) -> None:
     await house.live()
     assert asyncio.get_running_loop().time() < 60.0
     assert "eval.timeout_s=5.0" in house.troubles[0]
-    assert set(house.versions) <= {0}, "the initial weights are not loaded"
 
 
 # ---- one evaluation

@@ -172,30 +172,6 @@ def test_group_member_has_time_to_clean_up_after_its_leader(
     asyncio.run(story())
 
 
-DEAF = """
-import signal
-from pathlib import Path
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-(Path(__file__).parent / "started").write_text("")
-signal.pause()
-"""
-
-
-def test_process_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.processes.TERM_TIMEOUT_S", 0.1)
-    add_module(tmp_path, monkeypatch, DEAF)
-    os.mkfifo(tmp_path / "started")
-
-    async def story() -> None:
-        child = ChildProcess(ProcessSpec("child-0", MODULE, "{}", tmp_path / "run", "s3cret"))
-        await child.start()
-        await asyncio.to_thread((tmp_path / "started").read_text)
-        await child.aclose()
-        assert child.returncode == -signal.SIGKILL
-
-    asyncio.run(story())
-
-
 # ---- folders of weights
 
 HOLD_STAGING = """

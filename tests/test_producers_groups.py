@@ -115,7 +115,6 @@ async def test_prompt_that_always_fails_is_given_up() -> None:
             house.sink.allow(2)
         await asyncio.sleep(10.0)
         assert house.requeued == [1, 2, None], "its returns; it is given up at the third failure"
-        assert house.count("given_up") == 1
 
 
 @virtual

@@ -155,16 +155,6 @@ async def test_lost_weights_are_exported_again_once(num_losses: int) -> None:
 
 
 @virtual
-async def test_engine_that_is_late_is_lost() -> None:
-    async with publishing(0.5, 0.5) as sync:
-        sync.fakes[1].freeze()
-        sync.trainer.step()
-        await asyncio.sleep(200.0)
-        assert sync.lost == ["engine-1"]
-        assert [version for version, _ in sync.served] == [1]
-
-
-@virtual
 async def test_export_limit_leaves_out_restarts() -> None:
     async with publishing(0.5, timeout_s=5) as sync:
         sync.trainer.is_up = False

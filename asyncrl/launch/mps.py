@@ -35,8 +35,8 @@ exec 3>&1 > "$CUDA_MPS_LOG_DIRECTORY/start.log" 2>&1
 echo started >&3
 cat > /dev/null
 """
-"""$0: CONTROL, $1: Python, $2: PROBE, $3: its limit in seconds: aclose() waits for this shell, which waits for
-the probe. Standard input ends with the run, also if the controller is killed.
+"""$0: CONTROL, $1: Python, $2: PROBE, $3: its limit in seconds, because aclose() waits for this shell, which
+waits for the probe. Standard input ends with the run, also if the controller is killed.
 """
 
 
