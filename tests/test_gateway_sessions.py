@@ -198,14 +198,14 @@ async def test_answer_that_its_client_did_not_read_is_given_again(is_streamed: b
 
 def test_session_remembers_few_and_short_answers() -> None:
     retries = Retries()
-    lost = [
+    short, long = (
         Written(b"x" * size, is_stream=False, is_lost=True) for size in (MAX_REMEMBERED, MAX_REMEMBERED + 1)
-    ]
-    retries.answered_nowait(b"short", lost[0])
-    retries.answered_nowait(b"long", lost[1])
-    assert retries.begin(b"short", is_retry=True) == lost[0]
+    )
+    retries.answered_nowait(b"short", short)
+    retries.answered_nowait(b"long", long)
+    assert retries.begin(b"short", is_retry=True) == short
     assert retries.begin(b"long", is_retry=True) is None
-    lost[0].is_lost = True
+    short.is_lost = True
     for _ in range(NUM_RETRIED):
         retries.answered_nowait(b"newer", Written(b"", is_stream=False))
     assert retries.begin(b"short", is_retry=True) is None, "newer answers have replaced it"

@@ -30,8 +30,7 @@ def is_collected(name: str) -> bool:
 
 def test_each_promise_names_tests_that_are_collected() -> None:
     assert len(ROWS) > 100
-    assert [promise for promise, _, tests in ROWS if not quoted(tests)] == []
-    named = sorted({name for *_, tests in ROWS for name in quoted(tests)})
+    named = [name for promise, _, tests in ROWS for name in quoted(tests) or [promise]]
     missing = [name for name in named if not is_collected(name)]
     assert not missing, missing
 
