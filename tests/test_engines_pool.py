@@ -14,10 +14,10 @@ from rollout_cases import virtual
 from token_cases import completion_of, same_tokens
 
 from asyncrl.base.errors import EngineError, EngineLost, ErrorBody
-from asyncrl.engines.engine import EngineServer
+from asyncrl.engines.engine import EngineServer, Teacher
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages import codec
-from asyncrl.messages.engine_api import Interrupt
+from asyncrl.messages.engine_api import Interrupt, ScoreRequest
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse
@@ -193,3 +193,17 @@ async def test_a_bad_answer_is_an_error_and_no_loss() -> None:
         with pytest.raises(EngineError, match=says) as caught:
             await pool.generate(make_request())
         assert not isinstance(caught.value, EngineLost)
+
+
+class SilentTeacher(FakeEngineServer):
+    async def _handle(self, path: str, body: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+@virtual
+async def test_silent_teacher_is_lost_after_its_limit() -> None:
+    fake: Any = SilentTeacher("teacher")
+    teacher = Teacher(fake, temperature=1.0, places=1, timeout_s=120.0, on_lost=None)
+    with pytest.raises(EngineLost, match="no answer within 120.0 s"):
+        await teacher._score(ScoreRequest(token_ids=[1, 2], start=1, temperature=1.0))
+    assert asyncio.get_running_loop().time() == 120.0

@@ -152,6 +152,15 @@ async def test_run_ends_and_keeps_no_file_whatever_the_engine_does(
         assert stats.finished + stats.skipped + stats.abandoned == len(due)
 
 
+@pytest.mark.parametrize("late", ["decode_s", "prepare_s"])
+@virtual
+async def test_late_evaluation_is_abandoned(late: str) -> None:
+    house = House(every=1, last=2, timeout_s=5.0, **{late: 1000.0})
+    await house.live()
+    assert asyncio.get_running_loop().time() < 60.0
+    assert "eval.timeout_s=5.0" in house.troubles[0]
+
+
 # ---- one evaluation
 
 

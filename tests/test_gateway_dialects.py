@@ -73,6 +73,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     (CHAT, said(*HI) | {"response_format": {"type": "xml"}}, "response_format"),
     (CHAT, said(*HI) | {"response_format": schema_of({"$ref": "#/nowhere"})}, "response_format"),
     (CHAT, said(*HI) | {"top_logprobs": 1}, "needs logprobs=true"),
+    (CHAT, said(*HI) | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, said(*HI) | {"stop": ["x"] * 17}, "stop"),
     (TEXT, {"prompt": "x", "logprobs": 0}, "logprobs=0 is refused: use /v1/chat/completions"),
     (TEXT, {"prompt": ["x", "y"]}, "one prompt a call"),
     (TEXT, {"prompt": [1, 2, 258]}, "ids 0 to 257"),

@@ -11,6 +11,7 @@ import pytest
 from gateway_cases import ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, until
 
 from asyncrl.agents.endpoint.engine_route import LONG_TEXT
+from asyncrl.agents.endpoint.gateway import MAX_HEAD
 from asyncrl.agents.work_queue import RolloutQueue
 from asyncrl.messages.records import Outcome
 
@@ -50,9 +51,10 @@ async def test_wrong_requests_get_errors_without_the_key(monkeypatch: pytest.Mon
             ("POST", chat, basic, b"{}", 401, "invalid_api_key"),
             ("POST", chat, key, b" " * 2**12, 413, None),
             ("POST", chat, key, chunks(), 413, None),
+            ("POST", "/v1/messages/count_tokens", key, b" " * 2**12, 413, None),
         ):
             async with world.http.request(method, world.url + path, headers=headers, data=data) as response:
-                assert (response.status, (await response.json())["error"]["code"]) == (status, code)
+                assert (response.status, (await response.json())["error"].get("code")) == (status, code)
                 assert world.session.key not in await response.text()
 
 
@@ -89,6 +91,14 @@ async def test_malformed_and_slow_requests_are_closed(monkeypatch: pytest.Monkey
         assert [await all_of(*each) for each in silent] == [b"", b"", b""]
         answer = await all_of(*await raw(world, head(key, 500) + b'{"messages":'))
         assert answer.startswith(b"HTTP/1.1 408")
+
+
+@in_loop
+async def test_endless_head_is_refused() -> None:
+    async with gateway_world() as world:
+        line = f"X-More: {'x' * 1000}\r\n".encode()
+        head_without_end = b"POST /v1/chat/completions HTTP/1.1\r\n" + line * (MAX_HEAD // len(line) + 1)
+        assert b"head is too long" in await all_of(*await raw(world, head_without_end))
 
 
 @in_loop

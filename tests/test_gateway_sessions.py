@@ -16,7 +16,15 @@ from token_cases import completion_of
 from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.capture import ChatNode
 from asyncrl.agents.endpoint.prefix_match import PromptMatch
-from asyncrl.agents.endpoint.sessions import OPEN_SHARE, GatewayCall, GatewaySession
+from asyncrl.agents.endpoint.sessions import (
+    MAX_REMEMBERED,
+    NUM_RETRIED,
+    OPEN_SHARE,
+    GatewayCall,
+    GatewaySession,
+    Retries,
+    Written,
+)
 from asyncrl.base.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
@@ -187,6 +195,21 @@ async def test_answer_that_its_client_did_not_read_is_given_again(is_streamed: b
         assert [b'"chatcmpl-1"' in await each.read() for each in (lost, new)] == [True, False]
         assert lost.content_type == ("text/event-stream" if is_streamed else "application/json")
         assert world.session.num_completions == 3
+
+
+def test_session_remembers_few_and_short_answers() -> None:
+    retries = Retries()
+    short, long = (
+        Written(b"x" * size, is_stream=False, is_lost=True) for size in (MAX_REMEMBERED, MAX_REMEMBERED + 1)
+    )
+    retries.answered_nowait(b"short", short)
+    retries.answered_nowait(b"long", long)
+    assert retries.begin(b"short", is_retry=True) == short
+    assert retries.begin(b"long", is_retry=True) is None
+    short.is_lost = True
+    for _ in range(NUM_RETRIED):
+        retries.answered_nowait(b"newer", Written(b"", is_stream=False))
+    assert retries.begin(b"short", is_retry=True) is None, "newer answers have replaced it"
 
 
 class CountingEngine(ScriptedEngine):

@@ -315,3 +315,31 @@ async def test_last_posted_outcome_counts() -> None:
     assert await running == Outcome(0.5, {"turns": 3.0})
     assert await desk.post({"reward": 1}, key) == (401, "invalid_api_key")
     await desk.queue.aclose()
+
+
+@in_virtual_time
+async def test_larger_messages_are_refused_unread() -> None:
+    desk = Desk(outcomes="posted")
+    running = desk.run()
+    (item,) = await desk.take()
+    most = shapes.MAX_MESSAGE_BYTES
+    for path, key, size in (
+        ("/work/take", "k", most),
+        ("/work/result", "k", most),
+        ("/v1/outcome", item.outcome_key or "", shapes.MAX_OUTCOME_BYTES),
+    ):
+        assert (await desk.call(path, b" " * size, key))[0] in (400, 422), "it is read, and is not JSON"
+        assert (await desk.call(path, b" " * (size + 1), key))[0] == 413
+    running.cancel()
+    await desk.queue.aclose()
+
+
+@in_virtual_time
+async def test_answer_goes_to_workers_that_may_have_it() -> None:
+    for is_given, answer in ((False, None), (True, "42")):
+        desk = Desk(give_answer=is_given)
+        running = desk.run()
+        (item,) = await desk.take()
+        assert item.answer == answer
+        running.cancel()
+        await desk.queue.aclose()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from typing import Any
 
 import pytest
 from gateway_cases import HI, gateway_world, in_loop
 
+from asyncrl.agents.endpoint import grammars
 from asyncrl.messages import token_grammars
 from asyncrl.messages.token_grammars import GrammarError, check_grammar
 
@@ -66,3 +68,18 @@ async def test_hostile_schema_costs_only_its_own_call(schema: dict[str, Any], wh
         status, answer = await world.post(body(schema))
         assert (status, why in answer["error"]["message"]) == (400, True), answer
         assert (await world.post(body({"type": "object"})))[0] == 200
+
+
+def test_check_is_bounded_in_time_and_memory() -> None:
+    limits = "*map(resource.getrlimit, (resource.RLIMIT_CPU, resource.RLIMIT_AS))"
+    names = "resource; from asyncrl.messages import token_grammars"
+    code = f"import {names}; token_grammars._check = lambda _: print({limits}); token_grammars.main()"
+    done = subprocess.run([sys.executable, "-c", code], input="", capture_output=True, text=True, check=True)
+    seconds, size = token_grammars.CHECK_CPU_S, token_grammars.MEMORY_BYTES
+    assert done.stdout == f"{(seconds, seconds)} {(size, size)}\n"
+
+
+def test_pattern_that_takes_too_long_is_refused() -> None:
+    pattern = "^(a|aa|b?a)+$"
+    schema = {"patternProperties": {pattern: {}}, "properties": {"a" * 60 + "!": {}}}
+    assert grammars._overlapping_pattern(schema) == pattern

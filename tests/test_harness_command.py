@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -154,6 +156,16 @@ def test_command_that_forks_and_exits_leaves_nothing() -> None:
         echo 0.5
     """
     assert run(script) == Outcome(0.5)
+
+
+def test_pipe_that_stays_open_delays_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.agents.command._DRAIN_S", 0.1)
+    harness = shell("setsid sleep 3600 & echo 0.5")
+    try:
+        assert asyncio.run(asyncio.wait_for(harness.run(TASK, SESSION), 30.0)) == Outcome(0.5)
+    finally:
+        for pid in processes_of(harness.token):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_what_cannot_run_is_refused_before_any_rollout(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import json
@@ -18,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +31,14 @@ from asyncrl.base.files import run_lock
 from asyncrl.config import ObserveConfig, RunConfig, load_config, run_config_yaml
 from asyncrl.job import loop as job
 from asyncrl.job.build import prepare_model
-from asyncrl.job.lifecycle import Lifecycle, locked_run_dir
+from asyncrl.job.lifecycle import CLOSE_TIMEOUT_S, Lifecycle, locked_run_dir
 from asyncrl.job.loop import Job, run_job
 from asyncrl.job.reporter import Reporter
 from asyncrl.job.resume import ResumePoint
 from asyncrl.job.serve import serve_gateway
 from asyncrl.journal.journal import Journal
 from asyncrl.launch.launchers import LocalLauncher
+from asyncrl.testing.virtual_time import run_virtual
 
 
 def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
@@ -231,6 +234,16 @@ def test_controller_of_agents_hides_its_memory(
         assert libc.prctl(get_dumpable, 0, 0, 0, 0) == 0
     finally:
         libc.prctl(set_dumpable, 1, 0, 0, 0)
+
+
+def test_part_that_never_closes_is_given_up() -> None:
+    async def story() -> None:
+        life: Any = SimpleNamespace(stack=contextlib.AsyncExitStack())
+        async with life.stack:
+            Lifecycle.closes(life, "hung part", asyncio.Event().wait)  # type: ignore[arg-type]
+        assert asyncio.get_running_loop().time() == CLOSE_TIMEOUT_S
+
+    run_virtual(story())
 
 
 def test_settings_of_prompts_reach_the_tokenizer_of_a_run(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -106,12 +106,18 @@ def test_daemon_ends_with_a_killed_controller(control: Path, tmp_path: Path) -> 
     assert not pipes.exists()
 
 
-@pytest.mark.parametrize(("probe", "says"), [("raise SystemExit('no client')", "no client"), ("", "no perm")])
+HANGS = "import sys, time; print('hung', file=sys.stderr, flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("probe", "says"), [("raise SystemExit('no client')", "no client"), ("", "no perm"), (HANGS, "hung")]
+)
 def test_unusable_mps_is_named_and_leaves_nothing(
     probe: str, says: str, control: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if probe:
         monkeypatch.setattr(mps, "PROBE", probe)
+        monkeypatch.setattr(mps, "START_TIMEOUT_S", 2.0)
     else:
         Path(f"{control}.fails").touch()
 

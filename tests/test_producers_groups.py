@@ -106,6 +106,19 @@ async def test_failed_prompt_returns_at_a_later_version() -> None:
 
 
 @virtual
+async def test_prompt_that_always_fails_is_given_up() -> None:
+    engine = FakeEngine()
+    scorer = FakeScorer(lambda prompt, _: "no" if prompt.prompt_id == "p0" else 1.0)
+    async with House(engine=engine, scorer=scorer, num_tickets=2, max_requeues=2, **ALONE) as house:
+        for version in range(1, 6):
+            await asyncio.sleep(10.0)
+            house.sink.start_version = engine.policy_version = version
+            house.sink.allow(2)
+        await asyncio.sleep(10.0)
+        assert house.requeued == [1, 2, None], "its returns; it is given up at the third failure"
+
+
+@virtual
 async def test_too_long_prompt_is_given_up_without_a_try() -> None:
     async with House(num_tickets=0, retries=2) as house:
         long = "a prompt of more tokens than sixteen"

@@ -141,6 +141,18 @@ async def test_hung_thread_costs_its_own_rollout_alone() -> None:
 
 
 @pytest.mark.asyncio
+async def test_hung_threads_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.base.user_code.MAX_HUNG", 1)
+    gate = threading.Event()
+    scorer = make_scorer(lambda *_: float(gate.wait(60.0)), "thread", reward_timeout_s=0.01)
+    with pytest.raises(RewardFailure, match="did not return within"):
+        await scorer.score(PROMPT, sampled("x"))
+    with pytest.raises(TaskError, match="1 calls of the reward function x:y are still running"):
+        await scorer.score(PROMPT, sampled("x"))
+    gate.set()
+
+
+@pytest.mark.asyncio
 async def test_cancelled_score_leaves_no_unread_exception() -> None:
     begun, gate = threading.Event(), threading.Event()
     complaints: list[dict[str, Any]] = []

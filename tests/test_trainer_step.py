@@ -325,6 +325,12 @@ def test_engine_past_the_gap_limit_is_named(make_step: MakeStep) -> None:
     assert (step.policy_version, step.weights_digest()) == (0, before)
 
 
+def test_large_gap_gives_a_warning(make_step: MakeStep, caplog: pytest.LogCaptureFixture) -> None:
+    step = make_step()
+    step.train(*sampled_by_two(step, 0.2))
+    assert "engines and trainer disagree: engine-1 by 0.2 nats" in caplog.text
+
+
 # ---- the canary of an export
 
 NUM_TOKENS = 160

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import FakeProcess, FakeTrainerServer
+from fake_server import FakeChild, FakeProcess, FakeTrainerServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_cases import make_batch
@@ -17,8 +17,9 @@ from journal_cases import make_batch
 from asyncrl.base.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.config import SupervisionConfig
 from asyncrl.job.trainer_recovery import SupervisedTrainer
-from asyncrl.launch.supervise import FirstStart, Supervision
+from asyncrl.launch.supervise import FirstStart, Server, Supervision
 from asyncrl.messages.records import Batch
+from asyncrl.messages.trainer_api import TrainerHealth
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
 
@@ -29,7 +30,13 @@ class House:
     """A SupervisedTrainer over fake ranks, a journal that is a list, and at most one saved state."""
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, num_ranks: int = 1, *, state_at: int = 0, **supervision: Any
+        self,
+        tasks: asyncio.TaskGroup,
+        num_ranks: int = 1,
+        *,
+        state_at: int = 0,
+        timeout_s: Any = None,
+        **supervision: Any,
     ) -> None:
         self.tasks = tasks
         others = [FakeTrainerServer(f"trainer-{rank}") for rank in range(1, num_ranks)]
@@ -48,6 +55,7 @@ class House:
             ),
             before_start=partial(asyncio.sleep, 0),
             bring_back=self.bring_back,
+            timeout_s=timeout_s,
         )
         self.running = tasks.create_task(self.trainer.run(), name="watch trainer")
 
@@ -129,6 +137,45 @@ def test_processes_that_always_die_at_start_end_the_run_soon() -> None:
     with pytest.raises(RoomError, match="3 starts in a row have failed"):
         run_virtual(start())
     assert len(process.started_at) == 3
+
+
+def test_process_without_a_first_answer_is_late() -> None:
+    async def story() -> None:
+        fake = FakeTrainerServer()
+        fake.freeze()
+        child = FakeChild(fake)
+        with pytest.raises(RoomError, match="did not start: .*no answer within 5.0 s"):
+            await Server(child, fake, TrainerHealth, start_s=5.0).come_up()
+
+    run_virtual(story())
+
+
+def test_step_that_does_not_end_restarts_the_trainer() -> None:
+    async def story(house: House) -> None:
+        house.server.train_s = 1e6
+        asyncio.get_running_loop().call_later(60.0, setattr, house.server, "train_s", TRAIN_S)
+        await house.steps(1)
+        house.check()
+        assert 60.0 < asyncio.get_running_loop().time() < 120.0
+
+    live(story, timeout_s=50.0)
+
+
+def test_restarts_are_forgotten_after_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.launch.supervise.RESTART_WINDOW_S", 120.0)
+
+    async def story(house: House) -> None:
+        for gap_s in [60.0] * 8 + [20.0] * 4:
+            house.server.die()
+            gaps_s.append(gap_s)
+            await asyncio.sleep(gap_s)
+
+    gaps_s: list[float] = []
+
+    with pytest.raises(ExceptionGroup) as caught:
+        live(story)
+    assert "max_restarts=3 is used up within 120 s of work" in str(caught.value.exceptions[0])
+    assert gaps_s.count(60.0) == 8, "it ends for the deaths that follow each other"
 
 
 def test_rank_that_has_lost_the_others_is_a_loss() -> None:

@@ -31,11 +31,13 @@ raise SystemExit(f"CUDA error {max(codes)} in a process under MPS" if any(codes)
 KEEP_DAEMON = """
 trap 'echo quit | "$0"; rm -rf "$CUDA_MPS_PIPE_DIRECTORY"' EXIT
 exec 3>&1 > "$CUDA_MPS_LOG_DIRECTORY/start.log" 2>&1
-"$0" -d < /dev/null 3>&- && "$1" -c "$2" < /dev/null 3>&- || exit
+"$0" -d < /dev/null 3>&- && timeout -s KILL "$3" "$1" -c "$2" < /dev/null 3>&- || exit
 echo started >&3
 cat > /dev/null
 """
-"""$0: CONTROL, $1: Python, $2: PROBE. Standard input ends with the run, also if the controller is killed."""
+"""$0: CONTROL, $1: Python, $2: PROBE, $3: its limit in seconds, because aclose() waits for this shell, which
+waits for the probe. Standard input ends with the run, also if the controller is killed.
+"""
 
 
 def why_time_slices(config: RunConfig, devices: Iterable[CudaDevice]) -> str:
@@ -73,7 +75,7 @@ class Mps:
         self._logs.mkdir(parents=True, exist_ok=True)
         folder = {"CUDA_MPS_LOG_DIRECTORY": str(self._logs)}
         self._shell = await asyncio.create_subprocess_exec(
-            *("/bin/sh", "-c", KEEP_DAEMON, CONTROL, sys.executable, PROBE),
+            *("/bin/sh", "-c", KEEP_DAEMON, CONTROL, sys.executable, PROBE, str(START_TIMEOUT_S)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **self.environ(self._devices), **folder},
