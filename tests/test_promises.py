@@ -21,7 +21,7 @@ def quoted(cell: str) -> list[str]:
 
 
 def is_collected(name: str) -> bool:
-    """Return whether pytest finds this test: a function, a method of a class, or the case of a state machine."""
+    """Return whether pytest finds this test: a function, a method, or the case of a state machine."""
     file, *_, test = name.split("::")
     path = ROOT / "tests" / file
     defined = rf"^(\s*(async )?def {test}\(|{test} = \w+\.TestCase$)"
