@@ -42,6 +42,17 @@ class LookAhead:
 
     Engines may slow down as more groups run. So a raise must make batches come faster, in proportion to
     look_ahead + 1; otherwise it is undone in part, and not repeated for a while.
+
+    Example: batches of 4 groups. A group samples for 3 s, a step takes 1 s, so 3 batches must run, and 0.9
+    be ready. With the first value, 2, the trainer lacks groups for half a second of each batch.
+        >>> auto = LookAhead(max_staleness=8)
+        >>> auto.current
+        2
+        >>> for batch in range(8):
+        ...     auto.note(1.5 * batch + 1.0, num_running=8, lacks=True)
+        ...     now = auto.batch_taken(1.5 * (batch + 1), num_groups=4, num_ready=0)
+        >>> now
+        4
     """
 
     def __init__(self, max_staleness: int) -> None:

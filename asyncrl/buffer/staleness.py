@@ -33,6 +33,22 @@ class StalenessRule:
     use before next_batch.
 
     Cost: O(1) an event and O(max_staleness) a decision, because deadlines are counted; O(n) a batch.
+
+    Example: batches of two groups, and no token older than one version.
+        >>> rule = StalenessRule(
+        ...     num_groups=2, num_batches=9, max_staleness=1, on_overdue="mask", look_ahead=1
+        ... )
+        >>> [rule.admit_nowait().group_id for _ in range(4)]  # two batches: (served + look_ahead + 1) * 2
+        [0, 1, 2, 3]
+        >>> rule.num_open  # group 4 would be consumed by batch 2, too old
+        0
+        >>> [rule.finish_nowait(group_id, oldest=0, newest=0) for group_id in (2, 0)]
+        [False, False]
+        >>> rule.take_nowait()  # batch 0 in order of admission, and the groups that are too old now
+        ((0, 2), ())
+        >>> rule.set_served_nowait(1)  # the engines have the weights of batch 0
+        >>> rule.admit_nowait()
+        Ticket(group_id=4, start_version=1)
     """
 
     def __init__(

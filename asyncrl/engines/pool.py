@@ -253,6 +253,7 @@ class SegmentJoin:
         `partial` has more.
 
     Example: the prompt 5 6 and max_tokens 3.
+        >>> from asyncrl.messages.records import VersionSpan
         >>> request = SamplingRequest(request_id="g0/r0", prompt_ids=[5, 6], max_tokens=3)
         >>> join = SegmentJoin(request)
         >>> def sampled(ids, version, finish):

@@ -179,7 +179,20 @@ def assign(
     max_tokens: int,
     num_ranks: int,
 ) -> list[list[list[TokenRange]]]:
-    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence."""
+    """Return sequences by micro-step and rank, at most `max_tokens` packed tokens or one sequence.
+
+    Example: two answers to a prompt of 4 tokens, and a text of 6 in another group, for two ranks. The prompt
+    is computed once, so the answers are packed together.
+        >>> ids = np.array([1, 2, 3, 4, 8, 9, 1, 2, 3, 4, 7, 7, 5, 5, 5, 5, 5, 5], np.int32)
+        >>> sequences = [
+        ...     TokenRange(0, start=0, length=6, group=0, first=4, num_loss=2),
+        ...     TokenRange(1, start=6, length=6, group=0, first=4, num_loss=2),
+        ...     TokenRange(2, start=12, length=6, group=1, first=1, num_loss=5),
+        ... ]
+        >>> steps = assign(sequences, ids, Costs(key=0.0, loss_token=0.0), max_tokens=8, num_ranks=2)
+        >>> [[[one.trajectory for one in rank] for rank in step] for step in steps]
+        [[[1, 0], [2]]]
+    """
     if not sequences:
         return []
     groups = groupby(sequences, key=lambda one: one.group)

@@ -129,7 +129,21 @@ def in_tree_order(
 def lay_out(
     sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], max_tokens: int
 ) -> tuple[Layout, IntN, IntN]:
-    """Return (layout, source_N, position_N): each token's place in the arrays, and in its sequences."""
+    """Return (layout, source_N, position_N): each token's place in the arrays, and in its sequences.
+
+    Example: two sequences of 12 tokens share the first 10, so 14 tokens are computed, not 24.
+        >>> ids = np.array([*range(10), 20, 21, *range(10), 30, 31], np.int32)
+        >>> one, other = (TokenRange(i, 12 * i, 12, group=0, first=10, num_loss=2) for i in range(2))
+        >>> layout, source_N, position_N = lay_out([one, other], ids, max_tokens=64)
+        >>> source_N.tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 22, 23, 10, 11]
+        >>> position_N.tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 10, 11]
+        >>> layout.rows  # the runs of packed tokens that make each sequence
+        (((0, 10), (12, 2)), ((0, 12),))
+        >>> layout.passes[1].pieces  # two queries also read the ten keys of the prompt
+        (Piece(query=12, num_queries=2, key=0, num_keys=10),)
+    """
     nodes = _pruned(_trie(sequences, token_ids))
     if sum(node.length for node in nodes) > max_tokens:
         nodes = _trie(sequences, token_ids)

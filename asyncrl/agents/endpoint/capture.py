@@ -146,6 +146,14 @@ class Capture:
 
     Invariant: a prompt that reuses a node's ids begins with exactly the ids that its call sent and sampled.
     Calls may overlap.
+
+    Example: sampled ids in brackets.
+        call 0  sends 1 2 3           samples [7 8]   node 0: 1 2 3 [7 8], without a parent
+        call 1  its messages are call 0's, its answer and a question: the engine gets 1 2 3 7 8 4 5
+                                      samples [9]     node 1: 4 5 [9], after node 0
+        call 2  the harness has rewritten the first answer: nothing can be reused
+                sends 1 2 3 6 4 5     samples [9]     node 2: 1 2 3 6 4 5 [9], without a parent
+        rollout: the branches 1 2 3 [7 8] 4 5 [9] and 1 2 3 6 4 5 [9]; each sampled id has loss once.
     """
 
     def __init__(

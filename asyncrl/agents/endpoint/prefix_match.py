@@ -274,7 +274,16 @@ class ChatMatcher:
     """False: a prompt is always the template's own render of the chat."""
 
     def match(self) -> PromptMatch:
-        """Raises ValueError if the template refuses the chat or omits a message."""
+        """Find the recorded answer that the chat continues, and the text to encode after its ids. Raises
+        ValueError if the template refuses the chat or omits a message.
+
+        Example: the recorded call sampled "<think>2+2</think>4" after "user: 2+2?".
+            The chat renders as "user: 2+2?|<think>2+2</think>4|user: why?|": its text begins with the
+                recorded text, so this call is extended, and only "|user: why?|" is encoded.
+            The template drops old thoughts, "user: 2+2?|4|user: why?|": the text differs, but the message
+                has the recorded meaning. This call is realigned: the sampled ids stay, thought included.
+            The harness changed the answer to "5": nothing matches; the whole text is encoded (edited).
+        """
         at, answer = self.recorded.last_answer(self.chain)
         try:
             whole = self.render(self.messages)

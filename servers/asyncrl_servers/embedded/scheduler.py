@@ -189,7 +189,18 @@ class Rows:
         return np.array_equal(self.token_ids[row, :num], token_ids[:-1][:num])
 
     def common_prefix(self, token_ids: npt.NDArray[np.int64], among: list[int]) -> tuple[int, int]:
-        """Return (row, length) of the longest cached prefix of `token_ids[:-1]`, or (-1, 0)."""
+        """Return (row, length) of the longest cached prefix of `token_ids[:-1]`, or (-1, 0).
+
+        Example: the newest token of a row is not cached yet, and the last id is always computed.
+            >>> rows = Rows(slots=2, num_kept=0, max_length=8)
+            >>> rows.token_ids[0, :5] = [1, 2, 3, 4, 5]
+            >>> rows.token_ids[1, :3] = [1, 2, 9]
+            >>> rows.lengths[:] = 5, 3
+            >>> rows.common_prefix(np.array([1, 2, 3, 4, 5, 6]), among=[0, 1])
+            (0, 4)
+            >>> rows.common_prefix(np.array([1, 2, 3]), among=[0, 1])
+            (0, 2)
+        """
         if not among:
             return -1, 0
         rows = np.array(among)
