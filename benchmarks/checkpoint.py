@@ -1,6 +1,6 @@
 """Time that a save of the trainer's state holds up training, against a memory copy of the same bytes.
 
-A real TrainStep of 69 M parameters: 277 MB of float32 weights and twice that of AdamW's moments. Each
+A real TrainerRank of 69 M parameters: 277 MB of float32 weights and twice that of AdamW's moments. Each
 repetition in the same run: a memory copy of that size (source and target warm), one optimizer step, a save
 that is awaited, and a save with concurrent optimizer steps. Files are synced to the disk of the temporary
 directory.
@@ -36,7 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.config import TrainerConfig
 from asyncrl.launch.processes import HUGE_PAGES
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 VOCAB_SIZE, NUM_TOKENS, NUM_SEQUENCES = 16_384, 16, 4
@@ -55,10 +55,10 @@ class Repetition:
     steps_beside_s: list[float]
 
 
-def make_step(folder: Path) -> TrainStep:
+def make_step(folder: Path) -> TrainerRank:
     """A random Qwen3 of 69 M parameters, in a trainer."""
     qwen3_69m(folder / "model", max_length=256)
-    return TrainStep(
+    return TrainerRank(
         TrainerSpec(
             model_path=str(folder / "model"),
             trainer=TrainerConfig(),
@@ -75,7 +75,7 @@ def as_a_child() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], environ)
 
 
-def train_once(step: TrainStep) -> float:
+def train_once(step: TrainerRank) -> float:
     rng, num_tokens = np.random.default_rng(step.policy_version), NUM_TOKENS * NUM_SEQUENCES
     mask = np.arange(num_tokens) % NUM_TOKENS > 0
     header = BatchHeader(
@@ -105,7 +105,7 @@ def train_once(step: TrainStep) -> float:
 
 
 @contextmanager
-def timed(step: TrainStep) -> Iterator[list[float]]:
+def timed(step: TrainerRank) -> Iterator[list[float]]:
     """The seconds that steps within wait before they change weights."""
     before_change, waits = step.before_change, list[float]()
 
@@ -121,7 +121,7 @@ def timed(step: TrainStep) -> Iterator[list[float]]:
         step.before_change = before_change  # type: ignore[method-assign]
 
 
-def save(step: TrainStep, path: Path, *, is_beside: bool) -> tuple[float, float, list[float]]:
+def save(step: TrainerRank, path: Path, *, is_beside: bool) -> tuple[float, float, list[float]]:
     start = time.perf_counter()
     pending = step.begin_save_state(path)
     held_s = time.perf_counter() - start

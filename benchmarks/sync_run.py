@@ -43,7 +43,7 @@ from asyncrl.tasks.prompt_source import PromptSource, TaskPrompts
 from asyncrl.tasks.sources import build_task
 from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.embedded_engine import Engine, build_engine
@@ -63,7 +63,7 @@ class SyncRun:
         placement = place(config, single_node())
         self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
         servers = Servers(config, placement, model_path, self.tokenizer, run_dir, LocalLauncher())
-        self.trainer = TrainStep(servers.trainer_spec(0, Path(self._staging.name)))
+        self.trainer = TrainerRank(servers.trainer_spec(0, Path(self._staging.name)))
         self.engine: Engine = build_engine(
             EmbeddedSpec.model_validate(
                 embedded_spec(servers.order(ROLES[ENGINE], "engine-0", placement.engines[0][0]))

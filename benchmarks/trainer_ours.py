@@ -1,4 +1,4 @@
-"""Our side of benchmarks/trainer.py, in its own process: TrainStep.train on one batch, repeatedly.
+"""Our side of benchmarks/trainer.py, in its own process: TrainerRank.train on one batch, repeatedly.
 
     python benchmarks/trainer_ours.py CASE.json RESULT.json
 
@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "staging").mkdir()
         # Made as a trainer's process makes it: on CUDA that may be shards on a mesh of one rank.
-        step, meter = TrainerService(make_spec(case, Path(folder))).step, Meter(case)
+        step, meter = TrainerService(make_spec(case, Path(folder))).rank, Meter(case)
         meter.mark_loaded()
         metrics: list[dict[str, float]] = []
         while not meter.is_over():

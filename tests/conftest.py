@@ -90,10 +90,10 @@ def make_step(tiny_model_dir: Path, tmp_path: Path) -> Iterator[MakeStep]:
     from trainer_cases import make_spec
 
     from asyncrl.trainer.build_model import use_deterministic
-    from asyncrl.trainer.step import TrainStep
+    from asyncrl.trainer.rank import TrainerRank
 
     (tmp_path / "staging").mkdir()
-    yield lambda model_dir=tiny_model_dir, **values: TrainStep(make_spec(model_dir, tmp_path, **values))
+    yield lambda model_dir=tiny_model_dir, **values: TrainerRank(make_spec(model_dir, tmp_path, **values))
     use_deterministic(is_on=False)
 
 

@@ -32,7 +32,7 @@ from asyncrl.trainer.build_model import plan_of
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.packing import micro_batches
 from asyncrl.trainer.policy import ForwardPlan, Policy
-from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.ranks import ONE_RANK
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs/models.csv"
@@ -159,7 +159,7 @@ def trained(model: Any, plan: ForwardPlan) -> str:
         expected_N[entry.start + 1 : entry.end] = logprob_T.detach()
     policy = Policy(model, plan)
     found_N = torch.zeros(len(weight_N))
-    given = (header, arrays, arrays.loss_mask, plan.rules(10**6), CPU, Ranks(0, 1), policy.costs)
+    given = (header, arrays, arrays.loss_mask, plan.rules(10**6), CPU, ONE_RANK, policy.costs)
     for micro, _ in micro_batches(*given):
         logprob_M = policy(micro, TEMPERATURE).logprob_M
         (logprob_M * weight_N[micro.source_M]).sum().backward()

@@ -46,7 +46,7 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, ExportResponse
 from asyncrl.rollouts.rollout import make_trajectory
 from asyncrl.trainer.build_model import RouterReplay
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.export import Exported, TrainerEnd, named_weights, routers_of
 from asyncrl.weights.nccl import BroadcastTransport
@@ -90,7 +90,7 @@ def test_every_way_out_names_experts_alike(tmp_path: Path, model_type: str) -> N
         assert all(torch.equal(found[name], one) for name, one in whole.items())
     assert chunks[-1][0].whole_digest == answer.digest
     broadcast = BroadcastTransport(TrainerEnd(torch.device("cpu"), torch.float32, 10_000))
-    held = broadcast.begin(Exported(1, step._lazy_weights), tmp_path).result()
+    held = broadcast.begin(Exported(1, step.exports.lazy_weights), tmp_path).result()
     assert (held.digest, held.num_tensors) == (answer.digest, answer.num_tensors)
 
 
@@ -98,9 +98,9 @@ def prepare_request(answer: ExportResponse) -> PrepareRequest:
     return PrepareRequest(**answer.model_dump(include=set(PrepareRequest.model_fields)))
 
 
-def make_step(folder: Path, scratch: Path, **values: Any) -> TrainStep:
+def make_step(folder: Path, scratch: Path, **values: Any) -> TrainerRank:
     (scratch / "staging").mkdir(exist_ok=True)
-    return TrainStep(make_spec(folder, scratch, **{"chunk_bytes": 10_000, **values}))
+    return TrainerRank(make_spec(folder, scratch, **{"chunk_bytes": 10_000, **values}))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])

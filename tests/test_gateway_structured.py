@@ -27,7 +27,7 @@ from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.messages.trainer_api import pack_batch, unpack_batch
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.trainer_client import pack_groups
 
 FIRM = PERSON | COMPACT
@@ -152,6 +152,6 @@ async def test_trainer_finds_the_logprobs_of_a_constrained_rollout(
     assert 0 < constrained == sum(one.num_sampled for one in rollout) - 9
     batch = Batch(0, (Group(GroupId(0), Prompt("p", ()), rollout),), 0)
     spec = make_trainer_spec(Path(engine.tokenizer.model_path), tmp_path, measures_gap=True)
-    found = TrainStep(spec).train(*unpack_batch(pack_batch(*pack_groups(batch))))
+    found = TrainerRank(spec).train(*unpack_batch(pack_batch(*pack_groups(batch))))
     assert found["policy/logprob_gap_mean"] < 1e-5
     assert found["tokens/trained"] == constrained + 9

@@ -38,8 +38,8 @@ from asyncrl.trainer.build_model import load_model
 from asyncrl.trainer.model_folder import TOKENIZER, check_plain
 from asyncrl.trainer.packing import pack_texts
 from asyncrl.trainer.policy import ForwardPlan, Policy
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.state import copy_files
-from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import whole_tensors
 from asyncrl.weights.tensor_files import adapted_modules
 from asyncrl_servers.embedded.decoder import LoadedModel
@@ -82,8 +82,8 @@ def test_head_of_the_file_is_trained_pushed_and_written(tmp_path: Path, is_shard
     folder = own_head(tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
     with mesh_of_one(tmp_path) if is_sharded else nullcontext() as ranks:
-        step = TrainStep(make_spec(folder, tmp_path), *([ranks] if ranks else []))
-        pushed = dict(whole_tensors(step._lazy_weights()))
+        step = TrainerRank(make_spec(folder, tmp_path), *([ranks] if ranks else []))
+        pushed = dict(whole_tensors(step.exports.lazy_weights()))
         assert torch.equal(pushed[HEAD], stored[HEAD])
         assert torch.equal(pushed[EMBEDDING], stored[EMBEDDING])
         made = MadeRun(tmp_path, folder)
@@ -103,7 +103,7 @@ def test_head_of_the_file_is_trained_pushed_and_written(tmp_path: Path, is_shard
 def test_equal_head_of_a_declared_tie_is_written_once(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
     change_weights(folder, **{HEAD: load_file(folder / "model.safetensors")[EMBEDDING].clone()})
-    step = TrainStep(make_spec(folder, tmp_path))
+    step = TrainerRank(make_spec(folder, tmp_path))
     step.save(tmp_path / "final")
     assert HEAD not in load_file(tmp_path / "final" / "model.safetensors")
     assert json.loads((tmp_path / "final" / "config.json").read_text())["tie_word_embeddings"] is True
@@ -111,7 +111,7 @@ def test_equal_head_of_a_declared_tie_is_written_once(tmp_path: Path) -> None:
 
 def test_transformers_4_reads_the_rotary_base_of_a_written_folder(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", rope_theta=1e6)
-    step = TrainStep(make_spec(folder, tmp_path))
+    step = TrainerRank(make_spec(folder, tmp_path))
     step.save(tmp_path / "final")
     config = json.loads((tmp_path / "final" / "config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]) == (1e6, None)
@@ -153,8 +153,8 @@ def test_text_part_is_trained_under_the_names_of_its_folder(tmp_path: Path, kind
     whole = make_larger(tmp_path / "model", kind)
     stored = load_file(tmp_path / "model" / "model.safetensors")
     with mesh_of_one(tmp_path) as ranks:
-        step = TrainStep(make_spec(tmp_path / "model", tmp_path), ranks)
-        pushed = dict(whole_tensors(step._lazy_weights()))
+        step = TrainerRank(make_spec(tmp_path / "model", tmp_path), ranks)
+        pushed = dict(whole_tensors(step.exports.lazy_weights()))
         assert all(torch.equal(stored[name], tensor) for name, tensor in pushed.items())
         train(step, 0, 1)
         step.save(tmp_path / "final")
@@ -179,12 +179,12 @@ def test_adapters_of_a_text_part_have_the_names_of_its_folder(tmp_path: Path, ki
     whole = make_larger(folder, kind)
     stored = load_file(folder / "model.safetensors")
     with mesh_of_one(tmp_path) as ranks:
-        step = TrainStep(make_spec(folder, tmp_path, trainer=lora, transport="lora"), ranks)
+        step = TrainerRank(make_spec(folder, tmp_path, trainer=lora, transport="lora"), ranks)
         made = MadeRun(tmp_path, folder, trainer=lora)
         train(step, 0, 2)
         made.checkpoint(step)
         pushed = step.export(tmp_path / "adapters.safetensors")
-        expected = {name: tensor.clone() for name, tensor in step._lazy_weights().items()}
+        expected = {name: tensor.clone() for name, tensor in step.exports.lazy_weights().items()}
     names = {f"{module}.weight" for module in adapted_modules(load_file(pushed.path))}
     assert names
     assert names <= stored.keys()
@@ -231,7 +231,7 @@ def test_fp8_weights_are_trained_and_written_as_plain_ones(tmp_path: Path, kind:
     else:
         (make_tiny_model if kind == "qwen3" else make_tiny_moe)(folder)
     plain = quantise(folder)
-    step = TrainStep(make_spec(folder, tmp_path))
+    step = TrainerRank(make_spec(folder, tmp_path))
     step.save(tmp_path / "final")
     written = load_file(tmp_path / "final" / "model.safetensors")
     assert written.keys() == {name for name in plain if not name.startswith("vision_tower.")}

@@ -24,7 +24,7 @@ from asyncrl.config import load_config, run_config_yaml
 from asyncrl.job.run_export import export_run, find_weights
 from asyncrl.journal.checkpoint_folders import write_manifest
 from asyncrl.trainer.model_folder import ModelPin
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.weights.tensor_files import float32_names
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -48,7 +48,7 @@ class MadeRun:
         pin.read(model_dir)
         pin.write()
 
-    def checkpoint(self, step: TrainStep) -> Path:
+    def checkpoint(self, step: TrainerRank) -> Path:
         """Save the trainer's present state, as complete as finish() makes it."""
         folder = self.path / "checkpoints" / f"step_{step.policy_version}"
         folder.mkdir(parents=True)
@@ -57,7 +57,7 @@ class MadeRun:
         write_manifest(folder, step.policy_version)
         return folder
 
-    def end(self, step: TrainStep) -> None:
+    def end(self, step: TrainerRank) -> None:
         """A run directory after the end of a run."""
         step.save(self.path / "final")
         summary = {"state": "done", "num_steps": step.policy_version}

@@ -27,11 +27,11 @@ from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Traj
 from asyncrl.messages.token_grammars import GrammarError
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, pack_batch, unpack_batch
 from asyncrl.trainer import build_model, tree
-from asyncrl.trainer.objective import BatchNumbers, check_any_loss, check_batch, find_units, loss_tokens
+from asyncrl.trainer.objective import check_any_loss, check_batch, find_units, loss_tokens
 from asyncrl.trainer.packing import Costs, PackRules, find_allowed, micro_batches, mini_batches
 from asyncrl.trainer.policy import ForwardPlan
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 
 CREDITS = {"no credits": ("none",), "turns": ("turn",), "all kinds": ("none", "turn", "branch")}
@@ -46,7 +46,7 @@ def at(array: np.ndarray, index: int, value: object) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("token_ids", 52, "like id 52 with"),
+        ("token_ids", 52, "example id 52 with"),
         ("behaviour_logprobs", np.nan, "with logprob nan of"),
         ("versions", 1, "of version 1"),
     ],
@@ -109,9 +109,9 @@ Found = tuple[float, dict[str, torch.Tensor]]
 """The loss of one optimizer step, and the gradients before the optimizer sees them."""
 
 
-def loss_and_gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> Found:
-    sums = step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
-    return sums.loss, {name: master.grad for name, master in step.masters.named.items()}
+def loss_and_gradients(step: TrainerRank, header: BatchHeader, arrays: BatchArrays) -> Found:
+    loss = step.forward_backward(header, arrays)["policy/loss"]
+    return loss, {name: master.grad for name, master in step.masters.named.items()}
 
 
 def assert_same(found: Found, expected: Found) -> None:
@@ -147,9 +147,8 @@ def test_loss_and_gradient_match_a_plain_computation(
     step = make_step(algorithm={"aggregate": aggregate}, trainer=trainer)
     assert step.policy.plan is plan
     assert_same(loss_and_gradients(step, header, arrays), expected)
-    step._optimizer.zero_grad()
     norm = torch.stack([gradient.norm() for gradient in expected[1].values()]).norm().item()
-    metrics = step.train(header, arrays)
+    metrics = step.optimizer_step()
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4), "that before it is clipped"
 
 
@@ -171,7 +170,7 @@ def test_every_sampled_token_is_in_one_unit_and_step(
     for chosen in steps:
         found, num_micros = list[int](), set[int]()
         for rank in range(count):
-            ranks, cpu = Ranks(rank, count), torch.device("cpu")
+            ranks, cpu = Ranks(rank, shard=count), torch.device("cpu")
             micros = micro_batches(
                 header, arrays, chosen, PackRules(max_tokens), cpu, ranks, Costs(0.01, 0.1)
             )

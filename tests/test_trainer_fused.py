@@ -26,8 +26,8 @@ from asyncrl.trainer.forward_plan import find_plan
 from asyncrl.trainer.fused import fuse, why_not_compiled
 from asyncrl.trainer.packing import MicroBatch, pack_texts
 from asyncrl.trainer.policy import ForwardPlan, Policy
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import ONE_RANK
-from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_metrics import StepMeter
 from asyncrl.weights.export import routers_of
 
@@ -117,7 +117,7 @@ def test_compiled_layers_learn_the_same_for_all_lengths(
     settings |= {"lora": {"rank": 2}, "gradient_checkpointing": True}
     with mesh_of_one(tmp_path) as ranks:
         eager, compiled = (
-            TrainStep(make_spec(tiny_model_dir, tmp_path, trainer=settings | {"compile": is_on}), ranks)
+            TrainerRank(make_spec(tiny_model_dir, tmp_path, trainer=settings | {"compile": is_on}), ranks)
             for is_on in ("auto", True)
         )
         assert not eager.policy.is_compiled, "auto is for CUDA"
@@ -167,7 +167,7 @@ def test_compiled_experts_learn_the_same_in_one_graph(tmp_path: Path) -> None:
     settings = {"learning_rate": 1e-3, "micro_batch_tokens": 60}
     values: dict[str, Any] = {"algorithm": {"router_replay": True}}
     eager, compiled = (
-        TrainStep(make_spec(folder, tmp_path, trainer=settings | {"compile": is_on}, **values))
+        TrainerRank(make_spec(folder, tmp_path, trainer=settings | {"compile": is_on}, **values))
         for is_on in (False, True)
     )
     assert compiled.policy.is_compiled
@@ -202,7 +202,7 @@ def test_activation_budget_saves_memory_and_changes_no_bit(
         torch._dynamo.reset()
         fused.compiled.cache_clear()
         trainer = {"compile": True, "gradient_checkpointing": kept, "learning_rate": 1e-3}
-        step = TrainStep(make_spec(tiny_model_dir, tmp_path, trainer=trainer))
+        step = TrainerRank(make_spec(tiny_model_dir, tmp_path, trainer=trainer))
         saved.append(0)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             step.train(*make_batch(num_groups=2))
@@ -327,7 +327,7 @@ def test_inductor_learns_the_same_on_a_cpu(
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # Inductor sets it for good
     with mesh_of_one(tmp_path) as ranks:
         eager, compiled = (
-            TrainStep(
+            TrainerRank(
                 make_spec(tiny_model_dir, tmp_path, trainer={"learning_rate": 1e-3, "compile": is_on}), ranks
             )
             for is_on in (False, True)

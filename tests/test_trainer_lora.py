@@ -18,13 +18,13 @@ from asyncrl.base.errors import ConfigError
 from asyncrl.config import LoraConfig, TrainerConfig
 from asyncrl.trainer.lora import ADAPTER, Adapters, find_targets
 from asyncrl.trainer.objective import BatchNumbers
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.weights.export import linear_parameters
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
 
 
-def trained(step: TrainStep, num_batches: int = 3) -> TrainStep:
+def trained(step: TrainerRank, num_batches: int = 3) -> TrainerRank:
     for version in range(num_batches):
         step.train(*make_batch(version=version))
     return step
@@ -33,7 +33,7 @@ def trained(step: TrainStep, num_batches: int = 3) -> TrainStep:
 BATCH = make_batch(version=3)
 
 
-def logprobs(step: TrainStep) -> np.ndarray:
+def logprobs(step: TrainerRank) -> np.ndarray:
     return step._forward(step.policy, BatchNumbers(*BATCH, BATCH[1].loss_mask))[0]
 
 
@@ -68,7 +68,7 @@ def test_gradient_of_an_adapter_follows_from_the_full_weight(make_step: MakeStep
     header, arrays = make_batch()
     gradients = []
     for step in (make_step(trainer=LORA), make_step()):
-        step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
+        step.forward_backward(header, arrays)
         gradients.append({name: master.grad for name, master in step.masters.named.items()})
     with_adapters, full = gradients
     weights = dict(make_step(trainer=LORA).masters.named)

@@ -69,7 +69,7 @@ def run(
     places = np.cumsum(arrays.loss_mask)
     found_N = torch.zeros(len(places), dtype=torch.float64)
     given = (header, arrays, arrays.loss_mask, policy.plan.rules(max_tokens), torch.device("cpu"))
-    ranks = [Ranks(rank, num_ranks) for rank in range(num_ranks)]
+    ranks = [Ranks(rank, shard=num_ranks) for rank in range(num_ranks)]
     for micro, counts in (one for rank in ranks for one in micro_batches(*given, rank, policy.costs)):
         logprob_M, *_ = policy(micro, temperature)
         if not counts:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rank_processes import TIMEOUT_S, Group, running, save_state
 from safetensors.torch import load_file
-from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
+from trainer_cases import changed, halves_of, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoModelForCausalLM
 
 from asyncrl.base.errors import ConfigError, find_fatal
@@ -29,8 +29,8 @@ from asyncrl.messages.trainer_api import (
     TrainerHealth,
 )
 from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.ranks import meet
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank import TrainerRank
+from asyncrl.trainer.ranks import Ranks, meet
 from asyncrl.trainer.trainer_client import LOST_STATUS
 from asyncrl.weights.ipc import open_memory, views
 from asyncrl.weights.tensor_files import digest_tensors
@@ -59,7 +59,7 @@ def compare(
 ) -> None:
     """Train one process and several on the same batches: metrics and exported weights agree."""
     values |= {"canary_tokens": 20, "chunk_bytes": 10_000}
-    alone = TrainStep(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
+    alone = TrainerRank(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
     of_ranks = trainer | (only_ranks or {})
     values |= {"chunks": "memories"}
     with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, **values) as group:
@@ -114,7 +114,7 @@ def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
 
 
-def held_bytes(step: TrainStep) -> int:
+def held_bytes(step: TrainerRank) -> int:
     tensors = [*step._tensors_of("weights"), *step._tensors_of("optimizer")]
     storages = (local_of(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -126,9 +126,9 @@ def test_mesh_of_one_rank_learns_what_masters_do(
 ) -> None:
     trainer = {"lora": lora, "gradient_checkpointing": lora is None, "learning_rate": 1e-3}
     values = {"trainer": trainer, "dtype": "bfloat16"}
-    alone = TrainStep(make_spec(tiny_model_dir, tmp_path / "alone", **values))
+    alone = TrainerRank(make_spec(tiny_model_dir, tmp_path / "alone", **values))
     with mesh_of_one(tmp_path) as ranks:
-        step = TrainStep(make_spec(tiny_model_dir, tmp_path / "mesh", **values), ranks)
+        step = TrainerRank(make_spec(tiny_model_dir, tmp_path / "mesh", **values), ranks)
         for version in range(2):
             batch = aged(*make_batch(version=version, seed=version))
             wanted, found = (learned(one.train(*batch)) for one in (alone, step))
@@ -230,12 +230,44 @@ def test_ranks_that_do_not_meet_say_who_is_missing(
     assert "every TCP port" in caught.value.way_out
 
 
+@pytest.mark.slow
+def test_halves_make_a_step_that_dies_with_its_process(tiny_model_dir: Path, tmp_path: Path) -> None:
+    alone = TrainerRank(make_spec(tiny_model_dir, tmp_path / "alone"))
+    batch = make_batch(num_groups=4)
+    state = StateRequest(path=tmp_path / "state")
+    with running(tiny_model_dir, tmp_path / "first") as group:
+        save_state(group, state.path)
+        group.forward_backward(*halves_of(*batch)[0])
+        group.processes[1].kill()
+        with pytest.raises(CallRefused, match="has lost the other ranks") as lost:
+            group.optimizer_step()
+        assert lost.value.status == LOST_STATUS
+    with running(tiny_model_dir, tmp_path / "second") as group:
+        group.post("/load_state", state, TrainerHealth)
+        with pytest.raises(CallRefused, match="policy_version 0 has no gradient for an optimizer step"):
+            group.optimizer_step()
+        for half in halves_of(*batch):
+            assert group.forward_backward(*half).policy_version == 0
+        answer = group.optimizer_step()
+        assert answer.policy_version == 1
+        expected = learned(alone.train(*batch))
+        assert learned(answer.metrics) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+        # AdamW divides a gradient by its size, so a weight whose gradient is near 0 shows its rounding.
+        assert_close(group.export().path, alone.export(tmp_path / "alone.safetensors").path, 1e-3)
+
+
+def test_context_ranks_share_data_and_others_do_not() -> None:
+    ranks = [Ranks(rank, replicate=2, shard=2, context=2) for rank in range(8)]
+    assert [one.data_rank for one in ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {(one.data_size, one.size) for one in ranks} == {(4, 8)}
+
+
 # ---- one rank
 
 
 @pytest.mark.slow
 def test_worker_is_bit_for_bit_a_step_in_process(tiny_model_dir: Path, tmp_path: Path) -> None:
-    here, state = TrainStep(make_spec(tiny_model_dir, tmp_path)), StateRequest(path=str(tmp_path / "state"))
+    here, state = TrainerRank(make_spec(tiny_model_dir, tmp_path)), StateRequest(path=str(tmp_path / "state"))
     expected = []
     with running(tiny_model_dir, tmp_path / "w", 1) as worker:
         for version in range(4):

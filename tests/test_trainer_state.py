@@ -11,13 +11,13 @@ import torch
 from trainer_cases import MakeStep, full_disk, make_batch
 
 from asyncrl.base.http import Refused
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.rank_process import _words
-from asyncrl.trainer.step import TrainStep
 
 LORA = {"rank": 4, "alpha": 8.0}
 
 
-def train(step: TrainStep, first: int, last: int) -> None:
+def train(step: TrainerRank, first: int, last: int) -> None:
     for version in range(first, last):
         step.train(*make_batch(version=version, seed=version))
 

@@ -20,7 +20,7 @@ from trainer_cases import make_batch, make_spec
 
 from asyncrl.base.http import Refused
 from asyncrl.messages.trainer_api import ExportChunkResponse
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.weights import tensor_files
 from asyncrl.weights.tensor_files import (
     block_sums,
@@ -31,19 +31,19 @@ from asyncrl.weights.tensor_files import (
 )
 
 CHUNK_BYTES = 10_000
-MakeStep = Callable[..., TrainStep]
+MakeStep = Callable[..., TrainerRank]
 
 
 @pytest.fixture
 def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
-    def make(model_dir: Path = tiny_model_dir, **values: Any) -> TrainStep:
+    def make(model_dir: Path = tiny_model_dir, **values: Any) -> TrainerRank:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        return TrainStep(make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, **values}))
+        return TrainerRank(make_spec(model_dir, tmp_path, **{"chunk_bytes": CHUNK_BYTES, **values}))
 
     return make
 
 
-def chunks_of(step: TrainStep) -> list[tuple[ExportChunkResponse, dict[str, Tensor]]]:
+def chunks_of(step: TrainerRank) -> list[tuple[ExportChunkResponse, dict[str, Tensor]]]:
     """Load each chunk before the next, like an engine."""
     chunks: list[tuple[ExportChunkResponse, dict[str, Tensor]]] = []
     while not chunks or not chunks[-1][0].is_last:
@@ -56,7 +56,7 @@ def chunks_of(step: TrainStep) -> list[tuple[ExportChunkResponse, dict[str, Tens
 
 
 def test_export_holds_every_weight_once_by_its_name(tiny_model_dir: Path, tmp_path: Path) -> None:
-    step = TrainStep(make_spec(tiny_model_dir, tmp_path, dtype="bfloat16"))
+    step = TrainerRank(make_spec(tiny_model_dir, tmp_path, dtype="bfloat16"))
     step.train(*make_batch())
     answer = step.export(tmp_path / "v1.safetensors")
     loaded, parameters = load_file(answer.path), dict(step.policy.model.named_parameters())
@@ -129,7 +129,7 @@ def test_export_is_written_beside_the_forward_pass(make_step: MakeStep, tmp_path
     step._optimizer.step = change_now  # type: ignore[assignment]
     with patch("asyncrl.weights.export.write_tensors", write_late):
         finish = step.begin_export(tmp_path / "v0.safetensors")
-        exporting = step._exporting
+        exporting = step.exports.exporting
         assert exporting is not None
         step.train(*make_batch())
     answer = finish()

@@ -25,7 +25,7 @@ from asyncrl.messages.engine_api import (
     WakeRequest,
 )
 from asyncrl.messages.trainer_api import ExportChunkResponse, ExportResponse
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import make_memory
 from asyncrl.weights.tensor_files import digest_tensors
@@ -33,7 +33,7 @@ from asyncrl_servers.embedded.embedded_engine import Engine
 
 CPU = torch.device("cpu")
 BOTH: list[EnginePart] = ["kv", "weights"]
-MakeStep = Callable[..., TrainStep]
+MakeStep = Callable[..., TrainerRank]
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_step(folder: Path, tmp_path: Path) -> MakeStep:
-    def make(**values: Any) -> TrainStep:
+    def make(**values: Any) -> TrainerRank:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        return TrainStep(make_spec(folder, tmp_path, **{"chunk_bytes": 10_000, "chunks": "memory", **values}))
+        return TrainerRank(
+            make_spec(folder, tmp_path, **{"chunk_bytes": 10_000, "chunks": "memory", **values})
+        )
 
     return make
 
@@ -56,7 +58,7 @@ def request_of(chunk: ExportChunkResponse) -> LoadChunkRequest:
     return LoadChunkRequest.model_validate_json(request.model_dump_json())
 
 
-def export(step: TrainStep, index: int) -> Any:
+def export(step: TrainerRank, index: int) -> Any:
     return step.export_chunk(step.policy_version, index)
 
 
@@ -65,7 +67,7 @@ def wake_empty(engine: Engine) -> None:
     engine.wake(WakeRequest(parts=["weights"])).result(timeout=60)
 
 
-def push(step: TrainStep, engine: Engine) -> None:
+def push(step: TrainerRank, engine: Engine) -> None:
     """Push all chunks; the engine then has the trainer's bits."""
     wake_empty(engine)
     chunks: list[ExportChunkResponse] = []
@@ -75,7 +77,7 @@ def push(step: TrainStep, engine: Engine) -> None:
         assert engine.weights.load_chunk(request_of(chunk)).digest == chunk.digest
         chunks.append(chunk)
     assert len(chunks) > 3
-    digest, weights = chunks[-1].whole_digest, step._lazy_weights()
+    digest, weights = chunks[-1].whole_digest, step.exports.lazy_weights()
     commit = CommitRequest(version=step.policy_version, digest=digest)
     assert engine.commit(commit).result(timeout=60).digest == digest
     engine.wake(WakeRequest(parts=["kv"])).result(timeout=60)
@@ -99,7 +101,7 @@ def test_engine_has_the_trainers_bits_version_after_version(
         answered(engine)
         assert len(opened) == 1, "opened once"
         other = make_step(**values)  # takes the place of a trainer that was lost
-        place: Any = other._chunks._place
+        place: Any = other.exports._chunks._place
         elsewhere = Path(place._memory.handle.name).with_name("of-another-process")
         place._memory = make_memory(place._memory.handle.num_bytes, CPU, elsewhere)
         for version in (0, 1, 2):
@@ -146,7 +148,7 @@ def test_generating_engine_copies_each_version_from_memory(
         assert len(opened) == 1, "opened once"
         served = engine.weights.digest
         newer = step.export(path)
-        place: Any = step.transport
+        place: Any = step.exports.transport
         place._place._memory.data[0] ^= 1
         with pytest.raises(Refused, match=r"policy_version 2 in the trainer's memory holds .* digest"):
             engine.weights.prepare(prepare_of(newer))

@@ -19,11 +19,11 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.records import Credit
 from asyncrl.messages.trainer_api import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.attention import ATTENTION
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerSpec
 
-MakeStep = Callable[..., TrainStep]
+MakeStep = Callable[..., TrainerRank]
 """The fixture make_step: of the tiny model, unless another folder is given first."""
 
 
@@ -71,13 +71,20 @@ def make_batch(
     )
 
 
+def halves_of(header: BatchHeader, arrays: BatchArrays) -> list[tuple[BatchHeader, BatchArrays]]:
+    """Return the batch twice: with the loss tokens of the first groups, and with those of the others."""
+    border = header.trajectories[len(header.trajectories) // 2].start
+    is_early = np.arange(len(arrays.loss_mask)) < border
+    return [(header, changed(arrays, loss_mask=arrays.loss_mask & part)) for part in (is_early, ~is_early)]
+
+
 @contextlib.contextmanager
 def mesh_of_one(folder: Path) -> Iterator[Ranks]:
     """Give the place of a lone rank whose weights are shards, as on CUDA."""
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        yield Ranks(0, 1, init_device_mesh("cpu", (1,)))
+        yield Ranks(mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
     finally:
         dist.destroy_process_group()
 

@@ -30,7 +30,8 @@ class Call:
     parts: tuple[Any, ...] = ("weights",)
 
     def __str__(self) -> str:
-        return f"{self.of}: {self.verb} {' and '.join(self.parts)}"
+        parts = " and ".join(self.parts)
+        return f"{self.of}: {self.verb} {parts}"
 
 
 SLEEP = Call("engines", "sleep", ("kv", "weights"))
@@ -53,6 +54,25 @@ WAY: dict[Side, tuple[Call, ...]] = {
 
 class Lease:
     """Turns of trainer and engines on shared devices.
+
+    Example: the engines own the devices, and a handover to the trainer fails in its second call.
+
+        call                                      device holds         state
+                                                  engines              generating
+        hand_to("trainer")
+          engines: sleep kv and weights           nothing              handover
+          trainer: onload weights and optimizer   raises RoomError     handover
+        undo, by WAY["engines"]
+          trainer: offload gradients, optimizer   nothing was moved    handover
+          engines: sleep kv and weights           they sleep already   handover
+          trainer: onload weights                 trainer's weights    handover
+          engines: wake weights                   both, once each      handover
+          publisher: push                         both, equal          handover
+          trainer: offload weights                engines              handover
+          engines: wake kv                        engines              generating
+        hand_to raises the RoomError; owner is "engines", as before.
+
+    If a call of the undo fails too, the state is "broken" and nobody owns the devices.
 
     Life: idle -> handover -> generating or training -> handover -> ...; a failed undo breaks the lease.
     Waits: hand_to and undo wait timeout_s at most per call; cancellation does not interrupt an undo.
@@ -80,18 +100,23 @@ class Lease:
         self.num_phases = 0
 
     def __repr__(self) -> str:
-        return f"<Lease {self.state}{f': {self.phase}' if self.phase else ''}, owner {self.owner}>"
+        phase = f": {self.phase}" if self.phase else ""
+        return f"<Lease {self.state}{phase}, owner {self.owner}>"
 
     async def hand_to(self, to: Side) -> TransferStats:
         """Return bytes freed, taken or moved. Raises RoomError; the owner then keeps the devices."""
         if self.state in ("handover", "broken") or self.owner == to:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
-            raise RoomError("placement", f"a handover to the {to} cannot begin ({why})")
+            what = f"a handover to the {to} cannot begin ({why})"
+            raise RoomError("placement", what)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         total_bytes = 0
         self.state = "handover"
-        for call in self._kept(TO_ENGINES if (self.owner, to) == ("trainer", "engines") else WAY[to]):
+        calls = WAY[to]
+        if self.owner == "trainer":
+            calls = TO_ENGINES  # the trainer has its weights on the devices already
+        for call in self._kept(calls):
             phase_began_s = clock()
             self.phase = str(call)
             try:
@@ -101,7 +126,8 @@ class Lease:
             if error is not None:
                 raise await self._undo(_shown(error), error)
             total_bytes += num_bytes
-            note_span("handovers", f"to {to}", phase_began_s, clock(), text=self.phase)
+            now_s = clock()
+            note_span("handovers", f"to {to}", phase_began_s, now_s, text=self.phase)
             self.phase = ""
             self.num_phases += 1
         self.owner = to
@@ -111,17 +137,25 @@ class Lease:
         return TransferStats(num_bytes=total_bytes, seconds=clock() - began_s)
 
     def _kept(self, calls: Sequence[Call]) -> list[Call]:
-        """Return the calls without those that a resident trainer does not need."""
+        """Return the calls to make: a resident trainer is neither offloaded nor onloaded."""
         return [call for call in calls if call.of != "trainer" or not self._resident]
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:
         """Return (total bytes, first error)."""
-        works = [self._one(name, call.verb, work) for name, work in self._calls(call).items()]
+        works = []
+        for name, work in self._calls(call).items():
+            works.append(self._one(name, call.verb, work))
         outcomes = await asyncio.gather(*works, return_exceptions=True)
-        error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
+        num_bytes = 0
+        error: BaseException | None = None
+        for outcome in outcomes:
+            if isinstance(outcome, int):
+                num_bytes += outcome
+            elif error is None:
+                error = outcome
         if isinstance(error, asyncio.CancelledError):
             error = RoomError("placement", "a call was cancelled from outside")
-        return sum(outcome for outcome in outcomes if isinstance(outcome, int)), error
+        return num_bytes, error
 
     async def _one(self, name: str, verb: str, work: Awaitable[TransferStats]) -> int:
         late = RoomError(
@@ -131,7 +165,8 @@ class Lease:
         )
         with waiting(f"{verb} of {name}", on=name, who="handover"):
             async with within(self._timeout_s, lambda: late):
-                return (await work).num_bytes
+                moved = await work
+        return moved.num_bytes
 
     async def _undo(self, why: str, error: BaseException) -> BaseException:
         """Bring the owner back despite cancellation; return the error to raise."""
@@ -148,16 +183,23 @@ class Lease:
             return error
         what = f"handing over failed while {phase!r}: {why}; {outcome}"
         way_out = error.way_out or "read the logs of the trainer and the engines."
-        failed = RoomError("placement", what, rule=error.rule, way_out=way_out)
+        failed = RoomError(
+            "placement",
+            what,
+            rule=error.rule,
+            way_out=way_out,
+        )
         failed.__cause__ = error
         return failed
 
     async def _bring_back(self, why: str) -> None:
         """A failure breaks the lease and skips the rest."""
-        for call in self._kept(WAY[self.owner]) if self.owner is not None else ():
+        calls = () if self.owner is None else WAY[self.owner]
+        for call in self._kept(calls):
             _, error = await self._make(call)
             if error is not None:
-                self.broken = f"{self.phase!r} failed ({why}), and so did {str(call)!r} ({_shown(error)})"
+                failed = f"{self.phase!r} failed ({why})"
+                self.broken = f"{failed}, and so did {str(call)!r} ({_shown(error)})"
                 self.owner = None
                 break
         self.state = "broken" if self.broken else RESTING[self.owner]
@@ -165,4 +207,6 @@ class Lease:
 
 
 def _shown(error: BaseException) -> str:
-    return error.what if isinstance(error, AsyncrlError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, AsyncrlError):
+        return error.what
+    return f"{type(error).__name__}: {error}"

@@ -55,13 +55,24 @@ class NodeFiles:
         """
         if purpose == "rollout" and (not sent.path or self.node_of[engine] == self.trainer_node):
             return sent
-        url = f"{self.trainer.url}/staged/{Path(sent.path).name}"
-        request = FileRequest(url=url, secret=self.trainer.secret, key=sent.digest, purpose=purpose)
+        name = Path(sent.path).name
+        request = FileRequest(
+            url=f"{self.trainer.url}/staged/{name}",
+            secret=self.trainer.secret,
+            key=sent.digest,
+            purpose=purpose,
+        )
+        node = self.node_of[engine]
         try:
-            path = await self.fetch(self.node_of[engine], request, self.timeout_s)
+            path = await self.fetch(node, request, self.timeout_s)
         except RoomError as error:
             lost = EngineLost if isinstance(error, NodeLost) else WeightsLost
-            raise lost(engine, error.fault, rule=error.rule, way_out=error.way_out) from error
+            raise lost(
+                engine,
+                error.fault,
+                rule=error.rule,
+                way_out=error.way_out,
+            ) from error
         return sent.model_copy(update={"path": path})
 
 
@@ -141,7 +152,8 @@ class Push:
             sent.append(chunk)
 
             async def load(target: EngineClient, chunk: ExportChunkResponse = chunk) -> str:
-                return await target.load_chunk(await self.locate(target.name, chunk))
+                located = await self.locate(target.name, chunk)
+                return await target.load_chunk(located)
 
             digests = await self._on(self.live, f"load_chunk {chunk.index}", load)
             self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest)
@@ -151,7 +163,11 @@ class Push:
         num_tensors = sum(chunk.num_tensors for chunk in sent)
         num_bytes = sum(chunk.num_bytes for chunk in sent)
         manifest = ExportResponse(
-            version=self.version, path="", digest=digest, num_tensors=num_tensors, num_bytes=num_bytes
+            version=self.version,
+            path="",
+            digest=digest,
+            num_tensors=num_tensors,
+            num_bytes=num_bytes,
         )
         return report, manifest
 
@@ -167,11 +183,15 @@ class Push:
 
         targets = [target for target in self.live if not self.is_down(target.name)]
         reports = await self._on(targets, "commit", commit)
-        served = {name: f"{one.digest} of version {one.version}" for name, one in reports.items()}
+        served = dict[str, str]()
+        pause_s = 0.0
+        num_interrupted = 0
+        for name, report in reports.items():
+            served[name] = f"{report.digest} of version {report.version}"
+            pause_s = max(pause_s, report.pause_s)
+            num_interrupted += report.num_interrupted
         self._check_digests("serves", served, f"{digest} of version {self.version}")
         self.live = [target for target in self.live if target.name in reports]
-        pause_s = max((report.pause_s for report in reports.values()), default=0.0)
-        num_interrupted = sum(report.num_interrupted for report in reports.values())
         paused = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
         # Time-shared engines decode nothing during a push.
         note_span("weight sync", "commit", start, clock(), self.version, paused if pause_s else "")
@@ -184,7 +204,7 @@ class Push:
         answers: dict[str, Result] = {}
         doing = f"{phase} of policy_version {self.version}"
 
-        async def one(target: EngineClient) -> None:
+        async def on_engine(target: EngineClient) -> None:
             late = EngineLost(
                 target.name,
                 f"did not {phase} version {self.version} within weight_sync.timeout_s={self.timeout_s} s",
@@ -196,26 +216,36 @@ class Push:
                         answers[target.name] = await call(target)
             except EngineLost as lost:
                 self.on_lost(lost)  # here: the reaction must not wait for the other engines
-                self.live = [one for one in self.live if one is not target]
+                self.live = [engine for engine in self.live if engine is not target]
 
-        outcomes = await asyncio.gather(*(one(target) for target in targets), return_exceptions=True)
+        calls = [on_engine(target) for target in targets]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for target, outcome in zip(targets, outcomes, strict=True):
             if isinstance(outcome, RoomError) and not isinstance(outcome, WeightsLost):
-                what = f"{target.name} failed in {doing}: {outcome.fault}"
-                raise self._error(what, outcome.rule, outcome.way_out) from outcome
-            if isinstance(outcome, BaseException):  # ours, or the trainer's: nothing is known of the engine
-                raise outcome
+                raise self._error(
+                    f"{target.name} failed in {doing}: {outcome.fault}",
+                    outcome.rule,
+                    outcome.way_out,
+                ) from outcome
+            if isinstance(outcome, BaseException):
+                raise outcome  # our own or the trainer's error; the engine's state is unknown
         return answers
 
     def _check_digests(self, verb: str, digests: dict[str, str], sent: str) -> None:
         for name, digest in digests.items():
             if digest != sent:
-                what = f"{name} {verb} policy_version {self.version} with digest {digest}"
-                raise self._error(f"{what}, the trainer sent {sent}; {self.version} was not announced")
+                raise self._error(
+                    f"{name} {verb} policy_version {self.version} with digest {digest}, "
+                    f"the trainer sent {sent}; {self.version} was not announced"
+                )
 
     def _error(self, what: str, rule: str = "", way_out: str = "") -> PublishError:
-        way_out = way_out or "read the log of the engine that is named, then start the run again."
-        return PublishError("publisher", what, rule=rule or _ANNOUNCED, way_out=way_out)
+        return PublishError(
+            "publisher",
+            what,
+            rule=rule or _ANNOUNCED,
+            way_out=way_out or "read the log of the engine that is named, then start the run again.",
+        )
 
 
 async def at_once(*_: object) -> None:
@@ -293,10 +323,14 @@ class ColocatedPush(Publisher):
 
     async def push(self) -> TransferStats:
         """Raises PublishError, or the errors of the trainer's client."""
-        push = self._push(self.trainer.policy_version, self._live, self.on_lost)
+        version = self.trainer.policy_version
+        push = self._push(version, self._live, self.on_lost)
         report, manifest = await push.chunks(self.trainer)
         self._pushed = manifest, replace(report, pause_s=report.publish_s)
-        return TransferStats(num_bytes=manifest.num_bytes, seconds=report.publish_s)
+        return TransferStats(
+            num_bytes=manifest.num_bytes,
+            seconds=report.publish_s,
+        )
 
     async def announce(self) -> None:
         assert self._pushed is not None, "announce() comes after push()"
@@ -310,6 +344,19 @@ class ColocatedPush(Publisher):
 @dataclass(eq=False)
 class PushLoop(Publisher):
     """Pushes the newest weights to engines on separate devices, one push at a time.
+
+    Example: two engines; a step takes 2 s, an export 1 s, and a push with it 5 s.
+
+        time   trainer      push loop                                 engines serve
+        2 s    version 1    begin_export, export 1                    0, 0
+        3 s                 prepare 1: both load it and decode on     0, 0
+        4 s    version 2    engine-1 is slow to load                  0, 0
+        6 s    version 3    both digests are the trainer's: commit    1, 1
+        7 s                 on_served(1), on_published(1)             1, 1
+        7 s                 export 3; version 2 is never exported     1, 1    num_skipped = 1
+        8 s    version 4    prepare 3; engine-0 dies: on_lost         -, 1
+        11 s                commit 3, on_served(3)                    -, 3
+        20 s                bring_up(engine-0) gives it version 3     3, 3
 
     Life: run(): idle -> exporting (begun between two steps) -> pushing -> announced by on_served, then by
         on_published -> idle.
@@ -327,7 +374,8 @@ class PushLoop(Publisher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
+        """Held by a push, bring_up or leave."""
         self._announced: ExportResponse | None = None
         self._is_first_push_due = False
         self._is_pushing = False
@@ -344,13 +392,17 @@ class PushLoop(Publisher):
                 newest = await self.trainer.wait_version_above(self._exported_version)
             self._set_pushing(True)
             await self.wait_released()
-            # An export overwrites held weights, which no engine may be reading.
-            async with self._turn if self.is_held else contextlib.nullcontext():
+            async with contextlib.AsyncExitStack() as exclusive:
+                if self.is_held:
+                    # The export overwrites the weights that bring_up may be sending to an engine.
+                    await exclusive.enter_async_context(self._lock)
                 if newest <= self._exported_version:
                     continue  # bring_up has published it
                 manifest, export_s = await self._export(newest)
-                async with contextlib.nullcontext() if self.is_held else self._turn:
-                    await self._publish(manifest, export_s)
+                if not self.is_held:
+                    # A new file harms no reader, so engines could be brought up until here.
+                    await exclusive.enter_async_context(self._lock)
+                await self._publish(manifest, export_s)
             self._set_pushing(False)
 
     async def bring_up(self, name: str) -> None:
@@ -358,7 +410,7 @@ class PushLoop(Publisher):
         while self._announced is None and self._is_first_push_due:
             await self._changed.wait()
         lost: list[EngineLost] = []
-        async with self._turn:
+        async with self._lock:
             if self._announced is not None:
                 manifest = self._announced
                 if self.is_held and self._num_restarts != self.trainer.num_restarts:
@@ -368,10 +420,16 @@ class PushLoop(Publisher):
                         await self._publish_with(name, manifest)
                         return
                 targets = [target for target in self.targets if target.name == name]
+                push = self._push(manifest.version, targets, lost.append)
                 try:
-                    await self._push(manifest.version, targets, lost.append).whole(manifest)
+                    await push.whole(manifest)
                 except WeightsLost as gone:
-                    raise EngineLost(name, gone.fault, rule=gone.rule, way_out=gone.way_out) from gone
+                    raise EngineLost(
+                        name,
+                        gone.fault,
+                        rule=gone.rule,
+                        way_out=gone.way_out,
+                    ) from gone
                 if lost:
                     raise lost[0]
             self._down.discard(name)
@@ -387,11 +445,11 @@ class PushLoop(Publisher):
         """
         lost: list[EngineLost] = []
 
-        def note(one: EngineLost) -> None:
-            if one.room == name:
-                lost.append(one)
+        def note(error: EngineLost) -> None:
+            if error.room == name:
+                lost.append(error)
             else:
-                self.on_lost(one)
+                self.on_lost(error)
 
         self._down.discard(name)
         self._exported_version = manifest.version
@@ -404,7 +462,7 @@ class PushLoop(Publisher):
 
     async def leave(self, name: str) -> None:
         """Exclude this engine from the next push on."""
-        async with self._turn:
+        async with self._lock:
             self._down.add(name)
 
     def start_before_nowait(self, version: int) -> None:
@@ -444,13 +502,17 @@ class PushLoop(Publisher):
         self, manifest: ExportResponse, export_s: float, on_lost: OnLost | None = None
     ) -> None:
         num_restarts = self.trainer.num_restarts
-        push = self._push(manifest.version, self._live, on_lost or self.on_lost)
+        push = self._push(
+            manifest.version,
+            self._live,
+            on_lost or self.on_lost,
+        )
         push.is_down = self.is_down
         try:
             report = await push.whole(manifest)
         except WeightsLost:
             if self._restarts_at_loss == num_restarts:
-                raise  # twice of the same trainer
+                raise  # second failure of the same trainer process
             self._restarts_at_loss = num_restarts
             self._exported_version = self.version
             return

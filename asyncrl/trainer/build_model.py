@@ -135,7 +135,7 @@ def shard_policy(
     """
     assert ranks.mesh is not None
     options: dict[str, Any] = {
-        "mesh": ranks.mesh,
+        "mesh": ranks.mesh["shard"],
         "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": fsdp.CPUOffloadPolicy() if is_offloaded else fsdp.OffloadPolicy(),
     }
@@ -145,7 +145,7 @@ def shard_policy(
     for layer in layers_of(policy.model):
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(policy, **options)
-    for module in _sharded(policy) if ranks.size > 1 else ():
+    for module in _sharded(policy) if ranks.shard > 1 else ():
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     # Experts used by only some ranks would give sums of different sizes. Needs torch 2.12.
@@ -278,6 +278,7 @@ class TrainedModel:
         if not is_sharded:  # before layers are compiled or fused
             self.masters = MasterWeights(model, self.dtype)
         self.policy = policy_of(model)
+        self.vocab_size = model.get_input_embeddings().num_embeddings
         if is_sharded:
             self.masters = MasterWeights(model, torch.float32)
         if self.adapters is not None and spec.trainer.keeps_merged and not is_sharded:

@@ -33,27 +33,38 @@ Stats = dict[str, Tensor | float]
 def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
     """Raise Refused for a batch of another version (409), or tokens that no model can have sampled (422)."""
     if header.version != policy_version:
-        what = f"batch {header.version} came while the trainer is at policy_version {policy_version}"
-        rule = "batch v is trained once, by policy_version v"
-        raise Refused(409, what, rule=rule, way_out="start the run again.")
+        raise Refused(
+            409,
+            f"batch {header.version} came while the trainer is at policy_version {policy_version}",
+            rule="batch v is trained once, by policy_version v",
+            way_out="start the run again.",
+        )
     ids = arrays.token_ids
-    is_wrong = (ids < 0) | (ids >= vocab_size) | ~np.isfinite(arrays.behaviour_logprobs)
+    is_wrong = (ids < 0) | (ids >= vocab_size)
+    is_wrong |= ~np.isfinite(arrays.behaviour_logprobs)
     is_wrong |= arrays.loss_mask & (arrays.versions > header.version)
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
-        what = f"batch {header.version} has {is_wrong.sum()} invalid tokens, like id {ids[first]} with "
-        what += f"logprob {arrays.behaviour_logprobs[first]} of version {arrays.versions[first]}"
-        rule = f"ids are below {vocab_size}, logprobs finite, and versions at most the batch's"
-        raise Refused(422, what, rule=rule, way_out="use engines that serve this model; start the run again.")
+        logprob = arrays.behaviour_logprobs[first]
+        version = arrays.versions[first]
+        raise Refused(
+            422,
+            f"batch {header.version} has {is_wrong.sum()} invalid tokens, for example "
+            f"id {ids[first]} with logprob {logprob} of version {version}",
+            rule=f"ids are below {vocab_size}, logprobs finite, and versions at most the batch's",
+            way_out="use engines that serve this model; start the run again.",
+        )
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
     """Return the loss tokens, bool [N]. Raises Refused (409) for old tokens."""
     old = arrays.loss_mask & (arrays.versions < header.min_version)
     if old.any() and not header.mask_older:
-        worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
+        oldest = np.argmin(arrays.versions[old])
+        worst = int(np.flatnonzero(old)[oldest])
         entry = next(entry for entry in header.trajectories if entry.start <= worst < entry.end)
-        name = f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {worst - entry.start}"
+        position = worst - entry.start
+        name = f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {position}"
         raise Refused(
             409,
             f"a token of {name} was sampled at version {arrays.versions[worst]}, and "
@@ -79,16 +90,28 @@ def find_units(header: BatchHeader, num_tokens: int) -> tuple[list[float], list[
     """Return (rewards, groups, unit_N) of the B units of the advantage: rollouts, or the units of their
     credits. `unit_N` int64 [N]: each token's unit, or -1.
     """
-    rewards, groups, unit_N = list[float](), list[int](), np.full(num_tokens, -1, np.int64)
+    rewards = list[float]()
+    groups = list[int]()
+    unit_N = np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
-        for credit in entry.credits or [Credit(0, entry.end - entry.start, entry.reward, -1)]:
+        length = entry.end - entry.start
+        # Without credits, all branches of a rollout are one unit, which has its reward.
+        whole = Credit(
+            0,
+            length,
+            entry.reward,
+            -1,
+        )
+        for credit in entry.credits or [whole]:
             key = (entry.group_index, entry.sample_index, credit.unit)
             if key not in numbers:
                 numbers[key] = len(rewards)
                 rewards.append(credit.reward)
                 groups.append(entry.group_index)
-            unit_N[entry.start + credit.start : entry.start + credit.end] = numbers[key]
+            start = entry.start + credit.start
+            end = entry.start + credit.end
+            unit_N[start:end] = numbers[key]
     return rewards, groups, unit_N
 
 
@@ -110,8 +133,12 @@ class BatchNumbers:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Of an optimizer step: a factor per sequence, and per token a correction and a mask."""
+    """Numbers of one part: a factor per sequence, and a correction and a mask per token.
 
+    `size`: what algorithm.aggregate averages over, the part's loss tokens or its sequences.
+    """
+
+    size: int
     weight_S: Tensor
     correction_N: Float32N | None
     mask_N: Float32N | None
@@ -133,8 +160,9 @@ class Objective:
     @property
     def needs_proximal(self) -> bool:
         """True if the first step's own logprobs or entropies come too late."""
+        loop = self.spec.trainer
         is_used = self._recipe.ratio == "proximal" or self._is_corrected
-        has_later_steps = self.spec.trainer.mini_batches * self.spec.trainer.epochs > 1
+        has_later_steps = loop.mini_batches * loop.epochs > 1
         is_recomputed = is_used and has_later_steps and self.settings.proximal == "recompute"
         is_masked = self.settings.top_entropy < 1
         return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
@@ -149,35 +177,47 @@ class Objective:
         if settings.overlong_tokens > 0:
             unit_M = torch.from_numpy(unit_N[batch.arrays.loss_mask])
             length_B = unit_M.bincount(minlength=len(reward_B))
-            reward_B = reward_B + overlong_penalty(length_B, self.spec.max_tokens, settings.overlong_tokens)
+            penalty_B = overlong_penalty(length_B, self.spec.max_tokens, settings.overlong_tokens)
+            reward_B = reward_B + penalty_B
         if self._is_penalised:
             assert batch.proximal_N is not None
             assert batch.reference_N is not None
-            values = (batch.proximal_N, batch.reference_N, unit_N)
-            policy_M, reference_M, unit_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
-            penalty_B = losses.kl_reward_penalty(policy_M, reference_M, unit_M, len(reward_B))
+            penalty_B = losses.kl_reward_penalty(
+                torch.from_numpy(batch.proximal_N[has_loss]),
+                torch.from_numpy(batch.reference_N[has_loss]),
+                torch.from_numpy(unit_N[has_loss]),
+                len(reward_B),
+            )
             reward_B = reward_B - settings.kl_coefficient * penalty_B
-        given = self._advantage(reward_B, torch.tensor(groups, dtype=torch.int64))
+        group_B = torch.tensor(groups, dtype=torch.int64)
+        given = self._advantage(reward_B, group_B)
         advantage_B = checked_advantages(given, reward_B, settings)
         advantage_N: Float32N = advantage_B.numpy()[unit_N]
-        return advantage_N if settings.distill_weight == 0 else self._taught(batch, advantage_N)
+        if settings.distill_weight == 0:
+            return advantage_N
+        return self._taught(batch, advantage_N)
 
     def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
         settings = self.settings
         teacher_N = batch.arrays.teacher_logprobs
         assert teacher_N is not None, "every rollout has passed the teacher"
-        behaviour_M = torch.from_numpy(batch.arrays.behaviour_logprobs[batch.has_loss])
-        teacher_M = torch.from_numpy(teacher_N[batch.has_loss])
+        has_loss = batch.has_loss
+        behaviour_M = torch.from_numpy(batch.arrays.behaviour_logprobs[has_loss])
+        teacher_M = torch.from_numpy(teacher_N[has_loss])
         distilled_M = losses.distillation(behaviour_M, teacher_M).numpy()
         taught_N = settings.reward_weight * advantage_N
-        taught_N[batch.has_loss] += settings.distill_weight * distilled_M
+        taught_N[has_loss] += settings.distill_weight * distilled_M
         return taught_N
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
-        entries = batch.header.trajectories
-        tokens_S = torch.tensor([int(has_loss[entry.start : entry.end].sum()) for entry in entries])
+        counts = list[int]()
+        for entry in batch.header.trajectories:
+            part = has_loss[entry.start : entry.end]
+            counts.append(int(part.sum()))
+        tokens_S = torch.tensor(counts)
         weight_S = losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
-        mask_N = correction_N = None
+        mask_N = None
+        correction_N = None
         if self.settings.top_entropy < 1:
             assert batch.entropy_N is not None
             mask_N = np.zeros(len(has_loss), np.float32)
@@ -186,16 +226,32 @@ class Objective:
         if self._is_whole_batch:
             assert batch.proximal_N is not None
             log_weight_N = batch.proximal_N - batch.arrays.behaviour_logprobs
-            sequence_M = torch.repeat_interleave((tokens_S > 0).cumsum(0) - 1, tokens_S)
-            values = (log_weight_N, batch.advantage_N)
-            log_weight_M, advantage_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
+            # Sequences without loss have no number.
+            number_S = (tokens_S > 0).cumsum(0) - 1
+            sequence_M = torch.repeat_interleave(number_S, tokens_S)
+            log_weight_M = torch.from_numpy(log_weight_N[has_loss])
+            advantage_M = torch.from_numpy(batch.advantage_N[has_loss])
             correction_N = np.zeros(len(has_loss), np.float32)
             correction_N[has_loss] = self._correct(log_weight_M, advantage_M, sequence_M)
-        return StepNumbers(weight_S, correction_N, mask_N)
+        is_mean_of_tokens = self._recipe.aggregate == "token"
+        size_S = tokens_S if is_mean_of_tokens else tokens_S > 0
+        size = int(size_S.sum())
+        return StepNumbers(
+            size,
+            weight_S,
+            correction_N,
+            mask_N,
+        )
 
     def _correct(self, log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor) -> Tensor:
         correction = self._recipe.correction
-        return losses.correct(correction, log_weight_M, advantage_M, sequence_M, self._cap)
+        return losses.correct(
+            correction,
+            log_weight_M,
+            advantage_M,
+            sequence_M,
+            self._cap,
+        )
 
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
@@ -203,42 +259,66 @@ class Objective:
         """Return this part of the loss, and sums of statistics, without a device sync."""
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
-            return to_device(torch.from_numpy(values_N[micro.source_M]), current_M.device)
+            values_M = torch.from_numpy(values_N[micro.source_M])
+            return to_device(values_M, current_M.device)
 
         behaviour_M = over_tokens(batch.arrays.behaviour_logprobs)
         advantage_M = over_tokens(batch.advantage_N)
-        proximal_M = self._proximal(batch, behaviour_M, current_M.detach(), over_tokens)
+        detached_M = current_M.detach()
+        proximal_M = self._proximal(
+            batch,
+            behaviour_M,
+            detached_M,
+            over_tokens,
+        )
         anchor_M = behaviour_M if self._recipe.ratio == "behaviour" else proximal_M
         correction_M = None
         if step.correction_N is not None:
             correction_M = over_tokens(step.correction_N)
         elif self._is_corrected:
-            correction_M = self._correct(proximal_M - behaviour_M, advantage_M, micro.sequence_M)
+            log_weight_M = proximal_M - behaviour_M
+            correction_M = self._correct(log_weight_M, advantage_M, micro.sequence_M)
         is_within = self._recipe.surrogate in WITHIN_RATIO
         denominator_M = anchor_M
         if correction_M is not None and is_within:
             denominator_M = anchor_M - losses.log_of_weight(correction_M)
-        tokens = losses.LossTokens(current_M, denominator_M, behaviour_M, advantage_M, micro.sequence_M)
+        tokens = losses.LossTokens(
+            current_M,
+            denominator_M,
+            behaviour_M,
+            advantage_M,
+            micro.sequence_M,
+        )
         loss_M, stats = self._call_surrogate(tokens)
         if correction_M is not None:
             stats["importance_weight"] = correction_M.sum()
             loss_M = loss_M if is_within else loss_M * correction_M
-        if (limit := self.settings.off_policy_mask) is not None:
+        limit = self.settings.off_policy_mask
+        if limit is not None:
             mask_M = losses.off_policy_mask(tokens, limit)
             loss_M = loss_M * mask_M
             stats["off_policy_fraction"] = (mask_M == 0).sum()
         if step.mask_N is not None:
             loss_M = loss_M * over_tokens(step.mask_N)
         if batch.reference_N is not None:
-            kl_M = self._kl(current_M, over_tokens(batch.reference_N), anchor_M, correction_M)
+            reference_M = over_tokens(batch.reference_N)
+            kl_M = self._kl(
+                current_M,
+                reference_M,
+                anchor_M,
+                correction_M,
+            )
             stats["kl_reference"] = kl_M.detach().sum()
             if self.settings.kl_in == "loss":
                 loss_M = loss_M + self.settings.kl_coefficient * kl_M
         if batch.arrays.teacher_logprobs is not None:
-            kl_M = losses.kl(current_M.detach(), over_tokens(batch.arrays.teacher_logprobs), "k1")
+            teacher_M = over_tokens(batch.arrays.teacher_logprobs)
+            kl_M = losses.kl(detached_M, teacher_M, "k1")
             stats["kl_teacher"] = kl_M.sum()
-        weight_M = to_device(step.weight_S[micro.trajectory_S], current_M.device)[micro.sequence_M]
-        return (loss_M * weight_M).sum(), stats
+        weight_S = to_device(step.weight_S[micro.trajectory_S], current_M.device)
+        weight_M = weight_S[micro.sequence_M]
+        loss = (loss_M * weight_M).sum()
+        return loss, stats
 
     def _proximal(
         self, batch: BatchNumbers, behaviour_M: Tensor, current_M: Tensor, read: Callable[[Any], Tensor]
@@ -246,8 +326,9 @@ class Objective:
         if self.settings.proximal == "interpolate":
             staleness_M = batch.header.version - read(batch.arrays.versions)
             return losses.interpolate(behaviour_M, current_M, staleness_M)
-        # equal before the only step
-        return current_M if batch.proximal_N is None else read(batch.proximal_N)
+        if batch.proximal_N is None:
+            return current_M  # equal before the only step
+        return read(batch.proximal_N)
 
     def _kl(
         self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
@@ -255,7 +336,12 @@ class Objective:
         estimator = self.settings.kl_estimator
         if self.settings.kl_in == "reward" or not self.settings.kl_weighted:
             return losses.kl(current_M, reference_M, estimator)
-        kl_M = losses.weighted_kl(current_M, reference_M, anchor_M, estimator)
+        kl_M = losses.weighted_kl(
+            current_M,
+            reference_M,
+            anchor_M,
+            estimator,
+        )
         return kl_M if correction_M is None else kl_M * correction_M
 
     def _call_surrogate(self, tokens: losses.LossTokens) -> tuple[Tensor, Stats]:
@@ -267,4 +353,7 @@ class Objective:
                 rule=f"it returns a tensor [{len(tokens.current_M)}] with gradient, and a dict of numbers",
                 way_out="correct the function; asyncrl/algorithms/losses.py has some that fit.",
             )
-        return loss_M, {name: torch.as_tensor(value).detach() for name, value in stats.items()}
+        detached: Stats = {}
+        for name, value in stats.items():
+            detached[name] = torch.as_tensor(value).detach()
+        return loss_M, detached

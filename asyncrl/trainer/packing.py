@@ -346,8 +346,8 @@ def micro_batches(
     micros = []
     for side, side_tokens in rules.sides(sequences):
         max_tokens = min(side_tokens, MOST_TOKENS.get(device.type, side_tokens))
-        for step in assign(side, arrays.token_ids, costs, max_tokens, ranks.size):
-            if share := step[ranks.rank]:
+        for step in assign(side, arrays.token_ids, costs, max_tokens, ranks.data_size):
+            if share := step[ranks.data_rank]:
                 micros.append((_assemble(share, arrays, has_loss, max_tokens, device, allowed), True))
                 continue
             shortest = min(sequences, key=lambda sequence: sequence.first)

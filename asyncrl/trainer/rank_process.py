@@ -1,4 +1,4 @@
-"""Trainer process: serves one TrainStep to the controller.
+"""Trainer process: serves one TrainerRank to the controller.
 
 One thread owns torch. Rank 0 sends requests to the other ranks and answers with a refusal of all ranks; any
 other error ends the process.
@@ -15,10 +15,10 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from aiohttp import web
@@ -43,176 +43,257 @@ from asyncrl.base.http import (
 )
 from asyncrl.messages import trainer_api as api
 from asyncrl.trainer.build_model import resolve_device
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import BEATS, join_ranks, loss_behind
-from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_metrics import hold_record
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 T = TypeVar("T")
+Finish = Callable[[], api.ExportResponse]
+"""Waits for an export."""
 log = logging.getLogger("asyncrl.trainer")
 
-ENDPOINTS = ("train", "begin_export", "export", "broadcast", "wait_save_state")
-CALLS: dict[str, type[BaseModel]] = {
-    "export_chunk": api.ExportChunkRequest,
-    "save": api.StateRequest,
-    "begin_save_state": api.StateRequest,
-    "load_state": api.StateRequest,
-    "offload": api.OffloadRequest,
-    "onload": api.OffloadRequest,
-}
-"""Methods of TrainStep that a request calls on all ranks, with the fields of its body."""
-BODIES = CALLS | {"begin_export": api.StateRequest}
 KEPT_EXPORTS = 2
 GRACE_S = 10.0
 """Exit delay after another rank was lost, whose error is the run's."""
 
 
 class TrainerService:
-    """A TrainStep on its own thread."""
+    """A TrainerRank on its own thread."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
         self._torch_thread = ThreadPoolExecutor(1, "torch")
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
         self._failure: Refused | None = None
-        self._begun: Callable[[], api.ExportResponse] | None = None
+        self._begun: Finish | None = None
         # torch's number of CPU threads belongs to the calling thread.
-        self.step = self._torch_thread.submit(
-            lambda: TrainStep(spec, join_ranks(spec, *resolve_device(spec)))
-        ).result()
-        if not self.step.ranks.is_first:
+        self.rank = self._torch_thread.submit(self._make_rank).result()
+        if not self.rank.ranks.is_first:
             self._torch_thread.submit(self._follow)
-        elif self.step.ranks.size > 1:
-            threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        elif self.rank.ranks.size > 1:
+            beat = threading.Thread(target=self._beat, name="beat", daemon=True)
+            beat.start()
 
-    async def run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
+    def _make_rank(self) -> TrainerRank:
+        device, dtype = resolve_device(self._spec)
+        ranks = join_ranks(self._spec, device, dtype)
+        return TrainerRank(self._spec, ranks)
 
-    def together(self, name: str, body: BaseModel | bytes) -> Any:
-        """Call this method on all ranks, from rank 0's torch thread. Raises its errors, and Refused."""
+    async def call(self, name: str, content: bytes) -> BaseModel:
+        """Make the call of this name in CALLS. Raises its errors, and Refused for a body of another form."""
+        call = CALLS[name]
+        answer: Any
+        if call.on_all_ranks:
+            answer = await self._on_torch_thread(lambda: self._together(name, content))
+        else:
+            body = call.read(content)
+            answer = await call.function(self, body)
+        return answer if isinstance(answer, BaseModel) else self.health()
+
+    async def _on_torch_thread(self, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._torch_thread, work)
+
+    def _together(self, name: str, content: bytes) -> Any:
+        """Make a call on all ranks, from rank 0's torch thread. Raises its errors, and Refused."""
         if self._failure is not None:
             raise self._failure
-        content = body if isinstance(body, bytes) else body.model_dump_json().encode()
+        call = CALLS[name]
+        # Read it before the other ranks get it: a body that cannot be read would end them.
+        body = call.read(content)
         try:
-            self.step.ranks.send(name, content)
-            return _perform(self.step, name, content)
+            self.rank.ranks.send(name, content)
+            return call.function(self, body)
         except Refused:
             raise
         except (OSError, SafetensorError) as error:  # file errors do not desynchronize the ranks
             raise _cannot_write(name, error) from error
         except Exception as error:
             self._failure = loss_behind(error, self._spec)
-            if self._failure is not None:
-                raise self._failure from error
-            raise
+            if self._failure is None:
+                raise
+            raise self._failure from error
+
+    def _follow(self) -> NoReturn:
+        try:
+            while True:
+                name, content = self.rank.ranks.wait_command()
+                try:
+                    call = CALLS[name]
+                    body = call.read(content)
+                    call.function(self, body)
+                except Refused as refused:
+                    log.warning("%s was refused: %s", name, refused)
+        except Exception as error:
+            log.exception("rank %d has failed", self.rank.ranks.rank)
+            lost = loss_behind(error, self._spec)
+            if lost is None:
+                words = _words(error)
+            else:
+                # The rank that caused the loss reports first.
+                threading.Event().wait(GRACE_S)
+                words = lost.body
+            print(fatal_line(words), file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _beat(self) -> None:
+        """Keep the other ranks from running into their timeout between two calls."""
         never = threading.Event()
-        while self._failure is None and not never.wait(self._spec.trainer.timeout_s / BEATS):
+        pause_s = self._spec.trainer.timeout_s / BEATS
+        while self._failure is None and not never.wait(pause_s):
+            beating = self._torch_thread.submit(self.rank.ranks.beat)
             try:
-                self._torch_thread.submit(self.step.ranks.beat).result()
+                beating.result()
             except RuntimeError as error:
                 self._failure = loss_behind(error, self._spec)
 
-    def route(self, name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-
-        async def handle(request: web.Request) -> web.Response:
-            message = read_message(CALLS[name], await request.read())
-            answer = await self.run(lambda: self.together(name, message))
-            return json_answer(answer if isinstance(answer, BaseModel) else await self.health())
-
-        return handle
-
-    async def staged(self, request: web.Request) -> web.StreamResponse:
-        """Send an exported file or a Range of it."""
-        return web.FileResponse(self._spec.staging_dir / Path(request.match_info["name"]).name)
-
-    async def health(self) -> api.TrainerHealth:
+    def health(self) -> api.TrainerHealth:
+        """Raises Refused once other ranks are lost."""
         if self._failure is not None:
             raise self._failure
         return api.TrainerHealth(
-            policy_version=self.step.policy_version,
-            device=self.step.device.type,
-            offloaded=self.step.offloaded,
+            policy_version=self.rank.policy_version,
+            device=self.rank.device.type,
+            offloaded=self.rank.offloaded,
         )
 
-    async def train(self, body: bytes) -> api.TrainResponse:
+    async def answer_health(self) -> api.TrainerHealth:
+        return self.health()
 
-        def work() -> api.TrainResponse:
-            metrics = self.together("train", body)
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            return api.TrainResponse(
-                policy_version=self.step.policy_version,
-                metrics=finite,
-                not_finite=[name for name in metrics if name not in finite],
-                rollout_gaps=self.step.rollout_gaps,
-                rollout_advantages=self.step.rollout_advantages,
-            )
+    async def staged(self, request: web.Request) -> web.StreamResponse:
+        """Send an exported file or a Range of it."""
+        name = Path(request.match_info["name"]).name
+        return web.FileResponse(self._spec.staging_dir / name)
 
-        return await self.run(work)
+    # ---- calls on all ranks
 
-    async def begin_export(self) -> api.TrainerHealth:
-        version, self._begun = await self.run(self._begin_export)
-        return (await self.health()).model_copy(update={"policy_version": version})
+    def train(self, batch: bytes) -> api.TrainResponse:
+        header, arrays = api.unpack_batch(batch)
+        metrics = self.rank.train(header, arrays)
+        return self._trained(metrics)
 
-    async def export(self) -> api.ExportResponse:
-        begun, self._begun = self._begun, None
-        finish = begun or (await self.run(self._begin_export))[1]
+    def forward_backward(self, batch: bytes) -> api.TrainResponse:
+        header, arrays = api.unpack_batch(batch)
+        metrics = self.rank.forward_backward(header, arrays)
+        return self._trained(metrics)
+
+    def optimizer_step(self, _: bytes) -> api.TrainResponse:
+        return self._trained(self.rank.optimizer_step())
+
+    def _trained(self, metrics: dict[str, float]) -> api.TrainResponse:
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return api.TrainResponse(
+            policy_version=self.rank.policy_version,
+            metrics=finite,
+            not_finite=[name for name in metrics if name not in finite],
+            rollout_gaps=self.rank.rollout_gaps,
+            rollout_advantages=self.rank.rollout_advantages,
+        )
+
+    def begin_export(self, _: bytes) -> api.TrainerHealth:
+        name = f"v{self.rank.policy_version}.safetensors"
+        path = self._spec.staging_dir / name
+        self._begun = self.rank.begin_export(path)
+        # Here, because the next step may have begun before the event loop runs again.
+        return self.health()
+
+    # ---- calls of rank 0, which wait outside the torch thread
+
+    async def export(self, _: bytes) -> api.ExportResponse:
+        """Wait for the export that has begun, or begin one."""
+        finish = self._take_begun()
+        if finish is None:
+            finish = await self._on_torch_thread(self._begin_and_take)
         try:
             answer = await asyncio.to_thread(finish)
         except OSError as error:
             raise _cannot_write("export", error) from error
         exports = self._spec.staging_dir.glob("v*.safetensors")
-        for old in sorted(exports, key=lambda file: int(file.stem[1:]))[:-KEPT_EXPORTS]:
+        by_version = sorted(exports, key=lambda file: int(file.stem[1:]))
+        for old in by_version[:-KEPT_EXPORTS]:
             old.unlink(missing_ok=True)
         return answer
 
-    def _begin_export(self) -> tuple[int, Callable[[], api.ExportResponse]]:
-        version = self.step.policy_version
-        path = self._spec.staging_dir / f"v{version}.safetensors"
-        return version, self.together("begin_export", api.StateRequest(path=path))
+    def _take_begun(self) -> Finish | None:
+        begun = self._begun
+        self._begun = None
+        return begun
+
+    def _begin_and_take(self) -> Finish:
+        """Begin an export and take it in one task of the torch thread, so that no other call takes it."""
+        self._together("begin_export", b"")
+        begun = self._take_begun()
+        assert begun is not None
+        return begun
 
     async def broadcast(self, request: api.BroadcastRequest) -> api.BroadcastResponse:
-        transport = self.step.transport
-        if transport.version != request.version == self.step.policy_version:
-            await self.export()
-        return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
+        transport = self.rank.exports.transport
+        if transport.version != request.version == self.rank.policy_version:
+            await self.export(b"")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._sending_thread, transport.send, request)
 
-    async def wait_save_state(self) -> api.TrainerHealth:
-        await asyncio.to_thread(self.step.wait_save_state)
-        return await self.health()
-
-    def _follow(self) -> NoReturn:
-        try:
-            while True:
-                name, body = self.step.ranks.wait_command()
-                try:
-                    _perform(self.step, name, body)
-                except Refused as refused:
-                    log.warning("%s was refused: %s", name, refused)
-        except Exception as error:
-            log.exception("rank %d has failed", self.step.ranks.rank)
-            lost = loss_behind(error, self._spec)
-            if lost is not None:
-                threading.Event().wait(GRACE_S)
-            print(fatal_line(lost.body if lost else _words(error)), file=sys.stderr, flush=True)
-            os._exit(1)
+    async def wait_save_state(self, _: bytes) -> None:
+        await asyncio.to_thread(self.rank.wait_save_state)
 
 
-def _perform(step: TrainStep, name: str, body: bytes) -> Any:
-    if name == "train":
-        return step.train(*api.unpack_batch(body))
-    return getattr(step, name)(**dict(BODIES[name].model_validate_json(body)))
+class Call(NamedTuple):
+    """A request of the controller. `function` gets the body: a message, or bytes as they came.
+
+    With `on_all_ranks`, rank 0 sends the request to the other ranks, and each calls `function` on its torch
+    thread. Without, `function` is a coroutine of rank 0, which may wait while the torch thread works. A call
+    that returns no message is answered with the trainer's health.
+    """
+
+    body: type[BaseModel] | type[bytes]
+    on_all_ranks: bool
+    function: Callable[[TrainerService, Any], Any]
+
+    def read(self, content: bytes) -> Any:
+        """Raises Refused for a message of another form."""
+        if issubclass(self.body, bytes):
+            return content
+        return read_message(self.body, content)
+
+
+CALLS = {
+    "train": Call(bytes, True, TrainerService.train),
+    "forward_backward": Call(bytes, True, TrainerService.forward_backward),
+    "optimizer_step": Call(bytes, True, TrainerService.optimizer_step),
+    "begin_export": Call(bytes, True, TrainerService.begin_export),
+    "export_chunk": Call(
+        api.ExportChunkRequest, True, lambda self, asked: self.rank.export_chunk(asked.version, asked.index)
+    ),
+    "save": Call(api.StateRequest, True, lambda self, asked: self.rank.save(asked.path)),
+    "load_state": Call(api.StateRequest, True, lambda self, asked: self.rank.load_state(asked.path)),
+    "begin_save_state": Call(
+        api.StateRequest, True, lambda self, asked: self.rank.begin_save_state(asked.path)
+    ),
+    "offload": Call(api.OffloadRequest, True, lambda self, asked: self.rank.offload(asked.parts)),
+    "onload": Call(api.OffloadRequest, True, lambda self, asked: self.rank.onload(asked.parts)),
+    "export": Call(bytes, False, TrainerService.export),
+    "broadcast": Call(api.BroadcastRequest, False, TrainerService.broadcast),
+    "wait_save_state": Call(bytes, False, TrainerService.wait_save_state),
+}
+"""Each call by its path."""
 
 
 def _cannot_write(name: str, error: Exception) -> Refused:
-    way_out = "free space on the disk of the run directory (exports: /dev/shm), then start again."
-    return Refused(507, f"/{name} cannot write: {error}", way_out=way_out)
+    return Refused(
+        507,
+        f"/{name} cannot write: {error}",
+        way_out="free space on the disk of the run directory (exports: /dev/shm), then start again.",
+    )
 
 
 def _words(error: Exception) -> ErrorBody:
     if isinstance(error, ConfigError):
-        return ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
+        return ErrorBody(
+            error=error.what,
+            rule=error.rule,
+            way_out=error.way_out,
+        )
     way_out = "the trainer's log has the traceback."
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton.")):
         way_out = "set trainer.compile=false; " + way_out
@@ -221,17 +302,25 @@ def _words(error: Exception) -> ErrorBody:
     # on CPU torch raises RuntimeError for a lack of memory
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         way_out = "lower trainer.micro_batch_tokens, or take a smaller model or more memory."
-    return ErrorBody(error=f"{type(error).__name__}: {error}", way_out=way_out)
+    what = f"{type(error).__name__}: {error}"
+    return ErrorBody(error=what, way_out=way_out)
 
 
 def make_service(service: TrainerService, secret: str) -> web.Application:
     app = make_app(secret, words=_words)
-    add_route(app, "GET", "/health", service.health)
-    for name in ENDPOINTS if service.step.ranks.is_first else ():
-        add_route(app, "POST", f"/{name}", getattr(service, name))
-    for name in CALLS if service.step.ranks.is_first else ():
-        app.router.add_post(f"/{name}", service.route(name))
+
+    async def call(request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in CALLS:
+            raise web.HTTPNotFound
+        content = await request.read()
+        answer = await service.call(name, content)
+        return json_answer(answer)
+
+    add_route(app, "GET", "/health", service.answer_health)
     app.router.add_get("/staged/{name}", service.staged)
+    if service.rank.ranks.is_first:
+        app.router.add_post("/{name}", call)
     return app
 
 
@@ -258,15 +347,17 @@ def main() -> None:
         log.exception("cannot start")
         words = _words(error)
         fail(words.error, rule=words.rule, way_out=words.way_out)
-    log.info("serving %s, rank %d of %d", spec.model_path, spec.rank, spec.trainer.world_size)
-    serve(make_service(service, secret_of(SECRET_ENV)), fd, handles_signals=False)
+    size = spec.trainer.world_size
+    log.info("serving %s, rank %d of %d", spec.model_path, spec.rank, size)
+    app = make_service(service, secret_of(SECRET_ENV))
+    serve(app, fd, handles_signals=False)
 
 
 def make_staging(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise PermissionError(f"the staging folder {path} belongs to user {info.st_uid}, or is no folder")
+        raise PermissionError(f"the staging folder {path} is owned by user {info.st_uid}, or is not a folder")
     path.chmod(0o700)
 
 

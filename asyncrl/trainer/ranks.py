@@ -11,7 +11,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,22 +29,50 @@ from asyncrl.weights.nccl import OPEN_PORTS, run_within, use_interface
 
 T = TypeVar("T")
 BEATS = 2
+"""Heartbeats per trainer.timeout_s."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Place of this process in the group. `mesh` is None without sharding.
+    """Place of this process in the group, on three axes. Their sizes multiply to `size`.
+
+        replicate   copies of the weights; each copy reads other data (today always 1)
+        shard       ranks that share one copy of the weights (FSDP2) and read other data
+        context     ranks that share the sequences of the same data (today always 1)
+
+    Context ranks are neighbors. Example: shard=2, context=2.
+
+        rank        0  1  2  3
+        data_rank   0  0  1  1      ranks 0 and 1 get the same micro-batches
+        data_size   2
+
+    So a share of the data is data_rank of data_size, and a share of the weights is a place on the axis
+    "shard" of `mesh`, which is None without sharding.
 
     Waits: a collective waits at most trainer.timeout_s, wait_command twice that.
     Invariant: all ranks make the same collective calls in the same order.
     """
 
     rank: int = 0
-    size: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
     mesh: DeviceMesh | None = None
     commands: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
+
+    @property
+    def size(self) -> int:
+        return self.data_size * self.context
+
+    @property
+    def data_size(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.context
 
     @property
     def is_first(self) -> bool:
@@ -52,55 +80,87 @@ class Ranks:
 
     def with_own_group(self) -> Ranks:
         """Return the same ranks for another thread. Collective."""
-        group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
-        return Ranks(self.rank, self.size, group=group, timeout=self.timeout)
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        return replace(
+            self,
+            mesh=None,
+            commands=None,
+            group=group,
+        )
 
     def gather(self, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks, in their order. Collective."""
         if self.size == 1:
             return [value]
-        mine = _bytes_tensor(json.dumps(value).encode())
+        # Not all_gather_object, which would unpickle what other hosts send.
+        text = _bytes_tensor(json.dumps(value).encode())
+        length = torch.tensor([len(text)])
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.group)
+        dist.all_gather(lengths, length, group=self.group)
+        # all_gather needs tensors of one size.
         longest = int(max(lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(text)] = text
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=self.group)
-        return [json.loads(_to_bytes(text[:length])) for text, length in zip(texts, lengths, strict=True)]
+        dist.all_gather(texts, padded, group=self.group)
+        values = []
+        for other, num_bytes in zip(texts, lengths, strict=True):
+            own_text = _to_bytes(other[:num_bytes])
+            values.append(json.loads(own_text))
+        return values
 
     def agree(self, work: Callable[[], T]) -> T:
         """Return the result of `work`. Raises Refused on all ranks if it does on one."""
-        answer, failure = list[T](), None
+        answers = list[T]()
+        failure = None
         try:
-            answer = [work()]
+            answers.append(work())
         except Refused as refused:
             failure = [refused.status, refused.body.model_dump()]
-        for status, body in filter(None, self.gather(failure)):
-            raise Refused(status, **body)
-        return answer[0]
+        for refusal in self.gather(failure):
+            if refusal is not None:
+                status, body = refusal
+                raise Refused(status, **body)
+        return answers[0]
 
     def add_up(self, *arrays: npt.NDArray[np.float32]) -> None:
-        for array in arrays if self.size > 1 else ():
+        """Replace each array by its sum over all ranks. Collective."""
+        if self.size == 1:
+            return
+        for array in arrays:
             dist.all_reduce(torch.from_numpy(array))
 
     def send(self, name: str, body: bytes) -> None:
-        if self.size > 1:
-            head = name.encode()
-            dist.broadcast(torch.tensor([len(head), len(body)]), 0, group=self.commands)
-            dist.broadcast(_bytes_tensor(head + body), 0, group=self.commands)
+        """Send a command from rank 0 to the other ranks, which are in wait_command."""
+        if self.size == 1:
+            return
+        head = name.encode()
+        lengths = torch.tensor([len(head), len(body)])
+        text = _bytes_tensor(head + body)
+        dist.broadcast(lengths, 0, group=self.commands)
+        dist.broadcast(text, 0, group=self.commands)
 
     def beat(self) -> None:
-        dist.broadcast(torch.zeros(2, dtype=torch.int64), 0, group=self.commands)
-        dist.all_reduce(torch.zeros(1), group=self.commands)
+        """Show the other ranks that rank 0 lives, and wait for a sign of each. A command of length 0."""
+        no_lengths = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(no_lengths, 0, group=self.commands)
+        sign = torch.zeros(1)
+        dist.all_reduce(sign, group=self.commands)
 
     def wait_command(self) -> tuple[str, bytes]:
+        """Wait for a command of rank 0; return its name and body. Answers heartbeats."""
         lengths = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(lengths, 0, group=self.commands)
         while not lengths[0]:
             dist.all_reduce(torch.zeros(1), group=self.commands)  # a heartbeat
             dist.broadcast(lengths, 0, group=self.commands)
-        head, body = lengths.tolist()
-        text = torch.zeros(head + body, dtype=torch.uint8)
+        len_head, len_body = lengths.tolist()
+        text = torch.zeros(len_head + len_body, dtype=torch.uint8)
         dist.broadcast(text, 0, group=self.commands)
-        return _to_bytes(text[:head]).decode(), _to_bytes(text[head:])
+        name = _to_bytes(text[:len_head]).decode()
+        return name, _to_bytes(text[len_head:])
 
 
 ONE_RANK = Ranks()
@@ -110,9 +170,11 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     """Connect to the other ranks within spec.meet_s. Raises ConfigError."""
     size = spec.trainer.world_size
     is_cuda = device.type == "cuda"
-    if not spec.trainer.is_sharded(device.type, str(dtype).removeprefix("torch.")):
+    dtype_name = str(dtype).removeprefix("torch.")
+    if not spec.trainer.is_sharded(device.type, dtype_name):
         return ONE_RANK
-    use_interface(spec.address, is_apart=bool(spec.store or spec.weights_store))
+    is_apart = bool(spec.store or spec.weights_store)
+    use_interface(spec.address, is_apart=is_apart)
     timeout = timedelta(seconds=spec.trainer.timeout_s)
 
     def select_device() -> None:  # of the calling thread
@@ -122,14 +184,28 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     def connect(store: Any) -> Any:
         select_device()
         backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=spec.rank,
+            world_size=size,
+            timeout=timeout,
+        )
         # Sending waits for receivers: rank 0 sends only to ranks that wait, or soon will.
-        return dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else 2 * timeout)
+        wait = timeout if spec.rank == 0 else 2 * timeout
+        return dist.new_group(backend="gloo", timeout=wait)
 
     select_device()
     commands = meet(spec, connect)
+    # An axis of size 1 would only cost a process group, so the mesh has no such axis.
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return Ranks(spec.rank, size, mesh, commands, timeout=timeout)
+    return Ranks(
+        spec.rank,
+        shard=size,
+        mesh=mesh,
+        commands=commands,
+        timeout=timeout,
+    )
 
 
 def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
@@ -141,16 +217,20 @@ def meet(spec: TrainerSpec, connect: Callable[[Any], T]) -> T:
         store = _open_store(spec, where)
         store.add(f"rank {spec.rank}", 1)
         for rank in range(spec.trainer.world_size):
-            store.wait([f"rank {rank}"], timedelta(seconds=max(deadline_s - time.monotonic(), 0.1)))
+            left_s = max(deadline_s - time.monotonic(), 0.1)
+            store.wait([f"rank {rank}"], timedelta(seconds=left_s))
         return connect(store)
 
     try:  # an abandonable thread: torch's limits miss silent servers and broken connections
         return run_within(spec.meet_s + 1.0, join, name="rendezvous")
     except (RuntimeError, OSError) as error:  # includes TimeoutError
-        why = str(error).partition("\n")[0] or "no answer"
-        me = f"rank {spec.rank} ({spec.address})"
-        what = f"{me} cannot meet the other ranks at {where} within {spec.meet_s:g} s: {why[:300]}"
-        raise ConfigError(what, way_out=f"read the log of rank 0; {OPEN_PORTS}.") from error
+        first_line, _, _ = str(error).partition("\n")
+        why = first_line[:300] or "no answer"
+        raise ConfigError(
+            f"rank {spec.rank} ({spec.address}) cannot meet the other ranks at {where} "
+            f"within {spec.meet_s:g} s: {why}",
+            way_out=f"read the log of rank 0; {OPEN_PORTS}.",
+        ) from error
 
 
 def _open_store(spec: TrainerSpec, where: str) -> Any:
@@ -158,17 +238,25 @@ def _open_store(spec: TrainerSpec, where: str) -> Any:
     if not spec.store:
         return dist.FileStore(where, size)  # type: ignore[attr-defined]
     host, _, port = where.rpartition(":")
-    options: dict[str, Any] = {"world_size": size, "wait_for_workers": False}
+    options: dict[str, Any] = {
+        "world_size": size,
+        "wait_for_workers": False,
+        "timeout": timedelta(seconds=spec.meet_s),
+    }
     if spec.rank == 0:
         listener = socket.create_server((host, int(port)))
-        options |= {"is_master": True, "master_listen_fd": listener.detach()}
-    return dist.TCPStore(host, int(port), timeout=timedelta(seconds=spec.meet_s), **options)  # type: ignore[attr-defined]
+        options["is_master"] = True
+        options["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(host, int(port), **options)  # type: ignore[attr-defined]
 
 
 def loss_behind(error: Exception, spec: TrainerSpec) -> Refused | None:
+    """Return the refusal of a rank that has lost the others; None if `error` has another cause."""
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
-    why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])
+    first_line, _, _ = str(error).partition("\n")
+    # torch begins with the place in its source, and ends with a guess.
+    why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", first_line)
     return Refused(
         LOST_STATUS,
         f"rank {spec.rank} ({spec.address}) has lost the other ranks of the trainer: {why[:500]}",

@@ -67,9 +67,12 @@ PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Return the device's dense FLOP/s in `dtype`, or None if unknown."""
     words = set(device_name.replace("-", " ").split())
-    found = (peaks for name, peaks in PEAK_FLOPS.items() if words.issuperset(name.split()))
-    return next(found, {}).get(dtype)
+    for name, peaks in PEAK_FLOPS.items():
+        if words.issuperset(name.split()):
+            return peaks.get(dtype)
+    return None
 
 
 class StepMeter:
@@ -119,9 +122,14 @@ class StepMeter:
             peak_bytes = self._cuda.max_memory_allocated()
             self._cuda.reset_peak_memory_stats()
         for (phase, start), (_, end) in pairwise(self._stamps):
-            if phase:
-                seconds[phase] += end - start if self._cuda is None else start.elapsed_time(end) / 1e3
-        parts = self._ranks.gather([self._num_tokens, self._flops, _peak_host_bytes(), peak_bytes])
+            if not phase:
+                continue
+            if self._cuda is None:
+                seconds[phase] += end - start
+            else:
+                seconds[phase] += start.elapsed_time(end) / 1e3
+        own = [self._num_tokens, self._flops, _peak_host_bytes(), peak_bytes]
+        parts = self._ranks.gather(own)
         num_tokens, flops, host_bytes, device_bytes = zip(*parts, strict=True)
         train_s = time.perf_counter() - self._started_s
         device_s = train_s * self._ranks.size
@@ -141,9 +149,15 @@ class StepMeter:
     def _compile_s(self, compilations: Sequence[Any]) -> float:
         """Return the seconds of compilations since the previous call; after the first call, warn of them."""
         is_first_step = self._compiled_until_us == 0
-        recent = [one for one in compilations if (one.start_time_us or 0) > self._compiled_until_us]
+        recent = []
+        total_us = 0
+        for compilation in compilations:
+            started_us = compilation.start_time_us or 0
+            if started_us > self._compiled_until_us:
+                recent.append(compilation)
+                total_us += compilation.duration_us or 0
         self._compiled_until_us = time.time_ns() // 1000
-        total_s = sum(one.duration_us or 0 for one in recent) / 1e6
+        total_s = total_us / 1e6
         if total_s > COMPILE_WARNING_S and not is_first_step:
             causes = dict.fromkeys(map(_cause, recent))
             log.warning("the step includes %.1f s of compilation: %s", total_s, "; ".join(causes))
@@ -158,8 +172,13 @@ def _cause(compilation: Any) -> str:
 
 def _peak_host_bytes() -> int:
     """Return peak memory, or 0 if unknown; ru_maxrss would include the parent's."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    for line in status.splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            num_kib, _ = value.split()
+            return int(num_kib) * 1024
+    return 0
 
 
 class Gap(NamedTuple):
@@ -171,16 +190,43 @@ class Gap(NamedTuple):
     max: float
 
     def __str__(self) -> str:
-        who = "all engines" if self.engine is None else f"engine-{self.engine}"
+        who = "all engines"
+        if self.engine is not None:
+            who = f"engine-{self.engine}"
         return f"{who} by {self.mean:.4g} nats on {self.num_tokens} fresh tokens"
+
+
+class Fresh(NamedTuple):
+    """Logprobs in nats of M fresh tokens, and the engine of each, or -1."""
+
+    current_M: Float32M
+    behaviour_M: Float32M
+    engine_M: npt.NDArray[np.int16]
 
 
 def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArray[np.int16]) -> list[Gap]:
     """Return the gap of all M fresh tokens, then of each engine."""
     gap_M = np.abs(current_M.astype(np.float64) - behaviour_M)
-    parts: list[tuple[int | None, npt.NDArray[np.float64]]] = [(None, gap_M)] if len(gap_M) else []
-    parts += [(int(engine), gap_M[engine_M == engine]) for engine in np.unique(engine_M) if engine >= 0]
-    return [Gap(engine, len(part), float(part.mean()), float(part.max())) for engine, part in parts]
+    parts: list[tuple[int | None, npt.NDArray[np.float64]]] = []
+    if len(gap_M):
+        parts.append((None, gap_M))
+    for engine in np.unique(engine_M):
+        if engine >= 0:
+            of_engine = gap_M[engine_M == engine]
+            parts.append((int(engine), of_engine))
+    gaps = []
+    for number, part in parts:
+        mean = float(part.mean())
+        worst = float(part.max())
+        gaps.append(
+            Gap(
+                number,
+                len(part),
+                mean,
+                worst,
+            )
+        )
+    return gaps
 
 
 def means_of_rollouts(
@@ -192,9 +238,15 @@ def means_of_rollouts(
         part = slice(entry.start, entry.end)
         value_M = value_N[part][is_chosen_N[part]]
         if len(value_M):
-            chosen.setdefault((entry.group_id, entry.sample_index), []).append(value_M)
-    means = [(*key, float(np.concatenate(parts).mean(dtype=np.float64))) for key, parts in chosen.items()]
-    return [found for found in means if math.isfinite(found[-1])]
+            rollout = (entry.group_id, entry.sample_index)
+            chosen.setdefault(rollout, []).append(value_M)
+    means = []
+    for (group_id, sample_index), parts in chosen.items():
+        values = np.concatenate(parts)
+        mean = float(values.mean(dtype=np.float64))
+        if math.isfinite(mean):
+            means.append((group_id, sample_index, mean))
+    return means
 
 
 def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
@@ -208,10 +260,17 @@ def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
 
 def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
     """Return gaps above `limit`, largest first, as text, or ''."""
-    judged = [gap for gap in gaps if gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS]
-    above = [gap for gap in judged if gap.mean > limit]
+    above = []
+    for gap in gaps:
+        # The mean of a few tokens of one engine says nothing about the engine.
+        is_judged = gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS
+        if is_judged and gap.mean > limit:
+            above.append(gap)
+    if not above:
+        return ""
     above.sort(key=lambda gap: (-gap.mean, gap.engine is None))
-    return f"engines and trainer disagree: {', '.join(map(str, above[:4]))}" if above else ""
+    worst = ", ".join(map(str, above[:4]))
+    return f"engines and trainer disagree: {worst}"
 
 
 def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float32M) -> dict[str, float]:
@@ -253,17 +312,36 @@ def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss
     }
 
 
+def joined_line(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the line of a step from the lines of its batches."""
+    line = dict(lines[0])
+    for other in lines[1:]:
+        line["min_version"] = min(line["min_version"], other["min_version"])
+        line["num_loss_tokens"] += other["num_loss_tokens"]
+        line["trajectories"] = line["trajectories"] + other["trajectories"]
+    return line
+
+
 def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
     """Return [start, end, version] of each run."""
     label = np.where(has_loss, versions, -1)
-    edges = [0, *(np.flatnonzero(label[1:] != label[:-1]) + 1).tolist(), len(label)]
-    return [[start, end, int(label[start])] for start, end in pairwise(edges) if label[start] >= 0]
+    is_change = label[1:] != label[:-1]
+    changes = np.flatnonzero(is_change) + 1
+    edges = [0, *changes.tolist(), len(label)]
+    spans = []
+    for start, end in pairwise(edges):
+        version = int(label[start])
+        if version >= 0:
+            spans.append([start, end, version])
+    return spans
 
 
 def hold_record(path: Path) -> None:
     """Lock the record against a killed run's trainer. Waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    lock = path.with_name(f".{path.name}.lock")
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    descriptor = os.open(lock, flags, 0o644)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 

@@ -19,8 +19,8 @@ from asyncrl.trainer.fused import missing_for_compiling
 from asyncrl.trainer.objective import BatchNumbers, Objective
 from asyncrl.trainer.packing import Costs, PackRules, micro_batches
 from asyncrl.trainer.policy import head_scores
+from asyncrl.trainer.rank import TrainerRank
 from asyncrl.trainer.ranks import ONE_RANK
-from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_metrics import GAP_WARNING
 from gpu.models import Trainer, architecture, make_batch, make_folder, make_spec
 from gpu.rows import Bench
@@ -166,7 +166,7 @@ def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _same_adapters(step: TrainStep, exact: TrainStep) -> None:
+def _same_adapters(step: TrainerRank, exact: TrainerRank) -> None:
     """Copy the adapters, which each device draws itself. With B = 0, A would have no gradient."""
     for name, weight in exact.masters.named.items():
         if ".lora_B" in name:
@@ -182,11 +182,11 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
+def _logprobs(step: TrainerRank, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
     return step._forward(step.policy, BatchNumbers(header, arrays, arrays.loss_mask))[0]
 
 
-def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, Tensor]:
-    step._accumulate(step._numbers(BatchNumbers(header, arrays, arrays.loss_mask)), arrays.loss_mask)
+def _gradients(step: TrainerRank, header: BatchHeader, arrays: BatchArrays) -> dict[str, Tensor]:
+    step.forward_backward(header, arrays)
     grads = {name: master.grad for name, master in step.masters.named.items()}
     return {name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None}

@@ -107,7 +107,7 @@ class Trainer:
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._service = TrainerService(spec)
-        self.step = self._service.step
+        self.step = self._service.rank
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` on the trainer's thread."""

@@ -1,0 +1,184 @@
+"""Exports of one rank: whole, by chunks, or as a model folder, each with a canary.
+
+The canary is the trainer's logprobs of a short text, which engines recompute with the weights they loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.base.http import Refused
+from asyncrl.messages import trainer_api as api
+from asyncrl.trainer import packing
+from asyncrl.trainer.build_model import TrainedModel, reshard
+from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.state import save_folder
+from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights import export
+from asyncrl.weights.export import AdapterTransport, Exported, LazyWeights, Transport
+from asyncrl.weights.ipc import ChunkFile, ChunkPlace, Chunks, SharedChunk, SharedTransport
+from asyncrl.weights.nccl import BroadcastTransport
+from asyncrl.weights.tensor_files import stored_names, stored_pieces
+
+TRANSPORTS = {"lora": AdapterTransport, "nccl": BroadcastTransport, "ipc": SharedTransport}
+"""Transports that write no file of all weights, by name."""
+
+
+class Exports:
+    """Exports the weights of a model. All ranks make the same calls; rank 0 writes files.
+
+    `exporting`: the latest export; until it ends, no weight may change.
+    """
+
+    def __init__(self, model: TrainedModel, spec: TrainerSpec, ranks: Ranks) -> None:
+        self._model = model
+        self._spec = spec
+        self._ranks = ranks
+        weights, _ = self._named_weights()
+        self._pieces = stored_pieces(model.policy.model, weights)
+        place = self._chunk_place()
+        self._chunks = Chunks(
+            place,
+            self.lazy_weights(),
+            spec.chunk_bytes,
+            model.dtype,
+        )
+        end = export.TrainerEnd(
+            model.device,
+            model.dtype,
+            spec.chunk_bytes,
+            is_first=ranks.is_first,
+            is_file_wanted=spec.is_file_wanted,
+            store=spec.weights_store,
+        )
+        kind = TRANSPORTS.get(spec.transport, Transport)
+        if spec.chunks != "file":
+            # Colocated engines get chunks in shared memory; a whole export is a file, for evaluation.
+            kind = Transport
+        self.transport = kind(end)
+        self.exporting: Future[api.ExportResponse] | None = None
+
+    def lazy_weights(self) -> LazyWeights:
+        """Return all weights under the model's names, adapters merged on access."""
+        weights, merges = self._named_weights()
+        return LazyWeights(weights, merges, self._pieces)
+
+    def begin(self, path: Path, version: int) -> Callable[[], api.ExportResponse]:
+        """Begin an export to `path`. The returned function waits for it, in any thread.
+
+        Both raise OSError. The function also raises Refused if the weights give NaN.
+        """
+        canary = self._canary()
+        adapters = None if self._model.adapters is None else self._adapter_tensors
+        exported = Exported(version, self.lazy_weights, adapters)
+        exporting = self.transport.begin(exported, path)
+        self.exporting = exporting
+
+        def finish() -> api.ExportResponse:
+            answer = exporting.result()
+            return answer.model_copy(update={"canary": _checked(canary)})
+
+        return finish
+
+    def chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
+        """Write a chunk; the last one has the canary. Return None on other ranks.
+
+        Raises OSError, or Refused if the weights give NaN.
+        """
+        canary = self._canary() if self._chunks.is_last(index) else None
+        is_first = self._ranks.is_first
+        chunk = self._chunks.write(
+            self.lazy_weights(),
+            version,
+            index,
+            is_first=is_first,
+        )
+        if chunk is None or not is_first:
+            return None
+        return chunk.model_copy(update={"canary": _checked(canary)})
+
+    def forget_chunks(self) -> None:
+        """Write all chunks again, even of the same version: its weights have changed."""
+        self._chunks.forget()
+
+    def save(self, path: Path) -> None:
+        """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError and Refused."""
+        weights = dict(self.lazy_weights())
+        dtype = self._model.dtype
+        if not self._ranks.is_first:
+            export.gather_along(weights, dtype)
+            return
+        gathered = export.in_export_dtype(weights, dtype)
+        save_folder(
+            self._model.policy.model,
+            gathered,
+            Path(self._spec.model_path),
+            path,
+            dtype=dtype,
+            template=self._spec.chat_template,
+        )
+
+    def _named_weights(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
+        if self._model.adapters is None:
+            return export.named_weights(self._model.policy.model), {}
+        return self._model.adapters.merging()
+
+    def _adapter_tensors(self) -> dict[str, Tensor]:
+        assert self._model.adapters is not None
+        return self._model.adapters.export_tensors(stored_names(self._pieces))
+
+    def _chunk_place(self) -> ChunkPlace:
+        spec = self._spec
+        if spec.chunks == "file" or (spec.chunks == "memory" and not self._ranks.is_first):
+            return ChunkFile(spec.staging_dir / "chunk.safetensors")
+        gather = self._ranks.gather if spec.chunks == "memories" else None
+        dtype = self._model.dtype
+        chunks = export.chunks_of(
+            self.lazy_weights(),
+            dtype,
+            spec.chunk_bytes,
+        )
+        entries = [export.entries_of(chunk, dtype) for chunk in chunks]
+        return SharedChunk(
+            spec.staging_dir,
+            entries,
+            self._model.device,
+            self._ranks.rank,
+            gather,
+        )
+
+    @torch.no_grad()
+    def _canary(self) -> api.Canary | None:
+        if not self._spec.canary_tokens:
+            return None
+        random = np.random.default_rng(0)
+        ids = random.integers(0, self._model.vocab_size, self._spec.canary_tokens)
+        # The last token is only predicted, so the pass needs one more: any will do.
+        text = np.append(ids, 0)
+        micro = packing.pack_texts([text], self._model.device)
+        scores = self._model.policy(micro)
+        reshard(self._model.policy)
+        return api.Canary(
+            token_ids=ids.tolist(),
+            logprobs=scores.logprob_M[:-1].tolist(),
+            next_logprob=float(scores.highest_M[-1]),
+        )
+
+
+def _checked(canary: api.Canary | None) -> api.Canary | None:
+    if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
+        return canary
+    raise Refused(
+        422,
+        "the weights give logprobs of the canary that are not finite",
+        rule="every engine must reproduce the logprobs of a fixed text",
+        way_out="resume from a checkpoint with a lower trainer.learning_rate, or "
+        "weight_sync.canary_limit=none.",
+    )

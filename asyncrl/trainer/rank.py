@@ -1,0 +1,513 @@
+"""One rank of the trainer: optimizer steps, checkpoints and offloads.
+
+All calls are collective; rank 0 writes files.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from asyncrl.base.http import Refused
+from asyncrl.messages import trainer_api as api
+from asyncrl.messages.engine_api import TransferStats
+from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.trainer import objective, packing, step_metrics
+from asyncrl.trainer.build_model import TrainedModel, reshard, use_deterministic
+from asyncrl.trainer.exports import Exports
+from asyncrl.trainer.fused import compilations
+from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
+from asyncrl.trainer.offload import Offload
+from asyncrl.trainer.optimizer import clip_gradient, learning_rate_at, make_optimizer
+from asyncrl.trainer.packing import MicroBatch
+from asyncrl.trainer.policy import Policy, Scores
+from asyncrl.trainer.ranks import ONE_RANK, Ranks
+from asyncrl.trainer.state import Progress, TrainerState
+from asyncrl.trainer.step_metrics import Fresh
+from asyncrl.trainer.sums import MicroLoss, PartSums, VersionSums, gather_losses, gather_scores
+from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.trainer.tree import BoolN
+from asyncrl.weights.export import whole_tensors
+from asyncrl.weights.tensor_files import digest_tensors
+
+log = logging.getLogger("asyncrl.trainer")
+MAX_SKIPPED_STEPS = 3
+
+
+class TrainerRank(TrainedModel):
+    """Weights and optimizer of one rank, owned by one thread.
+
+    Life: train(), or forward_backward() one or more times and then optimizer_step(); each makes one version.
+    Invariant: a refused batch leaves policy_version unchanged.
+
+    A gradient lives only in this process. A checkpoint that is written between forward_backward() and
+    optimizer_step() does not have it, load_state() drops it, and a new process starts without one:
+
+        forward_backward(half of batch 4)
+        forward_backward(other half of batch 4)    the gradient is now that of the whole batch
+        ... the process dies, a new one loads the state of version 4 ...
+        optimizer_step()                           Refused: call forward_backward() with both halves again
+    """
+
+    def __init__(self, spec: TrainerSpec, ranks: Ranks = ONE_RANK) -> None:
+        torch.set_num_threads(spec.threads)
+        torch.manual_seed(spec.seed)
+        use_deterministic(is_on=spec.trainer.deterministic)
+        self.spec = spec
+        self.ranks = ranks
+        self.policy_version = 0
+        self.num_skipped_in_a_row = 0
+        self.rollout_gaps: list[tuple[int, int, float]] = []
+        self.rollout_advantages: list[tuple[int, int, float]] = []
+        self._has_recorded = False
+        self._objective = Objective(spec)
+        needs_reference = self._objective.needs_reference
+        super().__init__(spec, ranks, needs_reference=needs_reference)
+        self._optimizer = make_optimizer(self.masters, spec.trainer)
+        self._meter = self._make_meter()
+        self._state = TrainerState(
+            self.masters,
+            self._optimizer,
+            ranks,
+            spec,
+            self.device,
+        )
+        self._offload = Offload(ranks, self.device, self._tensors_of)
+        self.exports = Exports(self, spec, ranks)
+        self._version: VersionSums | None = None
+        """The version in the making, from its first gradient to its last step."""
+
+    def _make_meter(self) -> step_metrics.StepMeter:
+        cuda = torch.cuda if self.device.type == "cuda" else None
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        made = compilations if self.policy.is_compiled else None
+        return step_metrics.StepMeter(self.ranks, dtype_name, cuda, made)
+
+    # ---- training
+
+    def train(self, header: api.BatchHeader, arrays: api.BatchArrays) -> dict[str, float]:
+        """Train on a batch: a gradient and a step for each mini-batch of each epoch.
+
+        Return metrics by full name, NaN without a value. Raises Refused.
+        """
+        self._refuse_open_gradient("train")
+        batch = self._begin(header, arrays)
+        loop = self.spec.trainer
+        parts = packing.mini_batches(header, batch.has_loss, loop.mini_batches)
+        version = VersionSums(num_epochs=loop.epochs, batches=[batch])
+        with self._dropped_on_error(version):
+            for epoch in range(loop.epochs):
+                for number, chosen in enumerate(parts):
+                    self._add_gradient(version, batch, chosen)
+                    # Masked parts and skipped steps count too, so that the schedule ends.
+                    index = epoch * loop.mini_batches + number
+                    self._take_step(version, index)
+            return self._end_version(version)
+
+    def forward_backward(self, header: api.BatchHeader, arrays: api.BatchArrays) -> dict[str, float]:
+        """Add the gradient of a batch's loss; return its loss and number of loss tokens.
+
+        Several calls give the gradient of one batch that has all their groups, up to rounding. Quantities of
+        a whole batch, such as the corrections of algorithm.loss=m2po and algorithm.top_entropy, are computed
+        per call. Mini-batches and epochs are the caller's: one call, one pass.
+
+        Raises Refused. If the batch itself is refused, the gradient of earlier calls stays; after any later
+        error it is dropped.
+        """
+        batch = self._begin(header, arrays)
+        version = self._version or VersionSums()
+        with self._dropped_on_error(version):
+            version.batches.append(batch)
+            part = self._add_gradient(version, batch, batch.has_loss)
+        return {
+            "policy/loss": part.loss,
+            "tokens/trained": float(len(part.logprobs_M)),
+        }
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Apply the gradient of all forward_backward() calls since the last step; return the version's
+        metrics.
+
+        Raises Refused without a gradient, and after MAX_SKIPPED_STEPS steps in a row without a finite one.
+        """
+        self._offload.need("take an optimizer step", "weights", "optimizer")
+        if self._version is None:
+            raise Refused(
+                409,
+                f"policy_version {self.policy_version} has no gradient for an optimizer step",
+                rule="a step applies the gradient of the forward_backward calls since the last step, in the "
+                "same process",
+                way_out="call forward_backward with every part of the batch, then optimizer_step.",
+            )
+        version = self._version
+        with self._dropped_on_error(version):
+            self._take_step(version, 0)
+            return self._end_version(version)
+
+    def _refuse_open_gradient(self, what: str) -> None:
+        if self._version is not None:
+            num_calls = len(self._version.batches)
+            raise Refused(
+                409,
+                f"cannot {what}: the gradient of forward_backward (calls: {num_calls}) waits for its step",
+                rule="a version is made by train, or by forward_backward and optimizer_step",
+                way_out="call optimizer_step first, or drop the gradient with load_state.",
+            )
+
+    @contextmanager
+    def _dropped_on_error(self, version: VersionSums) -> Iterator[None]:
+        """Keep `version` open; after an error drop it, so that no later step applies half a gradient."""
+        self._version = version
+        try:
+            yield
+        except BaseException:
+            self._drop_gradient()
+            raise
+
+    def _drop_gradient(self) -> None:
+        self._version = None
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _begin(self, header: api.BatchHeader, arrays: api.BatchArrays) -> BatchNumbers:
+        """Check a batch, and compute what its loss needs. Changes no gradient. Raises Refused."""
+        self._offload.need("train", "weights", "optimizer")
+        if self._version is None:
+            self._meter.start()
+        objective.check_batch(header, arrays, self.policy_version, self.vocab_size)
+        has_loss = objective.loss_tokens(header, arrays)
+        allowed = packing.find_allowed(
+            header,
+            arrays,
+            has_loss,
+            lambda: self._grammars,
+        )
+        objective.check_any_loss(header, arrays, has_loss)
+        batch = BatchNumbers(header, arrays, has_loss, allowed=allowed)
+        self._numbers(batch)
+        if self._version is None:
+            self.rollout_gaps = []
+            self.rollout_advantages = []
+        advantages = step_metrics.means_of_rollouts(header, has_loss, batch.advantage_N)
+        self.rollout_advantages += advantages
+        return batch
+
+    @cached_property
+    def _grammars(self) -> TokenGrammars:
+        # The controller's class: AutoTokenizer may rebuild the pre-tokenizer of tokenizer.json.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(self.spec.model_path)
+        return TokenGrammars(tokenizer, self.vocab_size)
+
+    def _numbers(self, batch: BatchNumbers) -> BatchNumbers:
+        if self._objective.needs_proximal:
+            batch.proximal_N, batch.entropy_N = self._forward(self.policy, batch)
+        if self.reference is not None:
+            batch.reference_N, _ = self._forward(self.reference, batch)
+        elif self._objective.needs_reference:
+            assert self.adapters is not None
+            with self.adapters.off():
+                batch.reference_N, _ = self._forward(self.policy, batch)
+        batch.advantage_N = self._objective.advantages(batch)
+        return batch
+
+    @torch.no_grad()
+    def _forward(self, policy: Policy, batch: BatchNumbers) -> tuple[Float32N, Float32N]:
+        """Return logprobs and entropies, float32 [N], 0 without loss."""
+        micros = self._micro_batches(batch, batch.has_loss)
+        self._meter.enter("logprobs")
+        outputs = list[tuple[MicroBatch, Scores]]()
+        for micro, counts in micros:
+            scores = policy(micro, self.spec.temperature)
+            if counts:
+                flops = policy.costs.flops(*micro.size, has_backward=False)
+                self._meter.count(flops)
+                outputs.append((micro, scores))
+        num_tokens = len(batch.has_loss)
+        logprobs_N, entropies_N = gather_scores(outputs, num_tokens, self.ranks)
+        reshard(policy)
+        self._meter.enter("")
+        return logprobs_N, entropies_N
+
+    def _micro_batches(self, batch: BatchNumbers, chosen: BoolN) -> list[tuple[MicroBatch, bool]]:
+        self._meter.enter("pack")
+        max_tokens = self.spec.trainer.micro_batch_tokens
+        rules = self.policy.plan.rules(max_tokens)
+        return packing.micro_batches(
+            batch.header,
+            batch.arrays,
+            chosen,
+            rules,
+            self.device,
+            self.ranks,
+            self.policy.costs,
+            batch.allowed,
+        )
+
+    def _add_gradient(self, version: VersionSums, batch: BatchNumbers, chosen: BoolN) -> PartSums:
+        """Add the gradient of the chosen tokens' loss to that of the open step. Raises Refused."""
+        step = version.open_step
+        numbers = self._objective.step_numbers(batch, chosen)
+        share = step.share_of(numbers.size)
+        if step.parts:
+            self._scale_gradient(1.0 - share)
+        numbers = replace(numbers, weight_S=numbers.weight_S * share)
+        outputs = list[tuple[MicroBatch, Scores]]()
+        losses = list[MicroLoss]()
+        for micro, counts in self._micro_batches(batch, chosen):
+            self._meter.enter("forward")
+            scores = self.policy(micro, self.spec.temperature)
+            if not counts:
+                self._meter.enter("backward")
+                (scores.logprob_M.sum() * 0.0).backward()
+                continue
+            current_M = scores.logprob_M
+            loss, stats = self._objective.micro_loss(micro, current_M, batch, numbers)
+            self._meter.enter("backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            detached = scores._replace(logprob_M=current_M.detach())
+            outputs.append((micro, detached))
+            losses.append((loss.detach(), stats))
+            flops = self.policy.costs.flops(*micro.size, has_backward=True)
+            self._meter.count(flops, micro.layout.num_tokens)
+        self._meter.enter("")
+        logprobs_N, entropies_N = gather_scores(outputs, len(chosen), self.ranks)
+        shared_loss, stats_sums = gather_losses(losses, self.ranks)
+        part = PartSums(
+            logprobs_M=logprobs_N[chosen],
+            entropies_M=entropies_N[chosen],
+            behaviour_M=batch.arrays.behaviour_logprobs[chosen],
+            loss=shared_loss / share,
+            stats=stats_sums,
+        )
+        # Later steps start from other weights than the samples.
+        if self.spec.measures_gap and not version.steps:
+            part.fresh = self._measure_gap(batch, chosen, logprobs_N)
+        step.add(part, numbers.size)
+        return part
+
+    def _scale_gradient(self, factor: float) -> None:
+        for weight in self.masters.named.values():
+            if weight.grad is not None:
+                weight.grad.mul_(factor)
+
+    def _take_step(self, version: VersionSums, index: int) -> None:
+        """Apply the open gradient, or skip it if it is not finite. `index`: of the step in its version."""
+        step = version.open_step
+        loop = self.spec.trainer
+        num_before = self.policy_version * loop.epochs * loop.mini_batches
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate_at(loop, num_before + index)
+        self._meter.enter("optimizer")
+        weights = self.masters.named.values()
+        norm = clip_gradient(weights, loop.max_grad_norm)
+        # One rank's norm for all: a rank that skips a step alone would have other weights.
+        grad_norm = float(self.ranks.gather(norm)[0])
+        if math.isfinite(step.loss) and math.isfinite(grad_norm):
+            self._meter.enter("blocked")
+            self.before_change()
+            self._meter.enter("optimizer")
+            self._optimizer.step()
+            self.masters.write_back()
+            self.num_skipped_in_a_row = 0
+            step.grad_norm = grad_norm
+        else:
+            reason = f"loss {step.loss} and gradient norm {grad_norm}"
+            self._skip(version.batches, reason)
+        self._optimizer.zero_grad(set_to_none=True)
+        version.close_step()
+        self._meter.enter("")
+
+    def _skip(self, batches: list[BatchNumbers], reason: str) -> None:
+        self.num_skipped_in_a_row += 1
+        if self.num_skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise self._refused(
+                batches,
+                reason,
+                rule=f"the run ends after {MAX_SKIPPED_STEPS} skipped steps in a row",
+                way_out=f"{step_metrics.NOT_FINITE_ADVICE}.",
+            )
+        log.warning("%s: step skipped, %s", _name(batches), reason)
+
+    def _measure_gap(self, batch: BatchNumbers, chosen: BoolN, logprobs_N: Float32N) -> Fresh:
+        """Compare logprobs with those of the engines. Raises Refused above the limit."""
+        arrays = batch.arrays
+        limit = self.spec.trainer.logprob_gap_limit
+        is_fresh = chosen & (arrays.versions == batch.header.version)
+        gap_N = np.abs(logprobs_N.astype(np.float64) - arrays.behaviour_logprobs)
+        self.rollout_gaps += step_metrics.means_of_rollouts(batch.header, is_fresh, gap_N)
+        fresh = Fresh(
+            logprobs_N[is_fresh],
+            arrays.behaviour_logprobs[is_fresh],
+            arrays.engines[is_fresh],
+        )
+        gaps = step_metrics.measure_gaps(*fresh)
+        fault = "" if limit is None else step_metrics.gap_fault(gaps, limit)
+        if fault:
+            raise self._refused(
+                [batch],
+                fault,
+                rule=f"trainer.logprob_gap_limit={limit}, "
+                "for the means of all fresh tokens and of each engine",
+                way_out=f"{step_metrics.GAP_ADVICE}; or raise the limit.",
+            )
+        warning = step_metrics.gap_fault(gaps, step_metrics.GAP_WARNING)
+        if warning:
+            number = batch.header.version + 1
+            log.warning("step %d: %s; %s", number, warning, step_metrics.GAP_ADVICE)
+        return fresh
+
+    def _refused(self, batches: list[BatchNumbers], error: str, rule: str, way_out: str) -> Refused:
+        return Refused(
+            422,
+            f"{_name(batches)} gave {error}; policy_version stays {self.policy_version}",
+            rule=rule,
+            way_out=way_out,
+        )
+
+    def _end_version(self, version: VersionSums) -> dict[str, float]:
+        """Count the version, record it, and return its metrics."""
+        first_version = self.policy_version
+        self.policy_version += 1
+        self._version = None
+        metrics = {
+            **version.metrics(),
+            "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
+            **self._meter.numbers(),
+            **self.kernels,
+        }
+        if self.ranks.is_first:
+            if not self._has_recorded:  # earlier lines are repeated
+                self._note_restored(first_version)
+            loss = metrics["policy/loss"]
+            lines = [
+                step_metrics.trained_line(batch.header, batch.arrays, batch.has_loss, loss)
+                for batch in version.batches
+            ]
+            line = step_metrics.joined_line(lines)
+            step_metrics.append_line(self.spec.record_path, line)
+        self._state.wait_lent()  # charge a slow disk to a step, not to a handover
+        return metrics
+
+    def _note_restored(self, version: int) -> None:
+        if self.ranks.is_first:
+            step_metrics.note_restored(self.spec.record_path, version)
+            self._has_recorded = True
+
+    def before_change(self) -> None:
+        """Wait for exports and copies that read the weights."""
+        readers: list[Future[Any] | None] = [self.exports.exporting, self._state.copying]
+        wait([reader for reader in readers if reader is not None])
+
+    # ---- checkpoints and exports
+
+    def begin_save_state(self, path: Path) -> Future[None]:
+        """Begin to write the state to the new folder `path`, without an open gradient."""
+        progress = Progress(
+            policy_version=self.policy_version, num_skipped_in_a_row=self.num_skipped_in_a_row
+        )
+        return self._state.begin_save(progress, path, self._offload.content_of)
+
+    def wait_save_state(self) -> None:
+        """Wait until the state is written. Raises Refused if it cannot be."""
+        if self._state.pending is not None:
+            self._state.pending.result()
+
+    def load_state(self, path: Path) -> None:
+        """Restore a saved state, and drop an open gradient. Raises Refused."""
+        self._offload.need("load a state", "weights", "optimizer")
+        self.before_change()
+        self.exports.forget_chunks()
+        self._drop_gradient()
+        progress = self._state.load(path)
+        self.policy_version = progress.policy_version
+        self.num_skipped_in_a_row = progress.num_skipped_in_a_row
+        self._note_restored(self.policy_version)
+
+    def save(self, path: Path) -> None:
+        """Write a Hugging Face folder, adapters merged. Raises OSError, SafetensorError and Refused."""
+        self._offload.need("save", "weights")
+        self.exports.save(path)
+
+    def begin_export(self, path: Path) -> Callable[[], api.ExportResponse]:
+        """Begin an export; the returned function waits for it, in any thread. Both raise OSError, Refused."""
+        self._offload.need("export", "weights")
+        return self.exports.begin(path, self.policy_version)
+
+    def export(self, path: Path) -> api.ExportResponse:
+        return self.begin_export(path)()
+
+    def export_chunk(self, version: int, index: int) -> api.ExportChunkResponse | None:
+        """Write a chunk of the newest version. Return None on other ranks. Raises OSError or Refused."""
+        self._offload.need("export a chunk", "weights")
+        if version != self.policy_version:
+            raise Refused(
+                409,
+                f"a chunk of version {version} was requested at policy_version {self.policy_version}",
+                rule="chunks are of the newest version",
+                way_out="begin again with chunk 0 of that.",
+            )
+        return self.exports.chunk(version, index)
+
+    def weights_digest(self) -> str:
+        return digest_tensors(dict(whole_tensors(self.masters.named)))
+
+    # ---- colocation
+
+    @property
+    def offloaded(self) -> list[api.TrainerPart]:
+        return sorted(self._offload.away)
+
+    def offload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
+        """Move parts to host memory. Raises Refused, also while a gradient waits for its step."""
+        self._refuse_open_gradient("offload")
+        self.before_change()
+        self._state.wait_lent()
+        parts = frozenset(parts)
+        if self.adapters is not None and "weights" in parts:
+            self.adapters.forget_merged()
+        return self._offload.offload(parts)
+
+    def onload(self, parts: Iterable[api.TrainerPart]) -> TransferStats:
+        """Move parts back to the device. Raises Refused."""
+        self.before_change()
+        return self._offload.onload(parts)
+
+    def _tensors_of(self, part: api.TrainerPart) -> list[Tensor]:
+        if part == "gradients":
+            return []  # none is kept between steps, and offload() waits for an open one
+        weights = list[Tensor]()
+        for model in (self.policy, self.reference):
+            if model is not None:
+                weights += model.parameters()
+                weights += model.buffers()
+        if part == "weights":
+            return weights
+        # Float32 weights are their own masters.
+        of_model = {id(tensor) for tensor in weights}
+        masters = self.masters.named.values()
+        tensors = [master for master in masters if id(master) not in of_model]
+        for state in self._optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        return tensors
+
+
+def _name(batches: list[BatchNumbers]) -> str:
+    """Example: step 3 (groups 10, 11)."""
+    ids = dict[str, None]()
+    for batch in batches:
+        for entry in batch.header.trajectories:
+            ids[str(entry.group_id)] = None
+    step = batches[0].header.version + 1
+    groups = ", ".join(ids)
+    return f"step {step} (groups {groups})"
