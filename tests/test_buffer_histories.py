@@ -261,7 +261,7 @@ async def test_a_cancelled_trainer_takes_no_batch_with_it() -> None:
 
 
 @virtual
-async def test_a_wait_is_split_by_what_was_waited_for() -> None:
+async def test_wait_is_split_by_its_causes() -> None:
     buffer = make_buffer(max_staleness=1)
     admit(buffer, 4)
     finish(buffer, 0, 1)

@@ -73,7 +73,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) ->
     assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10, 20], 10)
 
 
-def test_an_unreadable_one_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_checkpoint_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = make(tmp_path, 10, 20)
     with monkeypatch.context() as broken:
         too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -92,7 +92,7 @@ def test_commands_work_without_torch() -> None:
         assert "Traceback" not in err
 
 
-def test_the_page_says_which_commands_need_no_extra() -> None:
+def test_install_page_lists_the_commands_without_an_extra() -> None:
     page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
     row, of_train = (
         re.search(rf"^\| {extra} \| (.*)$", page, re.MULTILINE) for extra in ("none, or `worker`", "`train`")

@@ -106,7 +106,7 @@ def test_misspelled_key_is_named_with_the_closest_valid_key(good: Path, line: st
     assert not right or f"did you mean{right}?" in message
 
 
-def test_all_problems_are_told_at_once_each_with_its_value(good: Path) -> None:
+def test_all_problems_are_reported_at_once_with_their_values(good: Path) -> None:
     wrong = ["trainer.num_groups=0", "rollout.temperature=-1", "gateway.port=70000"]
     message = refusal(good, *wrong, "buffer.max_stalenes=4", "task.files=mine.jsonl")
     for override in wrong:

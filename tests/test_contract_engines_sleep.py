@@ -51,7 +51,7 @@ async def test_after_sleep_wake_and_push_every_bit_is_as_before(server: Server, 
 
 
 @contract
-async def test_sleep_aborts_what_runs_and_keeps_what_queues(server: Server, engine: EngineClient) -> None:
+async def test_sleep_aborts_running_and_keeps_queued_requests(server: Server, engine: EngineClient) -> None:
     version = await be_awake(engine, server)
     requests = [server.request(max_tokens=server.traits.long, seed=seed) for seed in range(SLOTS)]
     running = [asyncio.create_task(engine.generate_segment(request)) for request in requests]

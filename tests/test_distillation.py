@@ -63,7 +63,7 @@ def plain_logprobs(model: Any, branch: Trajectory, temperature: float) -> np.nda
     return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
 
 
-def test_teachers_logprobs_are_those_of_a_plain_forward(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_teachers_logprobs_equal_a_plain_forwards(tiny_model_dir: Path, tmp_path: Path) -> None:
     model, temperature = AutoModelForCausalLM.from_pretrained(tiny_model_dir), 0.7
     spec = {"name": "teacher", "slots": 1, "score_slots": 3, "max_length": 300, "device": "cpu"}
 

@@ -99,7 +99,7 @@ def build_fused(folder: Path, **fields: Any) -> Engine:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_fused_logprobs_equal_those_of_transformers(tmp_path: Path, model_type: str) -> None:
+def test_fused_logprobs_equal_transformers(tmp_path: Path, model_type: str) -> None:
     folder = make_family(tmp_path / model_type, model_type)
     found = answers(build_fused(folder, slots=10))
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -146,7 +146,7 @@ class RecordedSteps(FusedSteps):
     capture = Recorded.capture
 
 
-def test_replayed_fused_steps_read_what_changes(folder: Path, other_folder: Path, tmp_path: Path) -> None:
+def test_replayed_fused_steps_read_changed_inputs(folder: Path, other_folder: Path, tmp_path: Path) -> None:
     plain = build_engine(make_spec(folder, slots=10, deterministic=False))
     expected = answers(plain, publish_halfway(plain, other_folder, tmp_path))
     engine = build_fused(folder, slots=10)

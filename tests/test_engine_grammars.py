@@ -85,7 +85,7 @@ SCHEMAS = [
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from(SCHEMAS), min_size=1, max_size=4), st.integers(0, 10**6), st.integers(0, 60))
-def test_answers_are_valid_and_the_same_whatever_interrupts_them(
+def test_answers_stay_valid_and_equal_over_interruptions(
     engine: Engine, tokenizer: HFChatTokenizer, schemas: list[dict[str, Any]], seed: int, cut: int
 ) -> None:
     asked = [asking(schema, seed + index) for index, schema in enumerate(schemas)]

@@ -138,7 +138,7 @@ def test_schedule_is_the_same_after_a_resume(
     death=st.integers(1, 40),
 )
 @virtual
-async def test_run_ends_and_keeps_no_file_whatever_the_engine_does(
+async def test_run_ends_without_files_for_any_engine_failure(
     decode_s: float, prepare_s: float, every: int, timeout_s: float, death: int
 ) -> None:
     house = House(every=every, last=12, decode_s=decode_s, prepare_s=prepare_s, timeout_s=timeout_s)

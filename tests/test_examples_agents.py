@@ -100,7 +100,7 @@ def test_search_agent_rewards_an_exact_match_within_its_searches() -> None:
     assert asked[1]["messages"][-1]["content"] == "No passage found."
 
 
-def test_the_shell_agent_makes_two_turns_with_curl_alone() -> None:
+def test_shell_agent_makes_two_turns_with_only_curl() -> None:
     async def story() -> tuple[Outcome, list[str]]:
         async with open_gateway() as gateway:
             harness = build_harness(

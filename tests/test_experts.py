@@ -404,7 +404,7 @@ WIDE |= {"moe_intermediate_size": 32}
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_vllm_tells_the_experts_of_each_token_and_loads_pushed_ones(tmp_path: Path) -> None:
+def test_vllm_reports_each_tokens_experts_and_loads_pushed_experts(tmp_path: Path) -> None:
     """A model with a layer without experts, and two prompts that hit the prefix cache."""
     shape = WIDE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 300}
     folder = make_tiny_moe(tmp_path / "model", **MOE | shape)

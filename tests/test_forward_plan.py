@@ -67,7 +67,7 @@ def test_small_multipliers_hide_no_recurrence(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["inkling_text", "doge"])
-def test_unknown_attention_is_trained_alone_by_name(name: str) -> None:
+def test_unknown_attention_is_trained_without_packing_and_named(name: str) -> None:
     config = make_config(name)
     with pytest.raises(UnknownAttentionError, match="position_bias|mask of its own"):
         find_structure(random_model(config))

@@ -92,7 +92,7 @@ CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
 
 @pytest.mark.parametrize("marks", ["text", "special"])
 @pytest.mark.parametrize(("name", "asked", "prompt", "good", "bad"), CASES, ids=[case[0] for case in CASES])
-def test_grammar_accepts_what_was_asked_for_and_nothing_else(
+def test_grammar_accepts_exactly_the_requested_answers(
     tmp_path: Path, marks: str, name: str, asked: dict[str, Any], prompt: str, good: list[str], bad: list[str]
 ) -> None:
     markers = ("<tool_call>", "</tool_call>", "<think>", "</think>") if marks == "special" else ()

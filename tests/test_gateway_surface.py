@@ -96,7 +96,7 @@ async def test_page_of_the_routes_needs_no_other_server() -> None:
 
 
 @in_loop
-async def test_health_says_why_the_run_is_ending() -> None:
+async def test_health_states_why_the_run_is_ending() -> None:
     async with gateway_world(ScriptedEngine(error=RoomError("engine-0", "it is gone"))) as world:
         for status, said in ((200, "ok"), (503, "it is gone")):
             async with world.http.get(f"{world.url}/health") as response:

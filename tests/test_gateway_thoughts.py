@@ -65,7 +65,7 @@ async def test_separate_thoughts_return_to_one_branch() -> None:
     ],
 )
 @in_loop
-async def test_unclosed_thought_is_no_answer_and_hides_calls(
+async def test_unclosed_thought_hides_answer_and_calls(
     text: str, thoughts: str, content: str | None, num_calls: int
 ) -> None:
     async with gateway_world(ScriptedEngine(lambda _: text), thoughts_field=thoughts) as world:

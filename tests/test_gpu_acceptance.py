@@ -86,7 +86,7 @@ def test_configs_of_colocated_rows_are_valid(bench: Bench, place: str, tmp_path:
 # ---- the script
 
 
-def test_what_breaks_is_told_and_the_other_rows_still_run(
+def test_failed_rows_are_reported_and_other_rows_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_row(part: gpu_acceptance.Part, row: Row, limit_s: float) -> None:

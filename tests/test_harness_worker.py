@@ -59,7 +59,7 @@ async def test_worker_fills_its_slots_and_posts_outcomes() -> None:
 
 
 @in_loop
-async def test_harness_errors_are_data_and_the_worker_goes_on() -> None:
+async def test_worker_continues_after_a_harness_error() -> None:
     for name, result, said in (
         ("agent", "error", r"g0/r0 \(prompt p0\): its harness raised ZeroDivisionError: by \\ud800 zero"),
         ("plain", "stop", "its harness raised RuntimeError: StopIteration: no more"),

@@ -69,7 +69,7 @@ def test_reward_function_scores_rows_and_is_built_without_any(here: Path) -> Non
         ('tasks_here:Good {"length": -1}', r"ValueError: length=-1 is below 0 .tasks_here.py line 4."),
     ],
 )
-def test_a_task_that_cannot_be_had_says_what_is_missing(name: str, words: str) -> None:
+def test_unavailable_task_names_the_missing_part(name: str, words: str) -> None:
     python, _, args = name.partition(" ")
     with pytest.raises(ConfigError, match=words) as caught:
         build_task(TaskConfig(python=python, args=json.loads(args or "{}")), seed=9)

@@ -174,7 +174,7 @@ def test_text_part_is_trained_under_the_names_of_its_folder(tmp_path: Path, kind
 # peft 0.21 asks transformers 5.23 by an old name
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("kind", [kind for kind in LARGER if kind != "llama4"])
-def test_adapters_of_a_text_part_have_the_names_of_its_folder(tmp_path: Path, kind: str) -> None:
+def test_adapters_of_a_text_part_have_its_folders_names(tmp_path: Path, kind: str) -> None:
     folder, lora = tmp_path / "model", {"lora": {"rank": 2, "alpha": 16.0}}
     whole = make_larger(folder, kind)
     stored = load_file(folder / "model.safetensors")

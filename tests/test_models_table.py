@@ -21,7 +21,7 @@ def test_table_has_every_model_of_the_zoo() -> None:
 @pytest.mark.long
 @pytest.mark.rotated
 @pytest.mark.parametrize("name", [*TYPES])
-def test_row_of_the_table_is_what_is_measured(name: str) -> None:
+def test_row_of_the_table_equals_its_measurement(name: str) -> None:
     if name.partition(" ")[0] not in CONFIG_MAPPING:
         pytest.skip("transformers does not know this type")
     torch.set_num_threads(1)

@@ -82,7 +82,7 @@ def lost(step: int) -> float:
         ({"reward_mean": math.nan}, "No step has a reward yet."),
     ],
 )
-def test_the_headline_says_whether_the_run_learned(columns: dict[str, Column], headline: str) -> None:
+def test_headline_states_whether_the_run_learned(columns: dict[str, Column], headline: str) -> None:
     found = judged(**columns)
     at = -1
     for part in headline.split("*"):

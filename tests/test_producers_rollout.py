@@ -286,7 +286,7 @@ def run_harness(host: FakeHost, *, retries: int = 0, **options: Any) -> Any:
         (Outcome(0.0), 0.0),
     ],
 )
-def test_session_ends_before_the_task_scores_what_has_no_reward(outcome: Outcome, reward: float) -> None:
+def test_session_ends_before_the_task_scores_it(outcome: Outcome, reward: float) -> None:
     host = FakeHost(outcome)
     (trajectory,) = run_harness(host)
     assert (trajectory.sample_index, trajectory.reward, trajectory.metrics) == (2, reward, outcome.metrics)

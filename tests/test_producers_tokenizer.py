@@ -46,7 +46,7 @@ def bos_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFChatTokenizer:
     return save(byte_level(), tmp_path_factory.mktemp("tokenizer") / "bos")
 
 
-def test_chat_ids_are_those_of_transformers(bos_tokenizer: HFChatTokenizer) -> None:
+def test_chat_ids_equal_transformers(bos_tokenizer: HFChatTokenizer) -> None:
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(bos_tokenizer.model_path)
@@ -175,7 +175,7 @@ def test_lone_surrogate_is_refused(bos_tokenizer: HFChatTokenizer) -> None:
         bos_tokenizer.encode("ab\ud800")
 
 
-def test_end_ids_equal_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_end_ids_equal_the_embedded_engines(tiny_model_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from asyncrl_servers.embedded.decoder import _eos_ids

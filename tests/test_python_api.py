@@ -54,7 +54,7 @@ def test_python_page_runs_and_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_in_an_event_loop_is_interrupted_and_a_callback_may_raise(tmp_path: Path) -> None:
+def test_run_in_an_event_loop_ends_by_interrupt_or_callback(tmp_path: Path) -> None:
     config = yaml.safe_load(write_config(tmp_path, trainer={"num_steps": 100_000}).read_text())
     run = partial(asyncrl.run, config, ["observe.console=none"], run_dir=tmp_path / "run")
 

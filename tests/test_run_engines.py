@@ -140,7 +140,7 @@ def test_run_outlives_a_lost_node_while_an_engine_works() -> None:
     assert "a run waits 600 s for a node that it needs" in error
 
 
-def test_node_that_is_lost_after_its_engine_is_told_once() -> None:
+def test_node_lost_after_its_engine_is_reported_once() -> None:
     async def story(house: House) -> None:
         house.fakes[1].die()
         await asyncio.sleep(0.5)

@@ -87,7 +87,7 @@ def loaded(folder: Path, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(("lora", "experts"), [(None, ""), (LORA, ""), (None, "deepseek_v3")])
-def test_exported_checkpoint_is_what_the_trainer_saves(
+def test_exported_checkpoint_equals_the_trainers_save(
     make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, lora: Any, experts: str
 ) -> None:
     dtype = "bfloat16"
@@ -123,7 +123,7 @@ def test_exported_checkpoint_is_what_the_trainer_saves(
 
 # peft 0.21 asks transformers 5.23 by an old name
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_exported_adapters_compute_what_the_merged_model_does(
+def test_exported_adapters_compute_like_the_merged_model(
     make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     step, made = make_step(trainer={"lora": LORA}), MadeRun(tmp_path, tiny_model_dir, trainer={"lora": LORA})

@@ -126,7 +126,7 @@ async def test_threads_run_at_most_reward_workers_at_once() -> None:
 
 
 @pytest.mark.asyncio
-async def test_hung_thread_costs_its_own_rollout_alone() -> None:
+async def test_hung_thread_costs_only_its_own_rollout() -> None:
     gate = threading.Event()
 
     def hangs_on_x(prompt: Prompt, completion: str) -> float:

@@ -49,7 +49,7 @@ def test_unknown_gym_settings_are_refused() -> None:
 LETTERS = Letters(size=1000, seed=0)
 
 
-def test_right_letters_alone_score_1() -> None:
+def test_only_the_right_letters_score_1() -> None:
     feed = PromptSource(TaskPrompts(LETTERS, seed=0, shuffle=False))
     for prompt in (feed.next_nowait() for _ in range(len(LETTERS))):
         letter, count = prompt.messages[-1]["content"].split(" ")

@@ -58,7 +58,7 @@ class Qwen3ForCausalLM(nn.Module):
 
 
 @pytest.mark.parametrize(("num_workers", "num_kv_heads"), [(1, 2), (2, 2), (4, 2), (4, 1)])
-def test_parts_are_those_of_joined_and_cut_layers(num_workers: int, num_kv_heads: int) -> None:
+def test_parts_belong_to_joined_and_cut_layers(num_workers: int, num_kv_heads: int) -> None:
     kv = (8 * num_kv_heads, 16)
     shapes = {"q_proj": (32, 16), "k_proj": kv, "v_proj": kv, "o_proj": (16, 32), "embed_tokens": (97, 16)}
     sent = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}

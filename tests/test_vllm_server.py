@@ -67,7 +67,7 @@ def test_arguments_of_the_run_are_refused(folder: Path) -> None:
     assert ours - defaults <= OWN, "nothing that a user gives is silently replaced"
 
 
-def test_batch_invariance_is_asked_for_on_cuda_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_is_requested_only_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_arguments.tempfile, "tempdir", None)
     for is_cpu, deterministic in ((False, True), (False, False), (True, True)):
         monkeypatch.setattr(vllm_arguments, "is_cpu_build", lambda is_cpu=is_cpu: is_cpu)

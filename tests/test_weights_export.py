@@ -113,7 +113,7 @@ def test_unknown_chunk_is_refused_and_a_full_disk_retried(make_step: MakeStep, t
     assert chunks_of(step)[-1][0].is_last
 
 
-def test_export_is_written_beside_the_forward_pass(make_step: MakeStep, tmp_path: Path) -> None:
+def test_export_is_written_during_the_forward_pass(make_step: MakeStep, tmp_path: Path) -> None:
     step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
     before, change = step.weights_digest(), step._optimizer.step
 

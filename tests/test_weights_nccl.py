@@ -87,7 +87,7 @@ def test_member_that_never_comes_ends_the_wait(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "lora"), [(1, {"rank": 4}), (2, None)])
-def test_trainer_process_sends_what_it_would_write(
+def test_trainer_sends_the_tensors_that_it_would_write(
     tiny_model_dir: Path, tmp_path: Path, world_size: int, lora: dict[str, int] | None
 ) -> None:
     """Shards are gathered, adapters are merged; a later step changes nothing that is sent."""
