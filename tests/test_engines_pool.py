@@ -203,7 +203,8 @@ class SilentTeacher(FakeEngineServer):
 @virtual
 async def test_silent_teacher_is_lost_after_its_limit() -> None:
     fake: Any = SilentTeacher("teacher")
-    teacher = Teacher(fake, temperature=1.0, places=1, timeout_s=120.0, on_lost=None)
+    teacher = Teacher(fake, temperature=1.0, on_lost=None)
+    request = ScoreRequest(token_ids=[1, 2], start=1, temperature=1.0)
     with pytest.raises(EngineLost, match="no answer within 120.0 s"):
-        await teacher._score(ScoreRequest(token_ids=[1, 2], start=1, temperature=1.0))
+        await teacher.call("/score", request, ScoreResponse)
     assert asyncio.get_running_loop().time() == 120.0
