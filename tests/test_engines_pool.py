@@ -14,10 +14,11 @@ from rollout_cases import virtual
 from token_cases import completion_of, same_tokens
 
 from asyncrl.base.errors import EngineError, EngineLost, ErrorBody
-from asyncrl.engines.engine import EngineServer, Teacher
+from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.teacher import Teacher
 from asyncrl.messages import codec
-from asyncrl.messages.engine_api import Interrupt, ScoreRequest
+from asyncrl.messages.engine_api import Interrupt, ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.messages.sampling import SamplingRequest
 from asyncrl.messages.trainer_api import ExportResponse
